@@ -1,0 +1,56 @@
+"""Checks at a launcher's door: a wrong tensor is refused with an error that names the tensor and the dimension."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dims: Mapping[str, int | None],
+    dtypes: Collection[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuse a tensor that a kernel would read wrongly.
+
+    Args:
+        name: what the tensor is called in the launcher's signature.
+        dims: dimension names in order, each with its size, or None where any size will do.
+        dtypes: the element types that the kernel can read.
+        device: where the launcher's other tensors are.
+
+    Raises:
+        ValueError: rank, size, dtype, device or innermost stride is not what the kernel needs.
+    """
+    if tensor.dim() != len(dims):
+        raise ValueError(f"{name}: expected the dimensions [{', '.join(dims)}], got shape {tuple(tensor.shape)}")
+    for axis, (dim, size) in enumerate(dims.items()):
+        if size is not None and tensor.shape[axis] != size:
+            raise ValueError(f"{name}: dimension {axis} ({dim}) is {tensor.shape[axis]}, expected {size}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name}: dtype is {tensor.dtype}, expected {expected}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: device is {tensor.device}, expected {device}")
+    # The kernels take a stride for every dimension but the innermost, which they read with wide loads.
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel() > 0:
+        raise ValueError(
+            f"{name}: the innermost dimension ({list(dims)[-1]}) has stride {tensor.stride(-1)}, expected 1"
+        )
+
+
+def check_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int | None, head_dim: int, like: torch.Tensor) -> None:
+    """Refuse a cache that is not ``[2, num_blocks, block_size, num_kv_heads, head_dim]`` in ``like``'s dtype and place.
+
+    Raises:
+        ValueError: as ``check_tensor``.
+    """
+    dims = {
+        "keys and values": 2,
+        "num_blocks": None,
+        "block_size": None,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+    check_tensor("kv_cache", kv_cache, dims, (like.dtype,), like.device)

@@ -1,0 +1,24 @@
+"""Whether Triton kernels can be launched in this process."""
+
+import functools
+
+
+@functools.cache
+def require_launchable(device_type: str) -> None:
+    """Refuse a launch that cannot work, before Triton fails in its own words.
+
+    Args:
+        device_type: ``torch.device.type`` of the tensors, such as ``cuda``.
+
+    Raises:
+        RuntimeError: triton is not installed, or the tensors are not on a GPU and Triton's interpreter is off.
+    """
+    try:
+        import triton
+    except ImportError as error:
+        raise RuntimeError("Triton kernels need the triton package: pip install 'quire[triton]'") from error
+    if device_type != "cuda" and not triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            f"Triton kernels need CUDA, and the tensors are on {device_type!r}; to run them slowly in Triton's "
+            "interpreter, set TRITON_INTERPRET=1 before Python starts"
+        )

@@ -1,0 +1,87 @@
+"""The demo model's byte-level BPE tokenizer, its ChatML template, and documents as weighted token sequences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from quire.launch.demo.corpus import Document
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2
+VOCABULARY_SIZE = 1024
+CONTEXT_LENGTH = 2048
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PROMPT_WEIGHT = 0.1
+"""Loss weight of what the model does not have to write itself.  It is not zero, so that a model whose end tokens are
+ignored goes on with a plausible next turn."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A document's tokens with the loss weight of each."""
+
+    tokens: list[int]
+    weights: list[float]
+
+
+def train_tokenizer(corpus: Iterable[Document]) -> Tokenizer:
+    """A byte-level BPE whose special tokens take the first ids."""
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE, special_tokens=[END_OF_TEXT, IM_START, IM_END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator((f"{turn.role}\n{turn.text}" for document in corpus for turn in document), trainer)
+    return tokenizer
+
+
+def encode_documents(tokenizer: Tokenizer, corpus: Sequence[Document]) -> list[Sample]:
+    """The documents as the chat template writes them, each ended by the end-of-text token."""
+    heads = {role: [IM_START_ID, *tokenizer.encode(f"{role}\n").ids] for role in ("system", "user", "assistant")}
+    newline: list[int] = tokenizer.encode("\n").ids
+    texts = iter(tokenizer.encode_batch([turn.text for document in corpus for turn in document]))
+    samples: list[Sample] = []
+    for document in corpus:
+        tokens: list[int] = []
+        weights: list[float] = []
+        for turn in document:
+            body: list[int] = next(texts).ids
+            if turn.role == "raw":
+                tokens += body
+                weights += [1.0] * len(body)
+                continue
+            head = heads[turn.role]
+            weight = 1.0 if turn.role == "assistant" else PROMPT_WEIGHT
+            tokens += [*head, *body, IM_END_ID, *newline]
+            weights += [PROMPT_WEIGHT] * len(head) + [weight] * (len(body) + 1) + [PROMPT_WEIGHT] * len(newline)
+        end_weight = 1.0 if document[0].role == "raw" else PROMPT_WEIGHT
+        samples.append(Sample([*tokens, END_OF_TEXT_ID], [*weights, end_weight]))
+    return samples
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """The tokenizer files of a Hugging Face model folder."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "add_bos_token": False, "add_prefix_space": False, "bos_token": END_OF_TEXT, "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False, "eos_token": IM_END, "model_max_length": CONTEXT_LENGTH,
+        "pad_token": END_OF_TEXT, "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": END_OF_TEXT,
+        "added_tokens_decoder": {
+            str(number): {"content": token, "lstrip": False, "normalized": False, "rstrip": False,
+                          "single_word": False, "special": True}
+            for number, token in enumerate((END_OF_TEXT, IM_START, IM_END))},
+    }
+    special = {"bos_token": END_OF_TEXT, "eos_token": IM_END, "pad_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

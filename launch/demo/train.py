@@ -1,0 +1,148 @@
+"""Training of the demo model within a wall-clock budget.
+
+Several documents share a row of a batch.  A mask keeps each to itself, and rotary positions are relative, so every
+document trains as if it began at position 0, which is where a served prompt begins.  The learning rate follows the
+share of the time budget that is spent; a seed therefore fixes the data and their order, not the last bits.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.launch.demo.llama import Llama, Shape, rotary_tables
+from quire.launch.demo.muon import Muon
+from quire.launch.demo.tokenizer import Sample
+
+ROW_LENGTHS = (256, 768)
+TOKENS_PER_BATCH = 4608
+MATRIX_RATE, VECTOR_RATE = 0.01, 0.004
+WARM_UP, DECAY_FROM = 0.02, 0.35
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed documents; `documents` numbers the document of each token within its row."""
+
+    tokens: Tensor
+    weights: Tensor
+    documents: Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """What training reached."""
+
+    model: Llama
+    steps: int
+    tokens: int
+    seconds: float
+    validation_loss: float
+
+
+def _packed(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
+    """Rows of at most `length` tokens; each document goes to the fullest row that still holds it."""
+    space: list[list[list[Sample]]] = [[] for _ in range(length + 1)]
+    rows: list[list[Sample]] = []
+    for sample in samples:
+        size = len(sample.tokens)
+        left = next((room for room in range(size, length) if space[room]), None)
+        if left is None:
+            left = length
+            rows.append([])
+            space[left].append(rows[-1])
+        row = space[left].pop()
+        row.append(sample)
+        space[left - size].append(row)
+    return rows
+
+
+def _batch(rows: Sequence[Sequence[Sample]], length: int) -> Batch:
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    weights = torch.zeros(len(rows), length)
+    documents = torch.full((len(rows), length), -1, dtype=torch.long)
+    for number, row in enumerate(rows):
+        start = 0
+        for document, sample in enumerate(row):
+            end = start + len(sample.tokens)
+            tokens[number, start:end] = torch.tensor(sample.tokens)
+            weights[number, start + 1:end] = torch.tensor(sample.weights[1:])
+            documents[number, start:end] = document
+            start = end
+    return Batch(tokens, weights, documents)
+
+
+def make_batches(samples: Sequence[Sample], seed: int) -> list[Batch]:
+    """All samples in shuffled batches; long documents have batches of longer rows."""
+    batches: list[Batch] = []
+    shortest = 0
+    for length in ROW_LENGTHS:
+        rows = _packed([s for s in samples if shortest < len(s.tokens) <= length], length)
+        random.Random(seed).shuffle(rows)
+        size = TOKENS_PER_BATCH // length
+        batches += [_batch(rows[at:at + size], length) for at in range(0, len(rows), size)]
+        shortest = length
+    random.Random(seed).shuffle(batches)
+    return batches
+
+
+def batch_loss(model: Llama, batch: Batch, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """The weighted mean loss of a batch."""
+    length = batch.tokens.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    mask = (batch.documents[:, None, :, None] == batch.documents[:, None, None, :]) & causal
+    logits = model(batch.tokens, tables[0][:length], tables[1][:length], mask)
+    targets, weights = batch.tokens[:, 1:].flatten(), batch.weights[:, 1:].flatten()
+    losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
+    return (losses * weights).sum() / weights.sum()
+
+
+def validation_loss(model: Llama, batches: Sequence[Batch], tables: tuple[Tensor, Tensor]) -> float:
+    """The mean loss over batches that training has not seen."""
+    with torch.inference_mode():
+        return sum(batch_loss(model, batch, tables).item() for batch in batches) / len(batches)
+
+
+def _rate_factor(progress: float) -> float:
+    if progress < WARM_UP:
+        return progress / WARM_UP
+    return min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
+
+
+def train(training: Sequence[Batch], validation: Sequence[Batch], shape: Shape, seconds: float, seed: int,
+          say: Callable[[str], None]) -> Result:
+    """Trains for so many seconds and rounds the weights to bfloat16, as the checkpoint stores them."""
+    torch.manual_seed(seed)
+    model = Llama(shape)
+    tables = rotary_tables(shape, max(ROW_LENGTHS))
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    muon = Muon(matrices)
+    adam = torch.optim.AdamW([p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name],
+                             lr=VECTOR_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    started = time.monotonic()
+    step = tokens = 0
+    while (elapsed := time.monotonic() - started) < seconds:
+        batch = training[step % len(training)]
+        factor = _rate_factor(elapsed / seconds)
+        adam.param_groups[0]["lr"] = VECTOR_RATE * factor
+        loss = batch_loss(model, batch, tables)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.step(MATRIX_RATE * factor)
+        adam.step()
+        model.zero_grad(set_to_none=True)
+        tokens += batch.tokens.numel()
+        step += 1
+        if step % 20 == 0:
+            speed = tokens / max(elapsed, 1e-9)
+            say(f"{elapsed:6.0f} s  step {step:5d}  {speed:6.0f} tokens/s  loss {loss.item():.4f}")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    return Result(model, step, tokens, time.monotonic() - started, validation_loss(model, validation, tables))

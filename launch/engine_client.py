@@ -1,0 +1,115 @@
+"""What the front end asks of an engine, and nothing of how it is reached.
+
+HTTP and the offline API are written against these names; the real client speaks ZeroMQ, tests have one that
+invents its tokens.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.protocol.messages import EndReason, Statistics
+from quire.protocol.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log probabilities of one sampled token and of the best ones, of the model's raw distribution.
+
+    Attributes:
+        rank: of the sampled token, from 1.
+        top: (token id, log probability) in falling order; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Update:
+    """What one step, or several that piled up, brought one sequence.
+
+    Attributes:
+        token_ids: new output tokens, the stop token included when one ended it.
+        logprobs: one per token of ``token_ids``, when asked for.
+        ended: set on the last update, and only there.
+        stop_reason: id of the stop token that ended the sequence.
+        num_output_tokens: total so far that counts and is billed, this update included.
+        num_cached_tokens: of the prompt, how many the prefix cache served.
+        detail: when ``ended`` is ERROR, one line that the client may read.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    ended: EndReason | None = None
+    stop_reason: int | None = None
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    detail: str = ""
+
+
+class Sequence(Protocol):
+    """One sampled answer in flight."""
+
+    request_id: str
+
+    def updates(self) -> AsyncIterator[Update]:
+        """What happens, until the update with ``ended``; updates that pile up unread are merged into one.
+
+        Raises:
+            InvalidRequest: the scheduler refused the request; only ever before the first update.
+            EngineError: the engine died and will not go on.
+        """
+        ...
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        """A stop string was found: the sequence ends with that many tokens. The caller reads no further."""
+        ...
+
+    def abort(self) -> None:
+        """Nobody waits for the rest. Without effect on a sequence that has ended."""
+        ...
+
+
+class EngineClient(Protocol):
+    """The engine, as one front end sees it.
+
+    Attributes:
+        state: loading, ready, recovering, draining or failed.
+        max_model_len: most tokens of one request, prompt and answer together.
+        vocab_size: the model's output width; every token id must be below it.
+    """
+
+    state: str
+    max_model_len: int
+    vocab_size: int
+
+    async def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int] | npt.NDArray[np.int32],
+        params: SamplingParams,
+        seed: int,
+        priority: int,
+        cache_salt: str,
+    ) -> Sequence:
+        """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
+
+        Raises:
+            InvalidRequest: refused; may also surface from ``Sequence.updates``.
+            EngineError: the engine is gone.
+        """
+        ...
+
+    async def statistics(self) -> Statistics:
+        """The scheduler's counters and gauges now.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        ...

@@ -1,0 +1,126 @@
+"""The routes, and the application they make."""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from quire.launch.engine_client import EngineClient
+from quire.launch.http.chat import chat_completions
+from quire.launch.http.completions import completions
+from quire.launch.http.errors import ApiError, shorten
+from quire.launch.http.gate import Gate
+from quire.launch.http.server import Server, ServerSettings
+from quire.launch.http.tokens import detokenize, tokenize
+
+Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    object: str
+    data: list[ModelCard]
+
+
+class Status(msgspec.Struct, frozen=True):
+    status: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+async def list_models(server: Server, request: Request) -> Response:
+    return _json(ModelList("list", [_card(server, name) for name in server.settings.served_model_names]))
+
+
+async def show_model(server: Server, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in server.settings.served_model_names:
+        raise ApiError(404, f"the model {shorten(name)} does not exist", "model", "model_not_found")
+    return _json(_card(server, name))
+
+
+async def health(server: Server, request: Request) -> Response:
+    """200 while the engine makes progress, recovery included; not before it is up, and not once it has failed."""
+    state = server.engine.state
+    return _json(Status(state), 200 if state in ("ready", "recovering", "draining") else 503)
+
+
+async def ready(server: Server, request: Request) -> Response:
+    """200 while new requests should be sent here."""
+    state = server.engine.state
+    return _json(Status(state), 200 if state == "ready" else 503)
+
+
+async def version(server: Server, request: Request) -> Response:
+    return _json(Version(server.settings.version))
+
+
+async def metrics(server: Server, request: Request) -> Response:
+    body = await server.metrics.render(server.engine)
+    return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/v1/models", list_models),
+    ("GET", "/v1/models/{name:path}", show_model),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", "/health", health),
+    ("GET", "/ready", ready),
+    ("GET", "/version", version),
+    ("GET", "/metrics", metrics),
+)
+
+
+def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
+    """The application that serves ``engine``; it holds no state but metrics, and starts and stops nothing."""
+    server = Server(engine, settings)
+    app = Starlette(
+        routes=[Route(path, partial(handler, server), methods=[method]) for method, path, handler in ROUTES],
+        middleware=[Middleware(Gate, settings.api_keys)],
+        exception_handlers={HTTPException: _routing_error},
+    )
+    # A redirect would be built from the client's own Host header.
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (404, 405), in OpenAI's form."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    match status:
+        case 404:
+            return ApiError(404, f"there is nothing at {shorten(request.scope['path'])}", None, "not_found").response()
+        case 405:
+            text = f"method {shorten(request.method)} is not allowed here"
+            return ApiError(405, text, None, "method_not_allowed").response(headers)
+        case _:
+            return ApiError(status, "the request was refused", None, None).response(headers)
+
+
+def _card(server: Server, name: str) -> ModelCard:
+    return ModelCard(name, "model", server.settings.created, "quire", server.engine.max_model_len)
+
+
+def _json(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,89 @@
+"""Reading a request's body: counted while it comes in, decoded as JSON, an object or refused."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from quire.launch.http.errors import ApiError, ClientGone
+from quire.protocol.errors import InvalidRequest
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+# A body that only a lenient reader accepts is read again to name the field at fault, if it is no larger.
+MAX_DIAGNOSED_BYTES = 64 * 1024
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 413, as soon as more than MAX_BODY_BYTES are announced or have come.
+        ClientGone: the connection closed first.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and (len(announced) > 15 or int(announced) > MAX_BODY_BYTES):
+        raise _too_large()
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise _too_large()
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def parse_body(body: bytes, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What ``parse`` makes of the JSON object in the body. Its Content-Type is not looked at.
+
+    Raises:
+        InvalidRequest: no JSON, no object, or ``parse`` refuses it.
+    """
+    try:
+        raw = _decode(body)
+    except InvalidRequest:
+        # NaN and 1e999 are not JSON, but clients write them; then the field's own range says more than a byte does.
+        lenient = _decode_leniently(body)
+        if lenient is not None:
+            parse(lenient)
+        raise
+    return parse(raw)
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    try:
+        raw = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", None, "invalid_json") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        place = re.search(r"\(byte (\d+)\)", str(error))
+        where = f" (at byte {place[1]})" if place else ""
+        raise InvalidRequest(f"the body is not valid JSON{where}", None, "invalid_json") from None
+    if not isinstance(raw, dict):
+        raise InvalidRequest("the body must be a JSON object", None, "invalid_json")
+    return raw
+
+
+def _decode_leniently(body: bytes) -> dict[str, Any] | None:
+    if len(body) > MAX_DIAGNOSED_BYTES:
+        return None
+    try:
+        raw = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return raw if isinstance(raw, dict) else None
+
+
+def _too_large() -> ApiError:
+    most = MAX_BODY_BYTES // 2**20
+    return ApiError(413, f"the body must be at most {most} MiB", None, "payload_too_large")

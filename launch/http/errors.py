@@ -1,0 +1,77 @@
+"""Errors as OpenAI's clients expect them, in words that are ours."""
+
+import logging
+
+import msgspec
+from starlette.responses import Response
+
+from quire.protocol.errors import EngineError, InvalidRequest, QuireError
+
+log = logging.getLogger("quire.http")
+
+STATUS_OF_CODE = {"model_not_found": 404, "invalid_api_key": 401, "payload_too_large": 413}
+TYPE_OF_STATUS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    500: "internal_error",
+    503: "service_unavailable_error",
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ApiError(QuireError):
+    """An answer other than 2xx, and what it says."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        kind = TYPE_OF_STATUS.get(self.status, "invalid_request_error")
+        # A lone surrogate out of a field's name would not encode.
+        message, param = _encodable(self.message), None if self.param is None else _encodable(self.param)
+        return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, self.code)))
+
+    def response(self, headers: dict[str, str] | None = None) -> Response:
+        return Response(self.body(), self.status, headers, "application/json")
+
+
+class ClientGone(Exception):
+    """The client closed its connection: there is nobody to answer."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error. One that nobody foresaw is logged here, and told as nothing."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequest():
+            status = STATUS_OF_CODE.get(error.code, 400)
+            return ApiError(status, error.message, error.param, error.code)
+        case EngineError():
+            return ApiError(503, "the engine is not available", None, "engine_unavailable")
+        case _:
+            log.error("unexpected error while answering a request", exc_info=error)
+            return ApiError(500, "internal error", None, "internal_error")
+
+
+def shorten(word: str, most: int = 64) -> str:
+    """A client's own word, as an error repeats it: quoted, on one line, not long."""
+    return ascii(word if len(word) <= most else f"{word[:most]}...")
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

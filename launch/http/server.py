@@ -1,0 +1,58 @@
+"""What every handler is given: the engine, the text side, and the settings they were started with."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from quire.launch.engine_client import EngineClient
+from quire.launch.http.errors import ApiError
+from quire.launch.http.metrics import Metrics
+from quire.launch.http.schema import Parser
+from quire.launch.text_in import TextIn
+from quire.launch.text_out import TokenTexts
+from quire.version import __version__
+
+# Longer texts are tokenized off the event loop: about 4 ms of work, which other streams should not wait for.
+LONG_TEXT_CHARS = 8192
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How one front end serves.
+
+    Attributes:
+        served_model_names: the first is the one that answers bear.
+        api_keys: any of them opens every route; with none, everything is open.
+    """
+
+    text_in: TextIn
+    served_model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    version: str = __version__
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Server:
+    """The engine and all that stands around it, for the handlers of one application."""
+
+    def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.text_in = settings.text_in
+        self.token_texts = TokenTexts(settings.text_in.tokenizer)
+        self.parser = Parser(served_names=settings.served_model_names, limits=engine)
+        self.metrics = Metrics(settings.served_model_names[0])
+
+    def require_serving(self) -> None:
+        """Raises ApiError 503 unless new requests are taken. A recovering engine takes them and lets them wait."""
+        if self.engine.state not in ("ready", "recovering"):
+            raise ApiError(503, f"the engine is {self.engine.state}", None, "engine_unavailable")
+
+
+async def in_thread_if_long(num_chars: int, work: Callable[[], T]) -> T:
+    """``work()``, in a thread when the text it is about is long."""
+    return await asyncio.to_thread(work) if num_chars > LONG_TEXT_CHARS else work()

@@ -1,0 +1,93 @@
+"""POST /tokenize and /detokenize, in vLLM's form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.launch.chat_template import Message
+from quire.launch.http.body import parse_body, read_body
+from quire.launch.http.fields import Fields, string
+from quire.launch.http.schema import TEMPLATE_FIELDS, Parser
+from quire.launch.http.server import Server, in_thread_if_long
+from quire.launch.prompts import check_token_ids
+from quire.launch.text_in import NO_TOKENIZER, ChatOptions
+from quire.protocol.errors import InvalidRequest
+
+TOKENIZE_FIELDS = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs", *TEMPLATE_FIELDS)
+MAX_DETOKENIZED = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """``prompt`` is text, or the messages of a conversation with how they are laid out."""
+
+    prompt: str | tuple[list[Message], ChatOptions]
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+async def tokenize(server: Server, request: Request) -> Response:
+    parsed = parse_body(await read_body(request), lambda raw: _parse_tokenize(server.parser, raw))
+    prompt, context = parsed.prompt, server.engine.max_model_len
+    if isinstance(prompt, str):
+        num_chars, text = len(prompt), prompt
+        tokens = await in_thread_if_long(
+            num_chars,
+            lambda: server.text_in.encode(text, add_special_tokens=parsed.add_special_tokens, max_tokens=context),
+        )
+    else:
+        messages, options = prompt
+        num_chars = sum(len(message["content"]) for message in messages)
+        tokens = await in_thread_if_long(num_chars, lambda: server.text_in.encode_chat(messages, options, context))
+    strings = [server.token_texts.text(token) for token in tokens] if parsed.return_token_strs else None
+    return _json(Tokenized(len(tokens), context, tokens, strings))
+
+
+async def detokenize(server: Server, request: Request) -> Response:
+    tokens = parse_body(await read_body(request), lambda raw: _parse_detokenize(server.parser, raw))
+    if server.text_in.tokenizer is None:
+        raise InvalidRequest(NO_TOKENIZER, "tokens")
+    text = await in_thread_if_long(len(tokens), lambda: server.text_in.decode(tokens, skip_special_tokens=False))
+    return _json(Detokenized(text))
+
+
+def _parse_tokenize(parser: Parser, raw: Mapping[str, Any]) -> TokenizeRequest:
+    fields = Fields(raw)
+    fields.refuse_unknown(TOKENIZE_FIELDS)
+    parser.model(fields)
+    if fields.has("messages"):
+        prompt: str | tuple[list[Message], ChatOptions] = parser.conversation(fields)
+    else:
+        prompt = string("prompt", fields.require("prompt"))
+    return TokenizeRequest(
+        prompt, fields.boolean("add_special_tokens", True), fields.boolean("return_token_strs", False)
+    )
+
+
+def _parse_detokenize(parser: Parser, raw: Mapping[str, Any]) -> list[int]:
+    fields = Fields(raw)
+    fields.refuse_unknown(("model", "tokens"))
+    parser.model(fields)
+    tokens = fields.require("tokens")
+    if isinstance(tokens, list) and len(tokens) > MAX_DETOKENIZED:
+        raise InvalidRequest(f"tokens must hold at most {MAX_DETOKENIZED} token ids", "tokens")
+    return check_token_ids(tokens, parser.limits.vocab_size, "tokens")
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

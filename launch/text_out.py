@@ -1,0 +1,261 @@
+"""Token ids to text, as they come: one stream's detokenizer, its stop strings, and the text of single tokens.
+
+Nothing here looks at a stream's whole text again: the cost of a token does not grow with what came before it.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+REPLACEMENT = "\ufffd"
+# A character spans at most four bytes, so at most four tokens with text. Longer waits are bytes that are not
+# UTF-8, and DecodeStream would decode all of them again for every token.
+MAX_HELD_TOKENS = 32
+
+
+class Detokenizer:
+    """One stream of tokens to text; holds back the bytes of an unfinished character."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
+    ) -> None:
+        """``prompt_tail``: the prompt's last tokens, for tokenizers whose first token loses its blank."""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        # DecodeStream keeps what makes no text and decodes it again each time: such tokens never reach it.
+        self._silent = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
+        self._held: list[int] = []
+        self._stream = self._new_stream(_whole_tail(tokenizer, prompt_tail, skip_special_tokens))
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete."""
+        new = [token for token in token_ids if token not in self._silent]
+        return self._step(new) if new else ""
+
+    def finish(self) -> str:
+        """The text of what is still held back, with U+FFFD for what is no character."""
+        held, self._held = self._held, []
+        return self._decode(held) if held else ""
+
+    def _step(self, new: list[int]) -> str:
+        self._held += new
+        try:
+            text: str | None = self._stream.step(self._tokenizer, new)
+        except Exception:
+            # With byte-fallback decoders, a later byte can change what earlier ones decode to, and DecodeStream
+            # refuses to go on. What was sent stays; the rest is decoded by itself.
+            self._stream = self._new_stream([])
+            text = self._stream.step(self._tokenizer, self._held)
+        if text is not None:
+            self._held = []
+            return text
+        return self._give_up_on_held() if len(self._held) > MAX_HELD_TOKENS else ""
+
+    def _give_up_on_held(self) -> str:
+        """Release what can no longer become characters; keep the tokens that still may."""
+        held = self._held
+        whole = self._decode(held)
+        for keep in range(1, 4):
+            head = self._decode(held[:-keep])
+            if head + self._decode(held[-keep:]) == whole:
+                break
+        else:
+            keep, head = 0, whole
+        self._held = held[len(held) - keep :]
+        self._stream = self._new_stream([])
+        if self._held:
+            self._stream.step(self._tokenizer, self._held)
+        return head
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return text
+
+    def _new_stream(self, context: list[int]) -> DecodeStream:
+        return DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
+
+
+class StopStrings:
+    """Finds the first stop string to be completed in a stream of characters, however the stream is cut.
+
+    One Knuth-Morris-Pratt automaton per string: the work per character does not depend on what came before. Where
+    two strings end at the same character, the longer wins.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = sorted(stop, key=len, reverse=True)
+        self._borders = [_borders(text) for text in self._stop]
+        self._matched = [0] * len(self._stop)
+        self._first = frozenset(text[0] for text in self._stop)
+        self.held = 0
+        """How many of the last characters may be the beginning of a stop string."""
+
+    def find(self, text: str) -> tuple[str, int] | None:
+        """The stop string that ``text`` completes, and at how many characters into ``text`` it ends."""
+        if not self.held and self._first.isdisjoint(text):
+            return None
+        for place, char in enumerate(text, 1):
+            for i, stop in enumerate(self._stop):
+                matched = self._matched[i]
+                while matched and stop[matched] != char:
+                    matched = self._borders[i][matched - 1]
+                matched += stop[matched] == char
+                if matched == len(stop):
+                    return stop, place
+                self._matched[i] = matched
+        self.held = max(self._matched, default=0)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class StopFound:
+    """A stop string, and after how many output tokens it was complete."""
+
+    text: str
+    num_output_tokens: int
+
+
+class TextOut:
+    """One answer's text: detokenized, cut at its stop strings, ready to send.
+
+    Attributes:
+        stop: set once a stop string was found; the text is then complete and later tokens are ignored.
+        num_chars: characters decoded so far, those held back for a stop string included: the text offset of the
+            next token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        prompt_tail: Sequence[int] = (),
+    ) -> None:
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail)
+        )
+        self._stops = StopStrings(stop) if stop else None
+        self._include_stop = include_stop
+        self._unsent = ""
+        self._num_tokens = 0
+        self.num_chars = 0
+        self.stop: StopFound | None = None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens let go: of their characters, those that no stop string can claim."""
+        if self._stops is None:
+            self._num_tokens += len(token_ids)
+            return self._advance(self._detokenizer.push(token_ids) if self._detokenizer else "")
+        sent: list[str] = []
+        for token in token_ids:
+            if self.stop:
+                break
+            self._num_tokens += 1
+            sent.append(self._advance(self._detokenizer.push((token,)) if self._detokenizer else ""))
+        return "".join(sent)
+
+    def finish(self) -> str:
+        """The rest of the text, when the answer ends otherwise than by a stop string."""
+        if self.stop:
+            return ""
+        text = self._advance(self._detokenizer.finish() if self._detokenizer else "")
+        if self.stop:
+            return text
+        rest, self._unsent = self._unsent, ""
+        return text + rest
+
+    def _advance(self, new: str) -> str:
+        self.num_chars += len(new)
+        if self._stops is None or not new:
+            return new
+        found = self._stops.find(new)
+        text = self._unsent + new
+        if found is None:
+            cut = len(text) - self._stops.held
+            self._unsent = text[cut:]
+            return text[:cut]
+        stop, place = found
+        self.stop = StopFound(stop, self._num_tokens)
+        end = len(self._unsent) + place
+        self._unsent = ""
+        return text[: end if self._include_stop else end - len(stop)]
+
+
+class TokenTexts:
+    """The bytes and the text of single tokens, for log probabilities. Without a tokenizer, ``token_id:7``."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset[int]() if tokenizer is None else special_ids(tokenizer)
+        self._byte_level = tokenizer is not None and _is_byte_level(tokenizer)
+
+    def text(self, token_id: int) -> str:
+        return self.raw(token_id).decode("utf-8", "replace")
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's own bytes, which need not be whole characters."""
+        piece: str | None = None if self._tokenizer is None else self._tokenizer.id_to_token(token_id)
+        if self._tokenizer is None or piece is None:
+            return f"token_id:{token_id}".encode()
+        if token_id in self._special:
+            return piece.encode()
+        if self._byte_level:
+            table = _byte_of_char()
+            return b"".join(table.get(char) or char.encode() for char in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("\u2581", " ").encode()
+
+
+@lru_cache(maxsize=8)
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of the special tokens; kept per tokenizer, because every stream asks."""
+    added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def _whole_tail(tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool) -> list[int]:
+    """The shortest end of the prompt, of four tokens or more, that is whole characters; else nothing."""
+    tail = list(prompt_tail)[-12:]
+    for length in range(min(4, len(tail)), len(tail) + 1):
+        part = tail[len(tail) - length :]
+        if part and REPLACEMENT not in tokenizer.decode(part, skip_special_tokens=skip_special_tokens):
+            return part
+    return []
+
+
+@lru_cache(maxsize=256)
+def _borders(text: str) -> list[int]:
+    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    for i in range(1, len(text)):
+        length = borders[i - 1]
+        while length and text[length] != text[i]:
+            length = borders[length - 1]
+        borders[i] = length + (text[length] == text[i])
+    return borders
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, bytes]:
+    """GPT-2's table: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): bytes([byte]) for byte in printable}
+    table.update({chr(0x100 + i): bytes([byte]) for i, byte in enumerate(others)})
+    return table

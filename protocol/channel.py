@@ -1,0 +1,100 @@
+"""One end of a link between two processes: ordered messages, numbered and checked.
+
+``Link`` keeps the numbers; the transports (``zmq_channel`` and the in-memory one here) only move frames. Both have
+the interface ``Channel``, so that the same loops run over sockets and in a test.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from quire.protocol.codec import Codec, ProtocolError
+
+Frames = list[bytes | memoryview]
+
+
+class Received(NamedTuple):
+    """A message and the frames that it came in (the event log keeps those, already encoded)."""
+
+    message: Any
+    frames: Frames
+
+
+class Channel(Protocol):
+    """What a loop needs of a link."""
+
+    def send(self, message: Any) -> Frames:
+        """Number, encode and send; returns the frames that went out."""
+        ...
+
+    def receive(self, timeout: float | None = 0.0) -> Received | None:
+        """The next message; None when none came in ``timeout`` seconds (None: wait for ever).
+
+        Raises:
+            ProtocolError: a frame was damaged, lost, doubled or of another epoch. The link is not usable after it.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Link:
+    """The numbering of both directions of one link. Owns no transport.
+
+    Invariant: what it accepts is exactly what the other side sent in this epoch, in order, without a gap.
+    """
+
+    def __init__(self, incoming: Any, epoch: int = 0) -> None:
+        self.epoch = epoch
+        self.refused: Counter[str] = Counter()
+        self._codec: Codec[Any] = Codec(incoming)
+        self._sent = 0
+        self._accepted = 0
+
+    def outgoing(self, message: Any) -> Frames:
+        self._sent += 1
+        return self._codec.encode(self.epoch, self._sent, message)
+
+    def incoming(self, frames: Sequence[bytes | memoryview]) -> Received:
+        """Check and decode. Raises ProtocolError (counted in ``refused``) when the message cannot be accepted."""
+        try:
+            envelope = self._codec.decode(frames)
+            if envelope.epoch != self.epoch:
+                raise ProtocolError("epoch", f"message of epoch {envelope.epoch} in epoch {self.epoch}")
+            if envelope.seq != self._accepted + 1:
+                raise ProtocolError("gap", f"message {envelope.seq} after message {self._accepted}")
+        except ProtocolError as error:
+            self.refused[error.kind] += 1
+            raise
+        self._accepted = envelope.seq
+        return Received(envelope.message, list(frames))
+
+
+class MemoryChannel:
+    """One end of a pair in one process. Frames are really encoded and decoded; only the socket is missing."""
+
+    def __init__(self, link: Link, inbox: deque[Frames], outbox: deque[Frames]) -> None:
+        self._link = link
+        self._inbox = inbox
+        self._outbox = outbox
+
+    def send(self, message: Any) -> Frames:
+        frames = [bytes(f) for f in self._link.outgoing(message)]
+        self._outbox.append(list(frames))
+        return list(frames)
+
+    def receive(self, timeout: float | None = 0.0) -> Received | None:
+        return self._link.incoming(self._inbox.popleft()) if self._inbox else None
+
+    def close(self) -> None:
+        self._inbox.clear()
+
+
+def memory_pair(a_receives: Any, b_receives: Any, epoch: int = 0) -> tuple[MemoryChannel, MemoryChannel]:
+    """Two connected ends; each is told which union of messages it may receive."""
+    to_a: deque[Frames] = deque()
+    to_b: deque[Frames] = deque()
+    return (
+        MemoryChannel(Link(a_receives, epoch), to_a, to_b),
+        MemoryChannel(Link(b_receives, epoch), to_b, to_a),
+    )

@@ -1,0 +1,71 @@
+"""What every child process of the supervisor shares: it says how it fares, and it never outlives its parent.
+
+A child inherits two pipe ends. On *status* it writes JSON lines (``Report``), whose last one is the reason when it
+fails. *lifeline* is never written to: it comes to its end when the supervisor is gone, whatever killed it, and a
+thread that waits for that ends the process, in the middle of a step if need be. (The kernel's parent-death signal
+would not do alone: it fires when the *thread* that started the child ends, and LLM may be built in any thread.)
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Literal, NoReturn
+
+import msgspec
+
+from quire.protocol.errors import ConfigError, QuireError
+
+EX_CONFIG = 78
+
+
+class Report(msgspec.Struct, omit_defaults=True):
+    """One line of a child's status pipe. ``text``: for a person, one line."""
+
+    event: Literal["started", "plan", "ready", "failed"]
+    text: str = ""
+    detail: dict[str, float] = {}
+
+
+class Child:
+    """A process' own end of both pipes."""
+
+    def __init__(self, status_fd: int) -> None:
+        self._status_fd = status_fd
+
+    def report(self, report: Report) -> None:
+        try:
+            os.write(self._status_fd, msgspec.json.encode(report) + b"\n")
+        except OSError:
+            sys.exit(1)  # nobody supervises us any more
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Report the reason in one line and end the process: status 78 for bad settings or checkpoints, else 1."""
+        text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+        self.report(Report("failed", " ".join(text.split())))
+        sys.exit(EX_CONFIG if isinstance(error, ConfigError) else 1)
+
+
+def enter_child(status_fd: int, lifeline_fd: int) -> Child:
+    """To be called first: tie this process to its parent, and leave signals from the terminal to the supervisor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for fd in (status_fd, lifeline_fd):
+        os.set_inheritable(fd, False)
+    threading.Thread(target=_end_with_parent, args=(lifeline_fd,), name="lifeline", daemon=True).start()
+    return Child(status_fd)
+
+
+def _end_with_parent(lifeline_fd: int) -> None:
+    os.read(lifeline_fd, 1)
+    os._exit(1)
+
+
+def on_sigterm(stop: Callable[[], None]) -> None:
+    """Call ``stop`` when this process is asked to end."""
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        stop()
+
+    signal.signal(signal.SIGTERM, handler)

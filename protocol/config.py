@@ -1,0 +1,51 @@
+"""The engine's settings once every default is decided: frozen, the same in each process."""
+
+import hashlib
+
+import msgspec
+
+from quire.protocol.model_config import ModelConfig
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What scheduler and worker run by. ``quire.launch.options`` makes it from flags and the checkpoint.
+
+    Attributes:
+        model_path: checkpoint folder; empty for random weights of a named shape.
+        device: cpu or cuda.
+        dtype: of weights, activations and KV cache.
+        max_model_len: most tokens of one request, prompt and answer together.
+        max_num_seqs: most requests in one step.
+        max_num_batched_tokens: most tokens in one step.
+        num_blocks_override: KV blocks to use whatever the memory, without the null block; 0 for by memory.
+        kv_cache_memory_bytes: bytes for the KV pool; 0 for the device's default.
+        long_prefill_token_threshold: most prompt tokens of one request in one step; 0 for no such limit.
+        pipeline_depth: steps that may be in flight: 2 when asynchronous, 1 when not.
+    """
+
+    model: ModelConfig
+    model_path: str
+    load_format: str = "auto"
+    device: str = "cpu"
+    dtype: str = "float32"
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_blocks_override: int = 0
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int = 0
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    async_scheduling: bool = True
+    seed: int = 0
+
+    @property
+    def pipeline_depth(self) -> int:
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def digest(self) -> str:
+        """Short hash by which two processes see that they run by the same settings."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]

@@ -1,0 +1,330 @@
+"""Every message, as closed unions of frozen structs. ``docs`` for the laws: protocol/README.md.
+
+Arrays (``Int32``, ``Float32``) travel as raw frames of their own beside the header, so that neither side ever
+turns tokens into Python integers. Fields grow at the tail, with defaults; a tag is never reused.
+"""
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import KVLayout
+from quire.protocol.sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+Int32: TypeAlias = npt.NDArray[np.int32]
+Float32: TypeAlias = npt.NDArray[np.float32]
+
+
+class EndReason(enum.IntEnum):
+    """Why a request ended; every accepted request gets exactly one."""
+
+    STOPPED = 1
+    LENGTH = 2
+    ABORTED = 3
+    ERROR = 4
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's word for it (and vLLM's, where OpenAI has none)."""
+        return {1: "stop", 2: "length", 3: "abort", 4: "error"}[self.value]
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all messages: encoded as an array that starts with an integer tag."""
+
+
+# ---- handshake, on every link
+
+
+class Hello(Message, tag=1):
+    """First message of whoever connects. ``role`` is frontend or worker; ``index`` its rank or number."""
+
+    protocol_version: int
+    role: str
+    index: int
+    pid: int
+
+
+class Welcome(Message, tag=2):
+    protocol_version: int
+    config_digest: str
+    max_model_len: int = 0
+
+
+class Refused(Message, tag=3):
+    """The connection, or the last message on it, is not accepted."""
+
+    reason: str
+
+
+class Heartbeat(Message, tag=4):
+    now: float
+
+
+# ---- front end to scheduler
+
+
+class AddRequest(Message, tag=10):
+    """One sampled sequence. ``output_token_ids``: already delivered (a resubmission); ``seed`` is always present."""
+
+    request_id: str
+    prompt_token_ids: Int32
+    sampling: SamplingParams
+    seed: int
+    output_token_ids: Int32 | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    arrival: float = 0.0
+    # Reserved: refused unless left at the default.
+    job_id: str = ""
+    is_last_step: bool = True
+    resumable: bool = False
+    lora: str = ""
+    mm_features: list[bytes] = []
+    kv_transfer: bytes = b""
+
+
+class Abort(Message, tag=11):
+    request_ids: list[str]
+
+
+class Stop(Message, tag=12):
+    """The front end found a stop string: the request ends with this many output tokens; later ones are dropped."""
+
+    request_id: str
+    num_output_tokens: int
+
+
+class Control(Message, tag=13):
+    """``kind``: statistics, pause, resume, reset_prefix_cache. Answered by Statistics with the same ``query``."""
+
+    kind: str
+    query: int = 0
+
+
+class OpaqueRequest(Message, tag=14):
+    """An arrival without its tokens, for replay: lengths, and the hash of each full block (``block_hashes`` joined)."""
+
+    request_id: str
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    block_hashes: bytes
+    hash_bytes: int = 32
+    priority: int = 0
+    arrival: float = 0.0
+
+
+# ---- scheduler to front end
+
+
+class Rejected(Message, tag=20):
+    """The one ending of a request that was never accepted."""
+
+    request_id: str
+    code: str
+    param: str
+    message: str
+
+
+class Ended(msgspec.Struct, array_like=True, frozen=True):
+    """``stop_reason``: the stop token's id, if one ended it. ``num_output_tokens``: what counts, and is billed."""
+
+    handle: int
+    reason: int
+    num_output_tokens: int
+    stop_reason: int | None = None
+    detail: str = ""
+
+
+class Introduced(msgspec.Struct, array_like=True, frozen=True):
+    handle: int
+    request_id: str
+    num_cached_tokens: int
+
+
+class Logprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Which of the message's tokens have log probabilities, and how they lie in the three frames beside it.
+
+    ``rows``: indices into the message's tokens. The frames hold ``len(rows) * width`` entries, row-major; column 0
+    is the sampled token, the others the best ones in falling order. ``ranks``: of the sampled token, from 1.
+    """
+
+    rows: list[int]
+    width: int
+
+
+class StepOutputs(Message, tag=21):
+    """What one step brought this front end. ``counts`` is absent when every request got one token."""
+
+    introduced: list[Introduced]
+    handles: Int32 | None
+    tokens: Int32 | None
+    ended: list[Ended]
+    counts: Int32 | None = None
+    logprobs: Logprobs | None = None
+    logprob_token_ids: Int32 | None = None
+    logprob_values: Float32 | None = None
+    logprob_ranks: Int32 | None = None
+
+
+class Statistics(Message, tag=22):
+    """Counters since start and present gauges; answers a Control."""
+
+    query: int
+    done: bool = True
+    num_running: int = 0
+    num_waiting: int = 0
+    num_usable_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+    dropped_tokens: int = 0
+    refused_messages: int = 0
+
+
+class EngineState(Message, tag=23):
+    """``kind``: loading, ready, recovering, draining, failed."""
+
+    kind: str
+    detail: str = ""
+
+
+# ---- scheduler to worker
+
+
+class Configure(Message, tag=30):
+    epoch: int
+    kv_layout: KVLayout
+    config: EngineConfig
+
+
+class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
+    """All that a worker row is made of. Its tokens and block ids lie, in this order, in the message's two frames.
+
+    Attributes:
+        num_tokens: known tokens, prompt and output, that the token frame holds for it.
+        num_computed_tokens: positions whose KV is in the given blocks already.
+        num_blocks: ids per group in the block frame.
+    """
+
+    handle: int
+    request_id: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: list[int]
+    sampling: SamplingParams
+    seed: int
+
+
+class SchedulerOutput(Message, tag=31):
+    """One step, as a diff. A request not named here that is active computes one token.
+
+    Applied in the order: removed and parked, new, unparked, appended, row moves, counts.
+
+    Attributes:
+        step: number of the step within the epoch, from 1.
+        removed, parked: handles that leave, and that stay without running.
+        new_requests: rows to build; ``token_ids`` and ``block_ids`` are their packed arrays.
+        unparked: handles that run again.
+        appended: (handle, group, block ids) newly given to held requests.
+        counts: (handle, tokens) of each request that computes other than one token in this step.
+    """
+
+    step: int
+    removed: list[int] = []
+    parked: list[int] = []
+    new_requests: list[NewRequestData] = []
+    token_ids: Int32 | None = None
+    block_ids: Int32 | None = None
+    unparked: list[int] = []
+    appended: list[tuple[int, int, list[int]]] = []
+    counts: list[tuple[int, int]] = []
+    # Reserved: drafts, block copies, blocks to zero, and a step whose sampling waits for SampleInputs.
+    draft_token_ids: Int32 | None = None
+    block_copies: list[tuple[int, int]] = []
+    blocks_to_zero: list[int] = []
+    awaits_sample_inputs: bool = False
+
+
+class Shutdown(Message, tag=32):
+    pass
+
+
+# ---- worker to scheduler
+
+
+class MemoryPlan(msgspec.Struct, frozen=True):
+    """Where the device's memory goes, in bytes, decided before any weight is read."""
+
+    device: str
+    total: int
+    weights: int
+    activations: int
+    kv_cache: int
+    num_blocks: int
+    block_size: int
+
+
+class Ready(Message, tag=40):
+    """The worker can run steps. ``num_blocks``: per group, the null block included."""
+
+    num_blocks: list[int]
+    plan: MemoryPlan
+    timings: dict[str, float]
+
+
+class Fault(Message, tag=41):
+    """The worker cannot go on; ``kind`` is checkpoint, memory, refused or error; ``text`` is one line."""
+
+    kind: str
+    text: str
+
+
+class ModelRunnerOutput(Message, tag=42):
+    """The result of one step.
+
+    Attributes:
+        step: the SchedulerOutput that it answers.
+        tokens: one sampled token for each row that reached its last known position, in row order.
+        handles: of those rows; absent while the same as in the last result that had them.
+        bad: handles whose logits were not finite.
+    """
+
+    step: int
+    tokens: Int32 | None = None
+    handles: Int32 | None = None
+    counts: Int32 | None = None
+    logprobs: Logprobs | None = None
+    logprob_token_ids: Int32 | None = None
+    logprob_values: Float32 | None = None
+    logprob_ranks: Int32 | None = None
+    bad: list[int] = []
+    seconds: float = 0.0
+
+
+class OpaqueResult(Message, tag=43):
+    """A result without its tokens, for replay: who got one, who ended, and hashes of blocks that became full."""
+
+    step: int
+    handles: Int32
+    ended: list[Ended]
+    block_hashes: list[tuple[int, bytes]]
+
+
+FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
+SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Rejected | StepOutputs | Statistics | EngineState
+SchedulerToWorker: TypeAlias = Welcome | Refused | Configure | SchedulerOutput | Shutdown
+WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput
+Consumed: TypeAlias = AddRequest | OpaqueRequest | Abort | Stop | Control | ModelRunnerOutput | OpaqueResult

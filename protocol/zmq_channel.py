@@ -1,0 +1,168 @@
+"""The same links over ZeroMQ ``ipc://`` sockets. The only module that receives from a socket.
+
+Every socket lies in a directory of mode 0700. High-water marks are finite, sends do not block for ever, and nothing
+lingers for long: a process that ends does not wait for a peer that is gone.
+"""
+
+import asyncio
+import os
+import stat
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zmq
+import zmq.asyncio
+
+from quire.protocol.channel import Frames, Link, Received
+from quire.protocol.codec import MAX_FRAME_BYTES, ProtocolError
+from quire.protocol.errors import EngineError
+
+HIGH_WATER_MARK = 4096
+LINGER_MS = 500
+
+
+def check_socket_directory(path: Path) -> None:
+    """Refuse a directory that others could write to or that is not ours.
+
+    Raises:
+        EngineError: not a directory, not owned by this user, or open to others.
+    """
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise EngineError("the socket directory must be a directory of mode 0700 that belongs to this user")
+
+
+def frontend_address(directory: Path) -> str:
+    return f"ipc://{directory}/frontend.sock"
+
+
+def worker_address(directory: Path, epoch: int, rank: int) -> str:
+    return f"ipc://{directory}/worker-{epoch}-{rank}.sock"
+
+
+def _configure(socket: "zmq.Socket[Any] | zmq.asyncio.Socket") -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+
+class ZmqChannel:
+    """One end of a PAIR or a DEALER: one peer, blocking."""
+
+    def __init__(self, context: "zmq.Context[Any]", kind: int, address: str, link: Link, *, bind: bool) -> None:
+        self.socket: zmq.Socket[Any] = context.socket(kind)
+        _configure(self.socket)
+        (self.socket.bind if bind else self.socket.connect)(address)
+        self.link = link
+
+    def send(self, message: Any) -> Frames:
+        frames = self.link.outgoing(message)
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            raise EngineError("the other process does not take messages any more") from None
+        return frames
+
+    def receive(self, timeout: float | None = 0.0) -> Received | None:
+        if timeout != 0.0 and not self.socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
+            return None
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return self.link.incoming(frames)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class FromPeer(NamedTuple):
+    """``peer`` is the connection's identity on the hub; ``message`` a ProtocolError when it could not be taken."""
+
+    peer: bytes
+    message: Any
+    frames: Frames
+
+
+class ZmqHub:
+    """A bound ROUTER: many front ends, each with a numbering of its own."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: str, receives: Any) -> None:
+        self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
+        _configure(self.socket)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.bind(address)
+        self.refused: Counter[str] = Counter()
+        self._receives = receives
+        self._links: dict[bytes, Link] = {}
+
+    def send(self, peer: bytes, message: Any) -> Frames | None:
+        """Send to ``peer``; None when it is gone or does not read (the caller then treats it as gone)."""
+        link = self._links.get(peer)
+        if link is None:
+            return None
+        frames = link.outgoing(message)
+        try:
+            self.socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
+        except (zmq.Again, zmq.ZMQError):
+            return None
+        return frames
+
+    def receive(self) -> FromPeer | None:
+        """The next message of any peer, without waiting. A damaged one comes as its ProtocolError."""
+        try:
+            peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = Link(self._receives)
+        try:
+            received = link.incoming(frames)
+        except ProtocolError as error:
+            self.refused[error.kind] += 1
+            return FromPeer(peer, error, [])
+        return FromPeer(peer, received.message, received.frames)
+
+    def forget(self, peer: bytes) -> None:
+        self._links.pop(peer, None)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class AsyncZmqChannel:
+    """A connected DEALER for an asyncio front end."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, link: Link) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        _configure(self.socket)
+        self.socket.connect(address)
+        self.link = link
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: Any) -> None:
+        async with self._sending:  # numbers must go out in order
+            await self.socket.send_multipart(self.link.outgoing(message))
+
+    async def receive(self) -> Any:
+        return self.link.incoming(await self.socket.recv_multipart()).message
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def connect_hello(channel: ZmqChannel, hello: Any, deadline: float) -> Any:
+    """Send ``hello`` and wait for the answer until ``deadline`` (monotonic seconds).
+
+    Raises:
+        EngineError: nobody answered in time.
+    """
+    channel.send(hello)
+    received = channel.receive(max(0.0, deadline - time.monotonic()))
+    if received is None:
+        raise EngineError("the scheduler did not answer in time")
+    return received.message

@@ -1,0 +1,51 @@
+"""Start the scheduler process: ``python -P -m quire.scheduler_proc``, by the supervisor only."""
+
+import argparse
+import gc
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.protocol.channel import Link
+from quire.protocol.child import Report, enter_child, on_sigterm
+from quire.protocol.config import EngineConfig
+from quire.protocol.messages import FrontEndToScheduler, WorkerToScheduler
+from quire.protocol.zmq_channel import (
+    ZmqChannel,
+    ZmqHub,
+    check_socket_directory,
+    frontend_address,
+    worker_address,
+)
+from quire.scheduler_proc.loop import EPOCH, SchedulerLoop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True, help="socket directory; holds the file config")
+    parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    args = parser.parse_args()
+    child = enter_child(args.status_fd, args.lifeline_fd)
+    try:
+        check_socket_directory(args.directory)
+        config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
+        context = zmq.Context()
+        hub = ZmqHub(context, frontend_address(args.directory), FrontEndToScheduler)
+        link = Link(WorkerToScheduler, EPOCH)
+        worker = ZmqChannel(context, zmq.PAIR, worker_address(args.directory, EPOCH, 0), link, bind=True)
+        loop = SchedulerLoop(config, hub, worker, child)
+        on_sigterm(loop.stop)
+        child.report(Report("started"))
+        gc.freeze()  # what lives from here on lives for ever: a full collection need not walk it
+        loop.run()
+        for socket in (worker, hub):
+            socket.close()
+        context.term()
+    except Exception as error:
+        child.fail(error)
+
+
+if __name__ == "__main__":
+    main()

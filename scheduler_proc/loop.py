@@ -1,0 +1,202 @@
+"""The scheduler process' loop: take messages, decide, send, reply."""
+
+import time
+from collections.abc import Callable
+
+import zmq
+
+from quire.protocol.channel import Received
+from quire.protocol.child import Child, Report
+from quire.protocol.codec import ProtocolError
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, EngineError, QuireError
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AddRequest,
+    Configure,
+    Control,
+    EngineState,
+    Fault,
+    Heartbeat,
+    Hello,
+    Message,
+    ModelRunnerOutput,
+    Ready,
+    Refused,
+    Rejected,
+    Shutdown,
+    Stop,
+    Welcome,
+)
+from quire.protocol.zmq_channel import FromPeer, ZmqChannel, ZmqHub
+from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
+from quire.scheduler_proc.trace.event_log import EventLog
+
+EPOCH = 1
+
+
+class SchedulerLoop:
+    """Moves messages between the front ends, the Scheduler and the worker; decides nothing itself.
+
+    Owns the sockets, who is connected, and the event log. The Scheduler exists from the worker's Ready on, when the
+    number of blocks is known.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        hub: ZmqHub,
+        worker: ZmqChannel,
+        child: Child,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._layout = kv_layout(config.model, config.block_size, config.dtype)
+        self._hub = hub
+        self._worker = worker
+        self._child = child
+        self._clock = clock
+        self._log = EventLog()
+        self._scheduler: Scheduler | None = None
+        self._peers: dict[int, bytes] = {}
+        self._clients: dict[bytes, int] = {}
+        self._open = True
+        self._poller = zmq.Poller()
+        self._poller.register(worker.socket, zmq.POLLIN)
+        self._poller.register(hub.socket, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Until it is told to stop, or the worker cannot go on (then raises what it said)."""
+        try:
+            while self._open:
+                self._wait()
+                self._take_from_worker()
+                self._take_from_front_ends()
+                self._send_steps()
+                self._reply()
+            self._worker.send(Shutdown())
+        except (QuireError, WorkerFault, ProtocolError) as error:
+            self._give_up(str(error))
+            raise
+
+    def stop(self) -> None:
+        """Leave the loop after this round; may be called from a signal handler."""
+        self._open = False
+
+    def _wait(self) -> None:
+        self._poller.poll(1000)
+
+    def _send_steps(self) -> None:
+        scheduler = self._scheduler
+        while scheduler is not None and scheduler.can_schedule:
+            step = scheduler.schedule()
+            if step is None:
+                self._log.tick(self._clock())
+                return
+            self._log.produced(self._clock(), self._worker.send(step))
+
+    def _reply(self) -> None:
+        if self._scheduler is not None:
+            for client, message in self._scheduler.take_messages():
+                self._send_to(client, message)
+
+    # ---- the worker
+
+    def _take_from_worker(self) -> None:
+        while (received := self._worker.receive()) is not None:
+            self._on_worker_message(received)
+
+    def _on_worker_message(self, received: Received) -> None:
+        match received.message:
+            case ModelRunnerOutput() as result if self._scheduler is not None:
+                self._log.consumed(self._clock(), 0, received.frames)
+                self._scheduler.consume(result)
+            case Hello() as hello:
+                if hello.protocol_version != PROTOCOL_VERSION:
+                    self._worker.send(Refused(_versions(hello)))
+                    raise EngineError(f"worker: {_versions(hello)}")
+                self._worker.send(Welcome(PROTOCOL_VERSION, self._config.digest))
+                self._worker.send(Configure(EPOCH, self._layout, self._config))
+            case Ready() as ready:
+                self._begin(ready)
+            case Heartbeat():
+                pass
+            case Fault() as fault:
+                raise (ConfigError if fault.kind == "checkpoint" else EngineError)(fault.text)
+            case _:
+                raise EngineError(f"unexpected {type(received.message).__name__} from the worker")
+
+    def _begin(self, ready: Ready) -> None:
+        self._scheduler = Scheduler(self._config, self._layout, min(ready.num_blocks))
+        self._child.report(Report("ready", detail=ready.timings))
+        for client in self._peers:
+            self._send_to(client, EngineState("ready"))
+
+    # ---- front ends
+
+    def _take_from_front_ends(self) -> None:
+        while (received := self._hub.receive()) is not None:
+            client = self._clients.get(received.peer)
+            if isinstance(received.message, ProtocolError):
+                self._cut(received.peer, "a message was damaged, lost or unknown")
+            elif client is None:
+                self._welcome(received)
+            else:
+                self._on_client_message(client, received)
+
+    def _welcome(self, received: FromPeer) -> None:
+        hello = received.message
+        if not isinstance(hello, Hello) or hello.protocol_version != PROTOCOL_VERSION:
+            self._cut(received.peer, _versions(hello) if isinstance(hello, Hello) else "the first message must be Hello")
+            return
+        client = len(self._clients)
+        self._clients[received.peer] = client
+        self._peers[client] = received.peer
+        self._send_to(client, Welcome(PROTOCOL_VERSION, self._config.digest, self._config.max_model_len))
+        self._send_to(client, EngineState("ready" if self._scheduler else "loading"))
+
+    def _on_client_message(self, client: int, received: FromPeer) -> None:
+        match received.message:
+            case AddRequest() as request if self._scheduler is None:
+                self._send_to(client, Rejected(request.request_id, "loading", "", "the engine is still loading"))
+            case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
+                self._log.consumed(self._clock(), client, received.frames)
+                self._scheduler.consume(event, client)
+            case _:
+                pass  # a heartbeat, or a question that only a loaded engine can answer
+
+    def _send_to(self, client: int, message: Message) -> None:
+        peer = self._peers.get(client)
+        if peer is not None and self._hub.send(peer, message) is None:
+            self._forget(client)
+
+    def _cut(self, peer: bytes, reason: str) -> None:
+        self._hub.send(peer, Refused(reason))
+        client = self._clients.get(peer)
+        if client is None:
+            self._hub.forget(peer)
+        else:
+            self._forget(client)
+
+    def _forget(self, client: int) -> None:
+        """A front end is gone, does not read, or cannot be understood: its requests end."""
+        peer = self._peers.pop(client)
+        self._hub.forget(peer)
+        del self._clients[peer]
+        if self._scheduler is not None:
+            self._log.client_dropped(self._clock(), client)
+            self._scheduler.drop_client(client)
+
+    def _give_up(self, reason: str) -> None:
+        """Every request ends with an error, and every front end hears that the engine failed."""
+        if self._scheduler is not None:
+            self._scheduler.fail_all("engine_fault: the engine stopped")
+            self._reply()
+        for client in list(self._peers):
+            self._send_to(client, EngineState("failed", reason))
+
+
+def _versions(hello: Hello) -> str:
+    return f"protocol version {hello.protocol_version} of {hello.role} does not match the scheduler's {PROTOCOL_VERSION}"

@@ -1,0 +1,210 @@
+"""The event log: everything that a Scheduler consumed, in the order it did, and the diffs it produced.
+
+Order, not time, makes a live asynchronous run replayable exactly. Records keep the frames as they came over the wire,
+so that recording a step costs one append; a ring of the newest is always kept.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.protocol.channel import Frames
+from quire.protocol.codec import Codec
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import KVLayout
+from quire.protocol.messages import (
+    AddRequest,
+    Consumed,
+    ModelRunnerOutput,
+    OpaqueRequest,
+    OpaqueResult,
+    SchedulerOutput,
+    StepOutputs,
+)
+from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.scheduler import Scheduler
+
+
+class RecordKind(enum.IntEnum):
+    """CONSUMED: the scheduler took a message. PRODUCED: ``schedule()`` gave a diff. TICK: it was asked and gave none.
+    DROPPED: a front end went away."""
+
+    CONSUMED = 1
+    PRODUCED = 2
+    TICK = 3
+    DROPPED = 4
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True):
+    kind: int
+    now: float
+    client: int = 0
+    frames: list[bytes] = []
+
+
+class TraceHeader(msgspec.Struct, frozen=True):
+    """What a replay needs to build the same Scheduler."""
+
+    config: EngineConfig
+    kv_layout: KVLayout
+    num_blocks: int
+
+    def make_scheduler(self) -> Scheduler:
+        return Scheduler(self.config, self.kv_layout, self.num_blocks)
+
+
+class EventLog:
+    """A ring of records, bounded in bytes. ``dropped`` counts what fell out at the old end.
+
+    A ring that has dropped records cannot be replayed from its start; ``complete`` tells.
+    """
+
+    def __init__(self, max_bytes: int = 64 * 2**20) -> None:
+        self._records: deque[Record] = deque()
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
+        self._max_bytes = max_bytes
+        self.dropped = 0
+
+    def consumed(self, now: float, client: int, frames: Frames) -> None:
+        self._append(Record(RecordKind.CONSUMED, now, client, frames))  # type: ignore[arg-type]
+
+    def produced(self, now: float, frames: Frames) -> None:
+        self._append(Record(RecordKind.PRODUCED, now, 0, frames))  # type: ignore[arg-type]
+
+    def tick(self, now: float) -> None:
+        self._append(Record(RecordKind.TICK, now))
+
+    def client_dropped(self, now: float, client: int) -> None:
+        self._append(Record(RecordKind.DROPPED, now, client))
+
+    @property
+    def complete(self) -> bool:
+        return self.dropped == 0
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _append(self, record: Record) -> None:
+        size = 64 + sum(len(frame) for frame in record.frames)
+        self._records.append(record)
+        self._sizes.append(size)
+        self._bytes += size
+        while self._bytes > self._max_bytes:
+            self._records.popleft()
+            self._bytes -= self._sizes.popleft()
+            self.dropped += 1
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first step whose decision was not the recorded one."""
+
+    record: int
+    step: int
+    recorded: str
+    decided: str
+
+
+def replay(header: TraceHeader, records: Iterable[Record], *, check: bool = False) -> Difference | None:
+    """Feed a fresh Scheduler what the recorded one consumed; None when every decision is the same.
+
+    Args:
+        check: call the Scheduler's ``check()`` after every record.
+    """
+    scheduler = header.make_scheduler()
+    consumed: Codec[Any] = Codec(Consumed)
+    produced: Codec[Any] = Codec(SchedulerOutput)
+    for index, record in enumerate(records):
+        difference = _replay_record(scheduler, record, index, consumed, produced)
+        scheduler.take_messages()
+        if difference is not None:
+            return difference
+        if check:
+            scheduler.check()
+    return None
+
+
+def _replay_record(
+    scheduler: Scheduler, record: Record, index: int, consumed: Codec[Any], produced: Codec[Any]
+) -> Difference | None:
+    match RecordKind(record.kind):
+        case RecordKind.CONSUMED:
+            scheduler.consume(consumed.decode(record.frames).message, record.client)
+        case RecordKind.DROPPED:
+            scheduler.drop_client(record.client)
+        case RecordKind.TICK:
+            decided = scheduler.schedule()
+            if decided is not None:
+                return Difference(index, decided.step, "nothing", describe(decided))
+        case RecordKind.PRODUCED:
+            recorded = produced.decode(record.frames).message
+            decided = scheduler.schedule()
+            told = "nothing" if decided is None else describe(decided)
+            if told != describe(recorded):
+                return Difference(index, recorded.step, describe(recorded), told)
+    return None
+
+
+def describe(diff: SchedulerOutput) -> str:
+    """All of a decision but the tokens themselves, which an opaque replay does not know."""
+    blocks = None if diff.block_ids is None else diff.block_ids.tolist()
+    new = [(n.handle, n.request_id, n.num_tokens, n.num_computed_tokens, n.num_blocks) for n in diff.new_requests]
+    return (
+        f"step {diff.step}: removed {diff.removed}, parked {diff.parked}, new {new} with blocks {blocks}, "
+        f"unparked {diff.unparked}, appended {diff.appended}, counts {diff.counts}"
+    )
+
+
+def without_tokens(header: TraceHeader, records: Iterable[Record]) -> Iterator[Record]:
+    """The same log with opaque tokens: arrivals as lengths and block hashes, results as who got one and who ended.
+
+    Runs the real Scheduler over the log to learn the hashes of blocks that become full.
+    """
+    scheduler = header.make_scheduler()
+    codec: Codec[Any] = Codec(Consumed)
+    for record in records:
+        if record.kind != RecordKind.CONSUMED:
+            _replay_record(scheduler, record, 0, codec, Codec(SchedulerOutput))
+            yield record
+            continue
+        event = codec.decode(record.frames).message
+        if isinstance(event, AddRequest):
+            scheduler.consume(event, record.client)
+            request = scheduler.requests.get((record.client, event.request_id))
+            told: Any = event if request is None else _opaque_request(event, request)
+        elif isinstance(event, ModelRunnerOutput):
+            told = _opaque_result(scheduler, event)
+        else:
+            scheduler.consume(event, record.client)
+            told = event
+        scheduler.take_messages()
+        yield Record(record.kind, record.now, record.client, [bytes(f) for f in codec.encode(0, 0, told)])
+
+
+def _opaque_request(event: AddRequest, request: Request) -> OpaqueRequest:
+    return OpaqueRequest(
+        request_id=event.request_id,
+        num_prompt_tokens=len(event.prompt_token_ids),
+        sampling=event.sampling,
+        seed=event.seed,
+        block_hashes=b"".join(request.block_hashes),
+        priority=event.priority,
+        arrival=event.arrival,
+    )
+
+
+def _opaque_result(scheduler: Scheduler, event: ModelRunnerOutput) -> OpaqueResult:
+    sampling = dict(scheduler.in_flight[0].sampling)
+    order = scheduler.sampled_handles if event.handles is None else event.handles.tolist()
+    known = {handle: len(r.block_hashes) for handle, r in sampling.items() if not r.status.is_finished}
+    scheduler.consume(event)
+    ended = [e for _, m in scheduler.take_messages() if isinstance(m, StepOutputs) for e in m.ended]
+    hashes = [(h, block_hash) for h, n in known.items() for block_hash in sampling[h].block_hashes[n:]]
+    return OpaqueResult(event.step, np.array(order, np.int32), ended, hashes)

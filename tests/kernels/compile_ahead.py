@@ -1,0 +1,149 @@
+"""Compile every Triton kernel to machine code for GPUs that need not be here, and print what each variant uses.
+
+A program of its own, because a process under TRITON_INTERPRET=1 cannot compile. Run it as
+``python -P tests/kernels/compile_ahead.py``; it prints a table, and as its last line the same as JSON.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.kernels import cache_write, paged_attention, slot_mapping
+from quire.kernels.cache_write_triton import cache_write_kernel
+from quire.kernels.paged_attention_triton import paged_attention_kernel
+from quire.kernels.slot_mapping_triton import slot_mapping_kernel
+
+SHARED_MEMORY_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory bytes that one block of threads may have, by compute capability (CUDA programming guide)."""
+
+STACK_LIMIT = 64
+"""Bytes of a thread's stack, which is where registers spill to. Compiler versions differ by a few; a tile that is too
+large for its threads spills hundreds."""
+
+TRITON_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel; ``types`` are those of its arguments that are not 32-bit integers."""
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, int]
+    options: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled variant takes: registers and stack bytes of a thread, or None without cuobjdump."""
+
+    variant: str
+    capability: int
+    registers: int | None
+    stack_bytes: int | None
+    shared_bytes: int
+
+
+def variants() -> Iterator[Variant]:
+    yield Variant(
+        name="slot_mapping",
+        kernel=slot_mapping_kernel,
+        types={"query_start_loc": "*i32", "positions": "*i64", "block_table": "*i32", "slot_mapping": "*i64"},
+        constants={"BLOCK_SIZE": 16, "TILE_TOKENS": slot_mapping.TILE_TOKENS, "PAD_SLOT": slot_mapping.PAD_SLOT_ID},
+        options={},
+    )
+    for num_kv_heads, head_dim in [(8, 128), (3, 80)]:
+        yield Variant(
+            name=f"cache_write bf16 {num_kv_heads}x{head_dim}",
+            kernel=cache_write_kernel,
+            types={"key": "*bf16", "value": "*bf16", "kv_cache": "*bf16", "slot_mapping": "*i64"},
+            constants=cache_write.launch_constants(num_kv_heads, head_dim, 16),
+            options={},
+        )
+    cases = [
+        # dtype, head dimension, query heads of a KV head, tokens of a tile
+        (torch.bfloat16, 64, 4, 64),
+        (torch.bfloat16, 80, 1, 64),
+        (torch.bfloat16, 128, 8, 1),
+        (torch.bfloat16, 128, 7, 64),
+        (torch.bfloat16, 256, 2, 64),
+        (torch.float16, 128, 4, 8),
+        (torch.float32, 64, 4, 64),
+        (torch.float32, 128, 4, 1),
+    ]
+    for dtype, head_dim, group, tile_tokens in cases:
+        element = "*" + TRITON_TYPES[dtype]
+        tensors = {"query": element, "kv_cache": element, "out": element, "scale_log2": "fp32"}
+        indices = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "tiles"), "*i32")
+        constants = paged_attention.launch_constants(dtype, head_dim, group, 16, tile_tokens)
+        yield Variant(
+            name=f"paged_attention {element[1:]} D={head_dim} G={group} tokens={tile_tokens}",
+            kernel=paged_attention_kernel,
+            types=tensors | indices,
+            constants=constants,
+            options=paged_attention.launch_options(dtype, constants),
+        )
+
+
+def compile_variant(variant: Variant, capability: int) -> Usage:
+    names = variant.kernel.arg_names
+    signature = {name: "constexpr" if name in variant.constants else variant.types.get(name, "i32") for name in names}
+    # As the launcher would: Triton specialises on pointers and strides that 16 divides, and most are.
+    divisible = [i for i, name in enumerate(names) if signature[name][0] == "*" or "stride" in name]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
+    source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options))
+    registers, stack_bytes = resources(compiled.asm["cubin"])
+    return Usage(variant.name, capability, registers, stack_bytes, compiled.metadata.shared)
+
+
+def resources(cubin: bytes) -> tuple[int | None, int | None]:
+    """Registers and stack bytes of a thread. Registers that do not fit are spilled to the stack."""
+    try:
+        tool = triton.knobs.nvidia.cuobjdump.path
+    except RuntimeError:
+        return None, None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        dump = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", dump)
+    assert found is not None, dump
+    return int(found[1]), int(found[2])
+
+
+def main() -> int:
+    failures = []
+    usages = []
+    print(f"{'variant':44} {'sm':>4} {'registers':>9} {'stack':>6} {'shared':>7}")
+    for variant in variants():
+        for capability, limit in SHARED_MEMORY_LIMIT.items():
+            usage = compile_variant(variant, capability)
+            usages.append(usage)
+            registers = "?" if usage.registers is None else usage.registers
+            stack = "?" if usage.stack_bytes is None else usage.stack_bytes
+            print(f"{usage.variant:44} {capability:>4} {registers:>9} {stack:>6} {usage.shared_bytes:>7}", flush=True)
+            if usage.shared_bytes > limit:
+                failures.append(f"{usage.variant}, sm_{capability}: shared memory above {limit}")
+            if usage.stack_bytes is not None and usage.stack_bytes > STACK_LIMIT:
+                failures.append(f"{usage.variant}, sm_{capability}: registers spill, stack above {STACK_LIMIT}")
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    print(json.dumps({"triton": triton.__version__, "failures": failures, "usages": [asdict(u) for u in usages]}))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What the kernel grids share: where they run, and batches whose every unused place is poisoned."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from quire.worker_proc.attention.backend import StepBatch
+
+UNREADABLE_BLOCK_ID = 2**30
+"""Stands in a block table past a row's end: a kernel that follows it leaves the cache's memory."""
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """A step, its fresh keys and values, and a cache which holds the rows' earlier tokens and otherwise NaN.
+
+    ``filled_cache`` is ``kv_cache`` with the fresh keys and values written. ``num_tokens`` counts the rows' tokens;
+    the tensors of the step are longer by ``padding``.
+    """
+
+    batch: StepBatch
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kv_cache: torch.Tensor
+    filled_cache: torch.Tensor
+    num_tokens: int
+
+
+MakeCase = Callable[..., PagedCase]
+
+
+def interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu" if interpreted() else "cuda")
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    # The interpreter keeps bfloat16 as raw bits and computes with those: silently wrong, and not our kernels' doing.
+    if request.param is torch.bfloat16 and interpreted():
+        pytest.skip("Triton's interpreter computes bfloat16 wrongly")
+    return request.param
+
+
+@pytest.fixture
+def make_case(device: torch.device) -> MakeCase:
+    def make(
+        query_lens: list[int],
+        seq_lens: list[int],
+        dtype: torch.dtype,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 32,
+        block_size: int = 16,
+        padding: int = 0,
+    ) -> PagedCase:
+        rng = torch.Generator().manual_seed(7)
+        blocks_of_row = [-(-seq_len // block_size) for seq_len in seq_lens]
+        num_blocks = sum(blocks_of_row) + 3
+        free = torch.randperm(num_blocks, generator=rng).tolist()
+        block_table = torch.full((len(seq_lens), max(blocks_of_row) + 2), UNREADABLE_BLOCK_ID, dtype=torch.int32)
+        cache = torch.full((2, num_blocks * block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+        filled = cache.clone()
+        slot_mapping = torch.full((sum(query_lens) + padding,), -1, dtype=torch.int64)
+        fresh = torch.zeros((2, len(slot_mapping), num_kv_heads, head_dim), dtype=dtype)
+        start = 0
+        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            block_ids = torch.tensor([free.pop() for _ in range(blocks_of_row[row])], dtype=torch.int64)
+            block_table[row, : len(block_ids)] = block_ids
+            position = torch.arange(seq_len)
+            slots = block_ids[position // block_size] * block_size + position % block_size
+            tokens = torch.randn(2, seq_len, num_kv_heads, head_dim, generator=rng).to(dtype)
+            filled[:, slots] = tokens
+            cached_len = seq_len - query_len
+            cache[:, slots[:cached_len]] = tokens[:, :cached_len]
+            fresh[:, start : start + query_len] = tokens[:, cached_len:]
+            slot_mapping[start : start + query_len] = slots[cached_len:]
+            start += query_len
+        query = torch.randn(len(slot_mapping), num_heads, head_dim, generator=rng).to(dtype)
+        query[start:] = torch.nan
+        paged = (2, num_blocks, block_size, num_kv_heads, head_dim)
+        batch = StepBatch(
+            query_start_loc=torch.tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            block_table=block_table.to(device),
+            slot_mapping=slot_mapping.to(device),
+            query_lens_cpu=np.array(query_lens, dtype=np.int32),
+            seq_lens_cpu=np.array(seq_lens, dtype=np.int32),
+            block_size=block_size,
+        )
+        return PagedCase(
+            batch=batch,
+            query=query.to(device),
+            key=fresh[0].to(device),
+            value=fresh[1].to(device),
+            kv_cache=cache.view(paged).to(device),
+            filled_cache=filled.view(paged).to(device),
+            num_tokens=start,
+        )
+
+    return make

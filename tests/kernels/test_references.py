@@ -1,0 +1,140 @@
+"""The references against worked examples and dense attention, and what launchers refuse. None of this needs triton."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.cache_write import write_cache, write_cache_reference
+from quire.kernels.checks import check_tensor
+from quire.kernels.paged_attention import paged_attention, paged_attention_reference, plan_tiles
+from quire.kernels.slot_mapping import PAD_SLOT_ID, compute_slot_mapping, slot_mapping_reference
+from quire.protocol import kv_layout
+
+CPU = torch.device("cpu")
+
+
+def test_pad_slot_is_the_protocols() -> None:
+    assert PAD_SLOT_ID == kv_layout.PAD_SLOT_ID
+
+
+def test_slot_mapping_of_a_worked_example() -> None:
+    starts = torch.tensor([0, 3, 3, 4], dtype=torch.int32)
+    positions = torch.tensor([2, 3, 4, 0, 99])
+    block_table = torch.tensor([[5, 2], [1, 1], [9, 1]], dtype=torch.int32)
+    expected = [5 * 4 + 2, 5 * 4 + 3, 2 * 4, 9 * 4, PAD_SLOT_ID]
+    assert slot_mapping_reference(starts, positions, block_table, 4).tolist() == expected
+
+
+def test_slot_mapping_reference_raises_outside_the_table() -> None:
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(IndexError):
+        slot_mapping_reference(starts, torch.tensor([8]), torch.zeros(1, 2, dtype=torch.int32), 4)
+
+
+def test_write_cache_of_a_worked_example() -> None:
+    cache = torch.zeros(2, 2, 4, 1, 1)
+    key = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+    write_cache_reference(key, -key, cache, torch.tensor([6, PAD_SLOT_ID, 0]))
+    assert cache[0].flatten().tolist() == [3, 0, 0, 0, 0, 0, 1, 0]
+    assert cache[1].flatten().tolist() == [-3, 0, 0, 0, 0, 0, -1, 0]
+
+
+@pytest.mark.parametrize("query_len", [1, 5, 13])
+def test_paged_attention_reference_equals_dense_attention(query_len: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    seq_len, num_heads, num_kv_heads, head_dim, block_size = 13, 6, 2, 8, 4
+    blocks = torch.tensor([3, 1, 5, 2])
+    cache = torch.full((2, 6, block_size, num_kv_heads, head_dim), torch.nan, dtype=torch.float64)
+    key, value = torch.randn(2, seq_len, num_kv_heads, head_dim, generator=rng, dtype=torch.float64)
+    position = torch.arange(seq_len)
+    write_cache_reference(key, value, cache, blocks[position // block_size] * block_size + position % block_size)
+    query = torch.randn(query_len, num_heads, head_dim, generator=rng, dtype=torch.float64)
+    result = paged_attention_reference(
+        query, cache, blocks[None].int(), torch.tensor([0, query_len]), torch.tensor([seq_len]), 0.3
+    )
+    mask = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()[seq_len - query_len :]
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in (query, key, value)), attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(result, dense[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "tile_tokens", "table"),
+    [
+        ([1, 1], 1, [[0, 0], [1, 0]]),
+        ([0, 1, 0], 1, [[1, 0]]),
+        ([3, 1, 8], 8, [[0, 0], [1, 0], [2, 0]]),
+        ([1, 130, 64], 64, [[0, 0], [1, 0], [1, 64], [1, 128], [2, 0]]),
+        ([], 1, []),
+        ([0], 1, []),
+    ],
+)
+def test_tiles_cover_every_token(query_lens: list[int], tile_tokens: int, table: list[list[int]]) -> None:
+    tiles = plan_tiles(np.array(query_lens, dtype=np.int32), CPU)
+    assert tiles.tile_tokens == tile_tokens
+    assert tiles.num_tokens == sum(query_lens)
+    assert tiles.table.dtype == torch.int32
+    assert tiles.table.tolist() == table
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(3), r"key: expected the dimensions \[num_tokens, head_dim\], got shape \(3,\)"),
+        (torch.zeros(3, 5), r"key: dimension 1 \(head_dim\) is 5, expected 4"),
+        (torch.zeros(3, 4, dtype=torch.int8), r"key: dtype is torch.int8, expected torch.float32 or torch.float16"),
+        (torch.zeros(3, 4, device="meta"), r"key: device is meta, expected cpu"),
+        (torch.zeros(4, 3).T, r"key: the innermost dimension \(head_dim\) has stride 3, expected 1"),
+    ],
+)
+def test_an_error_names_the_tensor_and_the_dimension(tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_tensor("key", tensor, {"num_tokens": None, "head_dim": 4}, (torch.float32, torch.float16), CPU)
+
+
+def test_launchers_refuse_wrong_tensors_before_anything_else() -> None:
+    starts = torch.zeros(3, dtype=torch.int32)
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    cache = torch.zeros(2, 3, 8, 2, 16)
+    tokens = torch.zeros(5, 2, 16)
+    tiles = plan_tiles(np.array([5, 0], dtype=np.int32), CPU)
+    with pytest.raises(ValueError, match=r"query_start_loc: dimension 0 \(num_rows \+ 1\) is 2, expected 3"):
+        compute_slot_mapping(starts[:2], torch.zeros(5, dtype=torch.int64), table, 8)
+    with pytest.raises(ValueError, match=r"value: dimension 0 \(num_tokens\) is 4, expected 5"):
+        write_cache(tokens, tokens[:4], cache, torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"query: dimension 1 \(num_heads\) is 3, not a multiple of 2 KV heads"):
+        paged_attention(torch.zeros(5, 3, 16), cache, table, starts, starts[:2], tiles, 1.0)
+
+
+def test_importing_the_launchers_does_not_import_triton() -> None:
+    script = """
+import sys
+import quire.kernels.cache_write, quire.kernels.paged_attention, quire.kernels.slot_mapping
+import quire.worker_proc.attention.triton_backend
+assert "triton" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-P", "-c", script], check=True)
+
+
+@pytest.mark.parametrize("package", ["present", "missing"])
+def test_a_launch_that_cannot_work_says_why(package: str) -> None:
+    """In a process of its own, so that neither a device nor an earlier import of triton changes the outcome."""
+    script = f"""
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.pop("TRITON_INTERPRET", None)
+if {package == "missing"}:
+    sys.modules["triton"] = None
+from quire.worker_proc.attention.triton_backend import TritonBackend
+try:
+    TritonBackend()
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True, text=True)
+    expected = "need the triton package" if package == "missing" else "Triton kernels need"
+    assert expected in done.stdout, done.stderr

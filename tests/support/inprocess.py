@@ -1,0 +1,125 @@
+"""The whole engine in one process: real Scheduler, real codec, real ModelRunner; memory channels instead of sockets."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from quire.protocol.channel import memory_pair
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.messages import (
+    Abort,
+    AddRequest,
+    Ended,
+    Rejected,
+    SchedulerToWorker,
+    Statistics,
+    StepOutputs,
+    WorkerToScheduler,
+)
+from quire.protocol.model_config import load_model_config
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.scheduler import Scheduler
+from quire.worker_proc.setup import make_runner
+
+
+@dataclass
+class Answer:
+    """What a client would have seen of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+    rejected: Rejected | None = None
+    num_cached_tokens: int = 0
+
+
+class InProcessEngine:
+    """Steps by hand. ``check=True`` checks every invariant of both sides after each step."""
+
+    def __init__(self, folder: Path, *, check: bool = True, **settings: object) -> None:
+        model = load_model_config(folder)
+        defaults: dict[str, object] = {
+            "model": model,
+            "model_path": str(folder),
+            "dtype": "float32",
+            "max_model_len": min(model.max_position, 512),
+        }
+        self.config = msgspec.convert(defaults | settings, EngineConfig, from_attributes=True)
+        layout = kv_layout(model, self.config.block_size, "float32")
+        self.runner, ready = make_runner(self.config, layout, lambda text: None, progress=False)
+        self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks))
+        self.to_worker, self.to_scheduler = memory_pair(WorkerToScheduler, SchedulerToWorker)
+        self.answers: dict[str, Answer] = {}
+        self.check = check
+        self.step_sizes: list[int] = []
+        self._handles: dict[int, str] = {}
+        self._pending: deque[object] = deque()
+
+    def add(self, request_id: str, prompt: list[int], **sampling: object) -> None:
+        params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))  # type: ignore[arg-type]
+        self.answers[request_id] = Answer()
+        seed = 0 if params.seed is None else params.seed
+        self.scheduler.consume(AddRequest(request_id, np.array(prompt, np.int32), params, seed))
+        self._collect()
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.consume(Abort([request_id]))
+        self._collect()
+
+    def step(self) -> None:
+        """Fill the pipeline, then let the worker run its oldest step and apply the result."""
+        while self.scheduler.can_schedule:
+            diff = self.scheduler.schedule()
+            if diff is None:
+                break
+            self.step_sizes.append(sum(len(bytes(f)) for f in self.to_worker.send(diff)))
+            self._check()
+        received = self.to_scheduler.receive()
+        if received is not None:
+            self.to_scheduler.send(self.runner.execute(received.message).result())
+            if self.check:
+                self.runner.check()
+            result = self.to_worker.receive()
+            assert result is not None
+            self.scheduler.consume(result.message)
+            self._check()
+        self._collect()
+
+    def run(self, max_steps: int = 100_000) -> dict[str, Answer]:
+        """Step until nothing waits or runs."""
+        for _ in range(max_steps):
+            if not self.scheduler.requests and not self.scheduler.in_flight:
+                break
+            self.step()
+        else:
+            raise AssertionError("requests do not end")
+        return self.answers
+
+    def statistics(self) -> Statistics:
+        return self.scheduler.statistics()
+
+    def _check(self) -> None:
+        if self.check:
+            self.scheduler.check()
+
+    def _collect(self) -> None:
+        for _, message in self.scheduler.take_messages():
+            if isinstance(message, Rejected):
+                self.answers[message.request_id].rejected = message
+                continue
+            assert isinstance(message, StepOutputs)
+            for introduced in message.introduced:
+                self._handles[introduced.handle] = introduced.request_id
+                self.answers[introduced.request_id].num_cached_tokens = introduced.num_cached_tokens
+            if message.handles is not None and message.tokens is not None:
+                for handle, token in zip(message.handles.tolist(), message.tokens.tolist(), strict=True):
+                    answer = self.answers[self._handles[handle]]
+                    assert answer.ended is None, "a token after the end"
+                    answer.tokens.append(token)
+            for ended in message.ended:
+                answer = self.answers[self._handles[ended.handle]]
+                assert answer.ended is None, "ended twice"
+                answer.ended = ended

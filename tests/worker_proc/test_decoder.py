@@ -1,0 +1,181 @@
+"""The decoder against transformers: the same checkpoint, the same logits, however the tokens are cut into steps."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.protocol.model_config import SUPPORTED_ARCHITECTURES, load_model_config
+from quire.worker_proc.attention.backend import StepBatch
+from quire.worker_proc.attention.cpu import CpuBackend
+from quire.worker_proc.loader import load_weights
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.registry import MODELS, build_model
+
+Factory = Callable[..., tuple[Path, Any]]
+
+BLOCK_SIZE = 4
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-wide-heads": ("llama", {"head_dim": 24}),
+    "llama-odd-groups": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-wide-heads-tied": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+}
+
+
+class Rows:
+    """Sequences over one paged cache: the little of a model runner that feeding a decoder takes."""
+
+    def __init__(self, model: Decoder, lengths: list[int], seed: int = 0) -> None:
+        config = model.config
+        self.model = model
+        self.backend = CpuBackend()
+        self.done = np.zeros(len(lengths), dtype=np.int32)
+        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        ids = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)).int() + 1
+        self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        for row, own in enumerate(ids.split(blocks)):
+            self.tables[row, : len(own)] = own
+        shape = self.backend.kv_cache_shape(sum(blocks) + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.caches = [torch.zeros(shape) for _ in range(config.num_layers)]
+
+    def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Run the next tokens of some rows, by row; returns their logits, ``[tokens, vocab]`` each."""
+        rows = np.array(list(tokens), dtype=np.int64)
+        query_lens = np.array([len(t) for t in tokens.values()], dtype=np.int32)
+        positions = [torch.arange(self.done[row], self.done[row] + len(t)) for row, t in tokens.items()]
+        self.done[rows] += query_lens
+        slots = [self.tables[row][p // BLOCK_SIZE].long() * BLOCK_SIZE + p % BLOCK_SIZE
+                 for row, p in zip(rows, positions, strict=True)]  # fmt: skip
+        seq_lens = self.done[rows]
+        batch = StepBatch(
+            query_start_loc=torch.from_numpy(np.concatenate([[0], query_lens.cumsum()]).astype(np.int32)),
+            seq_lens=torch.from_numpy(seq_lens),
+            block_table=self.tables[torch.from_numpy(rows)],
+            slot_mapping=torch.cat(slots),
+            query_lens_cpu=query_lens,
+            seq_lens_cpu=seq_lens,
+            block_size=BLOCK_SIZE,
+        )
+        plans = [self.backend.plan(batch)] * self.model.config.num_layers
+        hidden = self.model(torch.cat(list(tokens.values())), torch.cat(positions), self.caches, plans, self.backend)
+        logits = self.model.logits(hidden)
+        assert logits.dtype is torch.float32
+        return dict(zip(tokens, logits.split(query_lens.tolist()), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def _load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = build_model(load_model_config(folder), dtype, "cpu")
+    load_weights(model, folder, dtype, progress=False)
+    return model
+
+
+def _assert_same(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_however_steps_are_cut(variant: str, checkpoint_factory: Factory) -> None:
+    family, overrides = VARIANTS[variant]
+    folder, reference = checkpoint_factory(family, **overrides)
+    model = _load(folder)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [45, 3, 30, 17, 1]
+    prompts = [torch.randint(0, 97, (length,), generator=generator) for length in lengths]
+    expected = [reference(prompt[None]).logits[0] for prompt in prompts]
+
+    whole = Rows(model, lengths).step(dict(enumerate(prompts)))
+    for row, logits in whole.items():
+        _assert_same(logits, expected[row])
+
+    # Chunks of 7 until ten tokens are left, which then come one by one; rows start late and end early.
+    rows = Rows(model, lengths, seed=2)
+    pieces: dict[int, list[torch.Tensor]] = {row: [] for row in range(len(lengths))}
+    for step in range(100):
+        now = {}
+        for row in reversed(range(len(lengths))):
+            left = lengths[row] - int(rows.done[row])
+            if left and step >= 2 * row:
+                now[row] = prompts[row][rows.done[row] :][: 7 if left > 10 else 1]
+        if not now and step > 10:
+            break
+        if now:
+            for row, logits in rows.step(now).items():
+                pieces[row].append(logits)
+    for row, parts in pieces.items():
+        _assert_same(torch.cat(parts), expected[row])
+
+
+def test_greedy_decoding_gives_the_tokens_of_transformers(checkpoint_factory: Factory) -> None:
+    folder, reference = checkpoint_factory("llama", rope_parameters=LLAMA3_ROPE)
+    prompts = [torch.arange(3, 3 + length) for length in (5, 9, 2)]
+    wanted = [
+        reference.generate(prompt[None], max_new_tokens=40, min_new_tokens=40, do_sample=False, eos_token_id=None)
+        for prompt in prompts
+    ]
+    rows = Rows(_load(folder), [len(prompt) + 40 for prompt in prompts])
+    tokens = [prompt.tolist() for prompt in prompts]
+    now = dict(enumerate(prompts))
+    for _ in range(40):
+        now = {row: logits[-1:].argmax(-1) for row, logits in rows.step(now).items()}
+        for row, token in now.items():
+            tokens[row].append(int(token))
+    assert tokens == [row[0].tolist() for row in wanted]
+
+
+def test_bfloat16_stays_near_float32(checkpoint_factory: Factory) -> None:
+    folder, _ = checkpoint_factory("qwen3", dtype=torch.bfloat16)
+    prompt = torch.arange(20)
+    low, high = _load(folder, torch.bfloat16), _load(folder)
+    assert all(p.dtype is torch.bfloat16 for p in low.parameters())
+    rows = Rows(low, [20])
+    rows.caches = [cache.bfloat16() for cache in rows.caches]
+    exact = Rows(high, [20]).step({0: prompt})[0]
+    error = (rows.step({0: prompt})[0] - exact).abs().mean() / exact.abs().mean()
+    assert error < 0.05
+
+
+def test_every_supported_architecture_has_a_model() -> None:
+    assert set(MODELS) == set(SUPPORTED_ARCHITECTURES)
+
+
+def test_a_meta_model_takes_no_memory_and_knows_its_weights(checkpoint_factory: Factory) -> None:
+    folder, reference = checkpoint_factory("qwen2")
+    model = build_model(load_model_config(folder), torch.float32, "meta")
+    shapes = {name: slot.shape for name, slot in model.weight_slots().items()}
+    assert shapes == {name: tuple(weight.shape) for name, weight in reference.named_parameters()}
+
+
+def test_the_rotary_table_is_as_long_as_the_engine_needs(checkpoint_factory: Factory) -> None:
+    folder, _ = checkpoint_factory("llama")
+    config = load_model_config(folder)
+    assert build_model(config, torch.float32, "cpu").rope.shape == (2, 256, 8)
+    assert build_model(config, torch.float32, "cpu", max_position=32).rope.shape == (2, 32, 8)

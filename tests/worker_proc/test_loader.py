@@ -1,0 +1,263 @@
+"""Checkpoint folders that load, and those that must not: each refusal is one line that names the file."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.model_config import load_model_config
+from quire.worker_proc.loader import init_dummy_weights, load_weights, weight_bytes
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.registry import build_model
+
+Factory = Callable[..., tuple[Path, Any]]
+
+SINGLE = "model.safetensors"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def single(checkpoint_factory: Factory, tmp_path: Path) -> Path:
+    """A private copy of a checkpoint in one file."""
+    return shutil.copytree(checkpoint_factory("llama")[0], tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(checkpoint_factory: Factory, tmp_path: Path) -> Path:
+    """A private copy of a checkpoint in several files with an index."""
+    return shutil.copytree(checkpoint_factory("llama", max_shard_size="30KB")[0], tmp_path / "sharded")
+
+
+def _model(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return build_model(load_model_config(folder), dtype, "cpu")
+
+
+def _load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = _model(folder, dtype)
+    load_weights(model, folder, dtype, progress=False)
+    return model
+
+
+def _refused(folder: Path) -> str:
+    model = _model(folder)
+    with pytest.raises(ConfigError) as caught:
+        load_weights(model, folder, torch.float32, progress=False)
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    return message
+
+
+def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / SINGLE).items()}
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def _edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + length :])
+
+
+def _assert_equal(a: Decoder, b: Decoder) -> None:
+    for (name, x), (_, y) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_weight_arrives_in_its_place(family: str, checkpoint_factory: Factory) -> None:
+    folder, reference = checkpoint_factory(family)
+    slots = _load(folder).weight_slots()
+    for name, weight in reference.named_parameters():
+        assert torch.equal(slots[name].target, weight.expand_as(slots[name].target)), name
+    assert weight_bytes(folder) == sum(4 * weight.numel() for weight in reference.parameters())
+
+
+def test_shards_give_the_same_model(single: Path, sharded: Path) -> None:
+    assert len(list(sharded.glob("*.safetensors"))) > 2 and not (sharded / SINGLE).exists()
+    _assert_equal(_load(sharded), _load(single))
+    assert weight_bytes(sharded) == weight_bytes(single)
+
+
+def test_other_files_are_not_read(single: Path) -> None:
+    for name in ("consolidated.safetensors", "pytorch_model.bin", "consolidated.00.pth"):
+        (single / name).write_bytes(b"not weights")
+    _load(single)
+
+
+def test_names_without_the_prefix(single: Path, sharded: Path) -> None:
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    _edit(single, strip)
+    _assert_equal(_load(single), _load(sharded))
+
+
+def test_rotary_buffers_are_ignored(single: Path) -> None:
+    _edit(single, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    _load(single)
+
+
+def test_a_stored_head_beside_tied_embeddings(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint_factory("llama", tie_word_embeddings=True)[0], tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(folder / SINGLE)
+    model = _load(folder)
+    assert model.lm_head is model.embed
+    _edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    _load(folder)
+    _edit(folder, lambda t: t["lm_head.weight"].mul_(2))
+    assert "lm_head.weight differs from the embedding" in _refused(folder)
+
+
+def test_dtypes_are_converted(checkpoint_factory: Factory) -> None:
+    folder, reference = checkpoint_factory("qwen2", dtype=torch.bfloat16)
+    slots = _load(folder, torch.float32).weight_slots()
+    for name, weight in reference.named_parameters():
+        assert torch.equal(slots[name].target, weight.float()), name
+    assert all(p.dtype is torch.bfloat16 for p in _load(folder, torch.bfloat16).parameters())
+    assert weight_bytes(folder) == sum(2 * weight.numel() for weight in reference.parameters())
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_goes_to_stderr(single: Path, progress: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    load_weights(_model(single), single, torch.float32, progress)
+    out, err = capfd.readouterr()
+    assert not out
+    assert ("Loading weights" in err) is progress
+
+
+def test_missing_tensor(single: Path) -> None:
+    _edit(single, lambda t: t.pop(Q_PROJ))
+    assert f"tensor {Q_PROJ} is missing" in _refused(single)
+
+
+def test_missing_head_of_an_untied_model(single: Path) -> None:
+    _edit(single, lambda t: t.pop("lm_head.weight"))
+    assert "tensor lm_head.weight is missing" in _refused(single)
+
+
+def test_unused_tensor(single: Path) -> None:
+    _edit(single, lambda t: t.update({"model.layers.7.extra": torch.ones(1), "model.layers.8.extra": torch.ones(1)}))
+    assert f"{SINGLE}: tensor model.layers.7.extra is not part of the model (and 1 more)" in _refused(single)
+
+
+@pytest.mark.parametrize("name", [Q_PROJ, "model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_wrong_shape(single: Path, name: str) -> None:
+    _edit(single, lambda t: t.update({name: t[name][:-1].clone()}))
+    message = _refused(single)
+    assert f"{SINGLE}: tensor {name} has shape [" in message and "config.json" in message
+
+
+def test_wrong_dtype(single: Path) -> None:
+    _edit(single, lambda t: t.update({Q_PROJ: t[Q_PROJ].to(torch.int8)}))
+    assert f"{SINGLE}: tensor {Q_PROJ} has dtype I8" in _refused(single)
+
+
+def test_doubled_tensor(single: Path) -> None:
+    _edit(single, lambda t: t.update({"norm.weight": t["model.norm.weight"].clone()}))
+    assert "norm.weight is also in model.safetensors" in _refused(single)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_file(single: Path, keep: int) -> None:
+    file = single / SINGLE
+    file.write_bytes(file.read_bytes()[:keep])
+    assert f"{SINGLE}: is truncated" in _refused(single)
+
+
+def test_file_with_more_than_its_tensors(single: Path) -> None:
+    file = single / SINGLE
+    file.write_bytes(file.read_bytes() + b"more")
+    assert f"{SINGLE}: is longer than its header says" in _refused(single)
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b"{", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}']
+)
+def test_bad_header(single: Path, header: bytes) -> None:
+    (single / SINGLE).write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    assert f"{SINGLE}: header " in _refused(single)
+
+
+def test_overlapping_tensors(single: Path) -> None:
+    def overlap(header: dict[str, Any]) -> None:
+        k_proj = Q_PROJ.replace("q_proj", "k_proj")
+        begin = header[Q_PROJ]["data_offsets"][0]
+        size = header[k_proj]["data_offsets"][1] - header[k_proj]["data_offsets"][0]
+        header[k_proj]["data_offsets"] = [begin, begin + size]
+
+    _edit_header(single / SINGLE, overlap)
+    assert SINGLE in _refused(single)
+
+
+def test_absent_shard(sharded: Path) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    victim.unlink()
+    assert f"{victim.name}: shard is missing" in _refused(sharded)
+
+
+def test_truncated_shard_fails_before_any_tensor_is_read(sharded: Path) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[-1]
+    victim.write_bytes(victim.read_bytes()[:-10])
+    model = _model(sharded)
+    for parameter in model.parameters():
+        parameter.data.fill_(5.0)
+    with pytest.raises(ConfigError, match=f"{victim.name}: is truncated"):
+        load_weights(model, sharded, torch.float32, progress=False)
+    assert all(bool((parameter == 5.0).all()) for parameter in model.parameters())
+
+
+def test_index_that_names_a_tensor_its_shard_does_not_hold(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shards = sorted(set(content["weight_map"].values()))
+    wrong = next(shard for shard in shards if shard != content["weight_map"][Q_PROJ])
+    content["weight_map"][Q_PROJ] = wrong
+    index.write_text(json.dumps(content))
+    assert f"{wrong}: tensor {Q_PROJ} is missing" in _refused(sharded)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
+def test_bad_index(sharded: Path, content: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json: has no readable weight_map" in _refused(sharded)
+
+
+@pytest.mark.parametrize("shard", ["../other.safetensors", "weights.bin"])
+def test_index_that_points_elsewhere(sharded: Path, shard: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {Q_PROJ: shard}}))
+    assert f"'{shard}' is not the name of a safetensors file" in _refused(sharded)
+
+
+def test_folder_with_pickled_weights_only(single: Path) -> None:
+    (single / SINGLE).rename(single / "pytorch_model.bin")
+    assert "only pickled weights (pytorch_model.bin)" in _refused(single)
+
+
+def test_folder_without_weights(single: Path) -> None:
+    (single / SINGLE).rename(single / "adapter.safetensors")
+    assert "(found adapter.safetensors)" in _refused(single)
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
+        weight_bytes(single / "nowhere")
+
+
+def test_dummy_weights_follow_from_the_seed(single: Path) -> None:
+    models = [_model(single) for _ in range(3)]
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        init_dummy_weights(model, seed)
+    _assert_equal(models[0], models[1])
+    assert not torch.equal(models[0].embed, models[2].embed)
+    weights = torch.cat([p.view(-1) for name, p in models[0].named_parameters() if "norm" not in name])
+    assert abs(float(weights.std()) - 0.02) < 0.001 and abs(float(weights.mean())) < 0.001
+    assert bool((models[0].norm == 1).all())

@@ -1,0 +1,52 @@
+"""Start one worker process: ``python -P -m quire.worker_proc``, by the supervisor only."""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from quire.protocol.child import Report, enter_child
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True, help="socket directory")
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    args = parser.parse_args()
+    child = enter_child(args.status_fd, args.lifeline_fd)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        import zmq
+
+        from quire.protocol.channel import Link
+        from quire.protocol.messages import SchedulerToWorker
+        from quire.protocol.zmq_channel import ZmqChannel, check_socket_directory, worker_address
+        from quire.worker_proc.loop import WorkerLoop
+        from quire.worker_proc.setup import say_on_stderr
+
+        check_socket_directory(args.directory)
+        child.report(Report("started"))
+        context = zmq.Context()
+        link = Link(SchedulerToWorker, args.epoch)
+        channel = ZmqChannel(
+            context, zmq.PAIR, worker_address(args.directory, args.epoch, args.rank), link, bind=False
+        )
+        say = (lambda text: None) if args.quiet else say_on_stderr
+        WorkerLoop(channel, args.rank, os.getpid(), say, progress=not args.quiet and sys.stderr.isatty()).run()
+        channel.close()
+        context.term()
+    except Exception as error:
+        if os.environ.get("QUIRE_DEBUG"):
+            import traceback
+
+            traceback.print_exc()
+        child.fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Where the device's memory will go, decided and printed before any weight is read."""
+
+import psutil
+import torch
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import DTYPE_BYTES, KVLayout
+from quire.protocol.messages import MemoryPlan
+
+DEFAULT_CPU_KV_BYTES = 2**30
+_MIB = 2**20
+
+
+def plan_memory(config: EngineConfig, layout: KVLayout, weight_bytes: int, device: torch.device) -> MemoryPlan:
+    """How many KV blocks there will be, by flag or by what is left of memory.
+
+    On a GPU the pool takes what ``gpu_memory_utilization`` leaves after weights and activations; on a CPU 1 GiB,
+    unless ``kv_cache_memory_bytes`` says otherwise.
+
+    Raises:
+        ConfigError: weights and a pool of one block do not fit; says what is needed and what there is.
+    """
+    activations = _activation_bytes(config)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        usable = int(total * config.gpu_memory_utilization) - (total - free)
+    else:
+        total = psutil.virtual_memory().total
+        usable = psutil.virtual_memory().available
+    left = usable - weight_bytes - activations
+    if config.num_blocks_override:
+        num_blocks = config.num_blocks_override + 1
+    else:
+        default = left if device.type == "cuda" else min(DEFAULT_CPU_KV_BYTES, left)
+        num_blocks = (config.kv_cache_memory_bytes or max(default, 0)) // layout.block_bytes
+    kv_cache = num_blocks * layout.block_bytes
+    if num_blocks < 2 or kv_cache > left:
+        raise ConfigError(
+            f"memory does not suffice: weights {weight_bytes // _MIB} MiB, activations {activations // _MIB} MiB, "
+            f"KV cache {max(kv_cache, 2 * layout.block_bytes) // _MIB} MiB; {max(usable, 0) // _MIB} MiB are usable; "
+            f"lower --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise --gpu-memory-utilization"
+        )
+    return MemoryPlan(
+        device=str(device),
+        total=total,
+        weights=weight_bytes,
+        activations=activations,
+        kv_cache=kv_cache,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+    )
+
+
+def describe_plan(plan: MemoryPlan, max_model_len: int) -> str:
+    """The plan as one line for a person."""
+    tokens = (plan.num_blocks - 1) * plan.block_size
+    return (
+        f"memory on {plan.device}: weights {plan.weights / _MIB:.1f} MiB, activations {plan.activations / _MIB:.0f} MiB, "
+        f"KV cache {plan.kv_cache / _MIB:.0f} MiB = {plan.num_blocks - 1} blocks of {plan.block_size} = {tokens} tokens "
+        f"({tokens / max_model_len:.1f} requests of {max_model_len})"
+    )
+
+
+def pool_warning(plan: MemoryPlan, max_model_len: int) -> str | None:
+    """What to tell when one request of full length does not fit the pool."""
+    tokens = (plan.num_blocks - 1) * plan.block_size
+    if tokens >= max_model_len:
+        return None
+    return (
+        f"warning: the KV pool holds {tokens} tokens, less than the context of {max_model_len}: "
+        f"longer requests are refused or end early (finish reason length)"
+    )
+
+
+def _activation_bytes(config: EngineConfig) -> int:
+    """The widest moment of a step: MLP intermediates of all tokens, or the logits of all rows."""
+    model = config.model
+    per_token = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * model.head_dim
+    hidden = config.max_num_batched_tokens * per_token * DTYPE_BYTES[config.dtype]
+    logits = 3 * config.max_num_seqs * model.vocab_size * 4
+    return max(hidden, logits)

@@ -1,0 +1,1 @@
+"""Decoders as plain torch modules; attention metadata is passed to them, never found."""

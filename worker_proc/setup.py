@@ -1,0 +1,103 @@
+"""From a configuration to a worker that can run steps: device, memory plan, model, weights, backend."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import DTYPE_BYTES, KVLayout
+from quire.protocol.messages import Ready
+from quire.worker_proc.attention.backend import AttentionBackend
+from quire.worker_proc.device import cpu_compute_dtype
+from quire.worker_proc.loader import init_dummy_weights, load_weights, weight_bytes
+from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
+from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.models.registry import build_model
+
+Say = Callable[[str], None]
+
+
+def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: bool) -> tuple[ModelRunner, Ready]:
+    """Everything a worker needs, in the order in which it can fail cheaply: headers, plan, then weights.
+
+    Args:
+        say: takes each line that a person should see.
+        progress: show a bar while weights load.
+
+    Raises:
+        ConfigError: the device, the checkpoint or the memory will not do.
+    """
+    started = time.monotonic()
+    device = pick_device(config)
+    dtype, reason = _compute_dtype(config, device)
+    if reason:
+        say(f"running in {_name(dtype)} rather than {config.dtype}: {reason}")
+    layout = KVLayout(layout.groups, layout.num_kv_heads, layout.head_dim, _name(dtype))
+    model = build_model(config.model, dtype, "meta", config.max_model_len)
+    size = _weight_bytes(config, model, dtype)
+    plan = plan_memory(config, layout, size, device)
+    say(describe_plan(plan, config.max_model_len))
+    warning = pool_warning(plan, config.max_model_len)
+    if warning:
+        say(warning)
+    model = build_model(config.model, dtype, device, config.max_model_len)
+    with torch.inference_mode():
+        if config.load_format == "dummy":
+            init_dummy_weights(model, config.seed)
+        else:
+            load_weights(model, Path(config.model_path), dtype, progress)
+    loaded = time.monotonic()
+    backend = pick_backend(device, say)
+    runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, dtype)
+    timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
+    return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
+
+
+def pick_device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu":
+        # Hyper-threads share the units that matter here; a user's own setting stands.
+        if "OMP_NUM_THREADS" not in os.environ:
+            cores = psutil.cpu_count(logical=False) or 1
+            torch.set_num_threads(max(1, min(cores, len(os.sched_getaffinity(0)))))
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device cuda: this torch finds no CUDA device; use --device cpu")
+    return torch.device("cuda", 0)
+
+
+def pick_backend(device: torch.device, say: Say) -> AttentionBackend:
+    if device.type == "cpu":
+        from quire.worker_proc.attention.cpu import CpuBackend
+
+        say(f"attention backend cpu, {torch.get_num_threads()} threads: the device is a CPU")
+        return CpuBackend()
+    from quire.worker_proc.attention.triton_backend import TritonBackend
+
+    say("attention backend triton: the device is a GPU")
+    return TritonBackend()
+
+
+def _compute_dtype(config: EngineConfig, device: torch.device) -> tuple[torch.dtype, str]:
+    wanted: torch.dtype = getattr(torch, config.dtype)
+    return cpu_compute_dtype(wanted) if device.type == "cpu" else (wanted, "")
+
+
+def _weight_bytes(config: EngineConfig, model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Bytes that the weights take once loaded; reads (and so checks) the checkpoint's headers."""
+    if config.load_format != "dummy":
+        weight_bytes(Path(config.model_path))
+    return sum(p.numel() for p in model.parameters()) * DTYPE_BYTES[_name(dtype)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def say_on_stderr(text: str) -> None:
+    print(f"quire worker: {text}", file=sys.stderr, flush=True)
