@@ -145,7 +145,7 @@ def launch_constants(
     """What the kernel is compiled for; shared with the test that compiles it ahead.
 
     A tensor core wants at least 16 in every dimension. Above that, the tiles are the largest with which next to
-    nothing spills from registers; float32 has no tensor cores to keep its operands in shared memory for, and so takes smaller ones.
+    nothing spills from registers; exact float32 products are made outside the tensor cores, which takes more of them.
     """
     dims = max(16, _next_power_of_two(head_dim))
     full = dtype == torch.float32

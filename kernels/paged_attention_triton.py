@@ -86,8 +86,8 @@ def paged_attention_kernel(
         v = tl.load(key_ptr + cache_kv_stride, mask=load_key, other=0.0)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        visible = in_row[None, :] & (key_position[None, :] <= position[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
+        # A stored lane's position is below num_keys, so that this also hides the keys that were not loaded.
+        scores = tl.where(key_position[None, :] <= position[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - new_maximum[:, None])
         shrink = tl.exp2(maximum - new_maximum)

@@ -59,6 +59,8 @@ class Answer:
             InvalidRequest, EngineError: as ``Sequence.updates``.
         """
         async for update in self.sequence.updates():
+            if not update.token_ids and update.ended is None:
+                continue
             piece = self.assemble(update)
             yield piece
             if piece.finish_reason is not None:

@@ -142,17 +142,23 @@ class AsyncZmqChannel:
         _configure(self.socket)
         self.socket.connect(address)
         self.link = link
-        self._sending = asyncio.Lock()
 
-    async def send(self, message: Any) -> None:
-        async with self._sending:  # numbers must go out in order
-            await self.socket.send_multipart(self.link.outgoing(message))
+    def post(self, message: Any) -> None:
+        """Send without waiting; the socket keeps the order of calls."""
+        future = self.socket.send_multipart(self.link.outgoing(message))
+        future.add_done_callback(_retrieve)
 
     async def receive(self) -> Any:
         return self.link.incoming(await self.socket.recv_multipart()).message
 
     def close(self) -> None:
         self.socket.close()
+
+
+def _retrieve(future: "asyncio.Future[Any]") -> None:
+    """A send that fails (the socket was closed) concerns nobody any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 def connect_hello(channel: ZmqChannel, hello: Any, deadline: float) -> Any:

@@ -67,7 +67,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
         model = model_class(config_class(**settings)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("bias") or name.endswith("norm.weight"):
+            if name.endswith(("bias", "norm.weight")):
                 weight.add_(torch.empty(weight.shape).normal_(0.0, 0.2, generator=generator))
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)

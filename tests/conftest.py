@@ -1,12 +1,16 @@
 """Fixtures for every test. Modules beside the tests are loaded by path: importlib mode gives them no import name."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+# Threads of several test processes that share a few cores wait for each other at every barrier.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _load(name: str) -> ModuleType:

@@ -36,6 +36,7 @@ def write_checkpoint(model: Llama, shape: Shape, folder: Path) -> None:
 
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     ends = [tokens.END_OF_TEXT_ID, tokens.IM_END_ID]
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", **dataclasses.asdict(shape),

@@ -54,7 +54,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class ChatSpeller:
         logprobs = None if answer.logprobs is None else spell_logprobs(answer.logprobs, self._token_texts)
         return ChatChoice(index, message, logprobs, answer.finish_reason, answer.stop_reason)
 
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None | UnsetType) -> bytes:
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
             ChatChunk(self.request_id, "chat.completion.chunk", self._created, self._model, choices, usage)
         )

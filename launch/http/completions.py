@@ -44,7 +44,7 @@ class Completion(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 async def completions(server: Server, request: Request) -> ASGIApp:
@@ -71,7 +71,7 @@ class CompletionSpeller:
         self._token_texts = server.token_texts
         echoes = [_prompt_text(server, prompt) for prompt in prompts] if request.echo else []
         # What is still to be written before an answer's own text.
-        self._echoes = {i: text for i, text in enumerate(text for text in echoes for _ in range(request.params.n))}
+        self._echoes = dict(enumerate(text for text in echoes for _ in range(request.params.n)))
 
     def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
         text = self._echoes.pop(index, "") + piece.text
@@ -90,7 +90,7 @@ class CompletionSpeller:
         logprobs = None if answer.logprobs is None else spell_logprobs(answer.logprobs, self._token_texts)
         return CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason)
 
-    def _object(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType) -> bytes:
+    def _object(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
             Completion(self.request_id, "text_completion", self._created, self._model, choices, usage)
         )

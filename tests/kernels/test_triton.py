@@ -1,4 +1,4 @@
-"""Starts the Triton tests, each in a process of its own: one under TRITON_INTERPRET=1 cannot compile, nor vice versa."""
+"""Starts the Triton tests, each in a process of its own: one under TRITON_INTERPRET=1 cannot compile."""
 
 import importlib.metadata
 import importlib.util

@@ -32,7 +32,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
     "llama-wide-heads": ("llama", {"head_dim": 24}),
-    "llama-odd-groups": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}),
+    "llama-groups-of-3": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "head_dim": 4}),
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),

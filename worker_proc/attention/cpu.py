@@ -244,7 +244,7 @@ def _decode_bucket(batch: StepBatch, rows: _Int, lengths: _Int, tokens: torch.Te
     width = int(num_blocks.max())
     table = batch.block_table[torch.from_numpy(rows), :width].long()
     used = torch.from_numpy(np.arange(width) < num_blocks[:, None])
-    # Where there is padding, the longest row has two blocks or more: its first is full, so that masking scores is enough.
+    # Where there is padding, the longest row has two blocks or more: its first is full, so masking scores suffices.
     padding = table[int(num_blocks.argmax()), 0]
     mask = torch.zeros(len(rows), width * block_size)
     past_end = np.arange(width * block_size) >= lengths[:, None]

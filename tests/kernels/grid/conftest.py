@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import triton
 
 from quire.worker_proc.attention.backend import StepBatch
 
@@ -35,6 +34,9 @@ MakeCase = Callable[..., PagedCase]
 
 
 def interpreted() -> bool:
+    # Imported here, because pytest loads this file where triton is missing too.
+    import triton
+
     return bool(triton.knobs.runtime.interpret)
 
 

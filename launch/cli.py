@@ -1,0 +1,244 @@
+"""The ``quire`` command. Parsing lives here; what a command does is imported only when it runs."""
+
+import argparse
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from quire.launch.options import EngineOptions, Help, parse_options, suggest
+from quire.launch.serve import ServeOptions
+from quire.protocol.errors import ConfigError, InvalidRequest, QuireError
+from quire.version import __version__
+
+EX_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-line errors that suggest the nearest flag."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EX_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> None:
+        word = unknown[0]
+        if word.startswith("-"):
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            name = word.split("=")[0]
+            near = suggest(name.lstrip("-").replace("-", "_"), [f.lstrip("-").replace("-", "_") for f in flags])
+            self.error(f"unknown flag {name}{_as_flag(near)}")
+        self.error(f"unexpected argument {word!r}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; every expected failure ends in one line on stderr and a status other than 0."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _make_parser()
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        commands[_path(args)].refuse_unknown(unknown)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        sys.exit(EX_USAGE)
+    try:
+        args.run(args)
+    except (QuireError, InvalidRequest) as error:
+        print(f"quire: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(getattr(error, "exit_status", 1))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(prog="quire", description="Quire, a serving engine for large language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands: dict[str, _Parser] = {}
+    sub = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+
+    def command(under: Any, name: str, text: str, run: Any) -> _Parser:
+        made: _Parser = under.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made.set_defaults(run=run)
+        commands[made.prog.removeprefix("quire ")] = made
+        return made
+
+    serve = command(sub, "serve", "Serve a model over an OpenAI-compatible HTTP interface.", _serve)
+    _add_options(serve, ServeOptions)
+    _add_engine_options(serve)
+    for name, text in (
+        ("generate", "Complete raw text in the terminal."),
+        ("chat", "Answer a message through the model's chat template; without --prompt, one per line of input."),
+    ):
+        one = command(sub, name, text, _generate if name == "generate" else _chat)
+        one.add_argument("--prompt", required=name == "generate", help="what to complete or to answer")
+        _add_sampling_options(one)
+        _add_engine_options(one)
+    bench = sub.add_parser("bench", help="Measure: engine, serve, wire.", description="Measure the engine.")
+    commands["bench"] = bench
+    _add_bench(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True), command)
+    return parser, commands
+
+
+def _add_bench(under: Any, command: Any) -> None:
+    engine = command(under, "engine", "Tokens per second of the whole engine, offline.", _bench_engine)
+    engine.add_argument("--shape", help="random weights of a named shape, such as smollm2-135m")
+    engine.add_argument("--num-requests", type=int, default=32, help="requests at once (32)")
+    engine.add_argument("--input-len", type=int, default=128, help="tokens of each prompt (128)")
+    engine.add_argument("--output-len", type=int, default=128, help="tokens of each answer (128)")
+    engine.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (3)")
+    engine.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    _add_engine_options(engine)
+    serve = command(under, "serve", "Drive a running server with a dataset's prompts.", _bench_serve)
+    serve.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (http://127.0.0.1:8000)")
+    serve.add_argument("--dataset", type=Path, required=True, help="JSON lines with a field input, .xz or .gz or plain")
+    serve.add_argument("--num-prompts", type=int, help="only the first so many")
+    serve.add_argument("--concurrency", type=int, default=8, help="closed loop: answers in flight at once (8)")
+    serve.add_argument("--rate", type=float, help="open loop: requests per second, Poisson; instead of --concurrency")
+    serve.add_argument("--max-tokens", type=int, default=64, help="of each answer (64)")
+    serve.add_argument("--temperature", type=float, default=0.0, help="(0)")
+    serve.add_argument("--seed", type=int, default=0, help="of arrivals, and of the requests (0)")
+    serve.add_argument("--chat", action="store_true", help="as chat messages rather than raw completions")
+    serve.add_argument("--ignore-eos", action="store_true", help="make each answer --max-tokens long")
+    serve.add_argument("--model", help="name to ask for (the first that the server lists)")
+    serve.add_argument("--api-key", help="of the server; else the variable QUIRE_API_KEY")
+    serve.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    wire = command(under, "wire", "Sizes and costs of the messages of a decoding batch.", _bench_wire)
+    wire.add_argument("--num-requests", type=int, default=256, help="requests that decode (256)")
+    wire.add_argument("--steps", type=int, default=1024, help="steps to record (1024)")
+    wire.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+
+
+def _add_engine_options(parser: _Parser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="folder or id (the demo)")
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="read flags from here; the command line wins")
+    _add_options(parser, EngineOptions)
+
+
+def _add_sampling_options(parser: _Parser) -> None:
+    parser.add_argument("--max-tokens", type=int, help="most tokens to generate (up to the context)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus (1)")
+    parser.add_argument("--top-k", type=int, default=0, help="0: all (0)")
+    parser.add_argument("--sampling-seed", "--seed", dest="sampling_seed", type=int, help="same seed, same text")
+    parser.add_argument("--stop", action="append", default=[], help="string that ends the answer; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def _add_options(parser: _Parser, options: type[msgspec.Struct]) -> None:
+    """One flag per field, with the field's type, choices, default and help."""
+    taken = {flag for action in parser._actions for flag in action.option_strings}
+    for name, hint in get_type_hints(options, include_extras=True).items():
+        flag = "--" + name.replace("_", "-")
+        if name == "model" or flag in taken:
+            continue
+        text = next(m.text for m in hint.__metadata__ if isinstance(m, Help)).replace("%", "%%")
+        kind = hint.__origin__
+        default = next(f.default for f in msgspec.structs.fields(options) if f.name == name)
+        if default is not None and kind is not bool:
+            text += f" ({default})"
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **_argument(kind))
+
+
+def _argument(kind: Any) -> dict[str, Any]:
+    """argparse's words for a field's type."""
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is list:
+        return {"nargs": "+", "metavar": "NAME"}
+    return {"type": kind, "metavar": {"int": "N", "float": "X", "str": "NAME"}[kind.__name__]}
+
+
+def _options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]:
+    """The config file's keys, overridden by the command line's."""
+    engine_keys, serve_keys = EngineOptions.__struct_fields__, ServeOptions.__struct_fields__
+    given: dict[str, Any] = {}
+    where = "command line"
+    if args.config is not None:
+        where = str(args.config)
+        given = {str(k).replace("-", "_"): v for k, v in _read_yaml(args.config).items()}
+        for key in given:
+            if key not in (*engine_keys, *serve_keys):
+                raise ConfigError(f"{where}: unknown key {key!r}{suggest(key, [*engine_keys, *serve_keys])}")
+    given |= {k: v for k, v in vars(args).items() if k in (*engine_keys, *serve_keys)}
+    engine = parse_options({k: v for k, v in given.items() if k in engine_keys}, where)
+    try:
+        return engine, msgspec.convert({k: v for k, v in given.items() if k in serve_keys}, ServeOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"{path}: must hold keys and values")
+    return loaded or {}
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from quire.launch.options import find_model, make_engine_config
+    from quire.launch.serve import model_display_name, serve
+
+    engine, front_end = _options(args)
+    folder = find_model(engine.model)
+    config = make_engine_config(engine, folder=folder)
+    serve(config, front_end, model_display_name(folder, engine.model))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from quire.launch.terminal import generate
+
+    generate(args, _options(args)[0])
+
+
+def _chat(args: argparse.Namespace) -> None:
+    from quire.launch.terminal import chat
+
+    chat(args, _options(args)[0])
+
+
+def _bench_engine(args: argparse.Namespace) -> None:
+    from quire.launch.bench.engine import run
+
+    run(args, _options(args)[0])
+
+
+def _bench_serve(args: argparse.Namespace) -> None:
+    from quire.launch.bench.serve import run
+
+    run(args)
+
+
+def _bench_wire(args: argparse.Namespace) -> None:
+    from quire.launch.bench.wire import run
+
+    run(args)
+
+
+def _path(args: argparse.Namespace) -> str:
+    benchmark = getattr(args, "benchmark", None)
+    return f"{args.command} {benchmark}" if benchmark else str(args.command)
+
+
+def _as_flag(near: str) -> str:
+    """A suggestion of a field's name, spelt as a flag."""
+    head, sep, name = near.partition("did you mean ")
+    if not sep or name.startswith(("-", "(", "M")):
+        return near
+    return f"{head}{sep}--{name.replace('_', '-')}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The engine's flags, once: the command line, config files and ``LLM(...)`` are all made from this table.
+
+``EngineOptions`` is what a user said; ``make_engine_config`` decides the rest and checks it.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, did_you_mean
+from quire.protocol.model_config import ModelConfig, load_model_config
+
+# Names that users of other engines type, and ours for them.
+FOREIGN_NAMES = {
+    "model_path": "MODEL (the first argument)",
+    "max_running_requests": "--max-num-seqs",
+    "chunked_prefill_size": "--long-prefill-token-threshold",
+    "page_size": "--block-size",
+    "context_length": "--max-model-len",
+    "ctx_size": "--max-model-len",
+    "mem_fraction_static": "--gpu-memory-utilization",
+    "disable_radix_cache": "--no-enable-prefix-caching",
+    "no_prefix_caching": "--no-enable-prefix-caching",
+    "tp": "(tensor parallel is not supported yet)",
+    "tensor_parallel_size": "(tensor parallel is not supported yet)",
+}
+
+
+class Help(msgspec.Struct, frozen=True):
+    """What the command line says of a flag."""
+
+    text: str
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings as a user gives them; None means: decide for me."""
+
+    model: Annotated[str | None, Help("Hugging Face folder or id; none: the built-in demo model")] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"], Help("dummy: random weights of the checkpoint's shape")
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Help("where the model runs")] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], Help("auto: the checkpoint's")] = "auto"
+    max_model_len: Annotated[int | None, Help("most tokens of one request, prompt and answer (the model's)")] = None
+    max_num_seqs: Annotated[int | None, Help("most requests in one step (256; 64 on a CPU)")] = None
+    max_num_batched_tokens: Annotated[int | None, Help("most tokens in one step (8192; 2048 on a CPU)")] = None
+    block_size: Annotated[int, Help("tokens in a KV block")] = 16
+    num_gpu_blocks_override: Annotated[int | None, Help("KV blocks to use, whatever the memory")] = None
+    gpu_memory_utilization: Annotated[float, Help("share of a GPU's memory to use")] = 0.9
+    kv_cache_memory_bytes: Annotated[int | None, Help("bytes for the KV pool (on a CPU 1 GiB)")] = None
+    enable_prefix_caching: Annotated[bool, Help("reuse the KV of equal prefixes")] = True
+    async_scheduling: Annotated[bool, Help("decide a step while the one before runs")] = True
+    enable_chunked_prefill: Annotated[bool, Help("spread long prompts over steps")] = True
+    long_prefill_token_threshold: Annotated[int, Help("most prompt tokens of one request in one step; 0: no limit")] = 0
+    seed: Annotated[int, Help("of random weights")] = 0
+
+
+def option_help() -> dict[str, str]:
+    """Flag name (with underscores) to its help text."""
+    hints = get_type_hints(EngineOptions, include_extras=True)
+    return {name: next(m.text for m in hint.__metadata__ if isinstance(m, Help)) for name, hint in hints.items()}
+
+
+def parse_options(given: Mapping[str, Any], where: str) -> EngineOptions:
+    """EngineOptions from keywords or a config file; dashes and underscores are the same.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), or a value of the wrong type.
+    """
+    known = EngineOptions.__struct_fields__
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}{suggest(name, known)}")
+        values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    try:
+        return msgspec.convert(values, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_say(error)}") from None
+
+
+def suggest(name: str, known: "tuple[str, ...] | list[str]") -> str:
+    """``"; did you mean ...?"`` for a key that is not known, foreign names included."""
+    foreign = FOREIGN_NAMES.get(name)
+    return f"; did you mean {foreign}?" if foreign else did_you_mean(name, known)
+
+
+def make_engine_config(options: EngineOptions, model: ModelConfig | None = None, folder: Path | None = None) -> EngineConfig:
+    """Decide every default and check the whole.
+
+    Args:
+        model: the shape to run with random weights, for benchmarks; else ``folder``'s checkpoint is read.
+
+    Raises:
+        ConfigError: a setting out of range, or two that contradict each other; names the flag and the range.
+    """
+    if model is None:
+        assert folder is not None
+        model = load_model_config(folder)
+    device = _device(options.device)
+    on_cpu = device == "cpu"
+    max_model_len = options.max_model_len or model.max_position
+    max_num_seqs = options.max_num_seqs if options.max_num_seqs is not None else (64 if on_cpu else 256)
+    batched = options.max_num_batched_tokens
+    if batched is None:
+        batched = max(2048 if on_cpu else 8192, max_num_seqs)
+        batched = batched if options.enable_chunked_prefill else max(batched, max_model_len)
+    _check_range("max_model_len", max_model_len, 2, model.max_position)
+    _check_range("max_num_seqs", max_num_seqs, 1, 16384)
+    _check_range("max_num_batched_tokens", batched, max_num_seqs, 2**24)
+    _check_range("block_size", options.block_size, 1, 1024)
+    _check_range("num_gpu_blocks_override", options.num_gpu_blocks_override, 1, 2**31 - 2)
+    _check_range("kv_cache_memory_bytes", options.kv_cache_memory_bytes, 1, 2**50)
+    _check_range("gpu_memory_utilization", options.gpu_memory_utilization, 0.01, 1.0)
+    _check_range("long_prefill_token_threshold", options.long_prefill_token_threshold, 0, 2**24)
+    _check_range("seed", options.seed, 0, 2**63 - 1)
+    if not options.enable_chunked_prefill and batched < max_model_len:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} (--max-model-len)"
+        )
+    return EngineConfig(
+        model=model,
+        model_path=str(folder) if folder is not None else "",
+        load_format="dummy" if folder is None else options.load_format,
+        device=device,
+        dtype=model.dtype if options.dtype == "auto" else options.dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        block_size=options.block_size,
+        num_blocks_override=options.num_gpu_blocks_override or 0,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes or 0,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        async_scheduling=options.async_scheduling,
+        seed=options.seed,
+    )
+
+
+def find_model(name: str | None) -> Path:
+    """The checkpoint folder of a path, a Hugging Face id, or nothing (the demo model).
+
+    Raises:
+        ConfigError: no such folder, and not an id that could be fetched.
+    """
+    if name is None:
+        from quire.launch.demo import demo_model_path
+
+        return demo_model_path()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        raise ConfigError(f"{name} is not a folder with a checkpoint")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(f"{name} is not a folder; to fetch it from the hub: pip install 'quire[hub]'") from None
+    wanted = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the library raises many kinds, of its own and of its HTTP client
+        raise ConfigError(f"{name} is not a folder, and the hub does not give it: {type(error).__name__}") from None
+
+
+def _device(wanted: str) -> str:
+    """Without importing torch: the driver's device file says whether there is a GPU."""
+    if wanted != "auto":
+        return wanted
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"
+
+
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
+
+
+def _say(error: msgspec.ValidationError) -> str:
+    """msgspec's text with the flag in front: "Expected `int`, got `str` - at `$.seed`"."""
+    match = re.fullmatch(r"(.*) - at `\$\.(\w+)`", str(error))
+    return f"{match[2]}: {match[1]}" if match else str(error)

@@ -1,0 +1,130 @@
+"""``quire serve``: the engine's processes and an HTTP front end, until a signal says stop."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import msgspec
+
+from quire.launch.options import Help
+from quire.launch.supervisor import Supervisor
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, EngineError
+from quire.version import __version__
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the front end, as a user gives them."""
+
+    host: Annotated[str, Help("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Help("port to listen on; 0: any free one")] = 8000
+    served_model_name: Annotated[list[str] | None, Help("names that clients may use (the folder's)")] = None
+    api_key: Annotated[list[str] | None, Help("keys that open the server; else the variable QUIRE_API_KEY")] = None
+    shutdown_timeout: Annotated[float, Help("seconds that running requests may take once it is told to stop")] = 30.0
+
+
+class FrontEndSettings(msgspec.Struct):
+    """What the front-end process is told, in a file that only this user can read."""
+
+    served_model_names: list[str]
+    api_keys: list[str]
+    shutdown_timeout: float
+
+
+class _Signals:
+    """Counts SIGTERM and SIGINT, and wakes the supervisor's wait: one asks, two insist."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.count = 0
+        self.wakeup, write = os.pipe()
+        for fd in (self.wakeup, write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(write)
+        supervisor.wake_on(self.wakeup)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def serve(config: EngineConfig, options: ServeOptions, model_name: str) -> None:
+    """Run until SIGTERM or SIGINT; a second one ends at once.
+
+    Raises:
+        ConfigError: the port is taken, or a child refused its settings or checkpoint.
+        EngineError: a process died; says why.
+    """
+    started = time.monotonic()
+    listener = _listen(options)
+    with Supervisor(config) as supervisor:
+        signals = _Signals(supervisor)
+        supervisor.start_engine()
+        _start_front_end(supervisor, listener, options, model_name)
+        while not supervisor.ready and not signals.count:
+            supervisor.watch(None)
+        if not signals.count:
+            host, port = listener.getsockname()[:2]
+            seconds = time.monotonic() - started
+            say(f"Quire {__version__} serves {model_name} on http://{host}:{port} (ready in {seconds:.1f} s)")
+        while not signals.count:
+            supervisor.watch(None)
+        say(f"stopping: running requests have {options.shutdown_timeout:g} s; a second signal stops at once")
+        deadline = time.monotonic() + options.shutdown_timeout + 5
+        front_end = supervisor.child("frontend").process
+        front_end.terminate()
+        while front_end.poll() is None and signals.count < 2 and time.monotonic() < deadline:
+            try:
+                supervisor.watch(0.5)
+            except EngineError:
+                if front_end.poll() is None:
+                    raise
+        if signals.count >= 2:
+            supervisor.kill()
+
+
+def _start_front_end(supervisor: Supervisor, listener: socket.socket, options: ServeOptions, model_name: str) -> None:
+    keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
+    settings = FrontEndSettings(
+        served_model_names=options.served_model_name or [model_name],
+        api_keys=keys,
+        shutdown_timeout=options.shutdown_timeout,
+    )
+    path = supervisor.directory / "frontend"
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(settings))
+    arguments = ["--directory", str(supervisor.directory), "--listen-fd", str(listener.fileno())]
+    supervisor.spawn("frontend", "quire.launch.http", arguments, pass_fds=[listener.fileno()])
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    """Bound here, before anything is started, so that a taken port is said at once."""
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port must be from 0 to 65535, not {options.port}")
+    if not 0 <= options.shutdown_timeout <= 86400:
+        raise ConfigError(f"--shutdown-timeout must be from 0 to 86400, not {options.shutdown_timeout}")
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reason = "is in use" if error.errno == 98 else f"cannot be used: {error.strerror or error}"
+        raise ConfigError(f"{options.host}:{options.port} {reason}; choose another with --host and --port") from None
+    return listener
+
+
+def model_display_name(folder: Path, given: str | None) -> str:
+    """What the model is called when nobody says: the id or folder as given, or ``quire-demo``."""
+    return "quire-demo" if given is None else given if "/" not in given or not folder.is_absolute() else folder.name
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,144 @@
+"""Which answers are in flight, and what each step brings them: the front end's bookkeeping, without any I/O.
+
+The asynchronous client (HTTP) and the blocking one (the offline API) both stand on it.
+"""
+
+from collections.abc import Callable
+
+from quire.launch.engine_client import TokenLogprobs, Update
+from quire.protocol.errors import EngineError, InvalidRequest, QuireError
+from quire.protocol.messages import EndReason, Logprobs, Rejected, StepOutputs
+
+
+class Stream:
+    """One sampled answer: what came for it and was not taken yet.
+
+    Attributes:
+        handle: the scheduler's number for it; None before its first message.
+        error: set instead of an ending when the request was refused or the engine died.
+        muted: nobody reads any more; what still comes is dropped.
+        over: nothing will come any more.
+    """
+
+    def __init__(self, request_id: str, on_news: Callable[[], None] | None = None) -> None:
+        self.request_id = request_id
+        self._on_news = on_news
+        self.handle: int | None = None
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.error: QuireError | None = None
+        self.muted = False
+        self.over = False
+        self._update: Update | None = None
+
+    def take(self) -> Update | None:
+        """What piled up since the last call; None when nothing did. Raises the error if there is one."""
+        if self.error is not None:
+            raise self.error
+        update, self._update = self._update, None
+        if update is not None:
+            update.num_output_tokens = self.num_output_tokens
+            update.num_cached_tokens = self.num_cached_tokens
+        return update
+
+    def notify(self) -> None:
+        """Tell whoever waits that something came."""
+        if self._on_news is not None and not self.muted:
+            self._on_news()
+
+    def pending(self) -> Update:
+        """The update being gathered, for the table to add to."""
+        if self._update is None:
+            self._update = Update()
+        return self._update
+
+
+class StreamTable:
+    """All streams of one front end, by request id and by handle. Drops a stream when it ends."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Stream] = {}
+        self._by_handle: dict[int, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._by_id)
+
+    def add(self, request_id: str, on_news: Callable[[], None] | None = None) -> Stream:
+        """Raises InvalidRequest when the id is in use."""
+        if request_id in self._by_id:
+            raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
+        stream = self._by_id[request_id] = Stream(request_id, on_news)
+        return stream
+
+    def apply(self, message: StepOutputs) -> None:
+        """Give each stream what the step brought it, and notify it once."""
+        for introduced in message.introduced:
+            stream = self._by_id[introduced.request_id]
+            stream.handle, stream.num_cached_tokens = introduced.handle, introduced.num_cached_tokens
+            self._by_handle[introduced.handle] = stream
+        touched: dict[int, Stream] = {}
+        if message.handles is not None and message.tokens is not None:
+            touched = self._apply_tokens(message.handles.tolist(), message.tokens.tolist())
+            if message.logprobs is not None:
+                self._apply_logprobs(message, message.logprobs)
+        for ended in message.ended:
+            stream = self._by_handle.pop(ended.handle)
+            del self._by_id[stream.request_id]
+            stream.num_output_tokens = ended.num_output_tokens
+            update = stream.pending()
+            update.ended = EndReason(ended.reason)
+            update.stop_reason, update.detail = ended.stop_reason, ended.detail
+            stream.over = True
+            touched[ended.handle] = stream
+        for stream in touched.values():
+            stream.notify()
+
+    def reject(self, message: Rejected) -> None:
+        """The scheduler did not accept a request."""
+        stream = self._by_id.pop(message.request_id, None)
+        if stream is not None:
+            self._end_with(stream, InvalidRequest(message.message, message.param or None, message.code))
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: nothing in flight will go on."""
+        streams = list(self._by_id.values())
+        self._by_id.clear()
+        self._by_handle.clear()
+        for stream in streams:
+            self._end_with(stream, EngineError(reason))
+
+    @staticmethod
+    def _end_with(stream: Stream, error: QuireError) -> None:
+        stream.error = error
+        stream.over = True
+        stream.notify()
+
+    def _apply_tokens(self, handles: list[int], tokens: list[int]) -> dict[int, Stream]:
+        touched: dict[int, Stream] = {}
+        for handle, token in zip(handles, tokens, strict=True):
+            stream = self._by_handle[handle]
+            if not stream.muted:
+                stream.num_output_tokens += 1
+                stream.pending().token_ids.append(token)
+            touched[handle] = stream
+        return touched
+
+    def _apply_logprobs(self, message: StepOutputs, layout: Logprobs) -> None:
+        assert message.handles is not None and message.tokens is not None and message.logprob_ranks is not None
+        assert message.logprob_token_ids is not None and message.logprob_values is not None
+        token_ids = message.logprob_token_ids.reshape(-1, layout.width).tolist()
+        values = message.logprob_values.reshape(-1, layout.width).tolist()
+        ranks = message.logprob_ranks.tolist()
+        for row, ids, logprobs, rank in zip(layout.rows, token_ids, values, ranks, strict=True):
+            stream = self._by_handle[int(message.handles[row])]
+            if stream.muted:
+                continue
+            update = stream.pending()
+            if update.logprobs is None:
+                update.logprobs = []
+            top = list(zip(ids[1:], logprobs[1:], strict=True))
+            update.logprobs.append(TokenLogprobs(ids[0], logprobs[0], rank, top))

@@ -1,0 +1,78 @@
+"""``quire generate`` and ``quire chat``: nothing but the answer goes to stdout."""
+
+import argparse
+import sys
+from typing import Any
+
+import msgspec
+
+from quire.launch.llm import LLM, RequestOutput
+from quire.launch.options import EngineOptions
+from quire.protocol.sampling_params import SamplingParams
+
+
+def generate(args: argparse.Namespace, options: EngineOptions) -> None:
+    """Complete ``--prompt`` as raw text."""
+    params = _sampling(args)
+    with LLM(**_keywords(options)) as llm:
+        _print(llm.generate(args.prompt, params)[0], args.json)
+
+
+def chat(args: argparse.Namespace, options: EngineOptions) -> None:
+    """Answer ``--prompt``; without it, hold a conversation, one message per line of input."""
+    params = _sampling(args)
+    with LLM(**_keywords(options)) as llm:
+        if args.prompt is not None:
+            _print(llm.chat([{"role": "user", "content": args.prompt}], params)[0], args.json)
+            return
+        messages: list[dict[str, Any]] = []
+        while line := _next_line():
+            messages.append({"role": "user", "content": line})
+            output = llm.chat(messages, params)[0]
+            _print(output, args.json)
+            messages.append({"role": "assistant", "content": output.outputs[0].text})
+
+
+def _next_line() -> str:
+    """The next line with anything in it; empty at the end of input."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    for line in sys.stdin:
+        if line.strip():
+            return line.strip()
+    return ""
+
+
+def _keywords(options: EngineOptions) -> dict[str, Any]:
+    return msgspec.structs.asdict(options)
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.sampling_seed,
+        max_tokens=args.max_tokens,
+        stop=args.stop,
+    )
+
+
+def _print(output: RequestOutput, as_json: bool) -> None:
+    answer = output.outputs[0]
+    if not as_json:
+        print(answer.text, flush=True)
+        return
+    usage = {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": len(answer.token_ids),
+        "cached_tokens": output.num_cached_tokens,
+    }
+    shown = {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "usage": usage,
+    }
+    print(msgspec.json.encode(shown).decode(), flush=True)

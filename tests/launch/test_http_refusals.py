@@ -1,0 +1,365 @@
+"""What is refused: bad fields, bad bodies, bad paths, bad keys; and that the next request is served as if nothing was."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from quire.launch.http.app import ROUTES, make_app
+from quire.launch.http.body import MAX_BODY_BYTES
+from quire.launch.http.gate import OPEN_PATHS
+from quire.launch.http.server import ServerSettings
+from quire.launch.text_in import TextIn
+
+VOCAB = 420
+N_RANGE = "n must be an integer from 1 to 128"
+TEMPERATURE_RANGE = "temperature must be a number from 0 to 2"
+IDS_RANGE = f"prompt must hold token ids, integers from 0 to {VOCAB - 1}"
+CONTEXT = "maximum context length"
+
+# field, value, what the message must say
+SHARED = [
+    *[("n", value, N_RANGE) for value in (0, -1, 129, 10**6, 2**63, 2**70, 1.5, "2", True, [1], {})],
+    *[("temperature", value, TEMPERATURE_RANGE) for value in (-1, 2.1, 1e308, "hot", True, [])],
+    *[("top_p", value, "top_p must be a number above 0 and at most 1") for value in (0, 1.1, -0.1, "x")],
+    *[("min_p", value, "min_p must be a number from 0 to 1") for value in (-1, 1.01, "x")],
+    *[("top_k", value, "top_k must be an integer from -1 to") for value in (-2, 1.5, "x", 2**40)],
+    *[("seed", value, "seed must be an integer from") for value in (2**65, "x", 1.5, True)],
+    *[("max_tokens", value, "integer from 1 to 256, this model's " + CONTEXT) for value in (-1, 0, 2**70, 257, "9")],
+    *[("max_tokens", value, "max_tokens must be an integer from 1 to 256") for value in (1.5, True, [])],
+    ("max_tokens", 256, "maximum context length is 256 tokens and your prompt has"),
+    *[("stop", value, "stop must be a string of 1 to 1024") for value in ([""], "", ["x" * 1025], [7], [None])],
+    *[("stop", value, "at most 64 strings") for value in (["x"] * 10_000, 7, {"a": 1})],
+    *[("stop_token_ids", value, f"integers from 0 to {VOCAB - 1}") for value in ([VOCAB], [3, 2**31 - 1])],
+    *[("stop_token_ids", value, "stop_token_ids must be a") for value in ([-1], [1.5], ["a"], 7, [True], [2**70])],
+    ("stop_token_ids", [1] * 2000, "at most 1024"),
+    *[("ignore_eos", value, "ignore_eos must be true or false") for value in (1, "yes")],
+    ("skip_special_tokens", 0, "must be true or false"),
+    ("include_stop_str_in_output", "no", "must be true or false"),
+    ("stream", "true", "stream must be true or false"),
+    ("stream_options", {"include_usage": True}, "only allowed when stream is true"),
+    ("priority", 1.5, "priority must be an integer from"),
+    ("priority", 2**40, "priority must be an integer from"),
+    *[("cache_salt", value, "string of 1 to 1024 characters") for value in ("", "x" * 10**6, 7)],
+    ("model", 7, "model must be a string"),
+    ("presence_penalty", 3, "presence_penalty must be a number from -2 to 2"),
+    ("frequency_penalty", "x", "frequency_penalty must be a number from -2 to 2"),
+    *[("logit_bias", value, "keys") for value in ({str(VOCAB): 1}, {"-1": 1}, {str(2**40): 1}, {"abc": 1}, {"²": 1})],
+    *[("logit_bias", value, "from -100 to 100") for value in ({"5": 1e9}, {"5": "x"}, {"5": None})],
+    ("logit_bias", {str(i): 1 for i in range(100_000)}, "at most 1024"),
+    ("logit_bias", [1], "logit_bias must be an object"),
+    ("user", 7, "user must be a string"),
+]
+COMPLETION = [
+    *[("prompt", value, IDS_RANGE) for value in ([VOCAB], [-1], [1, 2.0], [1, True], [1, "a"], [1, None], [{}])],
+    *[("prompt", value, "must not be empty") for value in ("", [], [""], ["x", ""])],
+    ("prompt", [[]], "at least one token"),
+    *[("prompt", value, "prompt must be a string, a list of token ids") for value in (7, {}, True)],
+    *[("prompt", value, "either strings or lists") for value in (["a", [1]], [[1], "a"], ["a", 1])],
+    ("prompt", ["a"] * 2049, "at most 2048 prompts"),
+    ("prompt", None, "prompt is required"),
+    *[("logprobs", value, "logprobs must be an integer from 0 to 20") for value in (-1, 21, 10_000, True, "x")],
+    ("echo", 1, "echo must be true or false"),
+    *[("best_of", value, "best_of must be an integer from 1 to 128") for value in (0, 10**6, "x")],
+    ("suffix", 7, "suffix must be a string"),
+]
+CHAT = [
+    *[("messages", value, "messages must be a list of at least one message") for value in ([], "x", 7, {})],
+    ("messages", None, "messages is required"),
+    ("messages", [{"role": "system", "content": "x"}], "a message that is not the system's"),
+    ("top_logprobs", 3, "top_logprobs needs logprobs to be true"),
+    *[("top_logprobs", value, "top_logprobs must be an integer from 0 to 20") for value in (-1, 21, "x")],
+    ("logprobs", 1, "logprobs must be true or false"),
+    ("max_completion_tokens", 0, "max_completion_tokens must be an integer from 1 to 256"),
+    ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs must not set messages"),
+    ("chat_template_kwargs", {"tokenize": True}, "chat_template_kwargs must not set tokenize"),
+    ("chat_template_kwargs", [], "must be an object"),
+    ("chat_template", "{{ 1 }}", "unknown field 'chat_template'; did you mean chat_template_kwargs?"),
+    ("tools", [7], "tools must be a list of objects"),
+    ("tool_choice", 7, "tool_choice must be a string or an object"),
+    ("response_format", "json", "response_format must be an object"),
+    ("metadata", [], "metadata must be an object"),
+    ("store", "x", "store must be true or false"),
+    ("modalities", "text", "modalities must be a list of strings"),
+]
+BAD_MESSAGES = [
+    ("x", "messages[0]"),
+    ({"content": "x"}, "messages[0].role"),
+    ({"role": "wizard", "content": "x"}, "messages[0].role"),
+    ({"role": ["user"], "content": "x"}, "messages[0].role"),
+    ({"role": "user"}, "messages[0].content"),
+    ({"role": "user", "content": 7}, "messages[0].content"),
+    ({"role": "user", "content": []}, "messages[0].content"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
+    ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
+    ({"role": "user", "content": "x", "name": 7}, "messages[0].name"),
+    ({"role": "assistant", "content": "x", "tool_calls": [7]}, "messages[0].tool_calls"),
+    ({"role": "user", "content": "x", "rôle": 1}, "messages[0].rôle"),
+]
+
+
+def short(value: Any) -> str:
+    return repr(value)[:24]
+
+
+def refused(response: Any, status: int, param: str | None, says: str) -> None:
+    """The response is OpenAI's error form and says so much."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(response.json()) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert says in error["message"], error["message"]
+    assert len(response.content) < 2_000
+
+
+class TestFields:
+    @pytest.mark.parametrize(("name", "value", "says"), SHARED + COMPLETION, ids=short)
+    def test_completions(self, client: Any, name: str, value: Any, says: str) -> None:
+        refused(client.complete(**{name: value}), 400, name, says)
+        assert client.complete().status_code == 200
+
+    @pytest.mark.parametrize(("name", "value", "says"), SHARED + CHAT, ids=short)
+    def test_chat(self, client: Any, name: str, value: Any, says: str) -> None:
+        refused(client.chat(**{name: value}), 400, name, says)
+        assert client.chat().status_code == 200
+
+    @pytest.mark.parametrize(("message", "param"), BAD_MESSAGES, ids=short)
+    def test_messages(self, client: Any, message: Any, param: str) -> None:
+        refused(client.chat(messages=[message, {"role": "user", "content": "x"}]), 400, param, "messages[0]")
+
+    @pytest.mark.parametrize("name", ["temprature", "max_token", "x", "", "a\nb", "n" * 10_000, "prompt_logprobs"])
+    def test_unknown_fields_are_named(self, client: Any, name: str) -> None:
+        for response in (client.complete(**{name: 1}), client.chat(**{name: 1})):
+            refused(response, 400, name[:64], "unknown field")
+        assert ("did you mean temperature?" in client.chat(temprature=1).text) is True
+
+    def test_unknown_stream_options(self, client: Any) -> None:
+        response = client.complete(stream=True, stream_options={"include_use": True})
+        refused(response, 400, "stream_options.include_use", "did you mean stream_options.include_usage?")
+        response = client.complete(stream=True, stream_options={"include_usage": 1})
+        refused(response, 400, "stream_options.include_usage", "must be true or false")
+        refused(client.complete(stream=True, stream_options=7), 400, "stream_options", "must be an object")
+
+    def test_combinations(self, client: Any) -> None:
+        refused(client.complete(echo=True, logprobs=1), 400, "echo", "not supported yet")
+        refused(client.complete(prompt=["a"] * 100, n=100), 400, "n", "prompts times n must be at most 2048")
+        response = client.chat(continue_final_message=True, add_generation_prompt=True)
+        refused(response, 400, "continue_final_message", "cannot both be true")
+
+    def test_everything_that_openai_defines_is_accepted(self, client: Any) -> None:
+        shared = {"presence_penalty": 1, "frequency_penalty": -1, "user": "me", "logit_bias": {"5": -100, "419": 1}}
+        assert client.complete(**shared, best_of=2, suffix="x", top_k=None, stop=None).status_code == 200
+        chat = {
+            **{"tools": [{"type": "function"}], "tool_choice": "auto", "parallel_tool_calls": True, "functions": []},
+            **{"response_format": {"type": "text"}, "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+            **{"reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "prediction": {}, "audio": {}},
+            **{"safety_identifier": "x", "prompt_cache_key": "x", "prompt_cache_retention": "24h", "moderation": {}},
+            **{"web_search_options": {}, "function_call": "none", "prompt_cache_options": {}, "seed": None},
+        }
+        assert client.chat(**shared, **chat).status_code == 200
+
+    @pytest.mark.parametrize("length", [255, 256, 257])
+    def test_the_contexts_edge_by_ids(self, client: Any, length: int) -> None:
+        response = client.complete(prompt=[5] * length)
+        if length == 255:
+            assert response.status_code == 200
+            return
+        refused(response, 400, "prompt", f"maximum context length is 256 tokens. However, your prompt has {length}")
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    @pytest.mark.parametrize("times", [300, 300_000])
+    def test_a_text_beyond_the_context(self, client: Any, times: int) -> None:
+        began = time.perf_counter()
+        refused(client.complete(prompt="x " * times), 400, "prompt", "maximum context length is 256 tokens")
+        refused(
+            client.chat(messages=[{"role": "user", "content": "x " * times}]), 400, "messages", "256 tokens. However"
+        )
+        assert time.perf_counter() - began < 2.0
+        assert client.complete().status_code == 200
+
+    @pytest.mark.parametrize("name", ["../../etc", "m" * 10**6, "tiny ", "a\nb\x1b[0m"])
+    def test_unknown_models(self, client: Any, name: str) -> None:
+        for response in (
+            client.complete(model=name),
+            client.chat(model=name),
+            client.post("/tokenize", {"model": name, "prompt": "x"}),
+        ):
+            refused(response, 404, "model", "does not exist")
+            assert response.json()["error"]["code"] == "model_not_found"
+            assert "\n" not in response.json()["error"]["message"]
+        assert client.complete(model="alias").json()["model"] == "alias"
+
+
+class TestBodies:
+    @pytest.mark.parametrize(
+        ("body", "says"),
+        [
+            (b"", "not valid JSON"),
+            (b"hello", "not valid JSON"),
+            (b"[1]", "must be a JSON object"),
+            (b'"x"', "must be a JSON object"),
+            (b"null", "must be a JSON object"),
+            (b'{"prompt": "x"', "not valid JSON"),
+            (b'{"prompt": "x"} x', "not valid JSON"),
+            (b"[" * 100_000, "nested too deeply"),
+            (b'{"prompt":' * 100_000, "nested too deeply"),
+            (b'{"seed": ' + b"1" * 10**6 + b"}", "not valid JSON"),
+            (b'{"prompt": "\xff"}', "not valid JSON"),
+            (b'{"prompt": "\\ud800"}', "not valid JSON"),
+            (b'\xef\xbb\xbf{"prompt": "x"}', "not valid JSON"),
+            (b'{"prompt": "x", "user": NaN}', "user must be a string"),
+            (b'{"prompt": "x", "\\ud800": 1}', "unknown field"),
+            (b'{"prompt": "x", "metadata": Infinity}', "unknown field 'metadata'"),
+            (b'{"prompt": "\\ud800", "model": "tiny"}', "not valid JSON"),
+        ],
+        ids=short,
+    )
+    @pytest.mark.parametrize("path", ["/v1/completions"])
+    def test_what_is_not_a_json_object(self, client: Any, path: str, body: bytes, says: str) -> None:
+        response = client.post(path, content=body)
+        assert response.status_code == 400
+        assert says in response.json()["error"]["message"]
+        assert len(response.content) < 2_000
+        assert client.complete().status_code == 200
+
+    @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+    def test_numbers_that_are_not_json_are_named_all_the_same(self, client: Any, value: str) -> None:
+        body = f'{{"prompt": "x", "temperature": {value}}}'.encode()
+        refused(client.post("/v1/completions", content=body), 400, "temperature", TEMPERATURE_RANGE)
+
+    def test_the_last_of_duplicate_keys_counts(self, client: Any, engine: Any) -> None:
+        assert client.post("/v1/completions", content=b'{"prompt": [3], "prompt": [4]}').status_code == 200
+        assert engine.added[0].prompt == [4]
+
+    def test_deep_nesting_within_a_message(self, client: Any) -> None:
+        deep: Any = {}
+        for _ in range(900):
+            deep = {"x": deep}
+        message = {"role": "assistant", "content": "x", "tool_calls": [deep]}
+        assert client.chat(messages=[message, {"role": "user", "content": "x"}]).status_code in (200, 400)
+        assert client.chat().status_code == 200
+
+    def test_a_body_that_is_announced_too_large_is_not_read(self, app: Starlette, finish: Any) -> None:
+        sent = feed(app, finish, [], {"content-length": str(MAX_BODY_BYTES + 1)})
+        assert sent[0]["status"] == 413
+        assert feed(app, finish, [], {"content-length": "9" * 5_000})[0]["status"] == 413
+
+    def test_a_body_is_counted_while_it_comes(self, app: Starlette, finish: Any) -> None:
+        chunks = [b"x" * 2**20] * 33
+        sent = feed(app, finish, chunks, {})
+        assert sent[0]["status"] == 413
+        assert b"at most 32 MiB" in sent[1]["body"]
+        assert feed(app, finish, [b'{"prompt"', b": [3", b"]}"], {})[0]["status"] == 200
+
+    @pytest.mark.parametrize(
+        "headers", [{"x": "y" * 70_000}, {f"x{i}": "y" for i in range(200)}], ids=["one large", "many"]
+    )
+    def test_too_much_header(self, client: Any, headers: dict[str, str]) -> None:
+        refused(client.get("/v1/models", headers=headers), 431, None, "headers are too large")
+
+    def test_too_long_a_path(self, client: Any) -> None:
+        refused(client.get("/v1/models/" + "x" * 10_000), 431, None, "too large")
+
+
+def feed(app: Starlette, finish: Any, chunks: list[bytes], headers: dict[str, str]) -> list[Any]:
+    """One POST of these chunks, each followed by others or by the end; what was answered."""
+    left = [*chunks]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        assert left or sent == [], "read after the end"
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"},
+        **{"query_string": b"", "scheme": "http", "server": ("test", 80)},
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    finish(app(scope, receive, send))
+    return sent
+
+
+def concrete(path: str) -> str:
+    return path.replace("{name:path}", "tiny")
+
+
+class TestRoutes:
+    @pytest.mark.parametrize("path", [concrete(path) for _, path, _ in ROUTES])
+    @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
+    def test_only_its_own_method(self, client: Any, path: str, method: str) -> None:
+        allowed = {concrete(route): verb for verb, route, _ in ROUTES}[path]
+        response = client.request(method, path)
+        if method == allowed:
+            assert response.status_code in (200, 400)
+            return
+        refused(response, 405, None, f"method '{method}' is not allowed here")
+        assert allowed in response.headers["allow"]
+
+    @pytest.mark.parametrize(
+        "path", ["/", "/v1", "/v1/", "/V1/models", "//v1/models", "/v1/models/", "/v1/completions/"]
+    )
+    def test_other_paths_are_not_found(self, client: Any, path: str) -> None:
+        response = client.get(path, headers={"host": "a/b?"})
+        assert response.status_code == 404
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    def test_unknown_models_are_not_found(self, client: Any) -> None:
+        refused(client.get("/v1/models/other"), 404, "model", "'other' does not exist")
+        refused(client.get("/v1/models/..%2f..%2fetc"), 404, "model", "does not exist")
+
+    def test_web_sockets_are_closed(self, app: Starlette, finish: Any) -> None:
+        sent: list[Any] = []
+
+        async def scenario() -> None:
+            async def receive() -> dict[str, Any]:
+                return {"type": "websocket.connect"}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await app({"type": "websocket", "path": "/v1/completions", "headers": []}, receive, send)
+
+        finish(scenario())
+        assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+class TestKeys:
+    KEYS = ("first-key", "zweiter-schlüssel")
+
+    @pytest.fixture
+    def locked(self, client: Any, engine: Any, text_in: TextIn) -> Any:
+        settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), api_keys=self.KEYS)
+        return type(client)(make_app(engine, settings))
+
+    @pytest.mark.parametrize("path", [concrete(path) for _, path, _ in ROUTES])
+    @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
+    @pytest.mark.parametrize(
+        "header", [None, "Bearer wrong", "first-key", "Basic first-key", "Bearer", "Bearer first-key2"]
+    )
+    def test_every_route_needs_one(self, locked: Any, path: str, method: str, header: str | None) -> None:
+        response = locked.request(method, path, headers={"authorization": header} if header else {})
+        if path in OPEN_PATHS:
+            assert response.status_code in (200, 405)
+            return
+        refused(response, 401, None, "a valid API key is required")
+        assert response.headers["www-authenticate"] == "Bearer"
+
+    @pytest.mark.parametrize(
+        "path", ["/", "//v1/models", "/V1/models", "/%2fv1/models", "/health/", "/health/../v1/models", "/new"]
+    )
+    def test_paths_that_are_no_route_need_one_too(self, locked: Any, path: str) -> None:
+        assert locked.get(path, headers={"host": "a/b?"}).status_code == 401
+
+    def test_any_key_opens(self, locked: Any) -> None:
+        for key in self.KEYS:
+            assert locked.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == 200
+            assert locked.get("/v1/models", headers={"authorization": f"bearer  {key}".encode()}).status_code == 200

@@ -1,0 +1,218 @@
+"""The small routes: models, health, metrics, tokens. And the application on real sockets, with OpenAI's client."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+
+from quire.launch.answers import Piece
+from quire.launch.http.app import make_app
+from quire.launch.http.metrics import AnswerClock, Metrics
+from quire.launch.http.server import ServerSettings
+from quire.launch.text_in import TextIn
+from quire.version import __version__
+
+
+class TestModels:
+    def test_list(self, client: Any) -> None:
+        body = client.get("/v1/models").json()
+        assert body["object"] == "list"
+        assert [card["id"] for card in body["data"]] == ["tiny", "alias"]
+        assert body["data"][0]["max_model_len"] == 256
+        assert client.get("/v1/models/alias").json() == body["data"][1]
+
+    def test_a_name_may_have_slashes(self, client: Any, engine: Any, text_in: TextIn) -> None:
+        app = make_app(engine, ServerSettings(text_in=text_in, served_model_names=("org/name",)))
+        assert type(client)(app).get("/v1/models/org/name").json()["id"] == "org/name"
+
+    def test_version(self, client: Any) -> None:
+        assert client.get("/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize(
+    ("state", "health", "ready"),
+    [
+        ("loading", 503, 503),
+        ("ready", 200, 200),
+        ("recovering", 200, 503),
+        ("draining", 200, 503),
+        ("failed", 503, 503),
+    ],
+)
+def test_health_and_readiness(client: Any, engine: Any, state: str, health: int, ready: int) -> None:
+    engine.state = state
+    assert (client.get("/health").status_code, client.get("/ready").status_code) == (health, ready)
+    assert client.get("/health").json() == {"status": state}
+
+
+class TestTokens:
+    def test_there_and_back(self, client: Any, tokenizer: Any) -> None:
+        text = "hello 世界 <|im_end|>"
+        body = client.post("/tokenize", {"model": "tiny", "prompt": text, "return_token_strs": True}).json()
+        assert body["tokens"] == tokenizer.encode(text).ids
+        assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), 256)
+        assert body["token_strs"][0] == "hello"
+        assert client.post("/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": text}
+
+    def test_conversations(self, client: Any) -> None:
+        messages = [{"role": "user", "content": "hello"}]
+        tokens = client.post("/tokenize", {"messages": messages}).json()["tokens"]
+        text = client.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+        assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+    @pytest.mark.parametrize(
+        ("path", "body", "param"),
+        [
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": 7}, "prompt"),
+            ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
+            ("/tokenize", {"prompt": "x", "nope": 1}, "nope"),
+            ("/tokenize", {"messages": []}, "messages"),
+            ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+            ("/detokenize", {}, "tokens"),
+            ("/detokenize", {"tokens": "x"}, "tokens"),
+            ("/detokenize", {"tokens": [420]}, "tokens"),
+            ("/detokenize", {"tokens": [-1]}, "tokens"),
+            ("/detokenize", {"tokens": [1] * (2**20 + 1)}, "tokens"),
+        ],
+        ids=lambda value: repr(value)[:30],
+    )
+    def test_refusals(self, client: Any, path: str, body: Any, param: str) -> None:
+        response = client.post(path, body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+class TestMetrics:
+    def test_names_and_values(self, client: Any, engine: Any) -> None:
+        client.complete(max_tokens=50)
+        client.complete(max_tokens=2)
+        text = client.get("/metrics").text
+        label = '{model_name="tiny"}'
+        for line in (
+            f"quire:num_requests_running{label} 3.0",
+            f"quire:num_requests_waiting{label} 2.0",
+            f"quire:kv_cache_usage_perc{label} 0.25",
+            f"quire:num_free_blocks{label} 75.0",
+            f"quire:num_usable_blocks{label} 100.0",
+            f"quire:prefix_cache_hits_total{label} 16.0",
+            f"quire:num_preemptions_total{label} 0.0",
+            f"quire:time_to_first_token_seconds_count{label} 2.0",
+            f"quire:e2e_request_latency_seconds_count{label} 2.0",
+            f"quire:request_generation_tokens_sum{label} 8.0",
+            'quire:request_success_total{finished_reason="stop",model_name="tiny"} 1.0',
+            'quire:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        ):
+            assert line in text.splitlines(), line
+
+    def test_a_dead_engine_leaves_the_front_ends_own(self, client: Any, engine: Any) -> None:
+        engine.state = "failed"
+        text = client.get("/metrics").text
+        assert "quire:num_requests_running" not in text
+        assert "quire:e2e_request_latency_seconds_count" in text
+
+    def test_a_models_name_cannot_write_metrics(self, client: Any, engine: Any, text_in: TextIn) -> None:
+        name = 'a"} 1\nquire:fake{x="'
+        app = make_app(engine, ServerSettings(text_in=text_in, served_model_names=(name,)))
+        lines = type(client)(app).get("/metrics").text.splitlines()
+        assert not [line for line in lines if line.startswith("quire:fake")]
+
+    def test_times(self) -> None:
+        now = 100.0
+        metrics = Metrics("tiny", lambda: now)
+        clock = AnswerClock(metrics, now, num_prompt_tokens=7)
+        for now, num_tokens, reason in ((101.0, 1, None), (101.5, 2, None), (103.5, 6, "length")):
+            clock.saw(Piece("", [], None, reason, None, num_tokens, 0, ""))
+        assert metrics.time_to_first_token._sum.get() == 1.0
+        assert metrics.inter_token_latency._sum.get() == 1.0
+        assert metrics.e2e_latency._sum.get() == 3.5
+        assert metrics.time_per_output_token._sum.get() == 0.5
+        assert metrics.generation_tokens._sum.get() == 6
+
+    def test_an_aborted_answer_is_counted_as_such(self) -> None:
+        metrics = Metrics("tiny", lambda: 1.0)
+        AnswerClock(metrics, 0.0, 3).end("abort")
+        assert metrics._success.labels("tiny", "abort")._value.get() == 1
+        assert metrics.e2e_latency._sum.get() == 0
+
+
+@pytest.fixture
+def served(app: Starlette) -> Iterator[str]:
+    """The application behind uvicorn, on a port of the system's choice."""
+    config = uvicorn.Config(app, log_level="error", lifespan="off", access_log=False, ws="none")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+class TestOverSockets:
+    def test_openais_client(self, served: str, tokenizer: Any) -> None:
+        reply = "one two three four five"
+        with openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+            stream = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "hello"}],
+                stream=True,
+                stream_options={"include_usage": True},
+                logprobs=True,
+                top_logprobs=1,
+            )
+            chunks = list(stream)
+            assert chunks[0].choices[0].delta.role == "assistant"
+            assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == reply
+            usage = chunks[-1].usage
+            assert usage is not None
+            assert usage.completion_tokens == len(tokenizer.encode(reply).ids) + 1
+            assert usage.prompt_tokens_details is not None
+            assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 2
+            whole = client.completions.create(model="tiny", prompt=[3, 4], max_tokens=50, stop="three", logprobs=1)
+            assert whole.choices[0].text == "one two "
+            assert whole.choices[0].logprobs is not None
+            with pytest.raises(openai.BadRequestError) as bad:
+                client.chat.completions.create(model="tiny", messages=[], temperature=3)
+            assert bad.value.param == "temperature"
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(model="other", prompt="x")
+
+    def test_an_error_in_mid_stream_reaches_openais_client(self, served: str, engine: Any) -> None:
+        engine.ending = RuntimeError("inside")
+        with openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(model="tiny", prompt="x", max_tokens=50, stream=True)
+            with pytest.raises(openai.APIError, match="internal error"):
+                list(stream)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_closed_connection_aborts(self, served: str, engine: Any, stream: bool) -> None:
+        engine.hang_after = 2
+        aborted = threading.Event()
+        engine.on_abort = aborted.set
+        body = json.dumps({"prompt": "x", "stream": stream}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        port = int(served.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(head + body)
+            if stream:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert aborted.wait(10) or not engine.added
+
+    def test_many_at_once(self, served: str, engine: Any) -> None:
+        async def all_of_them() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=served) as client:
+                bodies = [{"prompt": [3, i], "max_tokens": 9} for i in range(40)]
+                return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+
+        assert {response.status_code for response in asyncio.run(all_of_them())} == {200}
+        assert sorted(sequence.prompt[1] for sequence in engine.added) == list(range(40))
