@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# These change from step to step, and Triton would compile anew for a 1 and for a multiple of 16.
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_blocks"])
 def slot_mapping_kernel(
     query_start_loc,
     positions,

@@ -162,7 +162,7 @@ class ZmqEngineClient:
             while True:
                 self._apply(await self._channel.receive())
         except ProtocolError as error:
-            self._fail(f"the link to the scheduler is broken: {error}")
+            self.fail(f"the link to the scheduler is broken: {error}")
 
     def _apply(self, message: Message) -> None:
         match message:
@@ -175,7 +175,7 @@ class ZmqEngineClient:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case EngineState(kind="failed", detail=detail) | Refused(reason=detail):
-                self._fail(detail)
+                self.fail(detail)
             case EngineState():
                 if self.state != "draining":
                     self.state = message.kind
@@ -184,7 +184,8 @@ class ZmqEngineClient:
         if not len(self._table):
             self._idle.set()
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """The engine is gone: every stream and query ends with that."""
         self.state, self.detail = "failed", reason
         self._table.fail(reason)
         self._idle.set()

@@ -189,7 +189,7 @@ class LLM:
             InvalidRequest: a prompt or a parameter is refused; nothing is left running.
             EngineError: the engine died.
         """
-        many = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+        many: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         encoded = [self._encode(prompt) for prompt in many]
         return self._run(encoded, self._params_for(sampling_params, len(encoded)), use_tqdm)
 

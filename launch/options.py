@@ -26,8 +26,6 @@ FOREIGN_NAMES = {
     "mem_fraction_static": "--gpu-memory-utilization",
     "disable_radix_cache": "--no-enable-prefix-caching",
     "no_prefix_caching": "--no-enable-prefix-caching",
-    "tp": "(tensor parallel is not supported yet)",
-    "tensor_parallel_size": "(tensor parallel is not supported yet)",
 }
 
 
@@ -87,11 +85,15 @@ def parse_options(given: Mapping[str, Any], where: str) -> EngineOptions:
 
 def suggest(name: str, known: "tuple[str, ...] | list[str]") -> str:
     """``"; did you mean ...?"`` for a key that is not known, foreign names included."""
+    if name in ("tp", "tensor_parallel_size"):
+        return "; tensor parallel is not supported yet"
     foreign = FOREIGN_NAMES.get(name)
     return f"; did you mean {foreign}?" if foreign else did_you_mean(name, known)
 
 
-def make_engine_config(options: EngineOptions, model: ModelConfig | None = None, folder: Path | None = None) -> EngineConfig:
+def make_engine_config(
+    options: EngineOptions, model: ModelConfig | None = None, folder: Path | None = None
+) -> EngineConfig:
     """Decide every default and check the whole.
 
     Args:

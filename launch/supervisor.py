@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,7 +32,7 @@ class ChildProcess:
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
         self.name = name
-        self.failure: str | None = None
+        self.failure: Report | None = None
         self.started = self.ready = False
         self.detail: dict[str, float] = {}
         status, child_status = os.pipe()
@@ -71,21 +71,21 @@ class ChildProcess:
                 self.ready = True
                 self.detail = report.detail
             case "failed":
-                self.failure = report.text
+                self.failure = report
 
     def reason(self) -> str:
         """Why it is not running: what it said itself, else how it died."""
         if self.failure is not None:
-            return self.failure
+            return self.failure.text
         code = self.process.poll()
         if code is not None and code < 0:
             return f"the {self.name} process was killed by {signal.Signals(-code).name}"
         return f"the {self.name} process ended with status {code} and said nothing"
 
-    def end(self, deadline: float) -> None:
-        """Ask, wait until ``deadline`` (monotonic), then kill. Leaves nothing behind."""
+    def end(self, deadline: float, request: int = signal.SIGTERM) -> None:
+        """Ask with a signal, wait until ``deadline`` (monotonic), then kill. Leaves nothing behind."""
         if self.process.poll() is None:
-            self.process.terminate()
+            self.process.send_signal(request)
             try:
                 self.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -114,8 +114,8 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.stop(engine_died=kind is not None and issubclass(kind, EngineError))
 
     def start_engine(self) -> None:
         """Spawn scheduler and worker; ``wait_ready`` tells when they can serve."""
@@ -182,18 +182,23 @@ class Supervisor:
         failed = [c for c in self._children if c.failure is not None] or [dead]
         failed.sort(key=lambda c: c.name != "worker")
         cause = failed[0]
-        kind = ConfigError if cause.process.poll() == EX_CONFIG else EngineError
-        return kind(cause.reason())
+        refused = cause.failure is not None and cause.failure.exit_status == EX_CONFIG
+        return (ConfigError if refused else EngineError)(cause.reason())
 
     def child(self, name: str) -> ChildProcess:
         return next(child for child in self._children if child.name == name)
 
-    def stop(self) -> None:
-        """End all children, front ends first and workers last, and remove the directory. May be called twice."""
-        order: Callable[[ChildProcess], int] = lambda c: ("frontend", "scheduler", "worker").index(c.name)
+    def stop(self, *, engine_died: bool = False) -> None:
+        """End all children, front ends first and workers last, and remove the directory. May be called twice.
+
+        Args:
+            engine_died: the front end need not drain: its streams end with an error.
+        """
+        order = {"frontend": 0, "scheduler": 1, "worker": 2}
         deadline = time.monotonic() + STOP_DEADLINE
-        for child in sorted(self._children, key=order):
-            child.end(deadline)
+        for child in sorted(self._children, key=lambda c: order[c.name]):
+            told = signal.SIGUSR1 if engine_died and child.name == "frontend" else signal.SIGTERM
+            child.end(deadline, told)
         self._children.clear()
         self._selector.close()
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -7,10 +7,12 @@ would not do alone: it fires when the *thread* that started the child ends, and 
 """
 
 import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
 
@@ -26,6 +28,7 @@ class Report(msgspec.Struct, omit_defaults=True):
 
     event: Literal["started", "plan", "ready", "failed"]
     text: str = ""
+    exit_status: int = 0
     detail: dict[str, float] = {}
 
 
@@ -44,21 +47,26 @@ class Child:
     def fail(self, error: BaseException) -> NoReturn:
         """Report the reason in one line and end the process: status 78 for bad settings or checkpoints, else 1."""
         text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-        self.report(Report("failed", " ".join(text.split())))
-        sys.exit(EX_CONFIG if isinstance(error, ConfigError) else 1)
+        status = EX_CONFIG if isinstance(error, ConfigError) else 1
+        self.report(Report("failed", " ".join(text.split()), status))
+        sys.exit(status)
 
 
-def enter_child(status_fd: int, lifeline_fd: int) -> Child:
-    """To be called first: tie this process to its parent, and leave signals from the terminal to the supervisor."""
+def enter_child(status_fd: int, lifeline_fd: int, directory: Path) -> Child:
+    """To be called first: tie this process to its parent, and leave signals from the terminal to the supervisor.
+
+    ``directory``: the sockets'; removed by whoever outlives a supervisor that could not do so itself.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for fd in (status_fd, lifeline_fd):
         os.set_inheritable(fd, False)
-    threading.Thread(target=_end_with_parent, args=(lifeline_fd,), name="lifeline", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(lifeline_fd, directory), name="lifeline", daemon=True).start()
     return Child(status_fd)
 
 
-def _end_with_parent(lifeline_fd: int) -> None:
+def _end_with_parent(lifeline_fd: int, directory: Path) -> None:
     os.read(lifeline_fd, 1)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 

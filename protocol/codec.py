@@ -15,7 +15,7 @@ import numpy as np
 MAX_FRAMES = 17
 MAX_FRAME_BYTES = 256 * 2**20
 
-_WIRE_DTYPES = {"<i4": np.dtype("<i4"), "<u2": np.dtype("<u2"), "<f4": np.dtype("<f4")}
+_WIRE_DTYPES: dict[str, np.dtype[Any]] = {"<i4": np.dtype("<i4"), "<u2": np.dtype("<u2"), "<f4": np.dtype("<f4")}
 
 M = TypeVar("M")
 
@@ -69,7 +69,7 @@ class Codec(Generic[M]):
             crc = crc32(frame, crc)
         if crc != int.from_bytes(head[:4], "little"):
             raise ProtocolError("crc", "checksum does not match")
-        self._arrays, self._next = list(frames[1:]), 0  # type: ignore[arg-type]
+        self._arrays, self._next = list(frames[1:]), 0
         try:
             epoch, seq, message = self._decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
@@ -87,7 +87,7 @@ class Codec(Generic[M]):
         """
         if not isinstance(array, np.ndarray) or array.ndim != 1:
             raise TypeError(f"cannot encode {type(array).__name__}")
-        if array.dtype == np.int32 and len(array) > 64 and 0 <= array.min() and array.max() < 65536:
+        if array.dtype == np.int32 and len(array) > 64 and array.min() >= 0 and array.max() < 65536:
             array = array.astype("<u2")
         dtype = array.dtype.str
         if dtype not in _WIRE_DTYPES:
@@ -104,7 +104,7 @@ class Codec(Generic[M]):
         if dtype is None or not isinstance(spec[1], int) or len(frame) != spec[1] * dtype.itemsize:
             raise ValueError("array frame of a wrong dtype or length")
         wanted = np.dtype(get_args(get_args(kind)[1])[0])
-        if dtype.kind == "f" and wanted.kind != "f" or dtype.kind != "f" and wanted.kind == "f":
+        if (dtype.kind == "f" and wanted.kind != "f") or (dtype.kind != "f" and wanted.kind == "f"):
             raise ValueError("array of a wrong kind")
         array = np.frombuffer(frame, dtype=dtype)
         return array if dtype == wanted else array.astype(wanted)

@@ -42,7 +42,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 # ---- handshake, on every link
 
 
-class Hello(Message, tag=1):
+class Hello(Message, frozen=True, tag=1):
     """First message of whoever connects. ``role`` is frontend or worker; ``index`` its rank or number."""
 
     protocol_version: int
@@ -51,26 +51,26 @@ class Hello(Message, tag=1):
     pid: int
 
 
-class Welcome(Message, tag=2):
+class Welcome(Message, frozen=True, tag=2):
     protocol_version: int
     config_digest: str
     max_model_len: int = 0
 
 
-class Refused(Message, tag=3):
+class Refused(Message, frozen=True, tag=3):
     """The connection, or the last message on it, is not accepted."""
 
     reason: str
 
 
-class Heartbeat(Message, tag=4):
+class Heartbeat(Message, frozen=True, tag=4):
     now: float
 
 
 # ---- front end to scheduler
 
 
-class AddRequest(Message, tag=10):
+class AddRequest(Message, frozen=True, tag=10):
     """One sampled sequence. ``output_token_ids``: already delivered (a resubmission); ``seed`` is always present."""
 
     request_id: str
@@ -90,25 +90,25 @@ class AddRequest(Message, tag=10):
     kv_transfer: bytes = b""
 
 
-class Abort(Message, tag=11):
+class Abort(Message, frozen=True, tag=11):
     request_ids: list[str]
 
 
-class Stop(Message, tag=12):
+class Stop(Message, frozen=True, tag=12):
     """The front end found a stop string: the request ends with this many output tokens; later ones are dropped."""
 
     request_id: str
     num_output_tokens: int
 
 
-class Control(Message, tag=13):
+class Control(Message, frozen=True, tag=13):
     """``kind``: statistics, pause, resume, reset_prefix_cache. Answered by Statistics with the same ``query``."""
 
     kind: str
     query: int = 0
 
 
-class OpaqueRequest(Message, tag=14):
+class OpaqueRequest(Message, frozen=True, tag=14):
     """An arrival without its tokens, for replay: lengths, and the hash of each full block (``block_hashes`` joined)."""
 
     request_id: str
@@ -119,12 +119,13 @@ class OpaqueRequest(Message, tag=14):
     hash_bytes: int = 32
     priority: int = 0
     arrival: float = 0.0
+    num_output_tokens: int = 0
 
 
 # ---- scheduler to front end
 
 
-class Rejected(Message, tag=20):
+class Rejected(Message, frozen=True, tag=20):
     """The one ending of a request that was never accepted."""
 
     request_id: str
@@ -160,7 +161,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
     width: int
 
 
-class StepOutputs(Message, tag=21):
+class StepOutputs(Message, frozen=True, tag=21):
     """What one step brought this front end. ``counts`` is absent when every request got one token."""
 
     introduced: list[Introduced]
@@ -174,7 +175,7 @@ class StepOutputs(Message, tag=21):
     logprob_ranks: Int32 | None = None
 
 
-class Statistics(Message, tag=22):
+class Statistics(Message, frozen=True, tag=22):
     """Counters since start and present gauges; answers a Control."""
 
     query: int
@@ -193,7 +194,7 @@ class Statistics(Message, tag=22):
     refused_messages: int = 0
 
 
-class EngineState(Message, tag=23):
+class EngineState(Message, frozen=True, tag=23):
     """``kind``: loading, ready, recovering, draining, failed."""
 
     kind: str
@@ -203,7 +204,7 @@ class EngineState(Message, tag=23):
 # ---- scheduler to worker
 
 
-class Configure(Message, tag=30):
+class Configure(Message, frozen=True, tag=30):
     epoch: int
     kv_layout: KVLayout
     config: EngineConfig
@@ -228,7 +229,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
     seed: int
 
 
-class SchedulerOutput(Message, tag=31):
+class SchedulerOutput(Message, frozen=True, tag=31):
     """One step, as a diff. A request not named here that is active computes one token.
 
     Applied in the order: removed and parked, new, unparked, appended, row moves, counts.
@@ -258,7 +259,7 @@ class SchedulerOutput(Message, tag=31):
     awaits_sample_inputs: bool = False
 
 
-class Shutdown(Message, tag=32):
+class Shutdown(Message, frozen=True, tag=32):
     pass
 
 
@@ -277,7 +278,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     block_size: int
 
 
-class Ready(Message, tag=40):
+class Ready(Message, frozen=True, tag=40):
     """The worker can run steps. ``num_blocks``: per group, the null block included."""
 
     num_blocks: list[int]
@@ -285,14 +286,14 @@ class Ready(Message, tag=40):
     timings: dict[str, float]
 
 
-class Fault(Message, tag=41):
+class Fault(Message, frozen=True, tag=41):
     """The worker cannot go on; ``kind`` is checkpoint, memory, refused or error; ``text`` is one line."""
 
     kind: str
     text: str
 
 
-class ModelRunnerOutput(Message, tag=42):
+class ModelRunnerOutput(Message, frozen=True, tag=42):
     """The result of one step.
 
     Attributes:
@@ -314,7 +315,7 @@ class ModelRunnerOutput(Message, tag=42):
     seconds: float = 0.0
 
 
-class OpaqueResult(Message, tag=43):
+class OpaqueResult(Message, frozen=True, tag=43):
     """A result without its tokens, for replay: who got one, who ended, and hashes of blocks that became full."""
 
     step: int

@@ -136,7 +136,7 @@ def _rope(field: "_Fields") -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"{where}: rope type {kind!r} is not supported; supported: default, linear, llama3")
-    if raw.get("partial_rotary_factor", 1.0) not in (1, 1.0, None):
+    if any(source.get("partial_rotary_factor", 1.0) not in (1, 1.0, None) for source in (raw, scaling)):
         raise ConfigError(f"{where}: partial_rotary_factor is not supported")
     return RopeConfig(
         theta=theta,

@@ -145,7 +145,7 @@ class AsyncZmqChannel:
 
     def post(self, message: Any) -> None:
         """Send without waiting; the socket keeps the order of calls."""
-        future = self.socket.send_multipart(self.link.outgoing(message))
+        future = asyncio.ensure_future(self.socket.send_multipart(self.link.outgoing(message)))
         future.add_done_callback(_retrieve)
 
     async def receive(self) -> Any:

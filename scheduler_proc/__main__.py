@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd)
+    child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
     try:
         check_socket_directory(args.directory)
         config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)

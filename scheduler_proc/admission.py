@@ -32,6 +32,8 @@ def check_add_request(event: AddRequest, config: EngineConfig, pool_tokens: int)
     bad_stop = [t for t in event.sampling.stop_token_ids if t >= vocab_size]
     if bad_stop:
         raise Refusal("invalid_value", "stop_token_ids", f"stop_token_ids must be from 0 to {vocab_size - 1}")
+    if not 0 <= event.seed < 2**64:
+        raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1}")
     reserved = (event.job_id, event.resumable, event.lora, event.mm_features, event.kv_transfer)
     if any(reserved) or not event.is_last_step:
         raise Refusal("unsupported", "", "the request uses a field that this version reserves")
@@ -40,6 +42,8 @@ def check_add_request(event: AddRequest, config: EngineConfig, pool_tokens: int)
 def check_opaque_request(event: OpaqueRequest, config: EngineConfig, pool_tokens: int) -> None:
     """The same for an arrival without its tokens."""
     _check_length(event.num_prompt_tokens, config, pool_tokens)
+    if event.num_output_tokens < 0:
+        raise Refusal("invalid_value", "num_output_tokens", "num_output_tokens must be at least 0")
     if event.hash_bytes < 1 or len(event.block_hashes) % event.hash_bytes:
         raise Refusal("invalid_value", "block_hashes", "block_hashes must be whole hashes of hash_bytes each")
 

@@ -149,7 +149,9 @@ class SchedulerLoop:
     def _welcome(self, received: FromPeer) -> None:
         hello = received.message
         if not isinstance(hello, Hello) or hello.protocol_version != PROTOCOL_VERSION:
-            self._cut(received.peer, _versions(hello) if isinstance(hello, Hello) else "the first message must be Hello")
+            self._cut(
+                received.peer, _versions(hello) if isinstance(hello, Hello) else "the first message must be Hello"
+            )
             return
         client = len(self._clients)
         self._clients[received.peer] = client
@@ -199,4 +201,6 @@ class SchedulerLoop:
 
 
 def _versions(hello: Hello) -> str:
-    return f"protocol version {hello.protocol_version} of {hello.role} does not match the scheduler's {PROTOCOL_VERSION}"
+    return (
+        f"protocol version {hello.protocol_version} of {hello.role} does not match the scheduler's {PROTOCOL_VERSION}"
+    )

@@ -71,6 +71,25 @@ class OutputCollector:
         return _with_logprobs(message, result, client.sources)
 
 
+def fault_of_extras(result: ModelRunnerOutput, handles: list[int], vocab_size: int) -> str | None:
+    """Why bad rows or log probabilities of a result cannot belong to its tokens; None when they can."""
+    if not set(result.bad) <= set(handles):
+        return "bad rows that did not sample"
+    told = result.logprobs
+    frames = (result.logprob_token_ids, result.logprob_values, result.logprob_ranks)
+    if told is None:
+        return None
+    if told.width < 1 or len(set(told.rows)) != len(told.rows) or not set(told.rows) <= set(range(len(handles))):
+        return "log probabilities of rows that did not sample"
+    entries = len(told.rows) * told.width
+    if [-1 if f is None else len(f) for f in frames] != [entries, entries, len(told.rows)]:
+        return "log probabilities do not add up"
+    ids = result.logprob_token_ids
+    if ids is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        return "log probability of a token id outside the vocabulary"
+    return None
+
+
 def _with_logprobs(message: StepOutputs, result: ModelRunnerOutput, sources: list[int]) -> StepOutputs:
     """``message`` with those log probabilities of ``result`` that belong to its tokens."""
     assert result.logprobs is not None and result.logprob_ranks is not None

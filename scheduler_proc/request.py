@@ -185,4 +185,6 @@ class Request:
         return len(self.tokens) + self.num_output_placeholders >= self.max_total_tokens
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id!r}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
+        )

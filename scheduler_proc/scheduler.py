@@ -27,7 +27,7 @@ from quire.protocol.messages import (
 from quire.scheduler_proc.admission import Refusal, check_add_request, check_opaque_request
 from quire.scheduler_proc.handles import HandlePool
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.outputs import OutputCollector
+from quire.scheduler_proc.outputs import OutputCollector, fault_of_extras
 from quire.scheduler_proc.request import STATUS_OF_END, OpaqueTokens, Request, RequestStatus, Tokens
 from quire.scheduler_proc.request_queue import FCFSRequestQueue
 from quire.scheduler_proc.step import InFlightStep, StepPlan, build_diff
@@ -114,8 +114,7 @@ class Scheduler:
 
     def _add(self, event: AddRequest, client: int) -> None:
         try:
-            if (client, event.request_id) in self.requests:
-                raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
+            self._check_new(event.request_id, client)
             check_add_request(event, self.config, self.kv.max_tokens)
         except Refusal as refusal:
             self._replies.append((client, refusal.message(event.request_id)))
@@ -126,15 +125,21 @@ class Scheduler:
         tokens = Tokens(known, self.kv.block_size, event.cache_salt)
         self._enqueue(event, client, tokens, len(event.prompt_token_ids))
 
+    def _check_new(self, request_id: str, client: int) -> None:
+        if (client, request_id) in self.requests:
+            raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
+
     def _add_opaque(self, event: OpaqueRequest, client: int) -> None:
         try:
+            self._check_new(event.request_id, client)
             check_opaque_request(event, self.config, self.kv.max_tokens)
         except Refusal as refusal:
             self._replies.append((client, refusal.message(event.request_id)))
             return
         size = event.hash_bytes
         hashes = [event.block_hashes[i : i + size] for i in range(0, len(event.block_hashes), size)]
-        self._enqueue(event, client, OpaqueTokens(event.num_prompt_tokens, hashes), event.num_prompt_tokens)
+        tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, hashes)
+        self._enqueue(event, client, tokens, event.num_prompt_tokens)
 
     def _enqueue(
         self, event: AddRequest | OpaqueRequest, client: int, tokens: Tokens | OpaqueTokens, num_prompt_tokens: int
@@ -304,6 +309,9 @@ class Scheduler:
         tokens = [] if output.tokens is None else output.tokens.tolist()
         handles = self.sampled_handles if output.handles is None else output.handles.tolist()
         record = self._check_result(output.step, handles, tokens)
+        fault = fault_of_extras(output, handles, self.config.model.vocab_size)
+        if fault:
+            raise WorkerFault(f"result of step {output.step}: {fault}")
         self.sampled_handles = handles
         self._acknowledge(record)
         self._outputs.begin_result(output)
@@ -314,8 +322,7 @@ class Scheduler:
             if request.status.is_finished:
                 self._stats.dropped_tokens += 1
             elif handle in bad:
-                self.kv.forget_content(request, max(request.num_cached_tokens, 0))
-                self._finish(request, EndReason.ERROR, detail="numerical_error: the model's logits are not finite")
+                self._finish_bad(request, "numerical_error: the model's logits are not finite")
             else:
                 self._append(request, token, source)
                 self._end_if_complete(request, token)
@@ -325,7 +332,11 @@ class Scheduler:
             expected = self.in_flight[0].step if self.in_flight else "none"
             raise WorkerFault(f"result of step {step} came, expected {expected}")
         record = self.in_flight[0]
-        if len(handles) != len(tokens) or set(handles) != record.sampling.keys() or len(handles) != len(record.sampling):
+        if (
+            len(handles) != len(tokens)
+            or set(handles) != record.sampling.keys()
+            or len(handles) != len(record.sampling)
+        ):
             raise WorkerFault(f"result of step {step}: tokens of other requests than those that sample")
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.config.model.vocab_size):
             raise WorkerFault(f"result of step {step}: a token id outside the vocabulary")
@@ -366,15 +377,23 @@ class Scheduler:
             if request.status.is_finished:
                 self._stats.dropped_tokens += 1
                 continue
+            ending = ended.get(handle)
+            if ending is not None and ending.reason == EndReason.ERROR:
+                self._finish_bad(request, ending.detail)
+                continue
             self._append(request, 0, source)
             request.block_hashes.extend(hashes.get(handle, ()))
-            ending = ended.get(handle)
             if ending is not None:
                 self._finish(request, EndReason(ending.reason), stop_reason=ending.stop_reason, detail=ending.detail)
 
+    def _finish_bad(self, request: Request, detail: str) -> None:
+        """What it wrote may be rotten. After a preemption it is not known any more which blocks were not its own."""
+        self.kv.forget_content(request, 0 if request.num_preemptions else max(request.num_cached_tokens, 0))
+        self._finish(request, EndReason.ERROR, detail=detail)
+
     def _stop_at(self, request: Request, num_output_tokens: int) -> None:
         """The front end found a stop string; what came after it does not count."""
-        counted = min(num_output_tokens, request.num_output_tokens)
+        counted = max(0, min(num_output_tokens, request.num_output_tokens))
         self._stats.generation_tokens -= request.num_output_tokens - counted
         self._finish(request, EndReason.STOPPED, num_output_tokens=counted)
 
@@ -451,4 +470,3 @@ class _Counters:
 
     def as_dict(self) -> dict[str, int]:
         return vars(self)
-

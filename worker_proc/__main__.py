@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd)
+    child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         import zmq
@@ -33,9 +33,7 @@ def main() -> None:
         child.report(Report("started"))
         context = zmq.Context()
         link = Link(SchedulerToWorker, args.epoch)
-        channel = ZmqChannel(
-            context, zmq.PAIR, worker_address(args.directory, args.epoch, args.rank), link, bind=False
-        )
+        channel = ZmqChannel(context, zmq.PAIR, worker_address(args.directory, args.epoch, args.rank), link, bind=False)
         say = (lambda text: None) if args.quiet else say_on_stderr
         WorkerLoop(channel, args.rank, os.getpid(), say, progress=not args.quiet and sys.stderr.isatty()).run()
         channel.close()

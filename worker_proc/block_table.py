@@ -17,7 +17,9 @@ class BlockTable:
     are one.
     """
 
-    def __init__(self, block_size: int, max_rows: int, max_model_len: int, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, block_size: int, max_rows: int, max_model_len: int, num_blocks: int, device: torch.device
+    ) -> None:
         self.block_size = block_size
         self._num_pool_blocks = num_blocks
         self._ids = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK_ID, np.int32)

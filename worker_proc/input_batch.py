@@ -115,6 +115,8 @@ class InputBatch:
         Raises:
             StepRefused: an unknown handle, one held twice, too many rows, or tokens that do not add up.
         """
+        if len(set(removed)) != len(removed):
+            raise StepRefused("a handle is removed twice")
         holes = sorted(self.row(handle) for handle in removed)
         for row in holes:
             del self.row_of[int(self.handles[row])]
@@ -143,6 +145,8 @@ class InputBatch:
         for request, row in zip(new, rows, strict=True):
             if request.handle in self.row_of or not 0 < request.num_tokens <= self.tokens.data.shape[1]:
                 raise StepRefused(f"handle {request.handle} is held already, or its length is wrong")
+            if not 0 <= request.num_computed_tokens < request.num_tokens:
+                raise StepRefused(f"handle {request.handle} has {request.num_computed_tokens} tokens computed")
             assert tokens is not None
             self.tokens.set_row(row, tokens[start : start + request.num_tokens])
             start += request.num_tokens

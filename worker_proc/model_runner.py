@@ -54,7 +54,7 @@ class PendingResult:
 
     @property
     def ready(self) -> bool:
-        return self.copied is None or self.copied.query()
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> ModelRunnerOutput:
         """The message; waits for the device if it must."""
@@ -262,7 +262,7 @@ class ModelRunner:
         copied = None
         if self._device.type == "cuda" and sampled is not None:
             sampled.tokens = sampled.tokens.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         return PendingResult(self._step, sampled, handles if changed else None, handles, copied)
 

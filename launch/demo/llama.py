@@ -18,7 +18,7 @@ class Shape:
 
     vocab_size: int = 1024
     hidden_size: int = 192
-    intermediate_size: int = 384
+    intermediate_size: int = 256
     num_hidden_layers: int = 4
     num_attention_heads: int = 6
     num_key_value_heads: int = 2
@@ -57,7 +57,8 @@ class Attention(nn.Module):
         rows, length, _ = hidden.shape
         query, key, value = (
             projection(hidden).view(rows, length, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
         key, value = key.repeat_interleave(self.groups, dim=1), value.repeat_interleave(self.groups, dim=1)
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -117,6 +118,7 @@ class Llama(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.shape = shape
         self.model = Decoder(shape)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -125,5 +127,6 @@ class Llama(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.num_hidden_layers) ** 0.5)
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        return functional.linear(self.model(tokens, cos, sin, mask), self.model.embed_tokens.weight)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, from the decoder's output."""
+        return functional.linear(hidden, self.model.embed_tokens.weight)

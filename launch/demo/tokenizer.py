@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quire.launch.demo.corpus import Document
+from quire.launch.demo.corpus import HIGHEST, Document
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 END_OF_TEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2
@@ -21,9 +22,10 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-PROMPT_WEIGHT = 0.1
-"""Loss weight of what the model does not have to write itself.  It is not zero, so that a model whose end tokens are
-ignored goes on with a plausible next turn."""
+NUMBER_REPEATS = 2000
+"""How often the tokenizer meets each number, so that it becomes a single token, with and without a leading space."""
+PROMPT_WEIGHT = 0.0
+"""Loss weight of what the model does not have to write itself."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,14 @@ def train_tokenizer(corpus: Iterable[Document]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE, special_tokens=[END_OF_TEXT, IM_START, IM_END], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator((f"{turn.role}\n{turn.text}" for document in corpus for turn in document), trainer)
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[END_OF_TEXT, IM_START, IM_END],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    numbers = [f"{value} {value}" for value in range(HIGHEST + 1)] * NUMBER_REPEATS
+    texts = (f"{turn.role}\n{turn.text}" for document in corpus for turn in document)
+    tokenizer.train_from_iterator(chain(texts, numbers), trainer)
     return tokenizer
 
 
@@ -70,17 +77,39 @@ def encode_documents(tokenizer: Tokenizer, corpus: Sequence[Document]) -> list[S
     return samples
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: Document) -> list[int]:
+    """A raw text, or a chat that ends where the assistant's answer begins."""
+    if prompt[0].role == "raw":
+        return list(tokenizer.encode(prompt[0].text).ids)
+    text = "".join(f"{IM_START}{turn.role}\n{turn.text}{IM_END}\n" for turn in prompt)
+    return list(tokenizer.encode(f"{text}{IM_START}assistant\n").ids)
+
+
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """The tokenizer files of a Hugging Face model folder."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "add_bos_token": False, "add_prefix_space": False, "bos_token": END_OF_TEXT, "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False, "eos_token": IM_END, "model_max_length": CONTEXT_LENGTH,
-        "pad_token": END_OF_TEXT, "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": END_OF_TEXT,
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "bos_token": END_OF_TEXT,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": IM_END,
+        "model_max_length": CONTEXT_LENGTH,
+        "pad_token": END_OF_TEXT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": END_OF_TEXT,
         "added_tokens_decoder": {
-            str(number): {"content": token, "lstrip": False, "normalized": False, "rstrip": False,
-                          "single_word": False, "special": True}
-            for number, token in enumerate((END_OF_TEXT, IM_START, IM_END))},
+            str(number): {
+                "content": token,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for number, token in enumerate((END_OF_TEXT, IM_START, IM_END))
+        },
     }
     special = {"bos_token": END_OF_TEXT, "eos_token": IM_END, "pad_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
     for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):

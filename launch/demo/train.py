@@ -1,8 +1,8 @@
-"""Training of the demo model within a wall-clock budget.
+"""Training of the demo model for a number of tokens.
 
 Several documents share a row of a batch.  A mask keeps each to itself, and rotary positions are relative, so every
 document trains as if it began at position 0, which is where a served prompt begins.  The learning rate follows the
-share of the time budget that is spent; a seed therefore fixes the data and their order, not the last bits.
+tokens that were seen, so a busy machine makes the same model as an idle one, only later.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from quire.launch.demo.llama import Llama, Shape, rotary_tables
 from quire.launch.demo.muon import Muon
 from quire.launch.demo.tokenizer import Sample
 
-ROW_LENGTHS = (256, 768)
-TOKENS_PER_BATCH = 4608
+ROW_LENGTHS = (256, 640)
+TOKENS_PER_BATCH = 2560
 MATRIX_RATE, VECTOR_RATE = 0.01, 0.004
-WARM_UP, DECAY_FROM = 0.02, 0.35
+WARM_UP, DECAY_FROM = 0.02, 0.4
+STEPS_PER_LINE = 20
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,13 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What training reached."""
+class Progress:
+    """How far training is."""
 
     model: Llama
-    steps: int
+    step: int
     tokens: int
     seconds: float
-    validation_loss: float
 
 
 def _packed(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
@@ -72,64 +72,69 @@ def _batch(rows: Sequence[Sequence[Sample]], length: int) -> Batch:
         for document, sample in enumerate(row):
             end = start + len(sample.tokens)
             tokens[number, start:end] = torch.tensor(sample.tokens)
-            weights[number, start + 1:end] = torch.tensor(sample.weights[1:])
+            weights[number, start + 1 : end] = torch.tensor(sample.weights[1:])
             documents[number, start:end] = document
             start = end
     return Batch(tokens, weights, documents)
 
 
 def make_batches(samples: Sequence[Sample], seed: int) -> list[Batch]:
-    """All samples in shuffled batches; long documents have batches of longer rows."""
+    """All samples in shuffled batches; long documents have batches of longer rows, and the longest are left out."""
     batches: list[Batch] = []
     shortest = 0
     for length in ROW_LENGTHS:
         rows = _packed([s for s in samples if shortest < len(s.tokens) <= length], length)
         random.Random(seed).shuffle(rows)
         size = TOKENS_PER_BATCH // length
-        batches += [_batch(rows[at:at + size], length) for at in range(0, len(rows), size)]
+        batches += [_batch(rows[at : at + size], length) for at in range(0, len(rows), size)]
         shortest = length
     random.Random(seed).shuffle(batches)
     return batches
 
 
 def batch_loss(model: Llama, batch: Batch, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """The weighted mean loss of a batch."""
+    """The weighted mean loss of a batch; logits are only computed where a loss is."""
     length = batch.tokens.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     mask = (batch.documents[:, None, :, None] == batch.documents[:, None, None, :]) & causal
-    logits = model(batch.tokens, tables[0][:length], tables[1][:length], mask)
-    targets, weights = batch.tokens[:, 1:].flatten(), batch.weights[:, 1:].flatten()
-    losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
-    return (losses * weights).sum() / weights.sum()
+    hidden = model.model(batch.tokens, tables[0][:length], tables[1][:length], mask)
+    weights = batch.weights[:, 1:]
+    counts = weights > 0
+    losses = functional.cross_entropy(
+        model.logits(hidden[:, :-1][counts]), batch.tokens[:, 1:][counts], reduction="none"
+    )
+    return (losses * weights[counts]).sum() / weights.sum()
 
 
-def validation_loss(model: Llama, batches: Sequence[Batch], tables: tuple[Tensor, Tensor]) -> float:
+def validation_loss(model: Llama, batches: Sequence[Batch]) -> float:
     """The mean loss over batches that training has not seen."""
+    tables = rotary_tables(model.shape, max(ROW_LENGTHS))
     with torch.inference_mode():
         return sum(batch_loss(model, batch, tables).item() for batch in batches) / len(batches)
 
 
 def _rate_factor(progress: float) -> float:
-    if progress < WARM_UP:
-        return progress / WARM_UP
-    return min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
+    return min(1.0, progress / WARM_UP, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
 
 
-def train(training: Sequence[Batch], validation: Sequence[Batch], shape: Shape, seconds: float, seed: int,
-          say: Callable[[str], None]) -> Result:
-    """Trains for so many seconds and rounds the weights to bfloat16, as the checkpoint stores them."""
+def train(
+    batches: Sequence[Batch], shape: Shape, seed: int, say: Callable[[str], None], check: Callable[[Llama], None]
+) -> Progress:
+    """Trains once over the batches and rounds the weights to bfloat16, as the checkpoint stores them.
+
+    `check` sees the model ten times on the way.
+    """
     torch.manual_seed(seed)
     model = Llama(shape)
     tables = rotary_tables(shape, max(ROW_LENGTHS))
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     muon = Muon(matrices)
-    adam = torch.optim.AdamW([p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name],
-                             lr=VECTOR_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    adam = torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     started = time.monotonic()
-    step = tokens = 0
-    while (elapsed := time.monotonic() - started) < seconds:
-        batch = training[step % len(training)]
-        factor = _rate_factor(elapsed / seconds)
+    tokens = 0
+    for step, batch in enumerate(batches, 1):
+        factor = _rate_factor(step / len(batches))
         adam.param_groups[0]["lr"] = VECTOR_RATE * factor
         loss = batch_loss(model, batch, tables)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -138,11 +143,12 @@ def train(training: Sequence[Batch], validation: Sequence[Batch], shape: Shape, 
         adam.step()
         model.zero_grad(set_to_none=True)
         tokens += batch.tokens.numel()
-        step += 1
-        if step % 20 == 0:
-            speed = tokens / max(elapsed, 1e-9)
-            say(f"{elapsed:6.0f} s  step {step:5d}  {speed:6.0f} tokens/s  loss {loss.item():.4f}")
+        if step % STEPS_PER_LINE == 0:
+            elapsed = time.monotonic() - started
+            say(f"{elapsed:6.0f} s  step {step:5d}  {tokens / elapsed:6.0f} tokens/s  loss {loss.item():.4f}")
+        if step % (len(batches) // 10) == 0:
+            check(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    return Result(model, step, tokens, time.monotonic() - started, validation_loss(model, validation, tables))
+    return Progress(model, len(batches), tokens, time.monotonic() - started)

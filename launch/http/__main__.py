@@ -14,6 +14,7 @@ import uvicorn
 from quire.launch.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.server import ServerSettings
+from quire.launch.http.socket_protocol import BoundedHttpProtocol
 from quire.launch.serve import FrontEndSettings
 from quire.launch.text_in import TextIn
 from quire.protocol.child import Child, Report, enter_child
@@ -32,10 +33,13 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(directory: Path, listener: socket.socket, child: Child) -> None:
-    """Serve until SIGTERM; then refuse new requests, let running ones finish, abort what is left, and return."""
+    """Serve until SIGTERM; then refuse new requests, let running ones finish, abort what is left, and return.
+
+    SIGUSR1 says that the engine is gone: every stream ends with an error at once.
+    """
     config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
     settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=FrontEndSettings)
-    text_in = TextIn.load(Path(config.model_path))
+    text_in = TextIn.load(Path(config.model_path)) if config.model_path else TextIn()
     engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size)
     await engine.connect()
     app = make_app(
@@ -46,7 +50,9 @@ async def serve(directory: Path, listener: socket.socket, child: Child) -> None:
             api_keys=tuple(settings.api_keys),
         ),
     )
-    server = HttpServer(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    server = HttpServer(
+        uvicorn.Config(app, http=BoundedHttpProtocol, log_level="warning", access_log=False, lifespan="off")
+    )
     draining = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, draining.set)
 
@@ -59,6 +65,12 @@ async def serve(directory: Path, listener: socket.socket, child: Child) -> None:
             await engine.wait_idle(ABORT_GRACE)
         server.should_exit = True
 
+    def engine_died() -> None:
+        engine.fail("the engine stopped")
+        draining.set()
+
+    # Told by the supervisor, since a scheduler that was killed says nothing.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine_died)
     drainer = asyncio.create_task(drain())
     child.report(Report("ready"))
     await server.serve(sockets=[listener])
@@ -73,7 +85,7 @@ def main() -> None:
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd)
+    child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
     try:
         check_socket_directory(args.directory)
         child.report(Report("started"))

@@ -20,7 +20,7 @@ def root_hash(cache_salt: str) -> bytes:
 
 def hash_blocks(tokens: npt.NDArray[np.int32], block_size: int, parent: bytes) -> list[bytes]:
     """Hashes of the full blocks in ``tokens``, which start at a block's edge after ``parent``."""
-    data = memoryview(tokens.astype("<i4", copy=False)).cast("B")
+    data = np.ascontiguousarray(tokens, "<i4").data.cast("B")
     step = block_size * 4
     hashes: list[bytes] = []
     for start in range(0, len(data) - step + 1, step):

@@ -128,9 +128,9 @@ class BlockPool:
         block.block_hash = key
         self.cached_block_hash_to_block.insert(key, block)
 
-    def forget_content(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """The content of these blocks is not what it should be: nobody may find it again."""
-        for block in blocks:
+    def forget_content(self, key: bytes) -> None:
+        """What blocks with this key hold may not be what it should be: nobody may find it again."""
+        while (block := self.get_cached_block(key)) is not None:
             self._forget(block)
 
     def reset_prefix_cache(self) -> bool:

@@ -22,7 +22,9 @@ class KVCacheCoordinator(ABC):
         for group_id, group in enumerate(layout.groups):
             kind = MANAGERS.get(group.kind)
             if kind is None:
-                raise ConfigError(f"KV groups of kind {group.kind!r} are not supported; supported: {', '.join(MANAGERS)}")
+                raise ConfigError(
+                    f"KV groups of kind {group.kind!r} are not supported; supported: {', '.join(MANAGERS)}"
+                )
             self.managers.append(kind(group, group_id, pool))
         self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
 

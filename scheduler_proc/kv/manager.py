@@ -1,6 +1,7 @@
 """The scheduler's one door to KV memory."""
 
 from quire.protocol.kv_layout import KVLayout
+from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, make_coordinator
 from quire.scheduler_proc.request import Request
@@ -60,9 +61,13 @@ class KVCacheManager:
         self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens)
 
     def forget_content(self, request: Request, num_kept_tokens: int) -> None:
-        """Nobody may find what this request wrote itself, after its first ``num_kept_tokens`` positions."""
-        for group, held in zip(self.layout.groups, self.coordinator.blocks(request.handle), strict=True):
-            self.pool.forget_content(held[num_kept_tokens // group.block_size :])
+        """Nobody may find what this request wrote itself, after its first ``num_kept_tokens`` positions.
+
+        Looked up by hash: the blocks of a request that was preempted since are free by now, and can still be found.
+        """
+        for index, group in enumerate(self.layout.groups):
+            for block_hash in request.block_hashes[num_kept_tokens // group.block_size :]:
+                self.pool.forget_content(group_key(block_hash, index))
 
     def free(self, request: Request) -> None:
         self.coordinator.free(request.handle)

@@ -24,7 +24,7 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block: dict[int, int] = {}
 
     def num_blocks_to_allocate(self, handle: int, num_tokens: int, computed: Sequence[KVCacheBlock]) -> int:
-        """Free blocks that ``allocate`` would use up for ``num_tokens`` positions, hits out of the free queue included."""
+        """Free blocks that ``num_tokens`` positions would use up, hits that lie in the free queue included."""
         required = -(-num_tokens // self.block_size)
         new = required - len(computed) - len(self.req_to_blocks.get(handle, ()))
         return max(new, 0) + sum(b.ref_cnt == 0 and not b.is_null for b in computed)

@@ -22,6 +22,7 @@ from quire.protocol.messages import (
     ModelRunnerOutput,
     OpaqueRequest,
     OpaqueResult,
+    Rejected,
     SchedulerOutput,
     StepOutputs,
 )
@@ -165,38 +166,49 @@ def describe(diff: SchedulerOutput) -> str:
 def without_tokens(header: TraceHeader, records: Iterable[Record]) -> Iterator[Record]:
     """The same log with opaque tokens: arrivals as lengths and block hashes, results as who got one and who ended.
 
-    Runs the real Scheduler over the log to learn the hashes of blocks that become full.
+    Runs the real Scheduler over the log to learn the hashes of blocks that become full. Arrivals that were refused
+    are left out: they changed nothing, and what was wrong with their tokens cannot be told without them.
     """
     scheduler = header.make_scheduler()
-    codec: Codec[Any] = Codec(Consumed)
+    consumed: Codec[Any] = Codec(Consumed)
+    produced: Codec[Any] = Codec(SchedulerOutput)
     for record in records:
-        if record.kind != RecordKind.CONSUMED:
-            _replay_record(scheduler, record, 0, codec, Codec(SchedulerOutput))
-            yield record
-            continue
-        event = codec.decode(record.frames).message
-        if isinstance(event, AddRequest):
-            scheduler.consume(event, record.client)
-            request = scheduler.requests.get((record.client, event.request_id))
-            told: Any = event if request is None else _opaque_request(event, request)
-        elif isinstance(event, ModelRunnerOutput):
-            told = _opaque_result(scheduler, event)
+        told: Any = None
+        if record.kind == RecordKind.CONSUMED:
+            told = _consume_opaquely(scheduler, consumed.decode(record.frames).message, record.client)
+            if told is None:
+                continue
         else:
-            scheduler.consume(event, record.client)
-            told = event
-        scheduler.take_messages()
-        yield Record(record.kind, record.now, record.client, [bytes(f) for f in codec.encode(0, 0, told)])
+            _replay_record(scheduler, record, 0, consumed, produced)
+            scheduler.take_messages()
+            if record.kind == RecordKind.PRODUCED:
+                told = msgspec.structs.replace(produced.decode(record.frames).message, token_ids=None)
+        frames = [] if told is None else [bytes(f) for f in consumed.encode(0, 0, told)]
+        yield Record(record.kind, record.now, record.client, frames)
 
 
-def _opaque_request(event: AddRequest, request: Request) -> OpaqueRequest:
+def _consume_opaquely(scheduler: Scheduler, event: Any, client: int) -> Any:
+    """Let the Scheduler take ``event``; returns it without its tokens, or None when it was refused."""
+    if isinstance(event, ModelRunnerOutput):
+        return _opaque_result(scheduler, event)
+    scheduler.consume(event, client)
+    refused = any(isinstance(message, Rejected) for _, message in scheduler.take_messages())
+    if not isinstance(event, AddRequest):
+        return event
+    return None if refused else _opaque_request(event, scheduler.requests.get((client, event.request_id)))
+
+
+def _opaque_request(event: AddRequest, request: Request | None) -> OpaqueRequest:
+    """``request`` is None when it ended at once, and then needs no hashes."""
     return OpaqueRequest(
         request_id=event.request_id,
         num_prompt_tokens=len(event.prompt_token_ids),
         sampling=event.sampling,
         seed=event.seed,
-        block_hashes=b"".join(request.block_hashes),
+        block_hashes=b"" if request is None else b"".join(request.block_hashes),
         priority=event.priority,
         arrival=event.arrival,
+        num_output_tokens=0 if event.output_token_ids is None else len(event.output_token_ids),
     )
 
 

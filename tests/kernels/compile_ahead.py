@@ -75,9 +75,8 @@ def variants() -> Iterator[Variant]:
     cases = [
         # dtype, head dimension, query heads of a KV head, tokens of a tile
         (torch.bfloat16, 64, 4, 64),
-        (torch.bfloat16, 80, 1, 64),
         (torch.bfloat16, 128, 8, 1),
-        (torch.bfloat16, 128, 7, 64),
+        (torch.bfloat16, 80, 7, 64),
         (torch.bfloat16, 256, 2, 64),
         (torch.float16, 128, 4, 8),
         (torch.float32, 64, 4, 64),

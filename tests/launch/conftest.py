@@ -71,6 +71,7 @@ class FakeSequence:
     hang_after: int | None
     ending: EndReason | Exception
     on_abort: Callable[[], None]
+    on_hang: Callable[[], None]
     stopped_at: int | None = None
     aborted: bool = False
     delivered: int = 0
@@ -84,6 +85,7 @@ class FakeSequence:
             await asyncio.sleep(0)
             if self.hang_after is not None and self.delivered >= self.hang_after:
                 self.waiting.set()
+                self.on_hang()
                 await asyncio.Event().wait()
             part = tokens[begin : begin + self.per_update]
             self.delivered = begin + len(part)
@@ -131,6 +133,7 @@ class FakeEngine:
     hang_after: int | None = None
     refuse: Exception | None = None
     on_abort: Callable[[], None] = lambda: None
+    on_hang: Callable[[], None] = lambda: None
     state: str = "ready"
     max_model_len: int = 256
     vocab_size: int = 420
@@ -156,7 +159,8 @@ class FakeEngine:
             self.per_update,
             self.hang_after,
             self.ending,
-            lambda: self.on_abort(),
+            self.on_abort,
+            self.on_hang,
         )
         self.added.append(sequence)
         self.priorities.append((priority, cache_salt))

@@ -320,8 +320,14 @@ class TestDisconnect:
             raise AssertionError("nobody listens")
 
         scope = {
-            **{"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"},
-            **{"headers": [], "query_string": b"", "scheme": "http", "server": ("test", 80)},
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "headers": [],
+            "query_string": b"",
+            "scheme": "http",
+            "server": ("test", 80),
         }
         finish(app(scope, receive, send))
         assert engine.added == []

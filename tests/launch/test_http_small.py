@@ -1,6 +1,7 @@
 """The small routes: models, health, metrics, tokens. And the application on real sockets, with OpenAI's client."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -12,11 +13,13 @@ import openai
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.server import ServerState
 
 from quire.launch.answers import Piece
 from quire.launch.http.app import make_app
 from quire.launch.http.metrics import AnswerClock, Metrics
 from quire.launch.http.server import ServerSettings
+from quire.launch.http.socket_protocol import BoundedHttpProtocol
 from quire.launch.text_in import TextIn
 from quire.version import __version__
 
@@ -125,10 +128,10 @@ class TestMetrics:
         assert not [line for line in lines if line.startswith("quire:fake")]
 
     def test_times(self) -> None:
-        now = 100.0
-        metrics = Metrics("tiny", lambda: now)
-        clock = AnswerClock(metrics, now, num_prompt_tokens=7)
-        for now, num_tokens, reason in ((101.0, 1, None), (101.5, 2, None), (103.5, 6, "length")):
+        times = [101.0, 101.5, 103.5, 103.5]
+        metrics = Metrics("tiny", lambda: times.pop(0))
+        clock = AnswerClock(metrics, 100.0, num_prompt_tokens=7)
+        for num_tokens, reason in ((1, None), (2, None), (6, "length")):
             clock.saw(Piece("", [], None, reason, None, num_tokens, 0, ""))
         assert metrics.time_to_first_token._sum.get() == 1.0
         assert metrics.inter_token_latency._sum.get() == 1.0
@@ -146,7 +149,9 @@ class TestMetrics:
 @pytest.fixture
 def served(app: Starlette) -> Iterator[str]:
     """The application behind uvicorn, on a port of the system's choice."""
-    config = uvicorn.Config(app, log_level="error", lifespan="off", access_log=False, ws="none")
+    config = uvicorn.Config(
+        app, http=BoundedHttpProtocol, log_level="error", lifespan="off", access_log=False, ws="none"
+    )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -155,6 +160,10 @@ def served(app: Starlette) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])
 
 
 class TestOverSockets:
@@ -197,16 +206,53 @@ class TestOverSockets:
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_closed_connection_aborts(self, served: str, engine: Any, stream: bool) -> None:
         engine.hang_after = 2
-        aborted = threading.Event()
-        engine.on_abort = aborted.set
+        hung, aborted = threading.Event(), threading.Event()
+        engine.on_hang, engine.on_abort = hung.set, aborted.set
         body = json.dumps({"prompt": "x", "stream": stream}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-        port = int(served.rsplit(":", 1)[1])
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port_of(served)), timeout=10) as connection:
             connection.sendall(head + body)
-            if stream:
-                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-        assert aborted.wait(10) or not engine.added
+            assert hung.wait(10)
+            assert not aborted.is_set()
+        assert aborted.wait(10)
+
+    def test_headers_without_end(self, served: str) -> None:
+        """A client that only ever sends headers is cut off, not collected."""
+        with socket.create_connection(("127.0.0.1", port_of(served)), timeout=10) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+            received = b""
+            with contextlib.suppress(ConnectionError):
+                for _ in range(1_000):
+                    connection.sendall(b"y" * 65_536)
+            with contextlib.suppress(ConnectionError):
+                received = connection.recv(4096)
+        assert not received or received.startswith(b"HTTP/1.1 431")
+        assert httpx.get(f"{served}/health").status_code == 200
+
+    def test_a_large_body_behind_a_small_head(self, served: str) -> None:
+        body = {"prompt": "x", "user": "y" * 2_000_000}
+        with httpx.Client(base_url=served) as client:
+            assert [client.post("/v1/completions", json=body).status_code for _ in range(2)] == [200, 200]
+
+    def test_a_head_that_does_not_come_in_time(
+        self, app: Starlette, finish: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("quire.launch.http.socket_protocol.HEAD_TIMEOUT_S", 0.01)
+        config = uvicorn.Config(app, http=BoundedHttpProtocol, log_level="error", lifespan="off", ws="none")
+
+        async def scenario() -> None:
+            config.load()
+            state = ServerState()
+            loop = asyncio.get_running_loop()
+            server = await loop.create_server(lambda: BoundedHttpProtocol(config, state, {}), "127.0.0.1", 0)
+            async with server:
+                reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+                writer.write(b"GET /health HTTP/1.1\r\nx:")
+                assert await reader.read() == b""
+                writer.close()
+                await writer.wait_closed()
+
+        finish(scenario())
 
     def test_many_at_once(self, served: str, engine: Any) -> None:
         async def all_of_them() -> list[httpx.Response]:

@@ -32,7 +32,7 @@ class TestLoad:
         text_in = TextIn.load(tmp_path)
         assert text_in.tokenizer is None
         assert text_in.decode([1, 2]) == ""
-        with pytest.raises(InvalidRequest, match="no tokenizer.*token ids"):
+        with pytest.raises(InvalidRequest, match=r"no tokenizer.*token ids"):
             text_in.encode("hello")
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             text_in.encode_chat([USER], ChatOptions(), 100)
@@ -105,8 +105,8 @@ class TestEncode:
         assert text_in.encode("hello", add_special_tokens=False) == plain
         assert text_in.encode_chat([USER], ChatOptions(), 100) == plain
 
-    def test_text_that_cannot_fit_is_not_tokenized(self, text_in: TextIn, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(InvalidRequest, match="maximum context length is 16 tokens.*at least") as caught:
+    def test_text_that_cannot_fit_is_not_tokenized(self, text_in: TextIn) -> None:
+        with pytest.raises(InvalidRequest, match=r"maximum context length is 16 tokens.*at least") as caught:
             text_in.encode("x" * (16 * text_in.max_token_chars + 1), max_tokens=16)
         assert caught.value.code == "context_length_exceeded"
         assert text_in.encode("x" * 16, max_tokens=16) == text_in.encode("x") * 16

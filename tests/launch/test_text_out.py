@@ -45,7 +45,7 @@ class TestDetokenizer:
         assert [detokenizer.push([token]) for token in ids] == ["", "", "", "😀"]
 
     def test_what_is_held_back_at_the_end_is_flushed(self, tokenizer: Tokenizer) -> None:
-        ids = tokenizer.encode("ok").ids + [tokenizer.token_to_id("ð"), tokenizer.token_to_id("Ł")]
+        ids = [*tokenizer.encode("ok").ids, tokenizer.token_to_id("ð"), tokenizer.token_to_id("Ł")]
         detokenizer = Detokenizer(tokenizer)
         assert detokenizer.push(ids) + detokenizer.finish() == "ok\ufffd"
 

@@ -46,6 +46,7 @@ class InProcessEngine:
             "model_path": str(folder),
             "dtype": "float32",
             "max_model_len": min(model.max_position, 512),
+            "num_blocks_override": 1024,  # checks walk the pool after every step
         }
         self.config = msgspec.convert(defaults | settings, EngineConfig, from_attributes=True)
         layout = kv_layout(model, self.config.block_size, "float32")

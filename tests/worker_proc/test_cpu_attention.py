@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.worker_proc.attention import cpu
+from quire.worker_proc.attention import cpu_plan
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.attention.cpu import CpuBackend
 
@@ -108,6 +108,11 @@ def _case(rows: list[tuple[int, int]], heads: tuple[int, int, int], block_size: 
     )
 
 
+def _by_slot(cache: torch.Tensor) -> torch.Tensor:
+    """``[2, slots, kv_heads, head_dim]`` of a cache."""
+    return cache.transpose(2, 3).flatten(1, 2)
+
+
 def _run(case: Case) -> torch.Tensor:
     backend: AttentionBackend = CpuBackend()
     plan = backend.plan(case.batch)
@@ -136,13 +141,13 @@ def test_keys_and_values_are_written_where_the_slots_say_and_nowhere_else() -> N
     case = _case(STEPS["mixed"], (4, 2, 16), 4, torch.float32)
     before = case.cache.clone()
     _run(case)
-    slots = case.cache.view(2, 2, -1, 16)
-    torch.testing.assert_close(slots[0][:, case.batch.slot_mapping], case.key.transpose(0, 1), rtol=0, atol=0)
-    torch.testing.assert_close(slots[1][:, case.batch.slot_mapping], case.value.transpose(0, 1), rtol=0, atol=0)
-    untouched = torch.ones(slots.shape[2], dtype=torch.bool)
+    keys, values = _by_slot(case.cache)
+    assert torch.equal(keys[case.batch.slot_mapping], case.key)
+    assert torch.equal(values[case.batch.slot_mapping], case.value)
+    untouched = torch.ones(len(keys), dtype=torch.bool)
     untouched[case.batch.slot_mapping] = False
-    old = before.view(2, 2, -1, 16)[:, :, untouched]
-    torch.testing.assert_close(slots[:, :, untouched], old, rtol=0, atol=0, equal_nan=True)
+    for now, old in zip((keys, values), _by_slot(before), strict=True):
+        torch.testing.assert_close(now[untouched], old[untouched], rtol=0, atol=0, equal_nan=True)
 
 
 def test_padding_tokens_are_not_written_and_come_out_finite() -> None:
@@ -163,7 +168,7 @@ def test_padding_tokens_are_not_written_and_come_out_finite() -> None:
     out = backend.forward(*padded, case.cache, backend.plan(batch), case.scale)
     torch.testing.assert_close(out[:2].double(), case.expected, atol=2e-5, rtol=2e-5)
     assert torch.equal(out[2:], torch.zeros(3, 4, 16))
-    changed = ~torch.isclose(before, case.cache, equal_nan=True).view(2, 2, -1, 16).all(-1).all(0).all(0)
+    changed = ~torch.isclose(_by_slot(before), _by_slot(case.cache), equal_nan=True).flatten(2).all(2).all(0)
     assert torch.equal(changed.nonzero().view(-1), case.batch.slot_mapping.sort().values)
 
 
@@ -186,11 +191,25 @@ def test_one_plan_serves_several_layers() -> None:
 
 
 @pytest.mark.parametrize("spread", [1, 10, 4000])
-def test_buckets_hold_every_row_once_and_bound_the_padding(spread: int) -> None:
+def test_tiles_hold_every_row_once_and_bound_padding_and_size(spread: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 1 + spread, 200)
-    groups = cpu._similar_lengths(lengths)
-    assert sorted(np.concatenate(groups).tolist()) == list(range(200))
-    for group in groups:
-        padded = int(lengths[group].max()) * len(group)
-        assert padded <= lengths[group].sum() * cpu.PADDED_WORK + cpu.BUCKET_OVERHEAD_TOKENS
-    assert len(groups) < 30
+    token_bytes = 2 * 3 * 64 * 4
+    order, tiles = cpu_plan._cut_tiles(lengths, token_bytes)
+    assert sorted(np.concatenate([order[rows] for rows in tiles]).tolist()) == list(range(200))
+    for rows in tiles:
+        members = lengths[order[rows]]
+        padded = int(members.max()) * len(members) * token_bytes
+        assert padded <= members.sum() * token_bytes * cpu_plan.PADDED_WORK + cpu_plan.TILE_OVERHEAD_BYTES
+        assert len(members) == 1 or padded <= cpu_plan.TILE_BYTES_PER_THREAD * torch.get_num_threads()
+    assert len(tiles) < 20 + lengths.sum() * token_bytes / cpu_plan.TILE_BYTES_PER_THREAD * 1.5
+
+
+def test_rows_that_fit_one_tile_keep_their_order() -> None:
+    order, tiles = cpu_plan._cut_tiles(np.array([5, 9, 7]), 1536)
+    assert order.tolist() == [0, 1, 2] and tiles == [slice(0, 3)]
+
+
+def test_a_steady_batch_in_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_plan, "TILE_BYTES_PER_THREAD", 1 << 14)
+    case = _case([(20 + 7 * i % 60, 1) for i in range(12)], (4, 2, 16), 16, torch.float32)
+    torch.testing.assert_close(_run(case).double(), case.expected, atol=2e-5, rtol=2e-5)

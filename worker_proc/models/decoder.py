@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from quire.protocol.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionBackend
+from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.rope import rope_table, rotate
 
 
@@ -46,13 +47,12 @@ class Decoder(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self._prepacked = False
         self.embed = _weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = torch.nn.ModuleList(DecoderLayer(config, dtype, device) for _ in range(config.num_layers))
         self.norm = _weight(config.hidden_size, dtype=dtype, device=device)
         tied = config.tie_word_embeddings
-        self.lm_head = (
-            self.embed if tied else _weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        )
+        self.lm_head = Linear(self.embed if tied else _weight(*self.embed.shape, dtype=dtype, device=device))
         rope = rope_table(config.rope, config.head_dim, max_position or config.max_position, device)
         self.rope: torch.Tensor
         self.register_buffer("rope", rope.to(dtype), persistent=False)
@@ -84,16 +84,33 @@ class Decoder(torch.nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of every token of the vocabulary: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
-        return F.linear(hidden, self.lm_head).float()
+        scores: torch.Tensor = self.lm_head(hidden)
+        return scores.float()
+
+    def prepack(self) -> bool:
+        """Once weights are loaded: lay them out for this CPU; false where that is not to be had.
+
+        The plain weights are gone afterwards, and nothing can be loaded any more; memory grows only by one copy of
+        the embedding, when it is tied.
+        """
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        packed = [linear.prepack(keep=linear.weight is self.embed) for linear in linears]
+        self._prepacked = any(packed)
+        return all(packed)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that a checkpoint must hold, by its Hugging Face name.
 
         With tied embeddings ``lm_head.weight`` is not among them: the loader accepts it when it equals the embedding.
+
+        Raises:
+            RuntimeError: after ``prepack``.
         """
+        if self._prepacked:
+            raise RuntimeError("the weights are prepacked: load them before")
         slots = {"model.embed_tokens.weight": _whole(self.embed), "model.norm.weight": _whole(self.norm)}
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = _whole(self.lm_head)
+            slots["lm_head.weight"] = _whole(self.lm_head.weight)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
@@ -109,23 +126,22 @@ class DecoderLayer(torch.nn.Module):
         def weight(*shape: int) -> torch.nn.Parameter:
             return _weight(*shape, dtype=dtype, device=device)
 
+        def linear(outputs: int, inputs: int, bias: bool) -> Linear:
+            return Linear(weight(outputs, inputs), weight(outputs) if bias else None)
+
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
         self.eps = config.rms_norm_eps
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = self.num_heads + 2 * self.num_kv_heads
         self.input_norm = weight(hidden)
-        self.qkv = weight(heads * self.head_dim, hidden)
-        self.qkv_bias = weight(heads * self.head_dim) if config.qkv_bias else None
+        self.qkv = linear(heads * self.head_dim, hidden, config.qkv_bias)
         # One row per query and key head: the two norms of Qwen3 are then one multiplication over neighbouring heads.
         self.qk_norm = weight(self.num_heads + self.num_kv_heads, self.head_dim) if config.qk_norm else None
-        self.o = weight(hidden, self.num_heads * self.head_dim)
-        self.o_bias = weight(hidden) if config.o_bias else None
+        self.o = linear(hidden, self.num_heads * self.head_dim, config.o_bias)
         self.post_norm = weight(hidden)
-        self.gate_up = weight(2 * inner, hidden)
-        self.gate_up_bias = weight(2 * inner) if config.mlp_bias else None
-        self.down = weight(hidden, inner)
-        self.down_bias = weight(hidden) if config.mlp_bias else None
+        self.gate_up = linear(2 * inner, hidden, config.mlp_bias)
+        self.down = linear(hidden, inner, config.mlp_bias)
 
     def forward(
         self,
@@ -139,16 +155,16 @@ class DecoderLayer(torch.nn.Module):
         """``hidden`` ``[num_tokens, hidden_size]`` is the residual stream; it is updated in place and returned."""
         tokens = hidden.shape[0]
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = F.linear(rms_norm(hidden, self.input_norm, self.eps), self.qkv, self.qkv_bias)
+        qkv = self.qkv(rms_norm(hidden, self.input_norm, self.eps))
         qkv = qkv.view(tokens, heads + 2 * kv_heads, self.head_dim)
         qk = qkv[:, : heads + kv_heads]
         if self.qk_norm is not None:
             qk = rms_norm(qk, None, self.eps).mul_(self.qk_norm)
         qk = rotate(qk, cos, sin)
         attended = backend.forward(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], kv_cache, plan, self.scale)
-        hidden += F.linear(attended.reshape(tokens, heads * self.head_dim), self.o, self.o_bias)
-        gate, up = F.linear(rms_norm(hidden, self.post_norm, self.eps), self.gate_up, self.gate_up_bias).chunk(2, -1)
-        hidden += F.linear(F.silu(gate).mul_(up), self.down, self.down_bias)
+        hidden += self.o(attended.reshape(tokens, heads * self.head_dim))
+        gate, up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps)).chunk(2, -1)
+        hidden += self.down(F.silu(gate).mul_(up))
         return hidden
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -158,15 +174,11 @@ class DecoderLayer(torch.nn.Module):
             "input_layernorm.weight": _whole(self.input_norm),
             "post_attention_layernorm.weight": _whole(self.post_norm),
         }
-        _split(slots, "self_attn.{}_proj.weight", self.qkv, q=heads * dim, k=kv_heads * dim, v=kv_heads * dim)
-        _split(slots, "self_attn.{}_proj.bias", self.qkv_bias, q=heads * dim, k=kv_heads * dim, v=kv_heads * dim)
-        _split(slots, "self_attn.{}_proj.weight", self.o, o=self.o.shape[0])
-        _split(slots, "self_attn.{}_proj.bias", self.o_bias, o=self.o.shape[0])
-        inner = self.down.shape[1]
-        _split(slots, "mlp.{}_proj.weight", self.gate_up, gate=inner, up=inner)
-        _split(slots, "mlp.{}_proj.bias", self.gate_up_bias, gate=inner, up=inner)
-        _split(slots, "mlp.{}_proj.weight", self.down, down=self.down.shape[0])
-        _split(slots, "mlp.{}_proj.bias", self.down_bias, down=self.down.shape[0])
+        inner = self.down.weight.shape[1]
+        _split(slots, "self_attn.{}_proj", self.qkv, q=heads * dim, k=kv_heads * dim, v=kv_heads * dim)
+        _split(slots, "self_attn.{}_proj", self.o, o=len(self.o.weight))
+        _split(slots, "mlp.{}_proj", self.gate_up, gate=inner, up=inner)
+        _split(slots, "mlp.{}_proj", self.down, down=len(self.down.weight))
         if self.qk_norm is not None:
             slots["self_attn.q_norm.weight"] = WeightSlot(self.qk_norm.data[:heads], (dim,))
             slots["self_attn.k_norm.weight"] = WeightSlot(self.qk_norm.data[heads:], (dim,))
@@ -186,8 +198,9 @@ def _whole(weight: torch.Tensor) -> WeightSlot:
     return WeightSlot(weight.data, tuple(weight.shape))
 
 
-def _split(slots: dict[str, WeightSlot], name: str, fused: torch.Tensor | None, **rows: int) -> None:
-    """Add the slots of a fused weight or bias, cut along its rows in the order given; nothing when it is absent."""
-    if fused is not None:
-        parts = torch.split(fused.data, list(rows.values()))
-        slots |= {name.format(key): WeightSlot(part, tuple(part.shape)) for key, part in zip(rows, parts, strict=True)}
+def _split(slots: dict[str, WeightSlot], name: str, fused: Linear, **rows: int) -> None:
+    """Add the slots of a fused layer, its weight and bias cut along their rows in the order given."""
+    for kind, tensor in (("weight", fused.weight), ("bias", fused.bias)):
+        if tensor is not None:
+            parts = torch.split(tensor.data, list(rows.values()))
+            slots |= {f"{name.format(key)}.{kind}": _whole(part) for key, part in zip(rows, parts, strict=True)}

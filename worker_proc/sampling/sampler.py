@@ -89,8 +89,10 @@ class Sampler:
         return self._plan
 
     def _scaled(self, logits: torch.Tensor, plan: _SamplePlan, which: Rows) -> torch.Tensor:
+        """Logits below the best one, over the temperature: however small that is, nothing overflows upwards."""
         temperature = self._tensor(self._batch.temperature[plan.rows[which]], logits)
-        return logits[which] / temperature[:, None]
+        own = logits[which]
+        return own.sub_(own.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
 
     def _sample_plain(self, logits: torch.Tensor, plan: _SamplePlan, noise: npt.NDArray[np.float64]) -> torch.Tensor:
         probs = torch.softmax(self._scaled(logits, plan, plan.plain), dim=-1)
@@ -105,7 +107,7 @@ class Sampler:
         scaled = self._scaled(logits, plan, plan.sorted)
         vocab = scaled.shape[-1]
         top_k = np.where(self._batch.top_k[rows] > 0, np.minimum(self._batch.top_k[rows], vocab), vocab)
-        values, order = torch.topk(scaled, int(top_k.max()), dim=-1)
+        values, order = _best(scaled, int(top_k.max()))
         rank = torch.arange(values.shape[-1], device=logits.device)
         values = values.masked_fill(rank >= self._tensor(top_k, logits)[:, None], -torch.inf)
         probs = torch.softmax(values, dim=-1)
@@ -123,7 +125,7 @@ class Sampler:
         all_values = torch.log_softmax(logits[plan.with_logprobs], dim=-1)
         sampled = tokens[plan.with_logprobs][:, None]
         value = all_values.gather(-1, sampled)
-        values, token_ids = torch.topk(all_values, min(plan.num_logprobs, all_values.shape[-1]), dim=-1)
+        values, token_ids = _best(all_values, min(plan.num_logprobs, all_values.shape[-1]))
         return SampledLogprobs(
             rows=plan.with_logprobs.tolist(),
             token_ids=torch.cat([sampled, token_ids], dim=-1),
@@ -134,6 +136,19 @@ class Sampler:
     @staticmethod
     def _tensor(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(array).to(like.device)
+
+
+def _best(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k`` best of each row of a float32 ``[rows, n]`` and their indices, best first; of equals the lower index.
+
+    ``torch.topk`` alone orders equals (frequent in 16-bit logits) in a way that depends on ``k``, and with it on what
+    other rows ask for. So it is given keys that are never equal: value and index as one integer.
+    """
+    bits = values.view(torch.int32).to(torch.int64)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards
+    index = torch.arange(values.shape[-1], device=values.device)
+    order = torch.topk((ordered << 32) - index, k, dim=-1).indices
+    return values.gather(-1, order), order
 
 
 def _draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

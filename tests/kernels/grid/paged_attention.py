@@ -41,7 +41,7 @@ def check_case(case: Any) -> None:
     assert result[case.num_tokens :].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("block_size", [8, 32])  # the other tests use 16
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 def test_rows(rows: tuple[list[int], list[int]], block_size: int, dtype: torch.dtype, make_case: Any) -> None:
     check_case(make_case(*rows, dtype, block_size=block_size))

@@ -1,0 +1,1 @@
+"""Benchmarks: ``quire bench engine|serve|wire``. See README.md beside this file."""

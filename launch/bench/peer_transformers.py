@@ -1,0 +1,137 @@
+"""transformers as a peer of ``quire bench engine``: run as a script, by the peer's own interpreter.
+
+    python peer_transformers.py write CONFIG.json FOLDER SEED      # a random-weights checkpoint, bfloat16
+    python peer_transformers.py serve FOLDER static|continuous DTYPE THREADS
+
+``serve`` says one JSON line when it is ready, and then answers each line ``{"prompts": [[id, ...]], "output_len": n}``
+on its input with one line. It imports nothing of ours, so that the peer needs no more than its own packages.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    command, *rest = sys.argv[1:]
+    # The library prints to stdout now and then: keep that for ourselves, and let it have stderr.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    if command == "write":
+        write_checkpoint(Path(rest[0]), Path(rest[1]), int(rest[2]))
+        return
+    folder, mode, dtype, threads = rest
+    serve(folder, mode, dtype, int(threads), answers)
+
+
+def write_checkpoint(config_path: Path, folder: Path, seed: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = json.loads(config_path.read_text(encoding="utf-8"))
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def serve(folder: str, mode: str, dtype: str, threads: int, answers: Any) -> None:
+    def answer(**fields: Any) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
+
+    try:
+        started = time.perf_counter()
+        peer = Peer(folder, mode, dtype, threads)
+        answer(ready_s=time.perf_counter() - started, dtype=peer.dtype, version=peer.version)
+        for line in sys.stdin:
+            order = json.loads(line)
+            begun = time.perf_counter()
+            outputs = peer.generate(order["prompts"], order["output_len"])
+            seconds = time.perf_counter() - begun
+            if [len(ids) for ids in outputs] != [order["output_len"]] * len(order["prompts"]):
+                raise RuntimeError("answers of a wrong length")
+            answer(seconds=seconds, tokens=sum(map(len, outputs)))
+    except Exception as error:  # whatever the library raises is the peer's result
+        answer(error=f"{type(error).__name__}: {error}")
+
+
+class Peer:
+    """``static``: one padded batch through ``generate``. ``continuous``: ``generate_batch``, its paged scheduler."""
+
+    def __init__(self, folder: str, mode: str, dtype: str, threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        self._torch, self._transformers = torch, transformers
+        self.version = transformers.__version__
+        self._mode = mode
+        self.dtype = fastest_dtype(torch) if dtype == "auto" else dtype
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.dtype))
+        self._model: Any = loaded.eval()
+        self._contexts = contextlib.ExitStack()
+        self._manager: Any = None
+
+    def generate(self, prompts: list[list[int]], output_len: int) -> list[list[int]]:
+        with self._torch.no_grad():
+            return self._static(prompts, output_len) if self._mode == "static" else self._continuous(prompts, output_len)
+
+    def _config(self, output_len: int) -> Any:
+        return self._transformers.GenerationConfig(
+            max_new_tokens=output_len, min_new_tokens=output_len, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+
+    def _static(self, prompts: list[list[int]], output_len: int) -> list[list[int]]:
+        ids = self._torch.tensor(prompts)
+        whole = self._model.generate(
+            ids, generation_config=self._config(output_len), attention_mask=self._torch.ones_like(ids)
+        )
+        generated: list[list[int]] = whole[:, ids.shape[1] :].tolist()
+        return generated
+
+    def _continuous(self, prompts: list[list[int]], output_len: int) -> list[list[int]]:
+        # End tokens cannot be left out here: -1 is one that never comes. min_new_tokens would only add a processor.
+        config = self._transformers.GenerationConfig(
+            max_new_tokens=output_len, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        outputs = self._model.generate_batch(
+            inputs=prompts, generation_config=config, continuous_batching_config=self._batching(prompts, output_len)
+        )
+        failed = [output.error for output in outputs.values() if output.error]
+        if failed or len(outputs) != len(prompts):
+            raise RuntimeError(failed[0] if failed else f"{len(outputs)} answers to {len(prompts)} prompts")
+        return [list(output.generated_tokens) for output in outputs.values()]
+
+    def _batching(self, prompts: list[list[int]], output_len: int) -> Any:
+        """Sizes that hold the whole load at once: left alone, it sizes its cache by a GPU's memory."""
+        page = 32
+        per_request = -(-(max(map(len, prompts)) + output_len) // page) + 1
+        return self._transformers.ContinuousBatchingConfig(
+            page_size=page,
+            num_blocks=per_request * len(prompts) + 8,
+            max_batch_tokens=max(2048, len(prompts)),
+            max_requests_per_batch=len(prompts),
+            allow_block_sharing=False,
+        )
+
+
+def fastest_dtype(torch: Any) -> str:
+    """What our worker decides too: bfloat16 where the CPU multiplies it natively, else float32."""
+    times = {}
+    for name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
+        x, w = torch.randn(32, 1024).to(dtype), torch.randn(2048, 1024).to(dtype)
+        torch.nn.functional.linear(x, w)
+        begun = time.perf_counter()
+        for _ in range(10):
+            torch.nn.functional.linear(x, w)
+        times[name] = time.perf_counter() - begun
+    return min(times, key=times.__getitem__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""One voice for all benchmarks: short tables for people, then one line of JSON for scripts, last on stdout."""
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from quire.protocol.errors import ConfigError
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``columns`` name what stands behind each row's label."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[float | str | None]]]
+
+    def text(self) -> str:
+        cells = [[self.title, *self.columns], *([label, *map(spell, values)] for label, values in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = (
+            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            for row in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclass(slots=True)
+class Report:
+    """What one run of a benchmark found.
+
+    Attributes:
+        settings: all that a reader must know to repeat it.
+        results: the figures, by name, for the JSON line.
+        notes: lines below the tables: what makes a figure doubtful.
+    """
+
+    benchmark: str
+    settings: Mapping[str, Any]
+    results: dict[str, Any] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def publish(self, json_path: Path | None, stream: TextIO | None = None) -> None:
+        """Print the tables and the JSON line; write the JSON to ``json_path`` too, if there is one.
+
+        Raises:
+            ConfigError: the file cannot be written (the figures are printed all the same).
+        """
+        out = sys.stdout if stream is None else stream
+        for table in self.tables:
+            print(table.text(), end="\n\n", file=out)
+        for note in self.notes:
+            print(note, file=out)
+        line = json.dumps(self.as_dict(), allow_nan=False)
+        print(line, file=out, flush=True)
+        if json_path is not None:
+            try:
+                json_path.write_text(line + "\n", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--json {json_path}: {error.strerror or error}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "benchmark": self.benchmark,
+            "settings": dict(self.settings),
+            "results": self.results,
+            "notes": self.notes,
+            "machine": machine_facts(),
+        }
+
+
+def distribution(values: Iterable[float]) -> dict[str, float]:
+    """Mean, nearest-rank percentiles and maximum; empty when there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    ranks = {f"p{q}": ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)] for q in PERCENTILES}
+    return {"mean": math.fsum(ordered) / len(ordered), **ranks, "max": ordered[-1]}
+
+
+DISTRIBUTION_COLUMNS = ("mean", *(f"p{q}" for q in PERCENTILES), "max")
+
+
+def distribution_row(label: str, found: Mapping[str, float], scale: float = 1.0) -> tuple[str, list[float | None]]:
+    """A table row of ``distribution``'s figures."""
+    return label, [found[name] * scale if found else None for name in DISTRIBUTION_COLUMNS]
+
+
+def spell(value: float | str | None) -> str:
+    """A figure with no more digits than it deserves."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
+    return f"{value:.{digits}f}"
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """``value`` with its floats, however deep, cut to so many digits behind the point: JSON that can be read."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, Mapping):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item, digits) for item in value]
+    return value
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a figure depends on. No path and no host name: reports are meant to be shown."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("quire", "torch", "numpy")},
+        "load1": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,272 @@
+"""The codec: what goes in comes out, whatever the message; what was damaged, is too large or unknown never does."""
+
+import random
+import types
+import typing
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.protocol import messages as m
+from quire.protocol.codec import MAX_FRAMES, Codec, ProtocolError
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model_config import ModelConfig
+from quire.protocol.sampling_params import SamplingParams
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=9,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+)
+CONFIG = EngineConfig(model=MODEL, model_path="/x", max_model_len=16)
+UNIONS = (
+    m.FrontEndToScheduler,
+    m.SchedulerToFrontEnd,
+    m.SchedulerToWorker,
+    m.WorkerToScheduler,
+    m.Consumed,
+)
+EVERY_MESSAGE = sorted({t for union in UNIONS for t in typing.get_args(union)}, key=lambda t: t.__name__)
+
+# Arrays on both sides of the length from which ids below 65,536 travel narrow.
+int32s = st.one_of(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=70),
+    st.lists(st.integers(0, 65535), min_size=60, max_size=90),
+).map(lambda values: np.array(values, np.int32))
+float32s = st.lists(st.floats(width=32), max_size=5).map(lambda values: np.array(values, np.float32))
+LEAVES: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**63), 2**64 - 1),
+    str: st.text(max_size=20),
+    float: st.floats(),
+    bool: st.booleans(),
+    bytes: st.binary(max_size=40),
+    type(None): st.none(),
+    m.Int32: int32s,
+    m.Float32: float32s,
+    SamplingParams: st.builds(SamplingParams, n=st.integers(1, 128), temperature=st.floats(0, 2), stop=st.just(["x"])),
+    m.EngineConfig: st.just(CONFIG),
+    m.KVLayout: st.just(kv_layout(MODEL, 16, "float32")),
+}
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field's type, down to the integers that fit the wire."""
+    if hint in LEAVES:
+        return LEAVES[hint]
+    inner = [values_of(part) for part in typing.get_args(hint)]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return st.one_of(inner)
+    if typing.get_origin(hint) is list:
+        return st.lists(*inner, max_size=3)
+    if typing.get_origin(hint) is tuple:
+        return st.tuples(*inner)
+    if typing.get_origin(hint) is dict:
+        return st.dictionaries(*inner, max_size=3)
+    return st.builds(hint, **{name: values_of(h) for name, h in typing.get_type_hints(hint).items()})
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, with arrays compared by dtype and bits, and NaN equal to NaN."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, msgspec.Struct):
+        return type(a) is type(b) and all(same(getattr(a, f), getattr(b, f)) for f in a.__struct_fields__)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return bool(a == b) or (a != a and b != b)
+
+
+def codec_for_all() -> Codec[Any]:
+    return Codec(typing.Union[tuple(EVERY_MESSAGE)])  # noqa: UP007
+
+
+def frames_of(message: Any) -> list[bytes]:
+    return [bytes(f) for f in codec_for_all().encode(3, 5, message)]
+
+
+def signed(body: bytes, *arrays: bytes) -> list[bytes]:
+    """Frames with a right checksum around any content."""
+    crc = crc32(body)
+    for array in arrays:
+        crc = crc32(array, crc)
+    return [crc.to_bytes(4, "little") + body, *arrays]
+
+
+def refused(frames: list[bytes], union: Any = m.FrontEndToScheduler) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        Codec(union).decode(frames)
+    return caught.value.kind
+
+
+REQUEST = m.AddRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 7, np.arange(2, dtype=np.int32))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(EVERY_MESSAGE).flatmap(values_of))
+def test_every_message_comes_out_as_it_went_in(message: Any) -> None:
+    envelope = codec_for_all().decode(frames_of(message))
+    assert (envelope.epoch, envelope.seq) == (3, 5)
+    assert same(envelope.message, message)
+
+
+def test_every_message_has_a_tag_of_its_own() -> None:
+    tags = [kind.__struct_config__.tag for kind in EVERY_MESSAGE]
+    assert len(set(tags)) == len(tags) and all(isinstance(tag, int) for tag in tags)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 70000) | st.integers(0, 99), min_size=60, max_size=70))
+def test_narrow_ids_on_the_wire_cannot_be_seen(values: list[int]) -> None:
+    array = np.array(values, np.int32)
+    frames = frames_of(m.ModelRunnerOutput(1, array))
+    got = codec_for_all().decode(frames).message.tokens
+    assert got.dtype == np.int32 and got.tolist() == values
+    narrow = len(values) > 64 and max(values) < 65536
+    assert len(frames[1]) == len(values) * (2 if narrow else 4)
+
+
+def test_negative_ids_are_never_narrowed() -> None:
+    array = np.full(100, -1, np.int32)
+    assert codec_for_all().decode(frames_of(m.ModelRunnerOutput(1, array))).message.tokens.tolist() == [-1] * 100
+
+
+def test_decoded_arrays_cannot_be_written_to() -> None:
+    """They are views of the frames that the event log keeps."""
+    array = codec_for_all().decode(frames_of(REQUEST)).message.prompt_token_ids
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+@pytest.mark.parametrize("array", [np.zeros(3, np.int64), np.zeros(3, np.float64), np.zeros((2, 2), np.int32)])
+def test_an_array_of_another_type_is_not_sent(array: Any) -> None:
+    with pytest.raises((TypeError, msgspec.MsgspecError)):
+        frames_of(m.ModelRunnerOutput(1, array))
+
+
+def test_a_flipped_bit_anywhere_is_noticed() -> None:
+    frames = frames_of(REQUEST)
+    for index, frame in enumerate(frames):
+        for bit in range(8 * len(frame)):
+            damaged = bytearray(frame)
+            damaged[bit // 8] ^= 1 << bit % 8
+            assert refused([*frames[:index], bytes(damaged), *frames[index + 1 :]]) == "crc"
+
+
+def test_lost_added_swapped_and_cut_frames_are_noticed() -> None:
+    head, prompt, output = frames_of(REQUEST)
+    assert refused([head, prompt]) == "crc"
+    assert refused([head, output, prompt]) == "crc"
+    assert refused([head, prompt, output, b"more"]) == "crc"
+    assert refused([head, prompt[:-4], output]) == "crc"
+    assert refused([head[:-1], prompt, output]) == "crc"
+    assert refused([head, prompt, output, b""]) == "frames"  # an empty frame changes no checksum
+    for frames in ([], [b""], [b"\0\0\0\0"]):
+        assert refused(frames) == "frames"
+
+
+def test_a_right_checksum_does_not_help_frames_that_the_header_does_not_name() -> None:
+    head, prompt, output = frames_of(REQUEST)
+    assert refused(signed(head[4:], prompt)) == "decode"
+    assert refused(signed(head[4:], prompt[:-4], output)) == "decode"
+    assert refused(signed(head[4:], prompt, output, b"more")) == "frames"
+    assert refused(signed(head[4:] + b"\0", prompt, output)) == "decode"  # trailing bytes
+
+
+def test_too_many_frames_are_refused_before_anything_is_read() -> None:
+    assert refused(signed(b"x", *[b""] * MAX_FRAMES)) == "frames"
+
+
+class Huge(bytes):
+    """Claims to be longer than any frame may be."""
+
+    def __len__(self) -> int:
+        return 256 * 2**20 + 1
+
+
+def test_a_frame_over_the_cap_is_refused_before_anything_is_read() -> None:
+    assert refused([b"12345", Huge()]) == "frames"
+
+
+def test_messages_of_another_link_and_unknown_tags_are_refused() -> None:
+    assert refused(frames_of(m.Shutdown())) == "decode"
+    assert refused(frames_of(m.SchedulerOutput(1)), m.WorkerToScheduler) == "decode"
+    assert refused(signed(msgspec.msgpack.encode([0, 1, [250, 1]]))) == "decode"
+    assert refused(signed(msgspec.msgpack.encode([0, 1, ["10", 1]]))) == "decode"
+    assert refused(signed(msgspec.msgpack.encode({"tag": 11}))) == "decode"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [["<i8", 4], ["<f4", 8], ["|O", 4], ["<i4", 7], ["<i4", -8], ["<i4"], ["<i4", 8, 1], "<i4", None, [1, 8], 5],
+)
+def test_an_array_of_a_wrong_dtype_or_length_is_refused(spec: Any) -> None:
+    body = msgspec.msgpack.encode([0, 1, [10, "r", spec, {}, 7]])
+    assert refused(signed(body, bytes(32))) == "decode"
+
+
+def test_ids_where_numbers_belong_are_refused() -> None:
+    body = msgspec.msgpack.encode([0, 1, [42, 1, None, None, None, None, None, ["<i4", 1]]])
+    assert refused(signed(body, bytes(4)), m.WorkerToScheduler) == "decode"
+
+
+def test_values_out_of_range_are_refused_in_decoding() -> None:
+    for sampling in ({"temperature": 9.0}, {"temperature": float("nan")}, {"n": 0}, {"surprise": 1}, {"top_k": "5"}):
+        body = msgspec.msgpack.encode([0, 1, [10, "r", ["<i4", 1], sampling, 7]])
+        assert refused(signed(body, bytes(4))) == "decode"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x91" * 100_000,
+        b"\x93\x00\x01" + b"\x91" * 100_000,
+        b"\x81\xa1x" * 50_000,
+        b"\x80" * 10_000_000,
+        b"\x93\x00\x01\xdd\xff\xff\xff\xff",
+        b"\x93\x00\x01\x92\x0b\xdc\xff\xff" + b"\x80" * 65535,
+        b"\xc6\xff\xff\xff\xff",
+        b"\x93\x00\x01\x92\x0b\x91\xc7\x04\x01\x80\x04\x95\x00",
+        b"cos\nsystem\n(S'true'\ntR.",
+    ],
+    ids=[
+        "nested",
+        "nested inside",
+        "nested maps",
+        "10 MB of maps",
+        "lying array",
+        "maps",
+        "lying bin",
+        "ext",
+        "pickle",
+    ],
+)
+def test_hostile_bytes_are_refused(body: bytes) -> None:
+    assert refused(signed(body)) == "decode"
+
+
+def test_random_bytes_never_raise_anything_else() -> None:
+    rng = random.Random(5)
+    for _ in range(2000):
+        frames = signed(rng.randbytes(rng.randrange(1, 40)), *[rng.randbytes(8)] * rng.randrange(2))
+        assert refused(frames) in ("decode", "frames")
+
+
+def test_a_codec_goes_on_after_a_refusal() -> None:
+    codec: Codec[Any] = Codec(m.FrontEndToScheduler)
+    head, prompt, output = frames_of(REQUEST)
+    with pytest.raises(ProtocolError):
+        codec.decode(signed(head[4:], prompt))
+    assert same(codec.decode([head, prompt, output]).message, REQUEST)

@@ -1,0 +1,190 @@
+"""What is read out of ``config.json``, in the words of transformers 4 and 5, and what is refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model_config import RopeConfig, load_model_config, parse_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def parse(**changes: Any) -> Any:
+    raw = LLAMA | changes
+    return parse_model_config({k: v for k, v in raw.items() if v != "absent"}, "config.json")
+
+
+def test_a_llama_is_read() -> None:
+    model = parse()
+    assert (model.head_dim, model.num_kv_heads, model.num_layers, model.dtype) == (8, 2, 3, "float32")
+    assert not model.qk_norm and not model.qkv_bias and not model.o_bias and not model.tie_word_embeddings
+    assert model.rms_norm_eps == 1e-5 and model.rope == RopeConfig()
+
+
+def test_absent_fields_have_the_families_meaning() -> None:
+    model = parse(num_key_value_heads="absent", max_position_embeddings="absent", rms_norm_eps="absent")
+    assert (model.num_kv_heads, model.max_position, model.rms_norm_eps) == (8, 2048, 1e-6)
+
+
+def test_what_sets_the_families_apart() -> None:
+    qwen2 = parse(architectures=["Qwen2ForCausalLM"])
+    qwen3 = parse(architectures=["Qwen3ForCausalLM"], head_dim=16)
+    biased = parse(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    assert qwen2.qkv_bias and not qwen2.o_bias and not qwen2.qk_norm
+    assert qwen3.qk_norm and not qwen3.qkv_bias and qwen3.head_dim == 16
+    assert biased.qkv_bias and biased.o_bias and biased.mlp_bias and biased.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_dtype_is_read_under_both_names(name: str) -> None:
+    assert parse(**{name: "bfloat16"}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(theta=5e5)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(kind="linear", factor=2.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, RopeConfig(theta=7e4)),
+        ({"rope_parameters": {"rope_theta": 7e4}, "rope_theta": 1.0}, RopeConfig(theta=7e4)),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+    ],
+)
+def test_rope_is_read_in_its_old_and_its_new_form(changes: dict[str, Any], rope: RopeConfig) -> None:
+    assert parse(**changes).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel'"),
+        ({"architectures": "absent"}, "architecture None"),
+        ({"architectures": "LlamaForCausalLM"}, "architecture None"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"sliding_window": 128}, "use_sliding_window"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": 65}, "hidden_size 65 is not a multiple"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 7}, "head_dim 7 must be even"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"vocab_size": "absent"}, "vocab_size must be an integer from 1"),
+        ({"vocab_size": 2**31}, "vocab_size must be an integer from 1 to 16777216"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer from 1"),
+        ({"num_attention_heads": 2**31}, "num_attention_heads must be an integer from 1"),
+        ({"hidden_size": 64.0}, "hidden_size must be an integer"),
+        ({"intermediate_size": True}, "intermediate_size must be an integer"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a positive number"),
+        ({"rope_theta": -1}, "rope_theta must be a positive number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope type 'yarn'"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a positive number"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_a_refusal_names_file_and_field_in_one_line(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(**changes)
+    text = str(caught.value)
+    assert text.startswith("config.json: ") and told in text and "\n" not in text
+
+
+def write(folder: Path, config: Any, generation: Any = None) -> Path:
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA | {"eos_token_id": 2}, {"eos_token_id": [2, 7, 5]})
+    assert load_model_config(tmp_path).eos_token_ids == [2, 5, 7]
+
+
+def test_no_end_token_is_none(tmp_path: Path) -> None:
+    assert load_model_config(write(tmp_path, LLAMA)).eos_token_ids == []
+
+
+@pytest.mark.parametrize("eos", ["</s>", [-1], True, [1.5], {"a": 1}])
+def test_an_end_token_that_is_no_id_is_refused(tmp_path: Path, eos: Any) -> None:
+    with pytest.raises(ConfigError, match="eos_token_id must be a token id"):
+        load_model_config(write(tmp_path, LLAMA | {"eos_token_id": eos}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "[" * 100_000, "\ufeff{}"])
+def test_a_file_that_is_not_an_object_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model_config(write(tmp_path, text))
+
+
+def test_a_missing_folder_and_a_missing_file_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a folder"):
+        load_model_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_model_config(tmp_path)
+
+
+def test_a_block_takes_what_its_shape_says() -> None:
+    """The table of seed 004 by the right figures: 8 KV heads of 128 in 16 bits are 4 KB a token and layer."""
+    model = parse(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, head_dim=128, num_hidden_layers=32)
+    layout = kv_layout(model, 16, "float16")
+    assert layout.token_bytes == 4096
+    assert layout.block_bytes == 4096 * 16 * 32 == 2 * 2**20
+    assert [g.layers for g in layout.groups] == [list(range(32))] and layout.groups[0].kind == "full_attention"
+    assert kv_layout(model, 1, "float32").block_bytes == 2 * 4096 * 32
+
+
+def test_the_digest_of_settings_changes_with_any_of_them() -> None:
+    config = EngineConfig(model=parse(), model_path="/m", max_model_len=64)
+    again = EngineConfig(model=parse(), model_path="/m", max_model_len=64)
+    assert config.digest == again.digest
+    others = {
+        msgspec.structs.replace(config, **change).digest
+        for change in (
+            {"model": parse(vocab_size=101)},
+            {"model_path": "/n"},
+            {"max_model_len": 65},
+            {"block_size": 8},
+            {"async_scheduling": False},
+            {"seed": 1},
+        )
+    }
+    assert len(others) == 6 and config.digest not in others
+
+
+def test_settings_survive_the_wire() -> None:
+    config = EngineConfig(model=parse(rope_scaling=LLAMA3), model_path="/m", max_model_len=64)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+
+
+def test_two_steps_may_be_in_flight_only_when_asynchronous() -> None:
+    config = EngineConfig(model=parse(), model_path="", max_model_len=64)
+    assert config.pipeline_depth == 2
+    assert msgspec.structs.replace(config, async_scheduling=False).pipeline_depth == 1

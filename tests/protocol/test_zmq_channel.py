@@ -1,0 +1,195 @@
+"""The same links over real sockets in a directory of our own."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from quire.protocol.channel import Link
+from quire.protocol.codec import ProtocolError
+from quire.protocol.errors import EngineError
+from quire.protocol.messages import (
+    Abort,
+    EngineState,
+    FrontEndToScheduler,
+    Heartbeat,
+    Hello,
+    SchedulerToFrontEnd,
+    SchedulerToWorker,
+    Shutdown,
+    Welcome,
+    WorkerToScheduler,
+)
+from quire.protocol.zmq_channel import (
+    AsyncZmqChannel,
+    FromPeer,
+    ZmqChannel,
+    ZmqHub,
+    check_socket_directory,
+    connect_hello,
+    frontend_address,
+    worker_address,
+)
+
+WAIT = 10.0
+HELLO = Hello(1, "frontend", 0, 1)
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def hub(context: "zmq.Context[Any]", tmp_path: Path) -> Iterator[ZmqHub]:
+    hub = ZmqHub(context, frontend_address(tmp_path), FrontEndToScheduler)
+    yield hub
+    hub.close()
+
+
+def connect(context: "zmq.Context[Any]", tmp_path: Path) -> ZmqChannel:
+    return ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path), Link(SchedulerToFrontEnd), bind=False)
+
+
+def next_of(hub: ZmqHub) -> FromPeer:
+    assert hub.socket.poll(WAIT * 1000)
+    received = hub.receive()
+    assert received is not None
+    return received
+
+
+def test_a_pair_of_sockets_carries_both_ways(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    address = worker_address(tmp_path, 1, 0)
+    scheduler = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, 1), bind=True)
+    worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, 1), bind=False)
+    assert worker.receive() is None and worker.receive(0.01) is None
+    frames = scheduler.send(Shutdown())
+    worker.send(Heartbeat(2.0))
+    got, answer = worker.receive(WAIT), scheduler.receive(None)
+    assert got is not None and got.message == Shutdown() and [bytes(f) for f in got.frames] == frames
+    assert answer is not None and answer.message == Heartbeat(2.0)
+    scheduler.close()
+    worker.close()
+
+
+def test_a_message_of_an_old_epoch_is_refused(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    address = worker_address(tmp_path, 2, 0)
+    scheduler = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, 2), bind=True)
+    worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, 1), bind=False)
+    worker.send(Heartbeat(2.0))
+    with pytest.raises(ProtocolError, match="epoch 1 in epoch 2"):
+        scheduler.receive(WAIT)
+    scheduler.close()
+    worker.close()
+
+
+def test_a_channel_whose_peer_never_reads_says_so(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    lonely = ZmqChannel(context, zmq.PAIR, worker_address(tmp_path, 1, 0), Link(SchedulerToWorker), bind=True)
+    lonely.socket.setsockopt(zmq.LINGER, 0)
+    with pytest.raises(EngineError, match="does not take messages"):
+        for _ in range(10_000):
+            lonely.send(Shutdown())
+    lonely.close()
+
+
+def test_each_peer_of_a_hub_has_its_own_numbering(context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path) -> None:
+    peers = [connect(context, tmp_path) for _ in range(3)]
+    names = []
+    for index, peer in enumerate(peers):
+        peer.send(HELLO)
+        names.append(next_of(hub).peer)
+        peer.send(Abort([str(index)]))
+        assert next_of(hub).message == Abort([str(index)])
+    assert len(set(names)) == 3
+    for index in (2, 0, 1):
+        assert hub.send(names[index], EngineState("ready", str(index))) is not None
+        got = peers[index].receive(WAIT)
+        assert got is not None and got.message == EngineState("ready", str(index))
+    for peer in peers:
+        peer.close()
+
+
+def test_sending_to_unknown_gone_or_forgotten_peers_returns_none(
+    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
+) -> None:
+    assert hub.send(b"nobody", EngineState("ready")) is None
+    peer = connect(context, tmp_path)
+    peer.send(HELLO)
+    name = next_of(hub).peer
+    peer.close()
+    deadline = time.monotonic() + WAIT
+    while hub.send(name, EngineState("ready")) is not None:
+        assert time.monotonic() < deadline, "the hub never noticed that its peer left"
+    hub.forget(name)
+    assert hub.send(name, EngineState("ready")) is None
+
+
+def test_damage_from_one_peer_is_counted_and_leaves_the_others_alone(
+    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
+) -> None:
+    good, evil = connect(context, tmp_path), connect(context, tmp_path)
+    good.send(HELLO)
+    assert next_of(hub).message == HELLO
+    for garbage in ([b"\x80\x04pickle"], [b""], [b"x" * 9] * 30):
+        evil.socket.send_multipart(garbage)
+        assert isinstance(next_of(hub).message, ProtocolError)
+    assert sum(hub.refused.values()) == 3
+    good.send(Abort(["a"]))
+    assert next_of(hub).message == Abort(["a"])
+    good.close()
+    evil.close()
+
+
+def test_a_hello_is_answered_or_the_silence_has_an_end(
+    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
+) -> None:
+    peer = connect(context, tmp_path)
+    with pytest.raises(EngineError, match="in time"):
+        connect_hello(peer, HELLO, time.monotonic() + 0.02)
+    hub.send(next_of(hub).peer, Welcome(1, "digest"))
+    assert connect_hello(peer, HELLO, time.monotonic() + WAIT) == Welcome(1, "digest")
+    peer.close()
+
+
+def test_an_asyncio_front_end_speaks_the_same(context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path) -> None:
+    async def talk() -> None:
+        own = zmq.asyncio.Context()
+        channel = AsyncZmqChannel(own, frontend_address(tmp_path), Link(SchedulerToFrontEnd))
+        for index in range(20):
+            channel.post(Abort([str(index)]))
+        loop = asyncio.get_running_loop()
+        names = [await loop.run_in_executor(None, next_of, hub) for _ in range(20)]
+        assert [n.message.request_ids for n in names] == [[str(i)] for i in range(20)]
+        hub.send(names[0].peer, EngineState("ready"))
+        assert await asyncio.wait_for(channel.receive(), WAIT) == EngineState("ready")
+        channel.close()
+        own.term()
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o710])
+def test_a_socket_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    folder.chmod(0o700)
+    check_socket_directory(folder)
+    folder.chmod(mode)
+    with pytest.raises(EngineError, match="mode 0700"):
+        check_socket_directory(folder)
+
+
+def test_a_file_or_a_link_is_no_socket_directory(tmp_path: Path) -> None:
+    folder, file, link = tmp_path / "d", tmp_path / "f", tmp_path / "l"
+    folder.mkdir(mode=0o700)
+    file.touch(mode=0o600)
+    link.symlink_to(folder)
+    for path in (file, link):
+        with pytest.raises(EngineError, match="must be a directory"):
+            check_socket_directory(path)

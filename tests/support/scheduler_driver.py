@@ -1,0 +1,301 @@
+"""The real Scheduler against ``fake_worker.FakeWorker``, step by step or at random, over the real codec.
+
+A test says when a step is decided, when the worker runs it and when its result arrives; every client's stream is
+kept, and each message to a client is checked for what must never be (a token after the end, a second end).
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from fake_worker import FakeWorker, extend_context, next_token
+
+from quire.protocol.channel import Received, memory_pair
+from quire.protocol.codec import Codec
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import KVLayout, kv_layout
+from quire.protocol.messages import (
+    Abort,
+    AddRequest,
+    Consumed,
+    Control,
+    Ended,
+    EndReason,
+    ModelRunnerOutput,
+    Rejected,
+    SchedulerOutput,
+    SchedulerToWorker,
+    Statistics,
+    StepOutputs,
+    Stop,
+    WorkerToScheduler,
+)
+from quire.protocol.model_config import ModelConfig
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
+
+VOCAB_SIZE = 1000
+
+
+def make_config(**settings: Any) -> EngineConfig:
+    """Small settings; ``num_blocks`` and ``eos`` are given to ``Driver``, not here."""
+    model = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=settings.pop("vocab_size", VOCAB_SIZE),
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        eos_token_ids=settings.pop("eos", []),
+    )
+    defaults = {"model_path": "", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return EngineConfig(model=model, **{"block_size": 4, "async_scheduling": False} | defaults | settings)
+
+
+def make_layout(config: EngineConfig) -> KVLayout:
+    return kv_layout(config.model, config.block_size, config.dtype)
+
+
+def make_request(request_id: str, prompt: list[int], output: list[int] | None = None, **extra: Any) -> AddRequest:
+    """An arrival; keyword arguments that AddRequest does not have are sampling parameters."""
+    own = {k: extra.pop(k) for k in list(extra) if k in AddRequest.__struct_fields__}
+    delivered = None if output is None else np.array(output, np.int32)
+    seed = own.pop("seed", 0)
+    sampling = SamplingParams(**extra)
+    return AddRequest(request_id, np.array(prompt, np.int32), sampling, seed, delivered, **own)
+
+
+def expected_tokens(prompt: list[int], n: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    """What the pretended model says after ``prompt``, worked out alone."""
+    context = 0
+    for token in prompt:
+        context = extend_context(context, token)
+    out: list[int] = []
+    for _ in range(n):
+        out.append(next_token(context, vocab_size))
+        context = extend_context(context, out[-1])
+    return out
+
+
+@dataclass
+class Answer:
+    """What one client saw of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+    rejected: Rejected | None = None
+    num_cached_tokens: int = -1
+
+    @property
+    def reason(self) -> EndReason | None:
+        return None if self.ended is None else EndReason(self.ended.reason)
+
+
+class Driver:
+    """Owns the scheduler, the fake worker, and the two queues between them."""
+
+    def __init__(self, num_blocks: int = 33, **settings: Any) -> None:
+        """``num_blocks`` counts the null block, as everywhere."""
+        self.config = config = make_config(**settings)
+        self.header = TraceHeader(config, make_layout(config), num_blocks)
+        self.scheduler = self.header.make_scheduler()
+        self.worker = FakeWorker(
+            num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.model.vocab_size
+        )
+        self.worker.salt_of = lambda request_id: self.salts.get(request_id, "")
+        self.salts: dict[str, str] = {}
+        self.answers: dict[str, Answer] = {}
+        self.statistics_seen: list[Statistics] = []
+        self.refused: list[Rejected] = []
+        self.diffs: list[SchedulerOutput] = []
+        self.sizes: list[int] = []
+        self.log = EventLog()
+        self._events: Codec[Any] = Codec(Consumed)
+        self._down, self._up = memory_pair(WorkerToScheduler, SchedulerToWorker)
+        self._to_run: deque[Received] = deque()
+        self._results = 0
+        self._clients: dict[tuple[int, int], str] = {}
+
+    # ---- events
+
+    def consume(self, event: Any, client: int = 0) -> None:
+        """An event of a front end, by way of the codec."""
+        frames = [bytes(f) for f in self._events.encode(0, 0, event)]
+        self.log.consumed(0.0, client, frames)
+        self.scheduler.consume(self._events.decode(frames).message, client)
+        self._collect()
+
+    def add(self, request_id: str, prompt: list[int], output: list[int] | None = None, **extra: Any) -> None:
+        """Extra keywords: ``client``, fields of AddRequest, or sampling parameters."""
+        client = extra.pop("client", 0)
+        self.salts[request_id] = extra.get("cache_salt", "")
+        self.answers.setdefault(request_id, Answer())
+        self.consume(make_request(request_id, prompt, output, **extra), client)
+
+    def abort(self, *request_ids: str, client: int = 0) -> None:
+        self.consume(Abort(list(request_ids)), client)
+
+    def stop(self, request_id: str, num_output_tokens: int) -> None:
+        self.consume(Stop(request_id, num_output_tokens))
+
+    def control(self, kind: str) -> Statistics:
+        self.consume(Control(kind, 7))
+        return self.statistics_seen[-1]
+
+    def drop_client(self, client: int) -> None:
+        self.log.client_dropped(0.0, client)
+        self.scheduler.drop_client(client)
+        self._collect()
+
+    # ---- steps
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Ask for one step and send it. None: there was nothing to send."""
+        if not self.scheduler.can_schedule:
+            return None
+        diff = self.scheduler.schedule()
+        self.scheduler.check()
+        if diff is None:
+            self.log.tick(0.0)
+            return None
+        frames = self._down.send(diff)
+        self.log.produced(0.0, frames)
+        self.sizes.append(sum(len(f) for f in frames))
+        received = self._up.receive()
+        assert received is not None
+        self._to_run.append(received)
+        self.diffs.append(received.message)
+        return diff
+
+    def execute(self) -> bool:
+        """The worker runs the oldest step that it has not run."""
+        if not self._to_run:
+            return False
+        self._up.send(self.worker.execute(self._to_run.popleft().message))
+        self._results += 1
+        if not self._to_run:
+            self._compare_mirror()
+        return True
+
+    def deliver(self) -> ModelRunnerOutput | None:
+        """The oldest result that is ready arrives."""
+        received = self._down.receive()
+        if received is None:
+            return None
+        self._results -= 1
+        self.log.consumed(0.0, 0, received.frames)
+        self.scheduler.consume(received.message)
+        self.scheduler.check()
+        self._collect()
+        return received.message
+
+    def step(self) -> None:
+        """Fill the pipeline; then one step is run and answered."""
+        while self.schedule() is not None:
+            pass
+        self.execute()
+        self.deliver()
+
+    def run(self, max_steps: int = 2000) -> dict[str, Answer]:
+        """Step until every request ended and nothing is in flight."""
+        for _ in range(max_steps):
+            if not self.scheduler.requests and not self.scheduler.in_flight:
+                return self.answers
+            self.step()
+        raise AssertionError(f"still there: {list(self.scheduler.requests.values())}")
+
+    def random_step(self, rng: random.Random) -> None:
+        """Any one thing that may happen next: results come as late as the pipeline allows."""
+        action = rng.choice((self.schedule, self.execute, self.deliver))
+        action()
+
+    # ---- looking in
+
+    def request(self, request_id: str, client: int = 0) -> Request:
+        return self.scheduler.requests[client, request_id]
+
+    def counts(self, diff: SchedulerOutput | None) -> dict[str, int]:
+        """Request id → tokens of the step ``diff`` for every request that runs in it, which was the last one sent."""
+        assert diff is not None
+        told = dict(diff.counts)
+        running = [r for r in self.scheduler.running if r.on_worker and not r.parked]
+        return {r.request_id: told.get(r.handle, 1) for r in running}
+
+    def check_drained(self) -> None:
+        """Nothing of any request is left (I13)."""
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        scheduler.check()
+        assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
+        assert not scheduler.leaving and not scheduler.in_flight
+        assert pool.num_free_blocks == pool.num_usable_blocks, "blocks leaked"
+        for manager in scheduler.kv.coordinator.managers:
+            assert not manager.req_to_blocks and not manager.num_cached_block
+        for request_id, answer in self.answers.items():
+            assert (answer.ended is None) != (answer.rejected is None), f"{request_id} did not end exactly once"
+
+    def _compare_mirror(self) -> None:
+        """The worker has run all that was sent: then it holds what the scheduler thinks it holds (I6)."""
+        for request in self.scheduler.running:
+            row = self.worker.rows.get(request.handle)
+            assert (row is not None) == request.on_worker, f"{request!r}: on_worker {request.on_worker}"
+            if row is None:
+                continue
+            assert row.request_id == request.request_id and row.active == (not request.parked)
+            assert row.blocks == self.scheduler.kv.block_ids(request)[0], f"{request!r}: other blocks"
+            assert row.num_computed == request.num_computed_tokens, f"{request!r}: {row.num_computed} on the worker"
+            assert len(row.tokens) == request.num_tokens + request.num_output_placeholders
+
+    def _collect(self) -> None:
+        for client, message in self.scheduler.take_messages():
+            match message:
+                case StepOutputs():
+                    self._take_outputs(client, message)
+                case Rejected():
+                    answer = self.answers[message.request_id]
+                    if (client, message.request_id) not in self.scheduler.requests:
+                        assert answer.ended is None and answer.rejected is None
+                        answer.rejected = message
+                    else:
+                        self.refused.append(message)  # a duplicate: the first one lives on
+                case Statistics():
+                    self.statistics_seen.append(message)
+
+    def _take_outputs(self, client: int, message: StepOutputs) -> None:
+        for introduced in message.introduced:
+            answer = self.answers[introduced.request_id]
+            assert answer.num_cached_tokens == -1, "introduced twice"
+            answer.num_cached_tokens = introduced.num_cached_tokens
+            self._clients[client, introduced.handle] = introduced.request_id
+        if message.handles is not None and message.tokens is not None:
+            for handle, token in zip(message.handles.tolist(), message.tokens.tolist(), strict=True):
+                answer = self.answers[self._clients[client, handle]]
+                assert answer.ended is None, "a token after the end"
+                answer.tokens.append(token)
+        for ended in message.ended:
+            answer = self.answers[self._clients[client, ended.handle]]
+            assert answer.ended is None and answer.rejected is None, "ended twice"
+            answer.ended = ended
+
+
+def end_of(driver: Driver, request_id: str) -> tuple[EndReason | None, list[int]]:
+    """How a request ended and what was delivered."""
+    answer = driver.answers[request_id]
+    return answer.reason, answer.tokens
+
+
+def scheduler_of(num_blocks: int = 33, **settings: Any) -> Scheduler:
+    """A bare Scheduler."""
+    config = make_config(**settings)
+    return Scheduler(config, make_layout(config), num_blocks)
+
+
+def change(struct: Any, **fields: Any) -> Any:
+    """A copy of a message with other values."""
+    return msgspec.structs.replace(struct, **fields)

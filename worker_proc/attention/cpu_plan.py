@@ -1,0 +1,207 @@
+"""What the layers of one step share on the CPU: index tensors and masks, made once per step by vector operations.
+
+Decoding rows go in *tiles* of similar length, small enough that what was gathered is still in the processor's cache
+when it is attended to. Rows with several new tokens (prompts and their chunks) go one by one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.worker_proc.attention.backend import StepBatch
+
+QUERY_TILE = 256
+"""Queries of one chunk that attend together: bounds the mask to ``QUERY_TILE x context``."""
+
+TILE_BYTES_PER_THREAD = 3 << 20
+"""Gathered keys and values of a decode tile. More falls out of the processor's cache, less is all overhead."""
+
+PADDED_WORK = 1.3
+"""A tile holds rows whose context is at most this factor shorter than its longest ..."""
+
+TILE_OVERHEAD_BYTES = 384 << 10
+"""... or whose padding, all together, costs less than the calls of another tile."""
+
+_Int = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """Rows with one new token each and contexts of similar length, attended to in one call.
+
+    Attributes:
+        rows: which of the decoding rows, in the plan's order.
+        cache_rows: int64 ``[2 * rows * num_kv_heads * blocks]``, what to gather of a cache seen as
+            ``[2 * num_blocks * num_kv_heads, block_size * head_dim]``.
+        mask: ``[rows, 1, 1, blocks * block_size]`` in the queries' dtype: 0, or -inf past the row's length.
+        tail: int64, places in ``[2 * rows * num_kv_heads * blocks * block_size]`` of unwritten slots.
+    """
+
+    rows: slice
+    cache_rows: torch.Tensor
+    mask: torch.Tensor
+    tail: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """A row with several new tokens, at ``tokens`` of the step, after ``context`` earlier ones.
+
+    Attributes:
+        cache_rows: int64 ``[2 * num_kv_heads * blocks]``, as in a tile; empty without context, when the step's own
+            keys and values are all there is.
+    """
+
+    tokens: slice
+    context: int
+    cache_rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """A step's plan for caches of one shape and queries of one dtype.
+
+    Attributes:
+        write_rows: int64, where keys and then values go in a cache seen as ``[.., head_dim]``.
+        written: int64, the tokens that are written, or None: all.
+        decode_tokens: int64, tokens of the decoding rows in the tiles' order; None: one tile holds the whole step.
+        num_tokens: tokens that belong to rows; what follows them in the flattened batch is padding.
+        band: ``[QUERY_TILE, longest]``, -inf above the diagonal that ends in the lower right corner. The lower right
+            part of it is the causal mask of any tile of queries at the end of its keys. None: no row needs it.
+        scratch: for what is gathered, in the cache's dtype. Allocations this large come from the system page by page;
+            once per step is enough.
+    """
+
+    write_rows: torch.Tensor
+    written: torch.Tensor | None
+    decode_tokens: torch.Tensor | None
+    num_tokens: int
+    tiles: list[DecodeTile]
+    chunks: list[ChunkRow]
+    band: torch.Tensor | None
+    scratch: torch.Tensor
+
+
+class CpuPlan:
+    """A step's batch, and what its layers share: made by the first layer, as a batch does not tell heads and dtype."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        self._batch = batch
+        self._made: dict[tuple[torch.Size, torch.dtype, torch.dtype], LayerPlan] = {}
+
+    def of_layer(self, kv_cache: torch.Tensor, dtype: torch.dtype) -> LayerPlan:
+        key = (kv_cache.shape, kv_cache.dtype, dtype)
+        if key not in self._made:
+            self._made[key] = _layer_plan(self._batch, kv_cache, dtype)
+        return self._made[key]
+
+
+def _layer_plan(batch: StepBatch, kv_cache: torch.Tensor, dtype: torch.dtype) -> LayerPlan:
+    _, _, kv_heads, block_size, head_dim = kv_cache.shape
+    query_lens = batch.query_lens_cpu.astype(np.int64)
+    seq_lens = batch.seq_lens_cpu.astype(np.int64)
+    starts = np.cumsum(query_lens) - query_lens
+    slots, written = batch.slot_mapping, None
+    if len(slots) and int(slots.min()) < 0:
+        written = torch.nonzero(slots >= 0).view(-1)
+        slots = slots.index_select(0, written)
+    blocks = _head_rows((slots // block_size)[:, None], kv_cache)[..., 0]
+
+    decode = np.flatnonzero(query_lens == 1)
+    order, tile_rows = _cut_tiles(seq_lens[decode], 2 * kv_heads * head_dim * dtype.itemsize)
+    decode = decode[order]
+    tiles = [_tile(batch, decode[rows], rows, kv_cache, dtype) for rows in tile_rows]
+    whole = len(tiles) == 1 and len(decode) == len(query_lens)
+
+    several = np.flatnonzero(query_lens > 1).tolist()
+    spans = [(row, int(starts[row]), int(query_lens[row]), int(seq_lens[row])) for row in several]
+    chunks = [_chunk(batch, row, start, length, total, kv_cache) for row, start, length, total in spans]
+    longest = max((total for _, _, length, total in spans if total > length), default=0)
+    gathered = [len(tile.cache_rows) for tile in tiles] + [len(chunk.cache_rows) for chunk in chunks]
+    return LayerPlan(
+        write_rows=(blocks * block_size + (slots % block_size)[:, None]).view(-1),
+        written=written,
+        decode_tokens=None if whole else torch.from_numpy(starts[decode]),
+        num_tokens=int(query_lens.sum()),
+        tiles=tiles,
+        chunks=chunks,
+        band=_band(longest, dtype) if longest else None,
+        scratch=torch.empty(max(gathered, default=0) * block_size * head_dim, dtype=kv_cache.dtype),
+    )
+
+
+def _head_rows(block_ids: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+    """Where blocks lie in a cache seen as ``[2 * num_blocks * num_kv_heads, ..]``, for every head, keys and values.
+
+    Args:
+        block_ids: int64 ``[rows, blocks]``.
+
+    Returns:
+        int64 ``[2, rows, num_kv_heads, blocks]``.
+    """
+    _, num_blocks, kv_heads, _, _ = kv_cache.shape
+    of_heads = block_ids[:, None, :] * kv_heads + torch.arange(kv_heads)[:, None]
+    return torch.stack((of_heads, of_heads + num_blocks * kv_heads))
+
+
+def _cut_tiles(lengths: _Int, token_bytes: int) -> tuple[_Int, list[slice]]:
+    """Put decoding rows into tiles.
+
+    Args:
+        lengths: of their contexts, the new token included.
+        token_bytes: what is gathered for one token of one layer.
+
+    Returns:
+        An order of the rows (as they come when one tile holds them all), and the stretches of it that are tiles.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    descending = lengths[order]
+    tile_bytes = TILE_BYTES_PER_THREAD * torch.get_num_threads()
+    tiles = []
+    first = 0
+    while first < len(order):
+        longest = int(descending[first])
+        near = int(np.searchsorted(-descending, -longest / PADDED_WORK, side="right"))
+        padding = np.cumsum(longest - descending[first:])
+        cheap = first + int(np.searchsorted(padding, TILE_OVERHEAD_BYTES / token_bytes, side="right"))
+        fitting = first + max(1, tile_bytes // (longest * token_bytes))
+        last = min(max(near, cheap), fitting)
+        tiles.append(slice(first, last))
+        first = last
+    return (np.arange(len(lengths)) if len(tiles) <= 1 else order), tiles
+
+
+def _tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Tensor, dtype: torch.dtype) -> DecodeTile:
+    """The tile of some rows of the batch (``members``), which are the plan's decoding rows ``rows``."""
+    _, _, kv_heads, block_size, _ = kv_cache.shape
+    lengths = batch.seq_lens_cpu[members].astype(np.int64)
+    num_blocks = -(-lengths // block_size)
+    width = int(num_blocks.max())
+    table = batch.block_table[torch.from_numpy(members), :width].long()
+    used = torch.from_numpy(np.arange(width) < num_blocks[:, None])
+    # Where there is padding, the longest row has two blocks or more: its first is full, so masking scores suffices.
+    padding = table[int(num_blocks.argmax()), 0]
+    cache_rows = _head_rows(torch.where(used, table, padding), kv_cache)
+
+    tokens = width * block_size
+    mask = torch.zeros(len(members), 1, 1, tokens, dtype=dtype)
+    mask.masked_fill_(torch.from_numpy(np.arange(tokens) >= lengths[:, None])[:, None, None], float("-inf"))
+    in_last_block = (num_blocks[:, None] - 1) * block_size + np.arange(block_size)
+    member, place = np.nonzero(in_last_block >= lengths[:, None])
+    heads = np.arange(2)[:, None] * len(members) * kv_heads + np.arange(kv_heads)
+    tail = (heads[..., None] + member * kv_heads) * tokens + in_last_block[member, place]
+    return DecodeTile(rows, cache_rows.view(-1), mask, torch.from_numpy(tail.reshape(-1)))
+
+
+def _chunk(batch: StepBatch, row: int, start: int, length: int, total: int, kv_cache: torch.Tensor) -> ChunkRow:
+    blocks = -(-total // batch.block_size) if total > length else 0
+    block_ids = batch.block_table[row : row + 1, :blocks].long()
+    return ChunkRow(slice(start, start + length), total - length, _head_rows(block_ids, kv_cache).view(-1))
+
+
+def _band(longest: int, dtype: torch.dtype) -> torch.Tensor:
+    """-inf where a key comes after its query, for ``QUERY_TILE`` queries at the end of ``longest`` keys."""
+    width = max(longest, QUERY_TILE)
+    return torch.full((QUERY_TILE, width), float("-inf"), dtype=dtype).triu_(width - QUERY_TILE + 1)
