@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
+from quire.protocol.checkpoint import stored_tensors
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model_config import ModelConfig, load_model_config
@@ -105,6 +106,8 @@ def make_engine_config(
     if model is None:
         assert folder is not None
         model = load_model_config(folder)
+        if options.load_format != "dummy":
+            stored_tensors(folder)  # a broken checkpoint fails here, before any process starts
     device = _device(options.device)
     on_cpu = device == "cpu"
     max_model_len = options.max_model_len or model.max_position

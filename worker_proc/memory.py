@@ -58,7 +58,8 @@ def describe_plan(plan: MemoryPlan, max_model_len: int) -> str:
     return (
         f"memory on {plan.device}: weights {plan.weights / _MIB:.1f} MiB, "
         f"activations {plan.activations / _MIB:.0f} MiB, KV cache {plan.kv_cache / _MIB:.0f} MiB = "
-        f"{plan.num_blocks - 1} blocks of {plan.block_size} = {tokens} tokens ({tokens / max_model_len:.1f} requests of {max_model_len})"
+        f"{plan.num_blocks - 1} blocks of {plan.block_size} = {tokens} tokens "
+        f"({tokens / max_model_len:.1f} requests of {max_model_len})"
     )
 
 

@@ -15,7 +15,7 @@ from quire.protocol.kv_layout import DTYPE_BYTES, KVLayout
 from quire.protocol.messages import Ready
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.device import cpu_compute_dtype
-from quire.worker_proc.loader import init_dummy_weights, load_weights, weight_bytes
+from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.models.registry import build_model
@@ -40,7 +40,7 @@ def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: b
         say(f"running in {_name(dtype)} rather than {config.dtype}: {reason}")
     layout = KVLayout(layout.groups, layout.num_kv_heads, layout.head_dim, _name(dtype))
     model = build_model(config.model, dtype, "meta", config.max_model_len)
-    size = _weight_bytes(config, model, dtype)
+    size = sum(p.numel() for p in model.parameters()) * DTYPE_BYTES[_name(dtype)]
     plan = plan_memory(config, layout, size, device)
     say(describe_plan(plan, config.max_model_len))
     warning = pool_warning(plan, config.max_model_len)
@@ -86,13 +86,6 @@ def pick_backend(device: torch.device, say: Say) -> AttentionBackend:
 def _compute_dtype(config: EngineConfig, device: torch.device) -> tuple[torch.dtype, str]:
     wanted: torch.dtype = getattr(torch, config.dtype)
     return cpu_compute_dtype(wanted) if device.type == "cpu" else (wanted, "")
-
-
-def _weight_bytes(config: EngineConfig, model: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Bytes that the weights take once loaded; reads (and so checks) the checkpoint's headers."""
-    if config.load_format != "dummy":
-        weight_bytes(Path(config.model_path))
-    return sum(p.numel() for p in model.parameters()) * DTYPE_BYTES[_name(dtype)]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@
 on its input with one line. It imports nothing of ours, so that the peer needs no more than its own packages.
 """
 
-import contextlib
+import importlib
 import json
 import os
 import sys
@@ -29,13 +29,11 @@ def main() -> None:
 
 
 def write_checkpoint(config_path: Path, folder: Path, seed: int) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    torch, transformers = _libraries()
     fields = json.loads(config_path.read_text(encoding="utf-8"))
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = transformers.AutoConfig.for_model(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 
@@ -63,22 +61,18 @@ class Peer:
     """``static``: one padded batch through ``generate``. ``continuous``: ``generate_batch``, its paged scheduler."""
 
     def __init__(self, folder: str, mode: str, dtype: str, threads: int) -> None:
-        import torch
-        import transformers
-
+        torch, transformers = _libraries()
         torch.set_num_threads(threads)
         self._torch, self._transformers = torch, transformers
         self.version = transformers.__version__
         self._mode = mode
         self.dtype = fastest_dtype(torch) if dtype == "auto" else dtype
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.dtype))
-        self._model: Any = loaded.eval()
-        self._contexts = contextlib.ExitStack()
-        self._manager: Any = None
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.dtype)).eval()
 
     def generate(self, prompts: list[list[int]], output_len: int) -> list[list[int]]:
+        run = self._static if self._mode == "static" else self._continuous
         with self._torch.no_grad():
-            return self._static(prompts, output_len) if self._mode == "static" else self._continuous(prompts, output_len)
+            return run(prompts, output_len)
 
     def _config(self, output_len: int) -> Any:
         return self._transformers.GenerationConfig(
@@ -117,6 +111,11 @@ class Peer:
             max_requests_per_batch=len(prompts),
             allow_block_sharing=False,
         )
+
+
+def _libraries() -> tuple[Any, Any]:
+    """torch and transformers, imported only now: in our own environment this file is read, but not run."""
+    return importlib.import_module("torch"), importlib.import_module("transformers")
 
 
 def fastest_dtype(torch: Any) -> str:

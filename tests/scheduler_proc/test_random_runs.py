@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from scheduler_driver import VOCAB_SIZE, Driver, expected_tokens
+from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
 
 from quire.protocol.messages import EndReason
 
@@ -86,6 +86,11 @@ class Load:
             self.driver.control("resume")
         elif draw < 0.67:
             self.driver.control("reset_prefix_cache")
+        elif draw < 0.71 and self.driver.config.enable_chunked_prefill:
+            # A batch made smaller or larger again: the one way in which requests that decode get no share.
+            budget = self.rng.choice((1, 2, 3, self.driver.config.max_num_batched_tokens))
+            budget = min(budget, self.driver.config.max_num_batched_tokens)
+            self.driver.scheduler.config = change(self.driver.config, max_num_batched_tokens=budget)
 
     def arrive(self) -> None:
         rng = self.rng
@@ -142,7 +147,7 @@ class Load:
             assert answer.reason is not None
 
 
-TOTALS = {"steps": 0, "preemptions": 0, "hits": 0, "dropped": 0}
+TOTALS = {"steps": 0, "parked": 0, "preemptions": 0, "hits": 0, "dropped": 0}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -155,6 +160,7 @@ def test_every_client_gets_what_it_would_get_alone(seed: int) -> None:
     statistics = load.driver.scheduler.statistics()
     assert statistics.num_steps == len(load.driver.diffs)
     TOTALS["steps"] += statistics.num_steps
+    TOTALS["parked"] += sum(len(diff.parked) for diff in load.driver.diffs)
     TOTALS["preemptions"] += statistics.num_preemptions
     TOTALS["hits"] += statistics.prefix_cache_hit_tokens
     TOTALS["dropped"] += statistics.dropped_tokens
@@ -165,4 +171,5 @@ def test_the_runs_reached_what_they_are_for() -> None:
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
         pytest.skip("not all seeds ran")
     assert TOTALS["steps"] >= 5000
-    assert TOTALS["preemptions"] > 300 and TOTALS["hits"] > 3000 and TOTALS["dropped"] > 100
+    assert TOTALS["preemptions"] > 300 and TOTALS["hits"] > 1000 and TOTALS["dropped"] > 100
+    assert TOTALS["parked"] > 100

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.protocol.checkpoint import stored_tensors
 from quire.protocol.errors import ConfigError
 from quire.protocol.model_config import load_model_config
-from quire.worker_proc.loader import init_dummy_weights, load_weights, weight_bytes
+from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import build_model
 
@@ -21,6 +22,10 @@ Factory = Callable[..., tuple[Path, Any]]
 
 SINGLE = "model.safetensors"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(tensor.num_bytes for tensor in stored_tensors(folder).values())
 
 
 @pytest.fixture

@@ -1,0 +1,57 @@
+"""Prompts out of a file of JSON lines, plain or compressed."""
+
+import gzip
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from quire.protocol.errors import ConfigError
+
+FIELDS = ("input", "prompt")
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+    """The text of each line's field ``input``, or ``prompt``; empty ones and blank lines are left out.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is not such an object (names it), or there is no prompt.
+    """
+    prompts: list[str] = []
+    try:
+        with _open(path) as lines:
+            for text in _texts(lines, path):
+                if limit is not None and len(prompts) >= limit:
+                    break
+                prompts.append(text)
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"--dataset {path}: cannot be read: {reason}") from None
+    if not prompts:
+        raise ConfigError(f"--dataset {path}: holds no prompts")
+    return prompts
+
+
+def _texts(lines: IO[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"--dataset {path}: line {number} is not JSON") from None
+        found = [record[name] for name in FIELDS if name in record] if isinstance(record, dict) else []
+        if not found or not isinstance(found[0], str):
+            raise ConfigError(f"--dataset {path}: line {number} has no text in a field {' or '.join(FIELDS)}")
+        if found[0]:
+            yield found[0]
+
+
+def _open(path: Path) -> IO[str]:
+    """By the name's last part; such files are streamed, for a trace unpacks to many times its size."""
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")

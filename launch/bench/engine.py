@@ -1,0 +1,271 @@
+"""``quire bench engine``: tokens per second of the whole engine, offline, and of peers in the same run.
+
+One round: ``--num-requests`` random prompts at once, greedy, ``--output-len`` tokens each, whatever they are.
+Rounds of ours and of each peer alternate, on the same prompts, so that a machine that is busy elsewhere slows all.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from tqdm import tqdm
+
+from quire.launch.bench.peers import Peer, PeerFailed, write_checkpoint
+from quire.launch.bench.report import Report, Table, rounded
+from quire.launch.bench.shapes import find_shape
+from quire.launch.llm import LLM
+from quire.launch.options import EngineOptions, find_model, make_engine_config
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.sampling_params import SamplingParams
+
+# Ids below are special tokens of most checkpoints.
+LOW_ID = 3
+WARM_UP_LENGTH = 16
+# Other processes busy on more than this many cores: the figures say less of the engine than of the machine.
+QUIET_CORES = 0.2
+
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int], None]
+
+
+@dataclass(slots=True)
+class Contestant:
+    """Ours or a peer: how to run one round, and what the rounds took.
+
+    Attributes:
+        generate: runs the prompts to so many tokens each; raises PeerFailed when it cannot.
+        seconds: of each timed round.
+        others_cores: what processes other than this benchmark's kept busy in each of them.
+        error: why it has no result.
+    """
+
+    name: str
+    generate: Generate
+    ready_s: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    others_cores: list[float] = field(default_factory=list)
+    prefill_s: float | None = None
+    error: str | None = None
+
+    def results(self, num_tokens: int, prompt_tokens: int, num_requests: int) -> dict[str, Any]:
+        """``tokens_per_s``: generated tokens by the seconds of a whole round, prefill included; median of rounds."""
+        if self.error is not None:
+            return {"error": self.error}
+        rates = [num_tokens / seconds for seconds in self.seconds]
+        median_s = statistics.median(self.seconds)
+        found: dict[str, Any] = {
+            "tokens_per_s": num_tokens / median_s,
+            "tokens_per_s_rounds": rates,
+            "ready_s": self.ready_s,
+            "others_cores": self.others_cores,
+            **self.facts,
+        }
+        if self.prefill_s is not None:
+            found |= {"prefill_s": self.prefill_s, "prefill_tokens_per_s": prompt_tokens / self.prefill_s}
+            if num_tokens > num_requests and median_s > self.prefill_s:
+                found["decode_tokens_per_s"] = (num_tokens - num_requests) / (median_s - self.prefill_s)
+        return found
+
+
+class OthersClock:
+    """How many cores other processes kept busy over a stretch of time."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._all, self._own = _busy_seconds(), _own_seconds()
+
+    def stop(self) -> tuple[float, float]:
+        """(wall seconds, busy cores of others)."""
+        wall = time.perf_counter() - self._begun
+        others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
+        return wall, round(max(0.0, others / wall), 2)
+
+
+def run(args: argparse.Namespace, options: EngineOptions) -> None:
+    """Raises ConfigError for flags that contradict each other, EngineError when ours does not come up."""
+    _check(args, options)
+    threads = args.threads or default_threads()
+    # torch reads this when it is loaded; the worker is our child, and so is each peer.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as scratch, ExitStack() as stack:
+        config = _engine_config(args, options, Path(scratch))
+        llm, ours = _start_ours(config, stack)
+        contestants = [ours, *_start_peers(args, config, threads, stack)]
+        before = llm.statistics()
+        _measure(contestants, args, config.model.vocab_size)
+        after = llm.statistics()
+        ours.facts |= {
+            "steps": after.num_steps - before.num_steps,
+            "preemptions": after.num_preemptions - before.num_preemptions,
+            "cached_tokens": after.prefix_cache_hit_tokens - before.prefix_cache_hit_tokens,
+        }
+    _report(args, config, threads, contestants).publish(args.json)
+
+
+def default_threads() -> int:
+    """As the worker decides: a user's own setting, else one thread per physical core that we may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
+
+
+def make_prompts(seed: int, num_prompts: int, length: int, vocab_size: int) -> Prompts:
+    """Random token ids; each seed gives others, so that no round finds the prefixes of the one before."""
+    draw = random.Random(seed)
+    return [[draw.randrange(LOW_ID, vocab_size) for _ in range(length)] for _ in range(num_prompts)]
+
+
+def _check(args: argparse.Namespace, options: EngineOptions) -> None:
+    for name, low in (("num_requests", 1), ("input_len", 1), ("output_len", 1), ("rounds", 1)):
+        if getattr(args, name) < low:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, not {getattr(args, name)}")
+    if args.threads is not None and not 1 <= args.threads <= 1024:
+        raise ConfigError(f"--threads must be from 1 to 1024, not {args.threads}")
+    if args.shape is not None and options.model is not None:
+        raise ConfigError("give MODEL or --shape, not both")
+
+
+def _engine_config(args: argparse.Namespace, options: EngineOptions, scratch: Path) -> EngineConfig:
+    """What to run: a checkpoint, or a shape with random weights (as a checkpoint too, where peers need one)."""
+    if args.shape is None:
+        config = make_engine_config(options, folder=find_model(options.model))
+        if args.peer and config.load_format == "dummy":
+            raise ConfigError("--load-format dummy with --peer: peers load the weights; leave it out or use --shape")
+    elif args.peer:
+        model = find_shape(args.shape)
+        folder = scratch / args.shape
+        write_checkpoint(model, folder, args.peer_python, options.seed, scratch)
+        config = make_engine_config(msgspec.structs.replace(options, load_format="auto"), folder=folder)
+    else:
+        config = make_engine_config(options, model=find_shape(args.shape))
+    total = args.input_len + args.output_len
+    if total > config.max_model_len:
+        raise ConfigError(f"--input-len and --output-len make {total} tokens; the context is {config.max_model_len}")
+    return config
+
+
+def _start_ours(config: EngineConfig, stack: ExitStack) -> tuple[LLM, Contestant]:
+    begun = time.perf_counter()
+    llm = stack.enter_context(LLM.from_config(config, quiet=True))
+    ready_s = time.perf_counter() - begun
+
+    def generate(prompts: Prompts, output_len: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+        short = [len(o.outputs[0].token_ids) for o in outputs if len(o.outputs[0].token_ids) != output_len]
+        if short:
+            raise EngineError(f"{len(short)} answers are shorter than {output_len} tokens: is the KV pool too small?")
+
+    return llm, Contestant("quire", generate, ready_s)
+
+
+def _start_peers(args: argparse.Namespace, config: EngineConfig, threads: int, stack: ExitStack) -> list[Contestant]:
+    contestants = []
+    for name in args.peer or []:
+        mode = name.removeprefix("transformers-")
+        peer = Peer(args.peer_python, Path(config.model_path), mode, args.peer_dtype, threads)
+        stack.callback(peer.close)
+        contestant = Contestant(name, peer.generate, 0.0)
+        try:
+            contestant.ready_s, contestant.facts = peer.wait_ready()
+        except PeerFailed as error:
+            contestant.error = str(error)
+        contestants.append(contestant)
+    return contestants
+
+
+def _measure(contestants: list[Contestant], args: argparse.Namespace, vocab_size: int) -> None:
+    """Warm up, one prefill alone, then the rounds; a peer that fails is left out from there on."""
+    lengths = [(0, WARM_UP_LENGTH), (1, 1), *((2 + i, args.output_len) for i in range(args.rounds))]
+    with tqdm(total=len(lengths) * len(contestants), desc="Rounds", file=sys.stderr, leave=False) as bar:
+        for index, output_len in lengths:
+            prompts = make_prompts(args.prompt_seed + index, args.num_requests, args.input_len, vocab_size)
+            for contestant in contestants:
+                if contestant.error is None:
+                    bar.set_postfix_str(contestant.name)
+                    _measure_round(contestant, prompts, output_len, index)
+                bar.update()
+
+
+def _measure_round(contestant: Contestant, prompts: Prompts, output_len: int, index: int) -> None:
+    clock = OthersClock()
+    try:
+        contestant.generate(prompts, min(output_len, WARM_UP_LENGTH) if index == 0 else output_len)
+    except PeerFailed as error:
+        contestant.error = str(error)
+        return
+    wall, others = clock.stop()
+    if index == 1:
+        contestant.prefill_s = wall
+    elif index > 1:
+        contestant.seconds.append(wall)
+        contestant.others_cores.append(others)
+
+
+def _report(args: argparse.Namespace, config: EngineConfig, threads: int, contestants: list[Contestant]) -> Report:
+    num_tokens = args.num_requests * args.output_len
+    results = {
+        c.name: c.results(num_tokens, args.num_requests * args.input_len, args.num_requests) for c in contestants
+    }
+    ours = results["quire"]["tokens_per_s"]
+    for found in results.values():
+        if "tokens_per_s" in found:
+            found["ours_by_this"] = ours / found["tokens_per_s"]
+    settings = {
+        "model": args.shape or "checkpoint",
+        "num_requests": args.num_requests,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "rounds": args.rounds,
+        "threads": threads,
+        "dtype": config.dtype,
+        "device": config.device,
+        "async_scheduling": config.async_scheduling,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+    }
+    report = Report("engine", settings, rounded(results, 3))
+    columns = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "ready_s", "ours_by_this")
+    title = f"{settings['model']}, {args.num_requests} requests, {args.input_len} + {args.output_len} tokens"
+    rows = [(name, [found.get(column) for column in columns]) for name, found in results.items()]
+    report.tables.append(Table(title, ("tokens/s", "decode tokens/s", "prefill s", "ready s", "ours / this"), rows))
+    facts = contestants[0].facts
+    report.notes.append(f"{facts['steps']} steps, {facts['preemptions']} preemptions, {threads} threads")
+    report.notes += [f"{c.name} failed: {c.error}" for c in contestants if c.error is not None]
+    busiest = max((o for c in contestants for o in c.others_cores), default=0.0)
+    if busiest > QUIET_CORES:
+        report.notes.append(f"other processes kept up to {busiest:.2f} cores busy: compare ratios only")
+    return report
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _own_seconds() -> float:
+    """CPU seconds of this process and all below it, those that have ended included."""
+    total = 0.0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total

@@ -1,0 +1,201 @@
+"""The real processes over real sockets: the offline API, and what happens when a process cannot go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
+
+QUIRE = [sys.executable, "-P", "-m", "quire.launch.cli"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def _children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "quire." in " ".join(p.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> tuple[Path, Any]:
+    return checkpoint_factory("qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
+    with LLM(tiny[0], max_model_len=128, num_gpu_blocks_override=40, block_size=8, max_num_seqs=16) as llm:
+        yield llm
+    assert not _children()
+
+
+def _generate(model: Any, prompt: list[int], n: int) -> list[int]:
+    import torch
+
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=n,
+            min_new_tokens=n,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return list(out[0, len(prompt) :].tolist())
+
+
+class TestOffline:
+    def test_greedy_tokens_equal_transformers(self, llm: LLM, tiny: tuple[Path, Any]) -> None:
+        prompts = [[3, 1, 4, 1, 5], [9, 2, 6], list(range(3, 60)), [7]]
+        outputs = llm.generate(prompts, GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == [_generate(tiny[1], p, 12) for p in prompts]
+        assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
+        assert [o.prompt_token_ids for o in outputs] == prompts
+
+    def test_a_crowd_that_does_not_fit_the_pool_is_preempted_and_right(self, llm: LLM, tiny: tuple[Path, Any]) -> None:
+        prompts = [[i, i + 1, i + 2] * 7 for i in range(3, 27)]
+        before = llm.statistics()
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+        after = llm.statistics()
+        assert after.num_preemptions > before.num_preemptions
+        assert after.num_free_blocks == after.num_usable_blocks == 40
+        for i in (0, 11, 23):
+            assert outputs[i].outputs[0].token_ids == _generate(tiny[1], prompts[i], 40)
+
+    def test_the_same_prompt_again_is_served_from_the_cache(self, llm: LLM) -> None:
+        prompt = {"prompt_token_ids": [5, 4, 3, 2] * 8}
+        first, again = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+        assert again.num_cached_tokens >= 24
+        assert again.outputs[0].token_ids == first.outputs[0].token_ids
+        assert llm.statistics()["prefix_cache_hit_tokens"] >= 24
+        assert llm.reset_prefix_cache()
+        assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
+
+    def test_samples_and_seeds(self, llm: LLM) -> None:
+        params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=8, ignore_eos=True)
+        first, again = (llm.generate([8, 9], params)[0] for _ in range(2))
+        assert [o.token_ids for o in first.outputs] == [o.token_ids for o in again.outputs]
+        assert len({tuple(o.token_ids) for o in first.outputs}) == 3
+        one = llm.generate([8, 9], SamplingParams(temperature=1.0, seed=11, max_tokens=8, ignore_eos=True))[0]
+        assert one.outputs[0].token_ids == first.outputs[0].token_ids
+
+    def test_logprobs(self, llm: LLM) -> None:
+        output = llm.generate([3, 5, 8], SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))[0].outputs[0]
+        assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
+        for token, found in zip(output.token_ids, output.logprobs, strict=True):
+            assert len(found) == 3 and found[token].rank == 1
+            assert found[token].logprob == max(entry.logprob for entry in found.values())
+        assert output.cumulative_logprob == pytest.approx(
+            sum(f[t].logprob for t, f in zip(output.token_ids, output.logprobs, strict=True))
+        )
+
+    def test_a_stop_token_ends_the_answer(self, llm: LLM) -> None:
+        free = llm.generate([6, 6, 6], GREEDY)[0].outputs[0].token_ids
+        stop = free[3]
+        output = llm.generate([6, 6, 6], SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[stop]))[0]
+        assert output.outputs[0].token_ids == free[: free.index(stop) + 1]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+
+    @pytest.mark.parametrize(
+        ("prompt", "param"),
+        [([], "prompt"), ([97], "prompt"), ([-1], "prompt"), ([1] * 128, "prompt"), ("text", "prompt"), ({}, "prompt")],
+    )
+    def test_a_bad_prompt_is_refused_and_the_next_one_served(self, llm: LLM, prompt: Any, param: str) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate([prompt] if prompt == [] else prompt, GREEDY)
+        assert caught.value.param == param
+        assert len(llm.generate([1, 2], GREEDY)[0].outputs[0].token_ids) == 12
+
+    def test_an_unknown_keyword_is_refused_with_the_nearest(self) -> None:
+        with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
+            LLM(max_num_seq=3)
+
+
+@pytest.fixture
+def others() -> set[int]:
+    """Processes of engines that other tests keep."""
+    return {p.pid for p in _children()}
+
+
+class TestDeath:
+    def test_a_killed_worker_is_named_and_nothing_is_left(self, tiny: tuple[Path, Any], others: set[int]) -> None:
+        with LLM(tiny[0], num_gpu_blocks_override=40) as llm:
+            worker = next(p for p in _children() if p.pid not in others and "quire.worker_proc" in p.cmdline())
+            worker.send_signal(signal.SIGKILL)
+            with pytest.raises(EngineError, match="worker process was killed by SIGKILL"):
+                llm.generate([1, 2, 3], GREEDY)
+        assert {p.pid for p in _children()} == others
+
+    def test_a_worker_that_cannot_load_says_why(self, tiny: tuple[Path, Any], others: set[int]) -> None:
+        with pytest.raises(ConfigError, match=r"memory does not suffice.*--kv-cache-memory-bytes"):
+            LLM(tiny[0], kv_cache_memory_bytes=2**49)
+        assert {p.pid for p in _children()} == others
+
+    def test_children_die_with_a_killed_supervisor(self, tiny: tuple[Path, Any]) -> None:
+        code = (
+            "import sys, time\nfrom quire import LLM\n"
+            f"llm = LLM({str(tiny[0])!r}, num_gpu_blocks_override=40)\n"
+            "print(llm._supervisor.directory, flush=True)\ntime.sleep(60)"
+        )
+        parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+        assert parent.stdout is not None
+        directory = Path(parent.stdout.readline().strip())
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert len(children) >= 2
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+        gone, alive = psutil.wait_procs(children, timeout=2)
+        assert not alive
+        assert not directory.exists()
+
+
+class TestTerminal:
+    def test_only_the_answer_is_on_stdout(self) -> None:
+        command = [*QUIRE, "chat", "--prompt", "Tell me a story.", "--max-tokens", "200"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("\n") == 1 and done.stdout.strip().endswith((".", "!", "?"))
+
+    def test_json(self) -> None:
+        command = [*QUIRE, "generate", "--prompt", "Once upon a time", "--max-tokens", "5", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        shown = json.loads(done.stdout)
+        assert len(shown["token_ids"]) == shown["usage"]["completion_tokens"] == 5
+
+    @pytest.mark.parametrize(
+        ("arguments", "status", "words"),
+        [
+            (["serve", "--max-num-seq", "4"], 2, ["--max-num-seq", "did you mean --max-num-seqs"]),
+            (["serve", "--block-size", "0"], 78, ["--block-size", "from 1 to 1024"]),
+            (["serve", "--port", "70000"], 78, ["--port", "65535"]),
+            (["serve", "/nonexistent"], 78, ["/nonexistent"]),
+            (["serve", "--max-num-batched-tokens", "8"], 78, ["--max-num-batched-tokens", "from 64"]),
+            (["generate", "--prompt", "x", "--temperature", "nan"], 1, ["temperature", "from 0 to 2"]),
+            (["frobnicate"], 2, ["frobnicate", "serve"]),
+        ],
+    )
+    def test_a_wrong_command_line_is_one_line(self, arguments: list[str], status: int, words: list[str]) -> None:
+        done = subprocess.run([*QUIRE, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == status
+        assert done.stderr.count("\n") == 1
+        assert all(word in done.stderr for word in words), done.stderr
+
+    def test_a_broken_checkpoint_is_one_line_within_5_seconds(self, tiny: tuple[Path, Any], tmp_path: Path) -> None:
+        for name in os.listdir(tiny[0]):
+            (tmp_path / name).write_bytes((tiny[0] / name).read_bytes()[: 9000 if "safetensors" in name else None])
+        started = time.monotonic()
+        done = subprocess.run([*QUIRE, "serve", str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 78
+        assert "model.safetensors" in done.stderr and "truncated" in done.stderr
+        assert time.monotonic() - started < 5

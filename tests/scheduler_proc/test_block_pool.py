@@ -1,0 +1,182 @@
+"""The pool: who holds what, in which order blocks are reused, and how long contents can be found."""
+
+import pytest
+
+from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.block_pool import BlockHashToBlockMap, BlockPool
+
+
+def pool_of(usable: int = 6) -> BlockPool:
+    return BlockPool(usable + 1, enable_caching=True)
+
+
+def ids(blocks: list[KVCacheBlock]) -> list[int]:
+    return [b.block_id for b in blocks]
+
+
+def test_the_map_finds_the_block_that_came_first() -> None:
+    found, a, b, c = BlockHashToBlockMap(), *(KVCacheBlock(i) for i in (3, 1, 2))
+    assert found.get_one_block(b"k") is None and len(found) == 0
+    for block in (a, b, c):
+        found.insert(b"k", block)
+    found.insert(b"other", a)
+    assert found.get_one_block(b"k") is a and len(found) == 2
+    assert found.pop(b"k", a.block_id) is a
+    assert found.get_one_block(b"k") is b
+    assert sorted(x.block_id for key, x in found.blocks() if key == b"k") == [1, 2]
+
+
+def test_the_map_forgets_exactly_what_it_is_told_to() -> None:
+    found, a, b = BlockHashToBlockMap(), KVCacheBlock(1), KVCacheBlock(2)
+    found.insert(b"k", a)
+    assert found.pop(b"k", 2) is None and found.pop(b"x", 1) is None
+    assert found.get_one_block(b"k") is a
+    found.insert(b"k", b)
+    assert found.pop(b"k", 9) is None
+    assert found.pop(b"k", 1) is a and found.pop(b"k", 1) is None
+    assert found.pop(b"k", 2) is b
+    assert len(found) == 0 and found.blocks() == []
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    pool = pool_of(3)
+    assert pool.num_usable_blocks == pool.num_free_blocks == 3
+    assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
+    with pytest.raises(IndexError):
+        pool.get_new_blocks(1)
+    assert pool.null_block.block_id == 0
+
+
+@pytest.mark.parametrize("num_blocks", [1, 0, -1])
+def test_a_pool_without_a_usable_block_is_refused(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        BlockPool(num_blocks, enable_caching=True)
+
+
+def test_a_block_is_free_only_when_its_last_holder_let_go() -> None:
+    pool = pool_of()
+    block = pool.get_new_blocks(1)
+    pool.touch(block)
+    pool.check([block, block])
+    pool.free_blocks(block)
+    assert pool.num_free_blocks == 5
+    pool.free_blocks(block)
+    assert pool.num_free_blocks == 6
+    pool.check([])
+
+
+def test_freeing_more_often_than_holding_is_refused() -> None:
+    pool = pool_of()
+    (block,) = pool.get_new_blocks(1)
+    pool.free_blocks([block])
+    with pytest.raises(ValueError, match="more often"):
+        pool.free_blocks([block])
+    pool.check([])
+    (again,) = pool.get_new_blocks(1)
+    with pytest.raises(ValueError, match="more often"):
+        pool.free_blocks([again, again])
+
+
+def test_the_null_block_may_be_freed_and_touched_without_effect() -> None:
+    pool = pool_of()
+    pool.free_blocks([pool.null_block])
+    pool.touch([pool.null_block])
+    assert pool.num_free_blocks == 6
+    pool.check([])
+
+
+def test_plain_blocks_are_reused_at_once_and_cached_ones_last() -> None:
+    pool = pool_of(6)
+    blocks = pool.get_new_blocks(4)
+    pool.cache_full_block(blocks[0], b"a")
+    pool.cache_full_block(blocks[1], b"b")
+    pool.free_blocks(reversed(blocks))
+    # Plain 4 and 3, then what was never used, then the cached ones: the end of a prefix before its start.
+    assert ids(pool.get_new_blocks(6)) == [4, 3, 5, 6, 2, 1]
+
+
+def test_a_hit_on_a_free_block_keeps_its_content() -> None:
+    pool = pool_of()
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_full_block(block, b"a")
+    pool.free_blocks([block])
+    found = pool.get_cached_block(b"a")
+    assert found is block
+    pool.touch([block])
+    assert block.ref_cnt == 1 and pool.num_free_blocks == 5
+    assert block not in pool.get_new_blocks(5)
+    assert pool.get_cached_block(b"a") is block
+
+
+def test_a_reused_block_cannot_be_found_any_more() -> None:
+    pool = pool_of(1)
+    pool.cache_full_block(pool.get_new_blocks(1)[0], b"a")
+    pool.free_blocks([pool.blocks[1]])
+    assert pool.get_new_blocks(1)[0].block_hash is None
+    assert pool.get_cached_block(b"a") is None
+    pool.check()
+
+
+def test_of_two_blocks_with_one_content_the_other_is_found_when_one_is_reused() -> None:
+    pool = pool_of(2)
+    first, second = pool.get_new_blocks(2)
+    pool.cache_full_block(first, b"a")
+    pool.cache_full_block(second, b"a")
+    pool.free_blocks([first])
+    pool.get_new_blocks(1)
+    assert pool.get_cached_block(b"a") is second
+    pool.check()
+
+
+def test_forgotten_content_is_not_found_in_any_of_its_blocks() -> None:
+    pool = pool_of(2)
+    for block in pool.get_new_blocks(2):
+        pool.cache_full_block(block, b"a")
+    pool.forget_content(b"a")
+    pool.forget_content(b"never known")
+    assert pool.get_cached_block(b"a") is None
+    pool.check()
+
+
+def test_a_block_takes_one_hash_and_the_null_block_none() -> None:
+    pool = pool_of()
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_full_block(block, b"a")
+    for wrong in (block, pool.null_block):
+        with pytest.raises(ValueError, match="cannot take a hash"):
+            pool.cache_full_block(wrong, b"b")
+
+
+def test_a_reset_forgets_all_but_only_while_nothing_is_held() -> None:
+    pool = pool_of()
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_full_block(block, b"a")
+    assert not pool.reset_prefix_cache()
+    assert pool.get_cached_block(b"a") is block
+    pool.free_blocks([block])
+    assert pool.reset_prefix_cache()
+    assert pool.get_cached_block(b"a") is None
+    pool.check([])
+
+
+@pytest.mark.parametrize("damage", ["lost", "null", "negative", "hash", "map", "holders"])
+def test_check_fails_when_it_should(damage: str) -> None:
+    pool = pool_of()
+    block, other = pool.get_new_blocks(2)
+    pool.cache_full_block(block, b"a")
+    held = [[block, other]]
+    pool.check(held)
+    if damage == "lost":
+        other.ref_cnt = 0
+    elif damage == "null":
+        pool.free_block_queue.append(pool.null_block)
+    elif damage == "negative":
+        pool.blocks[5].ref_cnt = -1
+    elif damage == "hash":
+        block.block_hash = b"b"
+    elif damage == "map":
+        other.block_hash = b"c"
+    else:
+        held = [[block, other], [block]]
+    with pytest.raises(AssertionError):
+        pool.check(held)

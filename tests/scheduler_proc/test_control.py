@@ -1,0 +1,133 @@
+"""Pause, resume, reset, statistics; front ends that leave; an engine that gives up; and the checks themselves."""
+
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver, end_of, expected_tokens
+
+from quire.protocol.messages import EndReason, EngineState, StepOutputs
+
+
+def busy(**settings: Any) -> Driver:
+    driver = Driver(max_num_seqs=2, **settings)
+    for index in range(4):
+        driver.add(f"r{index}", [index, 1, 2], client=index % 2, max_tokens=6)
+    driver.step()
+    return driver
+
+
+def test_a_pause_lets_nothing_new_out_and_loses_nothing() -> None:
+    driver = busy(async_scheduling=True)
+    assert driver.control("pause").done
+    assert not driver.scheduler.can_schedule and driver.schedule() is None
+    driver.add("late", [5], max_tokens=2)
+    while driver.execute() or driver.deliver():
+        pass
+    assert not driver.scheduler.in_flight and len(driver.scheduler.requests) == 5
+    driver.control("resume")
+    driver.run()
+    driver.check_drained()
+    for index in range(4):
+        assert driver.answers[f"r{index}"].tokens == expected_tokens([index, 1, 2], 6)
+
+
+def test_requests_end_also_while_paused() -> None:
+    driver = busy()
+    driver.control("pause")
+    driver.abort("r0", "r2")
+    assert [driver.answers[r].reason for r in ("r0", "r2")] == [EndReason.ABORTED] * 2
+
+
+def test_statistics_answer_the_query_and_count() -> None:
+    driver = busy(async_scheduling=True)
+    told = driver.control("statistics")
+    assert (told.query, told.done, told.num_running, told.num_waiting) == (7, True, 2, 2)
+    assert told.num_usable_blocks == 32 and told.num_free_blocks == 30
+    assert (told.prompt_tokens, told.generation_tokens) == (12, 2)
+    driver.run()
+    told = driver.control("statistics")
+    assert (told.num_running, told.num_waiting, told.num_free_blocks) == (0, 0, 32)
+    assert (told.prompt_tokens, told.generation_tokens, told.num_steps) == (12, 24, len(driver.diffs))
+
+
+def test_an_unknown_control_says_that_it_did_nothing() -> None:
+    assert not Driver().control("dance").done
+
+
+def test_a_client_that_leaves_takes_its_requests_along_and_no_others() -> None:
+    driver = busy(async_scheduling=True)
+    driver.drop_client(1)
+    assert {client for client, _ in driver.scheduler.requests} == {0}
+    assert [driver.answers[r].reason for r in ("r1", "r3")] == [EndReason.ABORTED] * 2
+    driver.drop_client(9)
+    driver.run()
+    driver.check_drained()
+    for request_id, index in (("r0", 0), ("r2", 2)):
+        assert driver.answers[request_id].tokens == expected_tokens([index, 1, 2], 6)
+
+
+def test_an_engine_that_gives_up_ends_every_request_with_the_reason() -> None:
+    driver = busy(async_scheduling=True)
+    driver.schedule()
+    driver.scheduler.fail_all("engine_fault: the engine stopped")
+    told = driver.scheduler.take_messages()
+    ended = [e for _, m in told if isinstance(m, StepOutputs) for e in m.ended]
+    assert len(ended) == 4
+    assert {(e.reason, e.detail) for e in ended} == {(EndReason.ERROR, "engine_fault: the engine stopped")}
+    assert not driver.scheduler.requests
+    driver.scheduler.check()
+
+
+def test_each_client_hears_of_its_own_requests_only() -> None:
+    driver = Driver()
+    for client in (0, 1, 2):
+        driver.add(f"r{client}", [client], client=client, max_tokens=3)
+    driver.schedule()
+    driver.execute()
+    result = driver._down.receive()
+    assert result is not None
+    driver.scheduler.consume(result.message)
+    told = dict(driver.scheduler.take_messages())
+    assert sorted(told) == [0, 1, 2]
+    for client, message in told.items():
+        assert [i.request_id for i in message.introduced] == [f"r{client}"]
+        assert message.tokens.tolist() == expected_tokens([client], 1)
+
+
+def test_messages_are_handed_over_once() -> None:
+    driver = busy()
+    driver.scheduler.abort = None  # type: ignore[attr-defined]
+    assert driver.scheduler.take_messages() == []
+
+
+def test_a_refused_client_gets_its_words_in_openais_terms() -> None:
+    assert [reason.finish_reason for reason in EndReason] == ["stop", "length", "abort", "error"]
+    assert EngineState("ready").detail == ""
+
+
+@pytest.mark.parametrize("damage", ["place", "placeholder", "blocks", "handles", "held"])
+def test_check_fails_when_it_should(damage: str) -> None:
+    driver = busy()
+    scheduler = driver.scheduler
+    scheduler.check()
+    request = scheduler.running[0]
+    if damage == "place":
+        scheduler.waiting.add_request(request)
+    elif damage == "placeholder":
+        request.num_output_placeholders = 1
+    elif damage == "blocks":
+        scheduler.kv.free(request)
+    elif damage == "handles":
+        scheduler._handles.take()
+    else:
+        scheduler.kv.coordinator.managers[0].req_to_blocks[99] = []
+    with pytest.raises(AssertionError):
+        scheduler.check()
+
+
+def test_ends_of_requests_that_never_ran_are_introduced_first() -> None:
+    driver = Driver()
+    driver.add("a", [1], max_tokens=2)
+    driver.abort("a")
+    assert end_of(driver, "a") == (EndReason.ABORTED, [])
+    assert driver.answers["a"].num_cached_tokens == 0

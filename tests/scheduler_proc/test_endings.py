@@ -1,0 +1,297 @@
+"""Every request ends exactly once, at the right token, from wherever it stands; and nothing of it stays behind."""
+
+from collections.abc import Callable
+
+import pytest
+from scheduler_driver import VOCAB_SIZE, Driver, end_of, expected_tokens
+
+from quire.protocol.messages import EndReason
+
+PROMPT = [3, 1, 4, 1, 5]
+BOTH = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+def one(asynchronous: bool, **extra: object) -> Driver:
+    driver = Driver(async_scheduling=asynchronous)
+    driver.add("a", PROMPT, **{"max_tokens": 6} | extra)
+    return driver
+
+
+def finish(driver: Driver) -> None:
+    driver.run()
+    driver.check_drained()
+
+
+@BOTH
+@pytest.mark.parametrize("max_tokens", [1, 2, 6])
+def test_max_tokens_is_exact(asynchronous: bool, max_tokens: int) -> None:
+    driver = one(asynchronous, max_tokens=max_tokens)
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.LENGTH, expected_tokens(PROMPT, max_tokens))
+    assert driver.answers["a"].ended.num_output_tokens == max_tokens
+    assert driver.scheduler.statistics().dropped_tokens == 0
+    assert len(driver.diffs) == max_tokens, "a length limit is known ahead: no step is computed in vain"
+
+
+@BOTH
+def test_the_context_is_a_limit_too(asynchronous: bool) -> None:
+    driver = Driver(async_scheduling=asynchronous, max_model_len=9)
+    driver.add("a", PROMPT, max_tokens=None)
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.LENGTH, expected_tokens(PROMPT, 4))
+
+
+def test_the_removal_of_a_full_request_goes_out_one_step_ahead() -> None:
+    driver = Driver(async_scheduling=True)
+    driver.add("a", PROMPT, max_tokens=2)
+    driver.add("b", PROMPT, max_tokens=9)
+    driver.schedule()
+    driver.schedule()
+    driver.execute()
+    driver.deliver()
+    # Its last token is in flight: gone from the workers, not yet ended, and its blocks are still held.
+    diff = driver.schedule()
+    assert diff is not None and diff.removed == [0]
+    assert driver.answers["a"].ended is None and 0 in driver.scheduler.leaving
+    assert driver.scheduler.kv.block_ids(driver.request("a")) != [[]]
+    finish(driver)
+    assert driver.answers["a"].tokens == expected_tokens(PROMPT, 2)
+
+
+@BOTH
+def test_a_stop_token_ends_and_is_named(asynchronous: bool) -> None:
+    want = expected_tokens(PROMPT, 6)
+    driver = one(asynchronous, max_tokens=30, stop_token_ids=[want[2], 999])
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.STOPPED, want[:3])
+    assert driver.answers["a"].ended.stop_reason == want[2]
+
+
+@BOTH
+def test_the_end_of_text_ends_unless_it_is_ignored(asynchronous: bool) -> None:
+    want = expected_tokens(PROMPT, 6)
+    driver = Driver(async_scheduling=asynchronous, eos=[want[1]])
+    driver.add("a", PROMPT, max_tokens=6)
+    driver.add("b", PROMPT, max_tokens=6, ignore_eos=True)
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.STOPPED, want[:2])
+    assert driver.answers["a"].ended.stop_reason is None
+    assert end_of(driver, "b") == (EndReason.LENGTH, want)
+
+
+def test_a_stop_token_is_known_late_so_one_surplus_token_is_dropped_and_counted() -> None:
+    for asynchronous, surplus in ((False, 0), (True, 1)):
+        want = expected_tokens(PROMPT, 3)
+        driver = one(asynchronous, max_tokens=30, stop_token_ids=[want[2]])
+        finish(driver)
+        statistics = driver.scheduler.statistics()
+        assert (statistics.dropped_tokens, statistics.generation_tokens) == (surplus, 3)
+        assert len(driver.diffs) == 3 + surplus
+
+
+def test_a_stop_token_that_is_also_the_last_allowed_one_counts_as_a_stop() -> None:
+    want = expected_tokens(PROMPT, 3)
+    driver = one(True, max_tokens=3, stop_token_ids=[want[2]])
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.STOPPED, want)
+
+
+@BOTH
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_a_stop_of_the_front_end_bills_what_it_says(asynchronous: bool, told: int) -> None:
+    driver = one(asynchronous, max_tokens=30)
+    while len(driver.answers["a"].tokens) < 3:
+        driver.step()
+    driver.stop("a", told)
+    assert driver.answers["a"].reason is EndReason.STOPPED
+    assert driver.answers["a"].ended.num_output_tokens == told
+    assert driver.scheduler.statistics().generation_tokens == told
+    finish(driver)
+
+
+@pytest.mark.parametrize(("told", "counted"), [(99, 2), (-5, 0)])
+def test_a_stop_cannot_bill_more_than_there_is_nor_less_than_nothing(told: int, counted: int) -> None:
+    driver = one(False)
+    driver.step()
+    driver.step()
+    driver.stop("a", told)
+    assert driver.answers["a"].ended.num_output_tokens == counted
+    assert driver.scheduler.statistics().generation_tokens == counted
+
+
+def test_stops_and_aborts_of_unknown_requests_are_nothing() -> None:
+    driver = one(False)
+    driver.stop("nobody", 1)
+    driver.abort("nobody", "nothing")
+    driver.abort("a", client=5)
+    finish(driver)
+    assert driver.answers["a"].reason is EndReason.LENGTH
+
+
+def aborted_waiting(driver: Driver) -> None:
+    assert driver.scheduler.waiting
+
+
+def aborted_in_prefill(driver: Driver) -> None:
+    driver.schedule()
+    driver.execute()
+    driver.deliver()
+    assert 0 < driver.request("a").num_computed_tokens < len(PROMPT)
+
+
+def aborted_with_prefill_in_flight(driver: Driver) -> None:
+    driver.schedule()
+    assert driver.request("a").num_in_flight == 1
+
+
+def aborted_decoding(driver: Driver) -> None:
+    for _ in range(5):
+        driver.step()
+    assert driver.answers["a"].tokens
+
+
+def aborted_with_all_steps_in_flight(driver: Driver) -> None:
+    aborted_decoding(driver)
+    while driver.schedule() is not None:
+        pass
+    assert driver.request("a").num_in_flight == driver.config.pipeline_depth
+
+
+def aborted_after_execution(driver: Driver) -> None:
+    aborted_with_all_steps_in_flight(driver)
+    driver.execute()
+
+
+def aborted_leaving(driver: Driver) -> None:
+    while not driver.scheduler.leaving:
+        if driver.schedule() is None and not driver.scheduler.leaving:
+            driver.execute()
+            driver.deliver()
+    assert driver.answers["a"].ended is None
+
+
+MOMENTS: list[Callable[[Driver], None]] = [
+    aborted_waiting,
+    aborted_in_prefill,
+    aborted_with_prefill_in_flight,
+    aborted_decoding,
+    aborted_with_all_steps_in_flight,
+    aborted_after_execution,
+    aborted_leaving,
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_abort_ends_at_once_from_anywhere(moment: Callable[[Driver], None]) -> None:
+    driver = Driver(async_scheduling=True, max_num_batched_tokens=3, max_num_seqs=2)
+    driver.add("a", PROMPT, max_tokens=8)
+    moment(driver)
+    had = list(driver.answers["a"].tokens)
+    driver.abort("a")
+    assert end_of(driver, "a") == (EndReason.ABORTED, had)
+    assert driver.scheduler.kv.pool.num_free_blocks == 32, "its blocks are free at once"
+    driver.add("b", [9, 9], max_tokens=4)
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.ABORTED, had)
+    assert driver.answers["b"].tokens == expected_tokens([9, 9], 4)
+
+
+def test_an_abort_while_preempted_and_in_flight() -> None:
+    driver = Driver(num_blocks=7, async_scheduling=True, enable_prefix_caching=False)
+    driver.add("old", PROMPT, max_tokens=15)
+    driver.add("a", [7, 7, 7, 7, 7], max_tokens=15)
+    while not driver.request("a").num_preemptions:
+        if driver.schedule() is None:
+            driver.execute()
+            driver.deliver()
+    assert driver.request("a").num_in_flight
+    driver.abort("a")
+    finish(driver)
+    assert driver.answers["a"].reason is EndReason.ABORTED
+    assert driver.answers["old"].tokens == expected_tokens(PROMPT, 15)
+
+
+def test_the_token_of_an_aborted_request_is_dropped_and_counted() -> None:
+    driver = one(True)
+    driver.schedule()
+    driver.schedule()
+    driver.abort("a")
+    finish(driver)
+    assert driver.answers["a"].tokens == [] and driver.scheduler.statistics().dropped_tokens == 2
+
+
+def test_a_handle_is_used_again_only_when_its_removal_was_acknowledged() -> None:
+    driver = Driver(async_scheduling=True)
+    driver.add("keep", [1, 2], max_tokens=30)
+    driver.add("a", PROMPT, max_tokens=30)
+    driver.schedule()
+    driver.schedule()
+    driver.abort("a")
+    driver.add("b", [1], max_tokens=2)
+    assert driver.request("b").handle == 2
+    driver.execute()
+    driver.deliver()
+    removal = driver.schedule()
+    assert removal is not None and removal.removed == [1]
+    driver.add("c", [1], max_tokens=2)
+    assert driver.request("c").handle == 3
+    while driver.scheduler.in_flight:
+        driver.execute()
+        driver.deliver()
+    driver.add("d", [1], max_tokens=2)
+    assert driver.request("d").handle == 1
+    finish(driver)
+
+
+def test_a_bad_row_ends_alone_with_an_error() -> None:
+    driver = Driver(async_scheduling=True)
+    for name in ("a", "b"):
+        driver.add(name, [*PROMPT, ord(name)], max_tokens=8)
+    driver.worker.bad_from["a"] = 3
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.ERROR, expected_tokens([*PROMPT, ord("a")], 3))
+    assert driver.answers["a"].ended.detail.startswith("numerical_error: ")
+    assert end_of(driver, "b") == (EndReason.LENGTH, expected_tokens([*PROMPT, ord("b")], 8))
+
+
+def test_a_request_that_outgrows_the_pool_ends_as_length() -> None:
+    driver = Driver(num_blocks=5, async_scheduling=True)
+    driver.add("a", PROMPT, max_tokens=100)
+    finish(driver)
+    # 4 blocks are 16 positions, and the last token needs none.
+    assert end_of(driver, "a") == (EndReason.LENGTH, expected_tokens(PROMPT, 12))
+
+
+@BOTH
+def test_a_resubmission_goes_on_after_what_was_delivered(asynchronous: bool) -> None:
+    want = expected_tokens(PROMPT, 6)
+    driver = Driver(async_scheduling=asynchronous)
+    driver.add("a", PROMPT, want[:2], max_tokens=6)
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.LENGTH, want[2:])
+    assert driver.answers["a"].ended.num_output_tokens == 6
+
+
+@pytest.mark.parametrize("delivered", [6, 9])
+def test_a_resubmission_that_had_got_everything_ends_at_once(delivered: int) -> None:
+    driver = Driver()
+    driver.add("a", PROMPT, expected_tokens(PROMPT, delivered), max_tokens=6)
+    assert end_of(driver, "a") == (EndReason.LENGTH, [])
+    assert driver.schedule() is None
+    finish(driver)
+
+
+def test_an_id_can_be_used_again_after_its_end() -> None:
+    driver = one(False)
+    finish(driver)
+    driver.answers.clear()
+    driver.add("a", PROMPT, max_tokens=2)
+    finish(driver)
+    assert driver.answers["a"].tokens == expected_tokens(PROMPT, 2)
+
+
+def test_a_vocabulary_of_one_token_works() -> None:
+    driver = Driver(vocab_size=1)
+    driver.add("a", [0, 0], max_tokens=3)
+    finish(driver)
+    assert driver.answers["a"].tokens == [0, 0, 0] and VOCAB_SIZE > 1

@@ -1,0 +1,169 @@
+"""The log of a live asynchronous run replays to the same decisions, with and without its tokens."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from scheduler_driver import Driver, change, expected_tokens
+
+from quire.protocol.codec import Codec
+from quire.protocol.messages import Consumed, OpaqueRequest, OpaqueResult, SchedulerOutput
+from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind, replay, without_tokens
+
+SECRET = [7, 77, 777]
+CONSUMED: Codec[Any] = Codec(Consumed)
+PRODUCED: Codec[Any] = Codec(SchedulerOutput)
+
+
+def live_run(seed: int, events: int = 60) -> Driver:
+    """A run with everything in it that a log can hold: refusals, resubmissions, aborts, stops, bad rows, clients lost."""
+    rng = random.Random(seed)
+    driver = Driver(num_blocks=10, async_scheduling=True, eos=list(range(0, 1000, 50)), max_num_batched_tokens=13)
+    prefix = SECRET * 3
+    for index in range(events):
+        name = f"r{index}"
+        prompt = (prefix if rng.random() < 0.6 else []) + [rng.randrange(1000) for _ in range(rng.randrange(1, 9))]
+        draw = rng.random()
+        if draw < 0.1:
+            driver.add(name, rng.choice(([], [5000], list(range(50)))))
+        elif draw < 0.2:
+            delivered = expected_tokens(prompt, rng.randrange(1, 6))
+            driver.add(name, prompt, delivered, max_tokens=rng.choice((1, 8)), client=rng.randrange(3))
+        else:
+            if draw < 0.3:
+                driver.worker.bad_from[name] = rng.randrange(4)
+            driver.add(name, prompt, max_tokens=rng.randrange(1, 20), client=rng.randrange(3))
+        for _ in range(rng.randrange(2, 22)):
+            driver.random_step(rng)
+        if draw > 0.75 and driver.scheduler.requests:
+            client, victim = rng.choice(list(driver.scheduler.requests))
+            if draw > 0.95:
+                driver.drop_client(client)
+            elif draw > 0.9:
+                driver.control("reset_prefix_cache")
+            elif draw > 0.85:
+                driver.add(victim, [1, 2, 3], client=client)  # a duplicate
+            elif client == 0:
+                (driver.stop(victim, 1) if draw > 0.8 else driver.abort(victim))
+    driver.run()
+    return driver
+
+
+def copied(driver: Driver) -> list[Record]:
+    """As a trace file would hold it."""
+    data = msgspec.msgpack.encode(list(driver.log))
+    return msgspec.msgpack.decode(data, type=list[Record])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_replay_decides_the_same(seed: int) -> None:
+    driver = live_run(seed)
+    assert driver.scheduler.statistics().num_preemptions > 0
+    records = copied(driver)
+    assert sum(r.kind == RecordKind.PRODUCED for r in records) == len(driver.diffs)
+    assert replay(driver.header, records, check=True) is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_log_without_tokens_replays_to_the_same_decisions(seed: int) -> None:
+    driver = live_run(seed)
+    opaque = list(without_tokens(driver.header, copied(driver)))
+    assert replay(driver.header, opaque, check=True) is None
+    assert sum(r.kind == RecordKind.PRODUCED for r in opaque) == len(driver.diffs)
+
+
+def test_a_log_without_tokens_holds_none() -> None:
+    driver = live_run(3)
+    for record in without_tokens(driver.header, copied(driver)):
+        if record.kind == RecordKind.PRODUCED:
+            assert PRODUCED.decode(record.frames).message.token_ids is None
+        elif record.kind == RecordKind.CONSUMED:
+            event = CONSUMED.decode(record.frames).message
+            assert not hasattr(event, "prompt_token_ids") and not hasattr(event, "tokens")
+        assert np.array(SECRET, np.int32).tobytes() not in b"".join(record.frames)
+
+
+def test_opaque_records_tell_lengths_hashes_and_endings() -> None:
+    driver = Driver()
+    driver.add("a", [1, 2, 3, 4, 5], max_tokens=4)
+    driver.run()
+    opaque = [CONSUMED.decode(r.frames).message for r in without_tokens(driver.header, driver.log) if r.kind == 1]
+    arrival, *results = opaque
+    assert isinstance(arrival, OpaqueRequest) and arrival.num_prompt_tokens == 5 and len(arrival.block_hashes) == 32
+    assert all(isinstance(r, OpaqueResult) and r.handles.tolist() == [0] for r in results)
+    assert [len(r.block_hashes) for r in results] == [0, 0, 1, 0]
+    assert [[e.num_output_tokens for e in r.ended] for r in results] == [[], [], [], [4]]
+
+
+def changed(record: Record, codec: Codec[Any], edit: Callable[[Any], Any]) -> Record:
+    frames = [bytes(f) for f in codec.encode(0, 0, edit(codec.decode(record.frames).message))]
+    return Record(record.kind, record.now, record.client, frames)
+
+
+@pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
+def test_another_decision_is_located(position: float) -> None:
+    records = copied(live_run(1))
+    index = [i for i, r in enumerate(records) if r.kind == RecordKind.PRODUCED][int(position * 50)]
+    records[index] = changed(records[index], PRODUCED, lambda diff: change(diff, removed=[*diff.removed, 999]))
+    found = replay(live_run(1).header, records)
+    assert found is not None and found.record == index
+    assert found.step == PRODUCED.decode(records[index].frames).message.step
+    assert "999" in found.recorded and "999" not in found.decided
+
+
+def test_a_decision_where_there_was_none_is_located() -> None:
+    driver = Driver()
+    driver.add("a", [1, 2], max_tokens=2)
+    driver.run()
+    records = list(driver.log)
+    first = next(i for i, r in enumerate(records) if r.kind == RecordKind.PRODUCED)
+    records[first] = Record(RecordKind.TICK, 0.0)
+    found = replay(driver.header, records)
+    assert found is not None and (found.record, found.recorded) == (first, "nothing")
+
+
+def test_one_changed_number_of_an_arrival_is_located() -> None:
+    driver = Driver(async_scheduling=True)
+    for index in range(4):
+        driver.add(f"r{index}", [index, 1, 2], max_tokens=5 + index)
+        driver.step()
+    driver.run()
+    records = list(driver.log)
+    third = [i for i, r in enumerate(records) if r.kind == RecordKind.CONSUMED and len(r.frames) == 2][2]
+    records[third] = changed(
+        records[third], CONSUMED, lambda event: change(event, prompt_token_ids=np.arange(9, dtype=np.int32))
+    )
+    found = replay(driver.header, records)
+    assert found is not None and found.record > third and found.recorded != found.decided
+
+
+def test_one_changed_token_of_a_result_is_located_when_it_decides_something() -> None:
+    driver = Driver(eos=[500])
+    driver.add("a", [1, 2], max_tokens=9)
+    driver.run()
+    records = list(driver.log)
+    result = [i for i, r in enumerate(records) if r.kind == RecordKind.CONSUMED][3]
+    records[result] = changed(records[result], CONSUMED, lambda event: change(event, tokens=np.array([500], np.int32)))
+    found = replay(driver.header, records)
+    assert found is not None and found.record == result + 1 and found.decided == "nothing"
+
+
+def test_the_ring_is_bounded_and_says_what_it_dropped() -> None:
+    log = EventLog(max_bytes=10_000)
+    for index in range(1000):
+        log.consumed(float(index), 0, [bytes(36)])
+        assert len(log) <= 100
+    assert log.dropped == 900 and not log.complete
+    assert [r.now for r in log] == [float(i) for i in range(900, 1000)]
+    log.consumed(0.0, 0, [bytes(20_000)])
+    assert len(log) <= 1, "one message larger than the ring does not make it grow"
+
+
+def test_a_ring_that_dropped_nothing_is_complete() -> None:
+    log = EventLog()
+    log.tick(1.0)
+    log.client_dropped(2.0, 5)
+    assert log.complete and [(r.kind, r.client) for r in log] == [(RecordKind.TICK, 0), (RecordKind.DROPPED, 5)]

@@ -1,0 +1,204 @@
+"""KVCacheManager and what is below it: all blocks or none, hits that leave the last token, nothing changed on failure."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import KVGroup, KVLayout
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.request import Request, Tokens
+
+SIZE = 4
+
+
+def layout_of(*kinds: str) -> KVLayout:
+    groups = [KVGroup(kind, SIZE, [index]) for index, kind in enumerate(kinds)]
+    return KVLayout(groups, num_kv_heads=1, head_dim=4, dtype="float32")
+
+
+def manager_of(usable: int = 8, *, caching: bool = True, groups: int = 1) -> KVCacheManager:
+    return KVCacheManager(layout_of(*["full_attention"] * groups), usable + 1, caching)
+
+
+def request_of(handle: int, tokens: list[int], salt: str = "") -> Request:
+    return Request(
+        handle=handle,
+        client=0,
+        request_id=f"r{handle}",
+        tokens=Tokens(np.array(tokens, np.int32), SIZE, salt),
+        num_prompt_tokens=len(tokens),
+        sampling=SamplingParams(),
+        seed=0,
+        stop_tokens=frozenset(),
+        max_total_tokens=100,
+    )
+
+
+def run(kv: KVCacheManager, request: Request) -> tuple[int, Any]:
+    """Admit a request as the scheduler does: hits, then the rest in one piece. Returns hit tokens and new blocks."""
+    hits, num_hits = kv.get_computed_blocks(request)
+    new = kv.allocate_slots(request, request.num_tokens - num_hits, hits, num_hits)
+    if new is not None:
+        request.num_computed_tokens = request.num_tokens
+        kv.cache_blocks(request, request.num_tokens)
+    kv.check()
+    return num_hits, new
+
+
+def picture(kv: KVCacheManager) -> Any:
+    """Everything that could change."""
+    return (
+        [(b.block_id, b.ref_cnt, b.block_hash) for b in kv.pool.blocks],
+        [b.block_id for b in kv.pool.free_block_queue.blocks()],
+        [({k: list(v) for k, v in m.req_to_blocks.items()}, dict(m.num_cached_block)) for m in kv.coordinator.managers],
+        kv.pool.cached_block_hash_to_block.blocks(),
+    )
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_a_request_gets_as_many_blocks_as_its_positions_need(num_tokens: int, blocks: int) -> None:
+    kv = manager_of()
+    _, new = run(kv, request_of(1, list(range(num_tokens))))
+    assert [len(g) for g in new] == [blocks]
+
+
+def test_a_block_is_filled_before_another_is_given() -> None:
+    kv, request = manager_of(), request_of(1, [1])
+    run(kv, request)
+    given = []
+    for position in range(1, 9):
+        new = kv.allocate_slots(request, 1)
+        request.num_computed_tokens = position + 1
+        given.append(len(new[0]) if new is not None else None)
+    assert given == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_nothing_changes_when_the_pool_has_too_few() -> None:
+    kv = manager_of(4)
+    run(kv, request_of(1, list(range(8))))
+    second = request_of(2, [*range(8), *range(50, 60)])
+    before = picture(kv)
+    hits, num_hits = kv.get_computed_blocks(second)
+    assert num_hits == 8
+    assert kv.allocate_slots(second, 10, hits, num_hits) is None  # needs 3 more, 2 are free
+    assert picture(kv) == before
+
+
+def test_hits_that_must_leave_the_free_queue_count_as_used_up() -> None:
+    kv = manager_of(3)
+    first = request_of(1, list(range(9)))
+    run(kv, first)
+    kv.free(first)
+    second = request_of(2, [*range(8), *range(50, 55)])
+    before = picture(kv)
+    hits, num_hits = kv.get_computed_blocks(second)
+    # Three blocks are free, but two of them are the hits: 5 tokens more need 2 blocks.
+    assert num_hits == 8 and kv.allocate_slots(second, 5, hits, num_hits) is None
+    assert picture(kv) == before
+    assert kv.allocate_slots(second, 4, hits, num_hits) is not None
+
+
+def test_the_last_token_is_never_a_hit() -> None:
+    kv = manager_of()
+    run(kv, request_of(1, list(range(8))))
+    assert kv.get_computed_blocks(request_of(2, list(range(8))))[1] == 4
+    assert kv.get_computed_blocks(request_of(3, list(range(9))))[1] == 8
+    assert kv.get_computed_blocks(request_of(4, [0]))[1] == 0
+
+
+def test_a_hit_ends_at_the_first_block_that_differs_or_is_gone() -> None:
+    kv = manager_of()
+    first = request_of(1, list(range(13)))
+    run(kv, first)
+    assert kv.get_computed_blocks(request_of(2, [*range(6), 99, *range(7, 13)]))[1] == 4
+    kv.pool.forget_content(first.block_hashes[0])
+    assert kv.get_computed_blocks(request_of(3, list(range(13))))[1] == 0
+
+
+def test_salts_share_nothing() -> None:
+    kv = manager_of()
+    run(kv, request_of(1, list(range(9)), "mine"))
+    assert kv.get_computed_blocks(request_of(2, list(range(9)), "yours"))[1] == 0
+    assert kv.get_computed_blocks(request_of(3, list(range(9)), "mine"))[1] == 8
+
+
+def test_shared_blocks_are_held_by_each_and_freed_by_the_last() -> None:
+    kv = manager_of()
+    first, second = request_of(1, list(range(9))), request_of(2, list(range(9)))
+    run(kv, first)
+    assert run(kv, second)[0] == 8
+    assert kv.block_ids(first)[0][:2] == kv.block_ids(second)[0][:2]
+    assert kv.block_ids(first)[0][2] != kv.block_ids(second)[0][2]
+    kv.free(first)
+    assert kv.pool.num_free_blocks == 5
+    kv.free(second)
+    assert kv.pool.num_free_blocks == 8
+    kv.check()
+
+
+def test_a_freed_prefix_lives_longer_than_what_followed_it() -> None:
+    kv = manager_of(4)
+    request = request_of(1, list(range(13)))
+    run(kv, request)
+    kv.free(request)
+    kv.pool.get_new_blocks(2)
+    assert kv.get_computed_blocks(request_of(2, list(range(13))))[1] == 8
+
+
+def test_only_known_and_written_positions_are_findable() -> None:
+    kv, request = manager_of(), request_of(1, list(range(12)))
+    kv.allocate_slots(request, 7)
+    kv.cache_blocks(request, 7)
+    assert kv.get_computed_blocks(request_of(2, list(range(12))))[1] == 4
+
+
+def test_without_caching_nothing_is_ever_found() -> None:
+    kv = manager_of(caching=False)
+    run(kv, request_of(1, list(range(9))))
+    assert kv.get_computed_blocks(request_of(2, list(range(9))))[1] == 0
+
+
+def test_bad_content_is_forgotten_also_after_the_blocks_were_given_back() -> None:
+    kv, request = manager_of(), request_of(1, list(range(13)))
+    run(kv, request)
+    kv.free(request)
+    kv.forget_content(request, 4)
+    assert kv.get_computed_blocks(request_of(2, list(range(13))))[1] == 4
+    kv.check()
+
+
+def test_several_groups_get_blocks_together_or_not_at_all() -> None:
+    kv = manager_of(7, caching=False, groups=2)
+    request = request_of(1, list(range(9)))
+    assert [len(g) for g in run(kv, request)[1]] == [3, 3]
+    before = picture(kv)
+    assert kv.allocate_slots(request_of(2, [1]), 1) is None  # one block is free, two are needed
+    assert picture(kv) == before
+    assert kv.max_tokens == 12
+
+
+def test_what_is_not_supported_says_so() -> None:
+    with pytest.raises(ConfigError, match="kind 'mamba'"):
+        KVCacheManager(layout_of("mamba"), 9, True)
+    with pytest.raises(ConfigError, match="--no-enable-prefix-caching"):
+        KVCacheManager(layout_of("full_attention", "full_attention"), 9, True)
+
+
+def test_a_reset_needs_all_blocks_free() -> None:
+    kv, request = manager_of(), request_of(1, list(range(9)))
+    run(kv, request)
+    assert not kv.reset_prefix_cache()
+    kv.free(request)
+    assert kv.reset_prefix_cache()
+    assert kv.get_computed_blocks(request)[1] == 0
+
+
+def test_check_fails_when_a_block_has_another_number_of_holders() -> None:
+    kv, request = manager_of(), request_of(1, list(range(9)))
+    run(kv, request)
+    kv.coordinator.managers[0].req_to_blocks[1].pop()
+    with pytest.raises(AssertionError):
+        kv.check()

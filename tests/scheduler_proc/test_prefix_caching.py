@@ -1,0 +1,149 @@
+"""Prefixes are found, shared in the same step, kept apart by salts, and never wrong."""
+
+from scheduler_driver import Driver, expected_tokens
+
+from quire.protocol.messages import EndReason
+
+PREFIX = list(range(100, 112))
+
+
+def cached(driver: Driver, request_id: str) -> int:
+    return driver.answers[request_id].num_cached_tokens
+
+
+def test_a_hit_is_told_to_the_client_and_counted() -> None:
+    driver = Driver()
+    driver.add("a", [*PREFIX, 1], max_tokens=1)
+    driver.run()
+    driver.add("b", [*PREFIX, 2], max_tokens=3)
+    assert driver.counts(driver.schedule()) == {"b": 1}
+    driver.run()
+    assert (cached(driver, "a"), cached(driver, "b")) == (0, 12)
+    assert driver.answers["b"].tokens == expected_tokens([*PREFIX, 2], 3)
+    statistics = driver.scheduler.statistics()
+    assert (statistics.prefix_cache_queries, statistics.prefix_cache_hit_tokens) == (26, 12)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    driver = Driver()
+    for name in ("a", "b"):
+        driver.add(name, PREFIX, max_tokens=2)
+        driver.run()
+    assert cached(driver, "b") == 8
+    assert driver.answers["b"].tokens == driver.answers["a"].tokens == expected_tokens(PREFIX, 2)
+
+
+def test_the_answer_of_one_turn_is_a_hit_of_the_next() -> None:
+    driver = Driver(async_scheduling=True)
+    driver.add("a", PREFIX, max_tokens=9)
+    answer = driver.run()["a"].tokens
+    driver.add("b", [*PREFIX, *answer, 5], max_tokens=1)
+    driver.run()
+    # The last answered token was never computed, so its block (position 20) is not full.
+    assert cached(driver, "b") == 20
+
+
+def test_requests_of_one_step_share_what_the_step_writes() -> None:
+    driver = Driver()
+    for name in ("a", "b", "c"):
+        driver.add(name, [*PREFIX, ord(name)], max_tokens=2)
+    assert driver.counts(driver.schedule()) == {"a": 13, "b": 1, "c": 1}
+    driver.run()
+    assert [cached(driver, n) for n in "abc"] == [0, 12, 12]
+    for name in "abc":
+        assert driver.answers[name].tokens == expected_tokens([*PREFIX, ord(name)], 2)
+
+
+def test_a_chunked_prompt_shares_what_is_written_so_far() -> None:
+    driver = Driver(max_num_batched_tokens=9)
+    driver.add("a", [*PREFIX, 1], max_tokens=2)
+    driver.add("b", [*PREFIX, 2], max_tokens=2)
+    driver.run()
+    assert cached(driver, "b") == 12
+    assert driver.answers["b"].tokens == expected_tokens([*PREFIX, 2], 2)
+
+
+def test_salts_keep_clients_apart() -> None:
+    driver = Driver()
+    for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
+        driver.add(name, [*PREFIX, 1], max_tokens=1, cache_salt=salt)
+        driver.run()
+    assert [cached(driver, n) for n in "abcd"] == [0, 0, 0, 12]
+
+
+def test_no_hit_when_switched_off() -> None:
+    driver = Driver(enable_prefix_caching=False)
+    for name in ("a", "b"):
+        driver.add(name, [*PREFIX, 1], max_tokens=1)
+        driver.run()
+    assert cached(driver, "b") == 0
+
+
+def test_a_reset_forgets_and_tells_whether_it_could() -> None:
+    driver = Driver()
+    driver.add("a", [*PREFIX, 1], max_tokens=3)
+    driver.step()
+    assert not driver.control("reset_prefix_cache").done
+    driver.run()
+    assert driver.control("reset_prefix_cache").done
+    driver.add("b", [*PREFIX, 1], max_tokens=1)
+    driver.run()
+    assert cached(driver, "b") == 0
+
+
+def test_a_hit_is_counted_for_the_try_that_succeeded() -> None:
+    """#18957: what was found while no blocks were free does not stand when it was gone later."""
+    driver = Driver(num_blocks=9)
+    driver.add("old", PREFIX, max_tokens=1)
+    driver.run()
+    driver.add("big", list(range(200, 222)), max_tokens=8)
+    driver.step()
+    driver.add("late", [*PREFIX, 1, 2, 3, 4, 5], max_tokens=1)
+    driver.run()
+    assert cached(driver, "late") < 12
+    assert driver.answers["late"].tokens == expected_tokens([*PREFIX, 1, 2, 3, 4, 5], 1)
+
+
+def test_what_a_bad_row_wrote_is_not_found_again() -> None:
+    driver = Driver()
+    driver.add("good", [*PREFIX[:8], 1], max_tokens=1)
+    driver.run()
+    driver.worker.bad_from["bad"] = 0
+    driver.add("bad", [*PREFIX, 1], max_tokens=5)
+    driver.run()
+    assert driver.answers["bad"].reason is EndReason.ERROR
+    driver.add("next", [*PREFIX, 2], max_tokens=2)
+    driver.run()
+    assert cached(driver, "next") == 8
+    driver.check_drained()
+
+
+def test_what_a_bad_row_wrote_is_not_found_even_if_it_was_preempted_since() -> None:
+    """Its blocks are free by the time the result arrives, but still cached."""
+    driver = Driver(num_blocks=8, async_scheduling=True)
+    driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=20)
+    driver.add("bad", [*PREFIX[:8], 9, 9, 9], max_tokens=20)
+    bad = driver.request("bad")
+    while not bad.num_preemptions:
+        if driver.schedule() is None:
+            driver.execute()
+            driver.deliver()
+    assert bad.num_in_flight and driver.scheduler.kv.get_computed_blocks(bad)[1] >= 8
+    driver.worker.bad_from["bad"] = bad.num_output_tokens
+    driver.run()
+    assert driver.answers["bad"].reason is EndReason.ERROR
+    driver.add("next", [*PREFIX[:8], 9, 9, 9], max_tokens=1)
+    driver.run()
+    assert cached(driver, "next") == 0
+
+
+def test_a_stale_hash_never_leads_to_other_content() -> None:
+    """Many prompts over few blocks: the fake worker compares every slot that is read with what was meant."""
+    driver = Driver(num_blocks=7, block_size=2, max_model_len=12, async_scheduling=True)
+    for index in range(120):
+        prompt = [1, 1, 1, 1, 1, 1, 1][: 1 + index % 7] + [index % 3]
+        driver.add(f"r{index}", prompt, max_tokens=1 + index % 4)
+        driver.step()
+    driver.run()
+    driver.check_drained()
+    assert driver.scheduler.statistics().prefix_cache_hit_tokens > 50

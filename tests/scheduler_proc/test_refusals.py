@@ -1,0 +1,215 @@
+"""What is not accepted: requests that cannot run, with the field and the numbers; results no worker can have computed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens, make_request
+
+from quire.protocol.messages import EndReason, Logprobs, ModelRunnerOutput, OpaqueRequest
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.scheduler import WorkerFault
+
+
+def rejection(driver: Driver, prompt: list[int], output: list[int] | None = None, **extra: Any) -> tuple[str, str, str]:
+    """Code, param and text; nothing else may have happened."""
+    driver.add("x", prompt, output, **extra)
+    rejected = driver.answers["x"].rejected
+    assert rejected is not None, "it was accepted"
+    driver.check_drained()
+    return rejected.code, rejected.param, rejected.message
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    assert rejection(Driver(), [])[:2] == ("invalid_value", "prompt")
+
+
+def test_a_prompt_needs_room_for_one_token_in_the_context() -> None:
+    driver = Driver(max_model_len=10)
+    code, param, text = rejection(driver, list(range(10)))
+    assert (code, param) == ("context_length_exceeded", "prompt")
+    assert "maximum context length is 10 tokens" in text and "has 10" in text
+    driver.add("fits", list(range(9)), max_tokens=5)
+    driver.run()
+    assert end_of(driver, "fits") == (EndReason.LENGTH, expected_tokens(list(range(9)), 1))
+
+
+def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers() -> None:
+    driver = Driver(num_blocks=5)
+    code, param, text = rejection(driver, list(range(16)))
+    assert (code, param) == ("kv_pool_too_small", "prompt")
+    assert "need 5 KV blocks" in text and "pool has 4" in text
+    driver.add("fits", list(range(15)), max_tokens=1)
+    driver.run()
+    assert driver.answers["fits"].reason is EndReason.LENGTH
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31 - 1, -(2**31)])
+def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
+    for prompt, output in (([1, token], None), ([1], [token])):
+        code, param, text = rejection(Driver(), prompt, output)
+        assert (code, param) == ("invalid_value", "prompt") and f"from 0 to {VOCAB_SIZE - 1}" in text
+    driver = Driver()
+    driver.add("edge", [0, VOCAB_SIZE - 1], max_tokens=1)
+    assert driver.run()["edge"].reason is EndReason.LENGTH
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
+    code, param, _ = rejection(Driver(), [1], stop_token_ids=[5, VOCAB_SIZE])
+    assert (code, param) == ("invalid_value", "stop_token_ids")
+
+
+def test_a_seed_that_no_row_can_hold_is_refused() -> None:
+    assert rejection(Driver(), [1], seed=-1)[:2] == ("invalid_value", "seed")
+
+
+@pytest.mark.parametrize(
+    "reserved",
+    [
+        {"job_id": "j"},
+        {"is_last_step": False},
+        {"resumable": True},
+        {"lora": "l"},
+        {"mm_features": [b"x"]},
+        {"kv_transfer": b"x"},
+    ],
+)
+def test_reserved_fields_must_be_left_alone(reserved: dict[str, Any]) -> None:
+    assert rejection(Driver(), [1], **reserved)[0] == "unsupported"
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 257])
+def test_a_request_id_has_a_sane_length(request_id: str) -> None:
+    driver = Driver()
+    driver.add(request_id, [1])
+    assert driver.answers[request_id].rejected.param == "request_id"
+
+
+def test_a_second_request_of_the_same_id_is_refused_and_the_first_lives_on() -> None:
+    driver = Driver()
+    driver.add("a", [1, 2], max_tokens=3)
+    driver.step()
+    driver.add("a", [9], max_tokens=1)
+    (refused,) = driver.refused
+    assert refused.code == "duplicate_request_id"
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["a"].tokens == expected_tokens([1, 2], 3)
+
+
+def test_two_clients_may_use_the_same_id() -> None:
+    driver = Driver()
+    for client in (0, 1):
+        driver.scheduler.consume(make_request("same", [1], max_tokens=1), client)
+    assert len(driver.scheduler.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_prompt_tokens": 0},
+        {"num_prompt_tokens": 500},
+        {"block_hashes": b"xyz", "hash_bytes": 2},
+        {"hash_bytes": 0},
+        {"num_output_tokens": -1},
+    ],
+)
+def test_opaque_arrivals_are_checked_too(fields: dict[str, Any]) -> None:
+    driver = Driver()
+    event = OpaqueRequest("o", 5, SamplingParams(), 0, b"")
+    driver.scheduler.consume(change(event, **fields))
+    assert not driver.scheduler.requests
+    driver.scheduler.consume(event)
+    driver.scheduler.consume(event)
+    assert len(driver.scheduler.requests) == len(driver.scheduler.waiting) == 1
+
+
+def running_pair() -> Driver:
+    """Two requests, whose first step is executed and not answered."""
+    driver = Driver(async_scheduling=True)
+    driver.add("a", [1, 2, 3], max_tokens=9)
+    driver.add("b", [4, 5], max_tokens=9)
+    driver.schedule()
+    driver.schedule()
+    return driver
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+LOGPROBS = {
+    "logprobs": Logprobs([1], 2),
+    "logprob_token_ids": ints(5, 6),
+    "logprob_values": np.array([-1.0, -2.0], np.float32),
+    "logprob_ranks": ints(1),
+}
+GOOD = ModelRunnerOutput(1, ints(10, 11), ints(0, 1))
+WRONG: dict[str, Any] = {
+    "the next step": {"step": 2},
+    "an old step": {"step": 0},
+    "no tokens": {"tokens": None},
+    "no tokens and no handles": {"tokens": None, "handles": ints()},
+    "handles never told": {"handles": None},
+    "one is missing": {"tokens": ints(10), "handles": ints(0)},
+    "one too many": {"tokens": ints(1, 2, 3), "handles": ints(0, 1, 2)},
+    "another request": {"handles": ints(0, 7)},
+    "one twice": {"handles": ints(0, 0)},
+    "one twice beside all": {"tokens": ints(1, 2, 3), "handles": ints(0, 1, 1)},
+    "fewer tokens than handles": {"tokens": ints(10)},
+    "a token past the vocabulary": {"tokens": ints(10, VOCAB_SIZE)},
+    "a negative token": {"tokens": ints(-1, 10)},
+    "a bad row that did not sample": {"bad": [5]},
+    "logprobs of no row": LOGPROBS | {"logprobs": Logprobs([2], 2)},
+    "logprobs of a row twice": LOGPROBS | {"logprobs": Logprobs([0, 0], 1), "logprob_ranks": ints(1, 1)},
+    "logprobs too short": LOGPROBS | {"logprob_values": np.zeros(1, np.float32)},
+    "logprobs without ranks": LOGPROBS | {"logprob_ranks": None},
+    "logprobs of width 0": LOGPROBS | {"logprobs": Logprobs([1], 0)},
+    "logprobs of no token": LOGPROBS | {"logprob_token_ids": ints(5, VOCAB_SIZE)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_result_is_a_fault_and_changes_nothing(wrong: dict[str, Any]) -> None:
+    driver = running_pair()
+    before = driver.scheduler.statistics(), [repr(r) for r in driver.scheduler.requests.values()]
+    with pytest.raises(WorkerFault, match="result of step"):
+        driver.scheduler.consume(change(GOOD, **wrong))
+    assert before == (driver.scheduler.statistics(), [repr(r) for r in driver.scheduler.requests.values()])
+    assert driver.scheduler.take_messages() == [] and len(driver.scheduler.in_flight) == 2
+    driver.scheduler.check()
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["a"].tokens == expected_tokens([1, 2, 3], 9)
+
+
+def test_the_same_result_twice_is_a_fault() -> None:
+    driver = running_pair()
+    driver.scheduler.consume(GOOD)
+    with pytest.raises(WorkerFault, match="result of step 1 came, expected 2"):
+        driver.scheduler.consume(GOOD)
+
+
+def test_a_result_that_nobody_asked_for_is_a_fault() -> None:
+    with pytest.raises(WorkerFault, match="expected none"):
+        Driver().scheduler.consume(GOOD)
+
+
+def test_handles_are_needed_only_when_they_change() -> None:
+    driver = running_pair()
+    driver.scheduler.consume(GOOD)
+    driver.scheduler.consume(ModelRunnerOutput(2, ints(20, 21)))
+    assert [r.num_output_tokens for r in driver.scheduler.requests.values()] == [2, 2]
+
+
+def test_logprobs_reach_the_client_whose_token_they_are_of() -> None:
+    driver = Driver()
+    for client, name in enumerate("ab"):
+        driver.add(name, [1, client], client=client, max_tokens=9)
+    driver.schedule()
+    driver.scheduler.consume(change(GOOD, **LOGPROBS))
+    told = dict(driver.scheduler.take_messages())
+    assert told[0].logprobs is None
+    assert told[1].logprobs == Logprobs([0], 2)
+    assert told[1].logprob_token_ids.tolist() == [5, 6] and told[1].logprob_ranks.tolist() == [1]
+    assert told[1].logprob_values.tolist() == [-1.0, -2.0]

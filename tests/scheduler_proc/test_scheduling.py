@@ -1,0 +1,195 @@
+"""Who runs in a step, and how many tokens each gets: one budget, decodes first, then in order of arrival."""
+
+import pytest
+from scheduler_driver import Driver, change, expected_tokens
+
+from quire.protocol.messages import SchedulerOutput
+
+
+def prompt_of(n: int, first: int = 0) -> list[int]:
+    return list(range(first, first + n))
+
+
+def steps_until_done(driver: Driver) -> list[dict[str, int]]:
+    """Tokens per request of each step."""
+    found = []
+    while driver.scheduler.requests:
+        diff = driver.schedule()
+        found.append(driver.counts(diff))
+        driver.execute()
+        driver.deliver()
+    driver.check_drained()
+    return found
+
+
+def test_requests_are_admitted_in_the_order_of_arrival() -> None:
+    driver = Driver(max_num_seqs=2)
+    for index in range(5):
+        driver.add(f"r{index}", prompt_of(3, index), max_tokens=2)
+    seen = [name for step in steps_until_done(driver) for name in step]
+    assert sorted(set(seen), key=seen.index) == ["r0", "r1", "r2", "r3", "r4"]
+
+
+def test_the_head_of_the_queue_is_never_overtaken() -> None:
+    """A small request that would fit does not run before a large one that came first and does not."""
+    driver = Driver(num_blocks=9)
+    driver.add("first", prompt_of(20), max_tokens=4)
+    driver.step()
+    driver.add("large", prompt_of(24, 100), max_tokens=2)
+    driver.add("small", [7], max_tokens=2)
+    for step in steps_until_done(driver):
+        assert not ("small" in step and driver.answers["large"].ended is None and "large" not in step)
+    assert driver.answers["large"].tokens == expected_tokens(prompt_of(24, 100), 2)
+
+
+@pytest.mark.parametrize("budget", [4, 5, 16])
+def test_no_step_computes_more_tokens_than_the_budget(budget: int) -> None:
+    driver = Driver(max_num_batched_tokens=budget, max_num_seqs=4)
+    for index in range(6):
+        driver.add(f"r{index}", prompt_of(3 + 2 * index, 50 * index), max_tokens=5)
+    steps = steps_until_done(driver)
+    assert max(sum(step.values()) for step in steps) == budget
+    assert max(len(step) for step in steps) <= 4
+
+
+def test_a_long_prompt_is_spread_over_steps() -> None:
+    driver = Driver(max_num_batched_tokens=8)
+    driver.add("a", prompt_of(21), max_tokens=2)
+    assert steps_until_done(driver) == [{"a": 8}, {"a": 8}, {"a": 5}, {"a": 1}]
+    assert driver.answers["a"].tokens == expected_tokens(prompt_of(21), 2)
+
+
+def test_without_chunks_a_prompt_waits_until_it_fits_whole() -> None:
+    driver = Driver(max_num_batched_tokens=128, enable_chunked_prefill=False)
+    driver.add("a", prompt_of(100), max_tokens=1)
+    driver.add("b", prompt_of(40, 200), max_tokens=2)
+    assert steps_until_done(driver) == [{"a": 100}, {"b": 40}, {"b": 1}]
+
+
+def test_the_long_prefill_threshold_bounds_each_prompts_share() -> None:
+    driver = Driver(long_prefill_token_threshold=5)
+    driver.add("long", prompt_of(12), max_tokens=1)
+    driver.add("short", prompt_of(3, 50), max_tokens=2)
+    assert steps_until_done(driver) == [{"long": 5, "short": 3}, {"short": 1, "long": 5}, {"long": 2}]
+
+
+def test_decoding_requests_come_before_prefills() -> None:
+    driver = Driver(max_num_batched_tokens=4)
+    driver.add("early", prompt_of(10), max_tokens=2)
+    driver.schedule()
+    driver.execute()
+    driver.deliver()
+    driver.add("b", prompt_of(2, 50), max_tokens=20)
+    steps = [driver.counts(driver.schedule())]
+    while driver.answers["early"].ended is None:
+        driver.execute()
+        driver.deliver()
+        steps.append(driver.counts(driver.schedule()))
+    # 4 + 4 + 2 of the prompt; then both decode, and nothing ever takes b's token from it.
+    assert steps[:4] == [{"early": 4}, {"early": 2, "b": 2}, {"early": 1, "b": 1}, {"b": 1}]
+
+
+def test_a_prefill_gets_what_decodes_leave() -> None:
+    driver = Driver(max_num_batched_tokens=4)
+    for name in ("a", "b"):
+        driver.add(name, [ord(name)], max_tokens=30)
+    driver.step()
+    driver.add("long", prompt_of(9, 50), max_tokens=1)
+    steps = [driver.counts(driver.schedule())]
+    for _ in range(4):
+        driver.execute()
+        driver.deliver()
+        steps.append(driver.counts(driver.schedule()))
+    assert steps[:4] == [{"a": 1, "b": 1, "long": 2}] * 4 and steps[4] == {"a": 1, "b": 1, "long": 1}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_requests_without_a_share_are_parked_and_taken_up_again(asynchronous: bool) -> None:
+    """As after running out of memory: the budget shrinks below the number of those that decode."""
+    driver = Driver(max_num_batched_tokens=8, async_scheduling=asynchronous)
+    for name in "abcd":
+        driver.add(name, [ord(name)], max_tokens=4)
+    driver.step()
+    driver.scheduler.config = change(driver.config, max_num_batched_tokens=2)
+    driver.worker.max_tokens = 2 if not asynchronous else 8
+    driver.run()
+    driver.check_drained()
+    assert [h for diff in driver.diffs for h in diff.parked] == [2, 3]
+    assert [h for diff in driver.diffs for h in diff.unparked] == [2, 3]
+    for name in "abcd":
+        assert driver.answers[name].tokens == expected_tokens([ord(name)], 4)
+
+
+def test_a_parked_request_can_be_aborted() -> None:
+    driver = Driver(max_num_batched_tokens=8)
+    for name in "abc":
+        driver.add(name, [ord(name)], max_tokens=6)
+    driver.step()
+    driver.scheduler.config = change(driver.config, max_num_batched_tokens=2)
+    driver.step()
+    assert driver.request("c").parked
+    driver.abort("c")
+    driver.run()
+    driver.check_drained()
+    assert not any(diff.unparked for diff in driver.diffs)
+
+
+def test_no_more_requests_run_than_may() -> None:
+    driver = Driver(max_num_seqs=3)
+    for index in range(8):
+        driver.add(f"r{index}", [index], max_tokens=index + 1)
+    assert max(len(step) for step in steps_until_done(driver)) == 3
+
+
+def test_a_steady_batch_costs_an_almost_empty_diff() -> None:
+    driver = Driver(block_size=16, max_model_len=128)
+    for index in range(8):
+        driver.add(f"r{index}", [index], max_tokens=10)
+    driver.step()
+    driver.step()
+    assert driver.schedule() == SchedulerOutput(3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_as_many_steps_are_in_flight_as_may_be(asynchronous: bool) -> None:
+    driver = Driver(async_scheduling=asynchronous)
+    driver.add("a", prompt_of(3), max_tokens=10)
+    sent = 0
+    while driver.schedule() is not None:
+        sent += 1
+    assert sent == (2 if asynchronous else 1)
+    assert not driver.scheduler.can_schedule
+    driver.execute()
+    driver.deliver()
+    assert driver.scheduler.can_schedule
+
+
+def test_one_step_ahead_needs_no_token_of_the_step_before() -> None:
+    """The second step decodes a token that the scheduler has not seen."""
+    driver = Driver(async_scheduling=True)
+    driver.add("a", prompt_of(3), max_tokens=3)
+    first, second = driver.schedule(), driver.schedule()
+    assert first is not None and first.counts == [(0, 3)]
+    assert second == SchedulerOutput(2, appended=second.appended if second else [])
+    assert driver.answers["a"].tokens == []
+    driver.run()
+    assert driver.answers["a"].tokens == expected_tokens(prompt_of(3), 3)
+
+
+def test_an_idle_scheduler_has_nothing_to_say() -> None:
+    driver = Driver()
+    assert not driver.scheduler.can_schedule and driver.scheduler.schedule() is None
+    assert driver.scheduler.take_messages() == []
+
+
+def test_every_request_gets_on_within_bounded_steps() -> None:
+    """Fairness: under a steady stream of later arrivals nobody waits longer than those before it need."""
+    driver = Driver(num_blocks=12, max_num_seqs=3, async_scheduling=True)
+    for index in range(60):
+        driver.add(f"r{index}", prompt_of(6, 10 * index), max_tokens=6)
+        driver.step()
+        waiting = [int(r.request_id[1:]) for r in driver.scheduler.waiting]
+        running = [int(r.request_id[1:]) for r in driver.scheduler.running]
+        assert not running or not waiting or max(running) < min(waiting)
+    driver.run()
+    driver.check_drained()

@@ -1,0 +1,45 @@
+"""What a step costs on the wire: a diff carries changes, so that a steady batch is almost free."""
+
+import random
+from statistics import mean
+
+from scheduler_driver import Driver
+
+REQUESTS = 256
+LIMIT = 1024
+
+
+def steady(prompt_lengths: list[int], steps: int) -> list[int]:
+    """Bytes of each step message while all requests decode."""
+    driver = Driver(
+        num_blocks=1 + REQUESTS * 12,
+        block_size=16,
+        max_model_len=192,
+        max_num_seqs=REQUESTS,
+        max_num_batched_tokens=2048,
+        async_scheduling=True,
+        enable_prefix_caching=False,
+    )
+    for index, length in enumerate(prompt_lengths):
+        driver.add(f"r{index}", [(index + i) % 1000 for i in range(length)], max_tokens=100, ignore_eos=True)
+    while driver.scheduler.waiting or any(r.num_tokens_to_compute > 1 for r in driver.scheduler.running):
+        driver.step()
+    del driver.sizes[:]
+    for _ in range(steps):
+        driver.step()
+    assert len(driver.scheduler.running) == REQUESTS
+    return driver.sizes
+
+
+def test_a_step_of_256_decoding_requests_fits_a_kibibyte() -> None:
+    rng = random.Random(1)
+    sizes = steady([rng.randrange(8, 40) for _ in range(REQUESTS)], steps=48)
+    assert max(sizes) <= LIMIT, f"largest step message: {max(sizes)} bytes"
+    assert mean(sizes) <= LIMIT / 2, f"mean step message: {mean(sizes):.0f} bytes"
+
+
+def test_a_step_in_which_no_block_fills_up_is_a_few_bytes() -> None:
+    sizes = steady([8] * REQUESTS, steps=48)
+    assert sorted(sizes)[len(sizes) // 2] <= 32
+    # All fill their blocks in the same step, the worst case; over a block's length it is still little.
+    assert mean(sizes) <= LIMIT / 4

@@ -1,0 +1,58 @@
+"""The documents are true: every name in the tour exists, and the README's commands are the ones there are."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def _names(file: Path) -> set[str]:
+    """Functions and classes of a file, methods as ``Class.method`` and by themselves."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{m.name}" for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return found
+
+
+def test_every_stop_of_the_tour_exists() -> None:
+    stops = re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "docs/tour.md").read_text())
+    assert len(stops) >= 15
+    for file, name in stops:
+        assert (ROOT / file).is_file(), file
+        assert name in _names(ROOT / file), f"{file}:{name}"
+
+
+def test_every_linked_page_exists() -> None:
+    for page in [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("launch/*/README.md"),
+    ]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_the_two_commands_are_in_makefile_and_readme() -> None:
+    makefile, readme = (ROOT / "Makefile").read_text(), (ROOT / "README.md").read_text()
+    for command in ("serve", "test"):
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE)
+        assert f"make {command}" in readme
+    assert "make test" in (ROOT / ".ci/run").read_text()
+
+
+def test_each_flag_is_documented() -> None:
+    from quire.launch.options import EngineOptions
+    from quire.launch.serve import ServeOptions
+
+    readme = (ROOT / "docs/flags.md").read_text()
+    for options in (EngineOptions, ServeOptions):
+        for name in options.__struct_fields__:
+            if name != "model":
+                assert f"--{name.replace('_', '-')}" in readme, name

@@ -1,0 +1,106 @@
+"""The layers are imports, and this walks them: who may import whom, and what nobody may use."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch")
+ALLOWED = {
+    "protocol": {"protocol"},
+    "scheduler_proc": {"protocol", "scheduler_proc"},
+    "kernels": {"kernels"},
+    "worker_proc": {"protocol", "kernels", "worker_proc"},
+    "launch": {"protocol", "scheduler_proc", "launch", "version"},
+}
+TORCH_FREE = ("protocol", "scheduler_proc", "launch")
+# Programs of their own that nothing of the engine imports: they build the demo checkpoint, or run a peer.
+TORCH_PROGRAMS = ("launch/demo/", "launch/bench/peer_")
+HEAVY = {"torch", "transformers", "triton"}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "marshal", "dill", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj"}
+
+
+def _files(*packages: str) -> Iterator[Path]:
+    for package in packages:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def _imports(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_layer_imports_only_the_layers_below(package: str) -> None:
+    for file in _files(package):
+        for name in _imports(file):
+            if name.startswith("quire."):
+                assert name.split(".")[1] in ALLOWED[package], f"{file.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_torch_stays_in_the_worker(package: str) -> None:
+    for file in _files(package):
+        place = str(file.relative_to(ROOT))
+        if not place.startswith(TORCH_PROGRAMS):
+            assert not HEAVY & {name.split(".")[0] for name in _imports(file)}, place
+
+
+@pytest.mark.parametrize(
+    "module", ["quire.scheduler_proc.__main__", "quire.launch.cli", "quire.launch.http.__main__", "quire.launch.llm"]
+)
+def test_it_runs_where_torch_is_not_installed(module: str) -> None:
+    code = f"import sys; sys.modules.update(torch=None, transformers=None); import {module}"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
+def test_help_needs_no_heavy_library() -> None:
+    """``quire --help`` answers within 0.3 s because of what it does not import."""
+    code = (
+        "import sys, quire.launch.cli as c\n"
+        "try: c.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'zmq', 'starlette', 'uvicorn', 'tokenizers', 'jinja2'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "serve" in done.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_executable_is_decoded(package: str) -> None:
+    for file in _files(package):
+        place = str(file.relative_to(ROOT))
+        assert not FORBIDDEN_MODULES & {name.split(".")[0] for name in _imports(file)}, place
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                called = node.func
+                name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
+                plain = isinstance(called, ast.Name) or name.endswith("pyobj")
+                assert not (plain and name in FORBIDDEN_CALLS), f"{place} calls {name}"
+                assert ast.unparse(called) not in ("torch.load", "yaml.load"), place
+
+
+def test_one_module_receives_from_sockets() -> None:
+    receiving = {
+        str(file.relative_to(ROOT))
+        for file in _files(*PACKAGES)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("recv")
+    }
+    assert receiving == {"protocol/zmq_channel.py"}
+
+
+def test_each_package_has_its_page() -> None:
+    for package in PACKAGES:
+        assert (ROOT / package / "README.md").is_file(), package
