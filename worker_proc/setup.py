@@ -52,6 +52,8 @@ def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: b
             init_dummy_weights(model, config.seed)
         else:
             load_weights(model, Path(config.model_path), dtype, progress)
+        if device.type == "cpu":
+            model.prepack()
     loaded = time.monotonic()
     backend = pick_backend(device, say)
     runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, dtype)

@@ -10,7 +10,7 @@ import pytest
 from scheduler_driver import Driver, change, expected_tokens
 
 from quire.protocol.codec import Codec
-from quire.protocol.messages import Consumed, OpaqueRequest, OpaqueResult, SchedulerOutput
+from quire.protocol.messages import AddRequest, Consumed, OpaqueRequest, OpaqueResult, SchedulerOutput
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind, replay, without_tokens
 
 SECRET = [7, 77, 777]
@@ -132,7 +132,8 @@ def test_one_changed_number_of_an_arrival_is_located() -> None:
         driver.step()
     driver.run()
     records = list(driver.log)
-    third = [i for i, r in enumerate(records) if r.kind == RecordKind.CONSUMED and len(r.frames) == 2][2]
+    consumed = [i for i, r in enumerate(records) if r.kind == RecordKind.CONSUMED]
+    third = [i for i in consumed if isinstance(CONSUMED.decode(records[i].frames).message, AddRequest)][2]
     records[third] = changed(
         records[third], CONSUMED, lambda event: change(event, prompt_token_ids=np.arange(9, dtype=np.int32))
     )

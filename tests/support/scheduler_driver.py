@@ -118,9 +118,8 @@ class Driver:
         self.sizes: list[int] = []
         self.log = EventLog()
         self._events: Codec[Any] = Codec(Consumed)
-        self._down, self._up = memory_pair(WorkerToScheduler, SchedulerToWorker)
+        self.down, self._up = memory_pair(WorkerToScheduler, SchedulerToWorker)
         self._to_run: deque[Received] = deque()
-        self._results = 0
         self._clients: dict[tuple[int, int], str] = {}
 
     # ---- events
@@ -165,7 +164,7 @@ class Driver:
         if diff is None:
             self.log.tick(0.0)
             return None
-        frames = self._down.send(diff)
+        frames = self.down.send(diff)
         self.log.produced(0.0, frames)
         self.sizes.append(sum(len(f) for f in frames))
         received = self._up.receive()
@@ -179,17 +178,15 @@ class Driver:
         if not self._to_run:
             return False
         self._up.send(self.worker.execute(self._to_run.popleft().message))
-        self._results += 1
         if not self._to_run:
             self._compare_mirror()
         return True
 
     def deliver(self) -> ModelRunnerOutput | None:
         """The oldest result that is ready arrives."""
-        received = self._down.receive()
+        received = self.down.receive()
         if received is None:
             return None
-        self._results -= 1
         self.log.consumed(0.0, 0, received.frames)
         self.scheduler.consume(received.message)
         self.scheduler.check()

@@ -1,0 +1,237 @@
+"""``quire serve`` as its users meet it: the demo model behind the openai client, bad input, disconnects, signals."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+QUIRE = [sys.executable, "-P", "-m", "quire.launch.cli"]
+STORY = [{"role": "user", "content": "Tell me a story."}]
+
+
+class Served:
+    """A running server; ``log`` is what it said on stderr."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen([*QUIRE, "serve", "--port", "0", *flags], stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.log: list[str] = []
+        for line in self.process.stderr:
+            self.log.append(line)
+            found = re.search(r"http://[\d.]+:(\d+) \(ready", line)
+            if found:
+                self.url = f"http://127.0.0.1:{found[1]}"
+                break
+        else:
+            raise AssertionError("".join(self.log))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.log.extend(self.process.stderr)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        status = self.process.wait(60)
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return status
+
+    def metrics(self) -> dict[str, float]:
+        text = httpx.get(f"{self.url}/metrics").text
+        return {name: float(value) for name, value in re.findall(r"^(quire:\w+)\{[^}]*\} ([\d.e+-]+)$", text, re.M)}
+
+    def wait_until_idle(self) -> dict[str, float]:
+        deadline = time.monotonic() + 30
+        while True:
+            metrics = self.metrics()
+            idle = metrics["quire:num_requests_running"] == metrics["quire:num_requests_waiting"] == 0
+            if idle and metrics["quire:num_free_blocks"] == metrics["quire:num_usable_blocks"]:
+                return metrics
+            assert time.monotonic() < deadline, metrics
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served()
+    yield served
+    assert served.stop() == 0
+    assert not any("Traceback" in line for line in served.log), "".join(served.log)
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+class TestOpenAIClient:
+    def test_a_streamed_chat_answer_with_usage(self, client: openai.OpenAI) -> None:
+        whole = client.chat.completions.create(model="quire-demo", messages=STORY, temperature=0, max_tokens=150)
+        pieces: list[str] = []
+        usage: Any = None
+        stream = client.chat.completions.create(
+            model="quire-demo",
+            messages=STORY,
+            temperature=0,
+            max_tokens=150,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        for chunk in stream:
+            pieces += [choice.delta.content or "" for choice in chunk.choices]
+            usage = chunk.usage or usage
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert len([piece for piece in pieces if piece]) > 10
+        assert usage.completion_tokens == whole.usage.completion_tokens
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+    def test_cached_tokens_are_reported(self, client: openai.OpenAI) -> None:
+        messages = [{"role": "user", "content": "Please tell me a rather long story about a green garden." * 3}]
+        create = client.chat.completions.create
+        for expected in (0, 16):
+            usage = create(model="quire-demo", messages=messages, max_tokens=2).usage
+            assert usage.prompt_tokens_details.cached_tokens >= expected
+
+    def test_a_stop_string_cuts_the_text(self, client: openai.OpenAI, server: Served) -> None:
+        free = client.completions.create(model="quire-demo", prompt="Once upon a time", temperature=0, max_tokens=60)
+        text = free.choices[0].text
+        stop = text[20:26]
+        cut = client.completions.create(
+            model="quire-demo", prompt="Once upon a time", temperature=0, max_tokens=60, stop=[stop]
+        )
+        assert cut.choices[0].text == text[: text.index(stop)]
+        assert cut.choices[0].finish_reason == "stop"
+        assert cut.usage.completion_tokens < free.usage.completion_tokens
+        server.wait_until_idle()
+
+    def test_a_seed_repeats_the_text(self, client: openai.OpenAI) -> None:
+        def sample(seed: int) -> list[str]:
+            answer = client.completions.create(
+                model="quire-demo", prompt="The", temperature=1.0, seed=seed, max_tokens=30, n=3
+            )
+            return [choice.text for choice in answer.choices]
+
+        assert sample(5) == sample(5)
+        assert len(set(sample(5))) == 3
+        assert sample(5) != sample(6)
+
+    def test_token_id_prompts_and_logprobs(self, client: openai.OpenAI) -> None:
+        answer = client.completions.create(
+            model="quire-demo", prompt=[[5, 6, 7], [8, 9]], temperature=0, max_tokens=4, logprobs=2
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        for choice in answer.choices:
+            assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) >= 1
+            assert all(value <= 0 for value in choice.logprobs.token_logprobs)
+        assert answer.usage.prompt_tokens == 5
+
+    def test_models_tokenize_and_version(self, client: openai.OpenAI, server: Served) -> None:
+        model = client.models.list().data[0]
+        assert (model.id, model.model_extra["max_model_len"]) == ("quire-demo", 2048)
+        tokens = httpx.post(f"{server.url}/tokenize", json={"model": model.id, "prompt": "hello there"}).json()["tokens"]
+        text = httpx.post(f"{server.url}/detokenize", json={"model": model.id, "tokens": tokens}).json()["prompt"]
+        assert text == "hello there"
+        assert httpx.get(f"{server.url}/version").json()["version"]
+
+
+BAD = [
+    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "from 1"),
+    ({"prompt": "x", "n": 0}, 400, "n", "from 1 to 128"),
+    ({"prompt": "x", "n": 10**6}, 400, "n", "from 1 to 128"),
+    ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "from 0 to 2"),
+    ({"prompt": "x", "temprature": 1}, 400, "temprature", "temperature"),
+    ({"prompt": ""}, 400, "prompt", "empty"),
+    ({"prompt": [1024]}, 400, "prompt", "from 0 to 1023"),
+    ({"prompt": [5] * 2048}, 400, "prompt", "2048"),
+    ({"prompt": "x", "model": "gpt-99"}, 404, "model", "gpt-99"),
+]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(("body", "status", "param", "word"), BAD)
+    def test_it_is_refused_and_the_next_request_served(
+        self, server: Served, body: dict[str, Any], status: int, param: str, word: str
+    ) -> None:
+        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "quire-demo"} | body)
+        assert refused.status_code == status
+        error = refused.json()["error"]
+        assert error["param"] == param and word in error["message"], error
+        good = httpx.post(f"{server.url}/v1/completions", json={"model": "quire-demo", "prompt": "A", "max_tokens": 1})
+        assert good.status_code == 200
+
+    def test_nan_and_what_is_not_json(self, server: Served) -> None:
+        for body in (b'{"prompt": "x", "temperature": NaN}', b"{", b"[" * 100_000, b"\xff\xfe", b"7"):
+            assert httpx.post(f"{server.url}/v1/completions", content=body).status_code == 400
+
+    def test_a_client_that_goes_away_frees_its_blocks(self, server: Served) -> None:
+        body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            for _ in range(5):
+                next(lines)
+            assert server.metrics()["quire:num_requests_running"] == 1
+        metrics = server.wait_until_idle()
+        assert metrics["quire:generation_tokens_total"] < 20_000
+
+
+class TestCommandLine:
+    def test_a_port_in_use_is_one_line(self, server: Served) -> None:
+        port = server.url.rsplit(":", 1)[1]
+        done = subprocess.run([*QUIRE, "serve", "--port", port], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 78
+        assert done.stderr.count("\n") == 1 and f":{port} is in use" in done.stderr
+
+    def test_bench_serve_runs_a_dataset(self, server: Served, tmp_path: Path) -> None:
+        dataset = Path(__file__).parent.parent / "data" / "taubench_excerpt.jsonl"
+        out = tmp_path / "out.json"
+        command = [*QUIRE, "bench", "serve", "--url", server.url, "--dataset", str(dataset), "--max-tokens", "8"]
+        done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        last = json.loads(done.stdout.splitlines()[-1])
+        assert last == json.loads(out.read_text())
+        server.wait_until_idle()
+
+    def test_keys_config_file_and_drain(self, tmp_path: Path) -> None:
+        config = tmp_path / "config.yaml"
+        config.write_text("served-model-name: [mine]\nnum-gpu-blocks-override: 300\napi-key: [secret]\n")
+        served = Served("--config", str(config), "--max-num-seqs", "4")
+        assert httpx.get(f"{served.url}/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert httpx.get(f"{served.url}/v1/models", headers=headers).json()["data"][0]["id"] == "mine"
+        body = {"model": "mine", "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert served.stop() == 0
+        with pytest.raises(OSError):
+            urllib.request.urlopen(f"{served.url}/health")
+
+    def test_a_second_signal_ends_at_once(self) -> None:
+        served = Served("--num-gpu-blocks-override", "300")
+        body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+            started = time.monotonic()
+            served.process.send_signal(signal.SIGTERM)
+            while not any("second signal" in line for line in served.log):
+                assert time.monotonic() < started + 30
+            served.stop(signal.SIGTERM)
+        assert time.monotonic() - started < 10

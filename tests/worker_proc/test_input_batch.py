@@ -1,0 +1,201 @@
+"""Rows stay dense, every column follows every change, and a batch update tells all that happened to the rows."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.protocol.messages import Int32, NewRequestData
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.batch_update import BatchUpdate
+from quire.worker_proc.block_table import BlockTable, MultiGroupBlockTable
+from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
+
+MAX_ROWS, MAX_LEN = 6, 12
+COLUMNS = (
+    "handles",
+    "num_computed",
+    "num_known",
+    "active",
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "num_logprobs",
+)
+
+
+def make_new(handle: int, tokens: list[int], **sampling: Any) -> NewRequestData:
+    params = SamplingParams(**sampling)
+    return NewRequestData(handle, f"r{handle}", len(tokens), len(tokens), handle % len(tokens), [1], params, handle**3)
+
+
+def random_new(rng: random.Random, handle: int) -> tuple[NewRequestData, list[int]]:
+    tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, MAX_LEN))]
+    new = make_new(
+        handle,
+        tokens,
+        temperature=rng.choice((0.0, 0.5, 2.0)),
+        top_k=rng.choice((-1, 0, 5)),
+        top_p=rng.choice((0.25, 1.0)),
+        min_p=rng.choice((0.0, 0.5)),
+        logprobs=rng.choice((None, 0, 3)),
+    )
+    return new, tokens
+
+
+def packed(tokens: list[list[int]]) -> Int32 | None:
+    return np.array([t for row in tokens for t in row], np.int32) if tokens else None
+
+
+class Mirror:
+    """Row state kept by nothing but batch updates: removed, then added, then moved."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, int] = {}
+
+    def apply(self, update: BatchUpdate | None) -> None:
+        if update is None:
+            return
+        for row in update.removed:
+            del self.rows[row]
+        for added in update.added:
+            self.rows[added.row] = added.handle
+        for source, target in update.moved:
+            assert target not in self.rows, "a move onto a row that is taken"
+            self.rows[target] = self.rows.pop(source)
+        assert sorted(self.rows) == list(range(update.batch_size))
+
+
+class World:
+    """A batch with its table and an extra column, and what each held handle should look like."""
+
+    def __init__(self) -> None:
+        self.batch = InputBatch(MAX_ROWS, MAX_LEN)
+        self.table = BlockTable(4, MAX_ROWS, MAX_LEN, 100, torch.device("cpu"))
+        self.batch.register(MultiGroupBlockTable([self.table]))
+        self.extra = torch.zeros(MAX_ROWS, 2)
+        self.batch.register(Column(self.extra))
+        self.held: dict[int, tuple[NewRequestData, list[int]]] = {}
+
+    def change(self, removed: list[int], new: list[tuple[NewRequestData, list[int]]]) -> BatchUpdate | None:
+        for handle in removed:
+            del self.held[handle]
+        rows = self.batch.change_rows(removed, [n for n, _ in new], packed([t for _, t in new]))
+        for row, (data, tokens) in zip(rows, new, strict=True):
+            self.held[data.handle] = (data, tokens)
+            self.table.append_row(row, [data.handle + 1])
+            self.extra[row] = data.handle
+        self.batch.check()
+        return self.batch.builder.take(self.batch.num_rows)
+
+    def check_against_a_fresh_batch(self) -> None:
+        order = sorted(self.held, key=lambda handle: self.batch.row(handle))
+        fresh = InputBatch(MAX_ROWS, MAX_LEN)
+        fresh.change_rows([], [self.held[h][0] for h in order], packed([self.held[h][1] for h in order]))
+        assert fresh.num_rows == self.batch.num_rows and fresh.row_of == self.batch.row_of
+        for name in COLUMNS:
+            assert np.array_equal(getattr(self.batch, name), getattr(fresh, name)), name
+        assert np.array_equal(self.batch.tokens.length, fresh.tokens.length)
+        for handle, (_, tokens) in self.held.items():
+            row = self.batch.row(handle)
+            assert self.batch.tokens.data[row, : len(tokens)].tolist() == tokens
+            assert self.table.slots(np.array([row]), np.array([1])).tolist() == [(handle + 1) * 4 + 1]
+            assert self.extra[row].tolist() == [handle, handle]
+        assert not self.table.num_blocks_per_row[self.batch.num_rows :].any()
+        assert not self.extra[self.batch.num_rows :].any()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_after_any_changes_the_columns_equal_a_batch_built_afresh(seed: int) -> None:
+    rng = random.Random(seed)
+    world, mirror, next_handle = World(), Mirror(), 0
+    for _ in range(120):
+        removed = rng.sample(sorted(world.held), rng.randrange(len(world.held) + 1))
+        room = MAX_ROWS - len(world.held) + len(removed)
+        new = [random_new(rng, next_handle + i) for i in range(rng.randrange(room + 1))]
+        next_handle += len(new)
+        mirror.apply(world.change(removed, new))
+        world.check_against_a_fresh_batch()
+        assert mirror.rows == {row: handle for handle, row in world.batch.row_of.items()}
+
+
+def three() -> World:
+    world = World()
+    world.change([], [(make_new(h, [h, h]), [h, h]) for h in (1, 2, 3)])
+    return world
+
+
+def test_a_row_freed_and_filled_again_is_an_addition_alone() -> None:
+    """Seed 002 has it as a removal too; a processor would then clear what it has just been told."""
+    update = three().change([2], [(make_new(9, [5]), [5])])
+    assert update is not None
+    assert (update.removed, [(a.row, a.handle) for a in update.added], update.moved) == ([], [(1, 9)], [])
+    assert update.added[0].sampling == SamplingParams()
+
+
+def test_a_hole_is_closed_by_the_last_row() -> None:
+    update = three().change([1], [])
+    assert update is not None
+    assert (update.batch_size, update.removed, update.added, update.moved) == (2, [0], [], [(2, 0)])
+
+
+def test_holes_at_the_end_need_no_move() -> None:
+    update = three().change([2, 3], [])
+    assert update is not None and (update.batch_size, update.removed, update.moved) == (1, [1, 2], [])
+
+
+def test_nothing_is_told_when_no_row_changed() -> None:
+    assert three().change([], []) is None
+
+
+def test_removing_and_adding_the_same_handle_starts_it_afresh() -> None:
+    world = three()
+    world.change([2], [(make_new(2, [7, 8, 9], temperature=0.5), [7, 8, 9])])
+    world.check_against_a_fresh_batch()
+
+
+def test_each_update_is_told_once() -> None:
+    world = three()
+    world.change([1], [])
+    assert world.batch.builder.take(2) is None
+
+
+@pytest.mark.parametrize(
+    ("removed", "new", "tokens", "told"),
+    [
+        ([4], [], None, "handle 4 is not held"),
+        ([1, 1], [], None, "removed twice"),
+        ([], [make_new(1, [5])], [5], "is held already"),
+        ([], [make_new(7, [5]), make_new(7, [6])], [5, 6], "is held already"),
+        ([], [make_new(7, [5])], [5, 6], "do not add up"),
+        ([], [make_new(7, [5])], None, "do not add up"),
+        ([], [], [5], "do not add up"),
+        ([], [make_new(7, [5] * 13)], [5] * 13, "length is wrong"),
+        ([], [make_new(h, [5]) for h in range(7, 11)], [5] * 4, "do not fit 6 rows"),
+        ([], [NewRequestData(7, "r", 2, 2, 2, [1], SamplingParams(), 0)], [5, 5], "2 tokens computed"),
+        ([], [NewRequestData(7, "r", 2, 2, -1, [1], SamplingParams(), 0)], [5, 5], "-1 tokens computed"),
+    ],
+)
+def test_a_diff_that_does_not_fit_is_refused(removed: list[int], new: Any, tokens: Any, told: str) -> None:
+    with pytest.raises(StepRefused, match=told):
+        three().batch.change_rows(removed, new, None if tokens is None else np.array(tokens, np.int32))
+
+
+@pytest.mark.parametrize("damage", ["map", "gap", "active", "computed"])
+def test_check_fails_when_it_should(damage: str) -> None:
+    batch = three().batch
+    batch.check()
+    if damage == "map":
+        batch.handles[1] = 77
+    elif damage == "gap":
+        batch.num_rows = 4
+    elif damage == "active":
+        batch.active[5] = True
+    else:
+        batch.num_computed[0] = 3
+    with pytest.raises(AssertionError):
+        batch.check()
