@@ -75,7 +75,7 @@ class World:
 
     def __init__(self) -> None:
         self.batch = InputBatch(MAX_ROWS, MAX_LEN)
-        self.table = BlockTable(4, MAX_ROWS, MAX_LEN, 100, torch.device("cpu"))
+        self.table = BlockTable(4, MAX_ROWS, MAX_LEN, 10_000, torch.device("cpu"))
         self.batch.register(MultiGroupBlockTable([self.table]))
         self.extra = torch.zeros(MAX_ROWS, 2)
         self.batch.register(Column(self.extra))

@@ -1,0 +1,241 @@
+"""The sampler against distributions worked out by hand in float64, and its promise that a row depends on nobody else."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.protocol.messages import NewRequestData
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.noise import uniform
+from quire.worker_proc.sampling.sampler import Sampled, Sampler
+
+VOCAB = 24
+DRAWS = 4000
+
+
+def batch_of(rows: list[tuple[int, int, dict[str, Any]]]) -> tuple[InputBatch, Sampler]:
+    """Rows of (seed, known tokens, sampling)."""
+    new = [
+        NewRequestData(h, f"r{h}", known, known, 0, [1], SamplingParams(**sampling), seed)
+        for h, (seed, known, sampling) in enumerate(rows)
+    ]
+    batch = InputBatch(len(rows), max(known for _, known, _ in rows))
+    sampler = Sampler(batch)
+    batch.change_rows([], new, np.zeros(sum(known for _, known, _ in rows), np.int32))
+    sampler.update_state(batch.builder.take(len(rows)))
+    return batch, sampler
+
+
+def sample(logits: torch.Tensor, rows: list[tuple[int, int, dict[str, Any]]]) -> Sampled:
+    return batch_of(rows)[1].sample(logits, np.arange(len(rows)))
+
+
+def some_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def expected_probs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Any:
+    """Temperature, top-k, top-p, min-p in turn, renormalised: plain loops over one row."""
+    x = logits.double().numpy() / temperature
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    kept = order[: top_k if top_k > 0 else len(order)]
+    total, mass, nucleus = sum(p[i] for i in kept), 0.0, []
+    for i in kept:
+        if mass < top_p:
+            nucleus.append(i)
+        mass += p[i] / total
+    kept = [i for i in nucleus if p[i] >= min_p * p[order[0]]]
+    out = np.zeros(len(p))
+    out[kept] = p[kept]
+    return out / out.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 0, 1.0, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.0, -1, 0.6, 0.0),
+        (1.0, 0, 0.01, 0.0),
+        (1.5, 0, 1.0, 0.1),
+        (1.0, 0, 1.0, 1.0),
+        (1.3, 10, 0.8, 0.05),
+        (1.0, 4, 0.9, 0.3),
+        (1.0, 1000, 0.95, 0.0),
+    ],
+)
+def test_tokens_follow_the_exact_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    logits = some_logits(1, seed=3)
+    want = expected_probs(logits[0], temperature, top_k, top_p, min_p)
+    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    tokens = sample(logits.expand(DRAWS, -1), [(seed, 1 + seed % 7, params) for seed in range(DRAWS)]).tokens
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
+    assert not counts[want == 0].any(), "a token that the cuts exclude"
+    common = want * DRAWS >= 5
+    rest = DRAWS - counts[common].sum(), DRAWS * (1 - want[common].sum())
+    chi2 = (((counts - want * DRAWS) ** 2)[common] / (want * DRAWS)[common]).sum()
+    chi2 += (rest[0] - rest[1]) ** 2 / rest[1] if rest[1] >= 1 else 0
+    # Mean of chi-square is its degrees of freedom, variance twice that; the seeds are fixed.
+    degrees = max(int(common.sum()) - (rest[1] < 1), 1)
+    assert chi2 < degrees + 4 * np.sqrt(2 * degrees) + 1
+
+
+def test_tokens_over_the_positions_of_one_seed_follow_the_distribution_too() -> None:
+    logits = some_logits(1, seed=4)
+    want = expected_probs(logits[0], 1.0, 0, 1.0, 0.0)
+    tokens = sample(logits.expand(600, -1), [(99, 1 + position, {}) for position in range(600)]).tokens
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
+    assert np.abs(counts / 600 - want).max() < 0.06
+
+
+def test_greedy_is_the_best_token_whatever_else_is_set() -> None:
+    logits = some_logits(8)
+    rows = [(s, 3, {"temperature": 0.0, "top_k": 5 * (s % 2), "top_p": 0.5, "min_p": 0.1}) for s in range(8)]
+    assert sample(logits, rows).tokens.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-39, 1e-44])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"min_p": 0.1}])
+def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float, cut: dict[str, Any]) -> None:
+    logits = some_logits(40) * 50
+    rows = [(seed, 2, {"temperature": temperature} | cut) for seed in range(40)]
+    assert sample(logits, rows).tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_forbidden_token_is_never_drawn() -> None:
+    """Also where rounding could put the target behind the last token that has any mass."""
+    logits = torch.full((500, VOCAB), -torch.inf)
+    logits[:, [3, 7]] = 0.0
+    for cut in ({}, {"top_p": 0.999999}, {"top_k": 9}):
+        tokens = sample(logits, [(seed, 1, cut) for seed in range(500)]).tokens
+        assert set(tokens.tolist()) == {3, 7}
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 3},
+    {"temperature": 1.2, "top_p": 0.7},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 3},
+]
+
+
+def test_a_row_draws_the_same_alone_in_any_batch_and_in_any_order() -> None:
+    """With logits in 16 bits, where many are equal: also then nobody's tokens depend on who else asks for what."""
+    count, rng = 60, np.random.default_rng(1)
+    logits = some_logits(count, vocab=512).bfloat16().float()
+    rows = [(1000 + i, 1 + i % 5, MIXED[i % len(MIXED)]) for i in range(count)]
+    alone = [int(sample(logits[i : i + 1], [rows[i]]).tokens[0]) for i in range(count)]
+    assert sample(logits, rows).tokens.tolist() == alone
+    for _ in range(5):
+        order = rng.permutation(count)[: rng.integers(1, count)]
+        assert sample(logits[order], [rows[i] for i in order]).tokens.tolist() == [alone[i] for i in order]
+
+
+def test_only_some_rows_of_a_batch_may_sample() -> None:
+    logits = some_logits(4)
+    rows = [(i, 2, {"temperature": 1.0, "top_k": i}) for i in range(4)]
+    whole = sample(logits, rows).tokens.tolist()
+    _, sampler = batch_of(rows)
+    assert sampler.sample(logits[[1, 3]], np.array([1, 3])).tokens.tolist() == [whole[1], whole[3]]
+    assert sampler.sample(logits, np.arange(4)).tokens.tolist() == whole
+
+
+def test_a_new_request_in_an_old_row_is_sampled_by_its_own_parameters() -> None:
+    logits = some_logits(1, seed=8)
+    batch, sampler = batch_of([(1, 1, {"temperature": 2.0})])
+    sampler.sample(logits, np.arange(1))
+    new = NewRequestData(9, "new", 1, 1, 0, [1], SamplingParams(temperature=0.0, logprobs=1), 5)
+    batch.change_rows([0], [new], np.zeros(1, np.int32))
+    sampler.update_state(batch.builder.take(1))
+    sampled = sampler.sample(logits, np.arange(1))
+    assert sampled.tokens.tolist() == logits.argmax(-1).tolist() and sampled.logprobs is not None
+
+
+def test_logits_are_not_changed() -> None:
+    logits = some_logits(len(MIXED))
+    before = logits.clone()
+    sample(logits, [(i, 1, params) for i, params in enumerate(MIXED)])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 5, 20])
+def test_logprobs_are_those_of_the_raw_distribution(asked: int) -> None:
+    logits = some_logits(6)
+    rows = [(i, 1, {"temperature": 0.7, "top_k": 2} | ({"logprobs": asked} if i % 2 else {})) for i in range(6)]
+    sampled = sample(logits, rows)
+    told = sampled.logprobs
+    assert told is not None and told.rows == [1, 3, 5]
+    reference = torch.log_softmax(logits.double(), dim=-1)
+    for i, row in enumerate(told.rows):
+        token = int(sampled.tokens[row])
+        assert told.token_ids.shape[1] == told.values.shape[1] == 1 + asked
+        assert told.token_ids[i, 0] == token
+        assert told.token_ids[i, 1:].tolist() == reference[row].argsort(descending=True)[:asked].tolist()
+        assert torch.allclose(told.values[i].double(), reference[row][told.token_ids[i]], atol=1e-5)
+        assert told.ranks[i] == 1 + int((reference[row] > reference[row, token]).sum())
+
+
+def test_no_row_that_asks_for_logprobs_means_none() -> None:
+    assert sample(some_logits(2), [(1, 1, {}), (2, 1, {"temperature": 0.0})]).logprobs is None
+
+
+def test_logprobs_of_a_small_vocabulary_are_all_there_are() -> None:
+    told = sample(some_logits(1, vocab=3), [(1, 1, {"logprobs": 20})]).logprobs
+    assert told is not None and told.values.shape == (1, 4)
+    assert sorted(told.token_ids[0, 1:].tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all -inf"])
+@pytest.mark.parametrize("place", [0, 11, VOCAB - 1])
+def test_a_row_that_is_not_finite_is_flagged_and_others_are_untouched(poison: Any, place: int) -> None:
+    logits = some_logits(len(MIXED))
+    rows = [(i, 1, params) for i, params in enumerate(MIXED)]
+    good = sample(logits, rows)
+    assert not good.bad.any()
+    for row in range(len(MIXED)):
+        damaged = logits.clone()
+        damaged[row, place if poison != "all -inf" else slice(None)] = -torch.inf if poison == "all -inf" else poison
+        sampled = sample(damaged, rows)
+        assert sampled.bad.tolist() == [i == row for i in range(len(MIXED))]
+        others = [i for i in range(len(MIXED)) if i != row]
+        assert sampled.tokens[others].tolist() == good.tokens[others].tolist()
+        assert 0 <= int(sampled.tokens[row]) < VOCAB
+
+
+def test_noise_is_uniform_over_seeds_and_over_positions() -> None:
+    n = 50_000
+    for seeds, positions in (
+        (np.arange(n, dtype=np.uint64), np.full(n, 5)),
+        (np.full(n, 7, np.uint64), np.arange(n)),
+        (np.full(n, 2**64 - 1, np.uint64), np.arange(n)),
+        (np.arange(n, dtype=np.uint64) << np.uint64(48), np.arange(n) % 3),
+    ):
+        noise = uniform(seeds, positions)
+        assert noise.min() >= 0.0 and noise.max() < 1.0
+        counts = np.bincount((noise * 100).astype(int), minlength=100)
+        chi2 = ((counts - n / 100) ** 2 / (n / 100)).sum()
+        assert 99 - 5 * np.sqrt(198) < chi2 < 99 + 5 * np.sqrt(198)
+        assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.02
+
+
+def test_noise_of_neighbouring_seeds_has_nothing_in_common() -> None:
+    positions = np.arange(20_000)
+    a, b = (uniform(np.full(len(positions), seed, np.uint64), positions) for seed in (41, 42))
+    assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
+    # The two-argument form must not be a sum: seed + 1 is not position + 1.
+    assert not np.isin(a[1:2000], b).any()
+
+
+def test_noise_is_fixed_for_ever() -> None:
+    got = uniform(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 2**31 - 1]))
+    assert got.tolist() == [0.28176129772258496, 0.34362312686658336, 0.09495736683503364]
