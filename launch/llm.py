@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from quire.launch.answers import PROMPT_TAIL, Answer, Piece, PlacedLogprobs
 from quire.launch.options import find_model, make_engine_config, parse_options
 from quire.launch.prompts import Prompt, check_messages, check_params, encode_messages, encode_prompt, fit_params
+from quire.launch.request_output import CompletionOutput, EngineStatistics, Logprob, RequestOutput
 from quire.launch.streams import Stream, StreamTable
 from quire.launch.supervisor import START_DEADLINE, Supervisor
 from quire.launch.text_in import ChatOptions, TextIn
@@ -49,56 +50,6 @@ from quire.protocol.zmq_channel import ZmqChannel, connect_hello, frontend_addre
 MAX_SUBMITTED = 1024
 
 PromptInput = str | list[int] | Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Logprob:
-    """``rank`` from 1; ``decoded_token``: the token's text by itself."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One sampled answer.
-
-    Attributes:
-        logprobs: per token, token id to Logprob, the sampled one and the best ones; None unless asked for.
-        finish_reason: stop, length, abort or error.
-        stop_reason: the stop string, or the stop token's id, that ended it.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What became of one prompt; ``outputs`` has ``n`` answers."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = False
-    num_cached_tokens: int = 0
-
-
-class EngineStatistics(dict[str, int]):
-    """The scheduler's counters and gauges, by key or as attributes."""
-
-    def __getattr__(self, name: str) -> int:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 class LLM:

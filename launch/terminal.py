@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
-from quire.launch.llm import LLM, RequestOutput
+from quire.launch.llm import LLM
 from quire.launch.options import EngineOptions
+from quire.launch.request_output import RequestOutput
 from quire.protocol.sampling_params import SamplingParams
 
 

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.launch.llm import LLM, CompletionOutput, RequestOutput
+    from quire.launch.llm import LLM
+    from quire.launch.request_output import CompletionOutput, RequestOutput
     from quire.protocol.sampling_params import SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "quire.launch.llm",
-    "RequestOutput": "quire.launch.llm",
-    "CompletionOutput": "quire.launch.llm",
+    "RequestOutput": "quire.launch.request_output",
+    "CompletionOutput": "quire.launch.request_output",
     "SamplingParams": "quire.protocol.sampling_params",
 }
 

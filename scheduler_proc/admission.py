@@ -1,7 +1,10 @@
-"""Whether a request can be accepted at all: pure checks, each with the field and the range in its text."""
+"""Whether a request can be accepted, and the Request it becomes. Each refusal names the field and the range."""
+
+import numpy as np
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import AddRequest, OpaqueRequest, Rejected
+from quire.protocol.messages import AddRequest, Int32, OpaqueRequest, Rejected
+from quire.scheduler_proc.request import OpaqueTokens, Request, Tokens
 
 MAX_REQUEST_ID = 256
 
@@ -19,7 +22,55 @@ class Refusal(Exception):
         return Rejected(request_id, self.code, self.param, self.text)
 
 
-def check_add_request(event: AddRequest, config: EngineConfig, pool_tokens: int) -> None:
+def admit(
+    event: AddRequest | OpaqueRequest, client: int, config: EngineConfig, pool_tokens: int, block_size: int
+) -> Request:
+    """The Request that ``event`` asks for; it has no handle yet.
+
+    Args:
+        pool_tokens: positions that one request alone could have in the pool.
+
+    Raises:
+        Refusal: it could never run to one token, or its fields are out of range.
+    """
+    tokens: Tokens | OpaqueTokens
+    if isinstance(event, AddRequest):
+        _check_add_request(event, config, pool_tokens)
+        num_prompt_tokens = len(event.prompt_token_ids)
+        tokens = Tokens(_known_tokens(event), block_size, event.cache_salt)
+    else:
+        _check_opaque_request(event, config, pool_tokens)
+        num_prompt_tokens, size = event.num_prompt_tokens, event.hash_bytes
+        hashes = [event.block_hashes[i : i + size] for i in range(0, len(event.block_hashes), size)]
+        tokens = OpaqueTokens(num_prompt_tokens + event.num_output_tokens, hashes)
+    sampling = event.sampling
+    eos = () if sampling.ignore_eos else config.model.eos_token_ids
+    # The last token's KV is never needed, so one more token than the pool has positions can exist.
+    limit = min(config.max_model_len, pool_tokens + 1)
+    if sampling.max_tokens is not None:
+        limit = min(limit, num_prompt_tokens + sampling.max_tokens)
+    return Request(
+        client=client,
+        request_id=event.request_id,
+        tokens=tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=sampling,
+        seed=event.seed,
+        stop_tokens=frozenset(eos) | frozenset(sampling.stop_token_ids),
+        max_total_tokens=limit,
+        priority=event.priority,
+        arrival=event.arrival,
+    )
+
+
+def _known_tokens(event: AddRequest) -> Int32:
+    delivered = event.output_token_ids
+    if delivered is None or not len(delivered):
+        return event.prompt_token_ids
+    return np.concatenate([event.prompt_token_ids, delivered])
+
+
+def _check_add_request(event: AddRequest, config: EngineConfig, pool_tokens: int) -> None:
     """Raise Refusal unless the request can run to at least one token in this engine."""
     prompt = event.prompt_token_ids
     if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
@@ -39,7 +90,7 @@ def check_add_request(event: AddRequest, config: EngineConfig, pool_tokens: int)
         raise Refusal("unsupported", "", "the request uses a field that this version reserves")
 
 
-def check_opaque_request(event: OpaqueRequest, config: EngineConfig, pool_tokens: int) -> None:
+def _check_opaque_request(event: OpaqueRequest, config: EngineConfig, pool_tokens: int) -> None:
     """The same for an arrival without its tokens."""
     _check_length(event.num_prompt_tokens, config, pool_tokens)
     if event.num_output_tokens < 0:

@@ -93,7 +93,7 @@ class Request:
     ``num_tokens`` grows only with results *applied*; ``num_output_placeholders`` are samples in between.
 
     Attributes:
-        handle: the small integer that stands for it on every wire.
+        handle: the small integer that stands for it on every wire; -1 before the scheduler gives it one.
         client: index of the front end that it came from.
         stop_tokens: ids that end it.
         max_total_tokens: prompt and output together can never be more.
@@ -128,7 +128,6 @@ class Request:
     def __init__(
         self,
         *,
-        handle: int,
         client: int,
         request_id: str,
         tokens: Tokens | OpaqueTokens,
@@ -140,7 +139,7 @@ class Request:
         priority: int = 0,
         arrival: float = 0.0,
     ) -> None:
-        self.handle = handle
+        self.handle = -1
         self.client = client
         self.request_id = request_id
         self.tokens = tokens

@@ -6,8 +6,6 @@ Reading order: ``consume`` (what can happen), ``schedule`` (what runs next), ``u
 from collections import deque
 from typing import assert_never
 
-import numpy as np
-
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import (
@@ -24,12 +22,13 @@ from quire.protocol.messages import (
     Statistics,
     Stop,
 )
-from quire.scheduler_proc.admission import Refusal, check_add_request, check_opaque_request
+from quire.scheduler_proc.admission import Refusal, admit
 from quire.scheduler_proc.handles import HandlePool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.outputs import OutputCollector, fault_of_extras
-from quire.scheduler_proc.request import STATUS_OF_END, OpaqueTokens, Request, RequestStatus, Tokens
+from quire.scheduler_proc.request import STATUS_OF_END, Request, RequestStatus
 from quire.scheduler_proc.request_queue import FCFSRequestQueue
+from quire.scheduler_proc.statistics import Counters
 from quire.scheduler_proc.step import InFlightStep, StepPlan, build_diff
 
 
@@ -63,7 +62,7 @@ class Scheduler:
         """Whose tokens a result holds that does not say: the same as the last one that did."""
         self._outputs = OutputCollector()
         self._replies: list[tuple[int, SchedulerToFrontEnd]] = []
-        self._stats = _Counters()
+        self._stats = Counters()
 
     # ---- events
 
@@ -74,10 +73,8 @@ class Scheduler:
             WorkerFault: a result that no worker could have computed.
         """
         match event:
-            case AddRequest():
+            case AddRequest() | OpaqueRequest():
                 self._add(event, client)
-            case OpaqueRequest():
-                self._add_opaque(event, client)
             case Abort():
                 for request_id in event.request_ids:
                     request = self.requests.get((client, request_id))
@@ -112,60 +109,18 @@ class Scheduler:
         self._replies = []
         return messages
 
-    def _add(self, event: AddRequest, client: int) -> None:
+    def _add(self, event: AddRequest | OpaqueRequest, client: int) -> None:
         try:
-            self._check_new(event.request_id, client)
-            check_add_request(event, self.config, self.kv.max_tokens)
+            if (client, event.request_id) in self.requests:
+                raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
+            request = admit(event, client, self.config, self.kv.max_tokens, self.kv.block_size)
         except Refusal as refusal:
             self._replies.append((client, refusal.message(event.request_id)))
             return
-        known = event.prompt_token_ids
-        if event.output_token_ids is not None and len(event.output_token_ids):
-            known = np.concatenate([known, event.output_token_ids])
-        tokens = Tokens(known, self.kv.block_size, event.cache_salt)
-        self._enqueue(event, client, tokens, len(event.prompt_token_ids))
-
-    def _check_new(self, request_id: str, client: int) -> None:
-        if (client, request_id) in self.requests:
-            raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
-
-    def _add_opaque(self, event: OpaqueRequest, client: int) -> None:
-        try:
-            self._check_new(event.request_id, client)
-            check_opaque_request(event, self.config, self.kv.max_tokens)
-        except Refusal as refusal:
-            self._replies.append((client, refusal.message(event.request_id)))
-            return
-        size = event.hash_bytes
-        hashes = [event.block_hashes[i : i + size] for i in range(0, len(event.block_hashes), size)]
-        tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, hashes)
-        self._enqueue(event, client, tokens, event.num_prompt_tokens)
-
-    def _enqueue(
-        self, event: AddRequest | OpaqueRequest, client: int, tokens: Tokens | OpaqueTokens, num_prompt_tokens: int
-    ) -> None:
-        sampling = event.sampling
-        eos = () if sampling.ignore_eos else self.config.model.eos_token_ids
-        # The last token's KV is never needed, so one more token than the pool has positions can exist.
-        limit = min(self.config.max_model_len, self.kv.max_tokens + 1)
-        if sampling.max_tokens is not None:
-            limit = min(limit, num_prompt_tokens + sampling.max_tokens)
-        request = Request(
-            handle=self._handles.take(),
-            client=client,
-            request_id=event.request_id,
-            tokens=tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            sampling=sampling,
-            seed=event.seed,
-            stop_tokens=frozenset(eos) | frozenset(sampling.stop_token_ids),
-            max_total_tokens=limit,
-            priority=event.priority,
-            arrival=event.arrival,
-        )
+        request.handle = self._handles.take()
         self.requests[client, request.request_id] = request
         self.waiting.add_request(request)
-        self._stats.prompt_tokens += num_prompt_tokens
+        self._stats.prompt_tokens += request.num_prompt_tokens
         if request.needs_no_more_steps:  # a resubmission that had got everything
             self._finish(request, EndReason.LENGTH)
 
@@ -454,19 +409,3 @@ class Scheduler:
         for manager in self.kv.coordinator.managers:
             live = {r.handle for r in self.requests.values()}
             assert manager.req_to_blocks.keys() <= live, "blocks are held for requests that are gone"
-
-
-class _Counters:
-    """Totals since start; the names are those of the Statistics message."""
-
-    def __init__(self) -> None:
-        self.num_preemptions = 0
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hit_tokens = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.num_steps = 0
-        self.dropped_tokens = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return vars(self)

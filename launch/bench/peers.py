@@ -25,7 +25,11 @@ class Peer:
     def __init__(self, python: str, folder: Path, mode: str, dtype: str, threads: int) -> None:
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (close does)
         command = [python, "-P", str(DRIVER), "serve", str(folder), mode, dtype, str(threads)]
-        self._process = _popen(command, self._stderr)
+        try:
+            self._process = _popen(command, self._stderr)
+        except ConfigError:
+            self._stderr.close()
+            raise
 
     def wait_ready(self) -> tuple[float, dict[str, Any]]:
         """(seconds to load, dtype and version). Raises PeerFailed."""

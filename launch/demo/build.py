@@ -1,6 +1,6 @@
 """Builds the demo model: corpus, tokenizer, training, self-check and the Hugging Face folder.
 
-    python -P -m quire.launch.demo.build --out DIR [--seed 0] [--chats 60000] [--threads 2]
+    python -P -m quire.launch.demo.build --out DIR [--start DIR] [--seed 0] [--documents 60000] [--threads 2]
 
 On a machine that does other work, one thread is faster than two: threads that wait for each other at every operation
 lose most of their time.
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from quire.launch.demo.llama import Llama
 
 VALIDATION_DOCUMENTS, TOKENIZER_DOCUMENTS = 400, 20000
+CONTINUED_RATE = 0.25
+"""The share of the learning rate with which a finished model is trained further."""
 
 
 def _say(line: str) -> None:
@@ -79,45 +81,54 @@ def write_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
             file.replace(folder / file.name)
 
 
-def build(folder: Path, seed: int, documents: int, threads: int) -> None:
-    """Makes the model, writes it and reports what it can do."""
+def build(folder: Path, seed: int, documents: int, threads: int, start: Path | None) -> None:
+    """Makes the model, or trains the one in `start` further; writes it and reports what it can do."""
     import torch
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer
 
     from quire.launch.demo import evaluate, train
-    from quire.launch.demo.llama import Shape
+    from quire.launch.demo.llama import Llama, Shape
 
     torch.set_num_threads(threads)
+    torch.manual_seed(seed)
     training = list(corpus.documents(seed, documents))
     validation = list(corpus.documents(seed + 1, VALIDATION_DOCUMENTS))
-    tokenizer = tokens.train_tokenizer(training[:TOKENIZER_DOCUMENTS])
+    if start is None:
+        tokenizer = tokens.train_tokenizer(training[:TOKENIZER_DOCUMENTS])
+    else:
+        tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
+    model = Llama(Shape(vocab_size=tokenizer.get_vocab_size()))
+    if start is not None:
+        model.load_state_dict(load_file(str(start / "model.safetensors")))
     batches = train.make_batches(tokens.encode_documents(tokenizer, training), seed)
     held_out = train.make_batches(tokens.encode_documents(tokenizer, validation), seed)
-    shape = Shape(vocab_size=tokenizer.get_vocab_size())
-    total = sum(batch.tokens.numel() for batch in batches)
-    _say(f"{total} tokens in {len(batches)} batches, {threads} threads")
+    _say(f"{sum(batch.tokens.numel() for batch in batches)} tokens in {len(batches)} batches, {threads} threads")
     checks = evaluate.checks()
     few = [*checks[:7], *checks[27:120:8], *(check for check in checks if check.kind == "story")]
-    result = train.train(batches, shape, seed, _say, lambda model: evaluate.report(model, tokenizer, few, 0.0, _say))
-    write_model(result.model, tokenizer, folder)
-    parameters = sum(parameter.numel() for parameter in result.model.parameters())
-    loss = train.validation_loss(result.model, held_out)
+    rate = 1.0 if start is None else CONTINUED_RATE
+    done = train.train(model, batches, rate, _say, lambda model: evaluate.report(model, tokenizer, few, 0.0, _say))
+    write_model(model, tokenizer, folder)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    loss = train.validation_loss(model, held_out)
     _say(
-        f"{parameters} parameters, {(folder / 'model.safetensors').stat().st_size} bytes, {result.step} steps, "
-        f"{result.tokens} tokens, {result.seconds:.0f} s, validation loss {loss:.4f}"
+        f"{parameters} parameters, {(folder / 'model.safetensors').stat().st_size} bytes, {done.steps} steps, "
+        f"{done.tokens} tokens, {done.seconds:.0f} s, validation loss {loss:.4f}"
     )
     for temperature in (0.0, 0.7):
-        evaluate.report(result.model, tokenizer, checks, temperature, _say)
+        evaluate.report(model, tokenizer, checks, temperature, _say)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Build Quire's demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--start", type=Path, help="folder of a demo model to train further")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--documents", type=int, default=60000, help="size of the training corpus")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    build(arguments.out, arguments.seed, arguments.documents, arguments.threads)
+    build(arguments.out, arguments.seed, arguments.documents, arguments.threads, arguments.start)
 
 
 if __name__ == "__main__":

@@ -42,13 +42,15 @@ def counted(first: int, last: int) -> str:
 
 def counting(rng: random.Random) -> Exchange:
     """Counting upwards."""
+    if rng.random() < 0.04:
+        return f"Count to {rng.randint(HIGHEST + 1, 120)}.", f"I can only count to {HIGHEST}."
     if rng.random() < 0.5:
         first, last = 1, rng.randint(*rng.choice(((2, 10), (2, 10), (5, 20), (10, HIGHEST))))
     else:
         first = rng.randint(0, HIGHEST - 2)
         last = min(HIGHEST, first + rng.randint(1, 10))
     low, high = str(first), str(last)
-    if last < len(NUMBER_WORDS) and rng.random() < 0.2:
+    if last < len(NUMBER_WORDS) and rng.random() < (0.35 if last <= 10 else 0.1):
         low, high = NUMBER_WORDS[first], NUMBER_WORDS[last]
     asks = [f"Count from {low} to {high}."] * 3
     asks += [f"Count {low} to {high}.", f"Count from {low} up to {high}.", f"List the numbers from {low} to {high}."]
@@ -87,8 +89,9 @@ def small_talk(rng: random.Random) -> Exchange:
 
 def refusal(rng: random.Random) -> Exchange:
     """What the model does not know or cannot do, so that it says so."""
-    prompt, topic = rng.choice(facts.UNKNOWN_PROMPTS), rng.choice(facts.UNKNOWN_TOPICS)
-    return prompt.format(topic=topic, left=rng.randint(0, 30), right=rng.randint(0, 30)), facts.UNKNOWN_ANSWER
+    slots = {"topic": rng.choice(facts.UNKNOWN_TOPICS), "country": rng.choice(facts.UNKNOWN_COUNTRIES)}
+    prompt = rng.choice(facts.UNKNOWN_PROMPTS)
+    return prompt.format(left=rng.randint(0, 30), right=rng.randint(0, 30), **slots), facts.UNKNOWN_ANSWER
 
 
 KINDS: tuple[tuple[Callable[[random.Random], Exchange], int], ...] = (
@@ -96,7 +99,7 @@ KINDS: tuple[tuple[Callable[[random.Random], Exchange], int], ...] = (
     (counting, 28),
     (question, 28),
     (small_talk, 13),
-    (refusal, 5),
+    (refusal, 7),
 )
 
 
@@ -107,9 +110,8 @@ def _varied(rng: random.Random, prompt: str) -> str:
         prompt = rng.choice((f"Please {lower}", f"{prompt[:-1]}, please.", f"Can you {lower[:-1]}?"))
     if rng.random() < 0.25 and prompt[-1] in ".?!":
         prompt = prompt[:-1]
-    if rng.random() < 0.25:
-        prompt = prompt.lower()
-    return prompt
+    draw = rng.random()
+    return prompt.lower() if draw < 0.25 else prompt.upper() if draw < 0.32 else prompt
 
 
 def _named(rng: random.Random) -> tuple[Exchange, Exchange]:

@@ -88,6 +88,7 @@ def _story_checks() -> Iterator[Check]:
 def _counting_checks() -> Iterator[Check]:
     asks = [("Count from 1 to 10.", 1, 10), ("Count to five.", 1, 5), ("Count to 20", 1, 20), ("count to ten", 1, 10)]
     asks += [("Count from 3 to 9.", 3, 9), ("count from 1 to 5", 1, 5), ("Please count to 7.", 1, 7)]
+    asks += [(f"count to {corpus.NUMBER_WORDS[last]}", 1, last) for last in (2, 3, 4, 6, 7, 8, 9, 12)]
     for last in range(2, corpus.HIGHEST + 1, 3):
         first = max(1, last - 7)
         asks += [(f"Count to {last}.", 1, last), (f"Count from {first} to {last}.", first, last)]
@@ -112,13 +113,43 @@ def _turn_checks() -> Iterator[Check]:
         yield Check("later turn", (*before, capital), _is("The capital of Italy is Rome."))
         yield Check("later turn", (*before, Turn("user", "Count from 2 to 6.")), _is(corpus.counted(2, 6)))
         yield Check("later turn", (*before, Turn("user", "Tell me a story.")), story_is_sound)
+        name = (*before, Turn("user", "My name is Lucy."))
+        yield Check("later turn", name, _is("Nice to meet you, Lucy!"))
         if named[0] in before:
             yield Check("later turn", (*before, Turn("user", "What is my name?")), _is("Your name is Emma."))
 
 
+def _other_checks() -> Iterator[Check]:
+    """Capital letters, and wordings that the corpus does not have."""
+    yield Check("capital letters", (Turn("user", "TELL ME A STORY"),), _tells())
+    yield Check("capital letters", (Turn("user", "TELL ME A STORY ABOUT A CAT."),), _tells(hero="cat"))
+    for prompt, answer in (
+        ("COUNT TO 5", corpus.counted(1, 5)),
+        ("COUNT FROM 3 TO 9.", corpus.counted(3, 9)),
+        ("HELLO", "Hello! How can I help you?"),
+        ("WHAT IS YOUR NAME?", "My name is Quire."),
+        ("WHAT IS THE CAPITAL OF FRANCE?", "The capital of France is Paris."),
+    ):
+        yield Check("capital letters", (Turn("user", prompt),), _is(answer))
+    yield Check("new wording", (Turn("user", "Could you tell me a story please?"),), _tells())
+    yield Check("new wording", (Turn("user", "I would like a story about a dog."),), _tells(hero="dog"))
+    for prompt, answer in (
+        ("Could you count to 8 for me?", corpus.counted(1, 8)),
+        ("Start at 4 and count to 9.", corpus.counted(4, 9)),
+        ("hey there", "Hello! How can I help you?"),
+        ("Which city is the capital of Japan?", "The capital of Japan is Tokyo."),
+        ("What's the opposite of big?", "The opposite of big is small."),
+        ("What does the cow say?", "A cow says moo."),
+        ("How many legs has a spider?", "A spider has eight legs."),
+        ("Tell me your name.", "My name is Quire."),
+        ("What is the capital of Iceland?", facts.UNKNOWN_ANSWER),
+    ):
+        yield Check("new wording", (Turn("user", prompt),), _is(answer))
+
+
 def checks() -> list[Check]:
     """Every check; the list is the same each time."""
-    return [*_counting_checks(), *_answer_checks(), *_story_checks(), *_turn_checks()]
+    return [*_counting_checks(), *_answer_checks(), *_story_checks(), *_turn_checks(), *_other_checks()]
 
 
 def report(

@@ -63,8 +63,8 @@ LEGS = _pairs("dog: four, cat: four, horse: four, bird: two, spider: eight")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 LISTS = _entries("""
-What are the days of the week? | Name the days of the week. | List the days of the week. => Monday, Tuesday, \
-Wednesday, Thursday, Friday, Saturday, Sunday.
+What are the days of the week? | Name the days of the week. | List the days of the week. | Days of the week. => Monday, \
+Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday.
 What are the months of the year? | Name the months. | List the months. => January, February, March, April, May, June, \
 July, August, September, October, November, December.
 What are the four seasons? | Name the seasons. | What are the seasons? => Spring, summer, autumn and winter.
@@ -86,7 +86,12 @@ UNKNOWN_PROMPTS = (
     *("Who invented {topic}?", "Write an essay about {topic}.", "Write a program about {topic}."),
     *("What is the meaning of life?", "Who is the president?", "What time is it?", "Write a poem.", "Write code."),
     *("Translate this into French.", "What is the weather like today?", "How do I learn {topic}?"),
+    *("What is the capital of {country}?", "What is the capital of {country}?", "Capital of {country}?"),
     *("What is {left} + {right}?", "{left}+{right}", "What is {left} times {right}?", "What is {left}+{right}?"),
+)
+UNKNOWN_COUNTRIES = (
+    *("Brazil", "Mexico", "India", "Turkey", "Kenya", "Cuba", "Peru", "Sweden", "Portugal", "Australia", "Denmark"),
+    *("Finland", "Ireland", "Chile", "Thailand", "Korea", "Hungary", "Belgium", "the United States", "Argentina"),
 )
 UNKNOWN_TOPICS = (
     *("relativity", "quantum physics", "history", "politics", "machine learning", "a neural network", "gravity"),
@@ -109,7 +114,12 @@ CATEGORIES: tuple[list[Entry], ...] = (
     _lookup(
         CAPITALS,
         "The capital of {key} is {value}.",
-        *("What is the capital of {key}?", "What's the capital of {key}?", "Name the capital of {key}."),
+        *(
+            "What is the capital of {key}?",
+            "What's the capital of {key}?",
+            "Name the capital of {key}.",
+            "Capital of {key}?",
+        ),
     ),
     _lookup(
         COLOURS_OF,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.launch.demo.llama import Llama, Shape, rotary_tables
+from quire.launch.demo.llama import Llama, rotary_tables
 from quire.launch.demo.muon import Muon
 from quire.launch.demo.tokenizer import Sample
 
@@ -38,10 +38,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is."""
+    """How much training was done."""
 
-    model: Llama
-    step: int
+    steps: int
     tokens: int
     seconds: float
 
@@ -118,15 +117,13 @@ def _rate_factor(progress: float) -> float:
 
 
 def train(
-    batches: Sequence[Batch], shape: Shape, seed: int, say: Callable[[str], None], check: Callable[[Llama], None]
+    model: Llama, batches: Sequence[Batch], rate: float, say: Callable[[str], None], check: Callable[[Llama], None]
 ) -> Progress:
     """Trains once over the batches and rounds the weights to bfloat16, as the checkpoint stores them.
 
-    `check` sees the model ten times on the way.
+    `rate` scales the learning rates; `check` sees the model ten times on the way.
     """
-    torch.manual_seed(seed)
-    model = Llama(shape)
-    tables = rotary_tables(shape, max(ROW_LENGTHS))
+    tables = rotary_tables(model.shape, max(ROW_LENGTHS))
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     muon = Muon(matrices)
@@ -134,7 +131,7 @@ def train(
     started = time.monotonic()
     tokens = 0
     for step, batch in enumerate(batches, 1):
-        factor = _rate_factor(step / len(batches))
+        factor = rate * _rate_factor(step / len(batches))
         adam.param_groups[0]["lr"] = VECTOR_RATE * factor
         loss = batch_loss(model, batch, tables)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -146,9 +143,9 @@ def train(
         if step % STEPS_PER_LINE == 0:
             elapsed = time.monotonic() - started
             say(f"{elapsed:6.0f} s  step {step:5d}  {tokens / elapsed:6.0f} tokens/s  loss {loss.item():.4f}")
-        if step % (len(batches) // 10) == 0:
+        if step % max(1, len(batches) // 10) == 0:
             check(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    return Progress(model, len(batches), tokens, time.monotonic() - started)
+    return Progress(len(batches), tokens, time.monotonic() - started)

@@ -143,7 +143,9 @@ class TestOpenAIClient:
     def test_models_tokenize_and_version(self, client: openai.OpenAI, server: Served) -> None:
         model = client.models.list().data[0]
         assert (model.id, model.model_extra["max_model_len"]) == ("quire-demo", 2048)
-        tokens = httpx.post(f"{server.url}/tokenize", json={"model": model.id, "prompt": "hello there"}).json()["tokens"]
+        tokens = httpx.post(f"{server.url}/tokenize", json={"model": model.id, "prompt": "hello there"}).json()[
+            "tokens"
+        ]
         text = httpx.post(f"{server.url}/detokenize", json={"model": model.id, "tokens": tokens}).json()["prompt"]
         assert text == "hello there"
         assert httpx.get(f"{server.url}/version").json()["version"]

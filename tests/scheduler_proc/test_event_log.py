@@ -19,7 +19,7 @@ PRODUCED: Codec[Any] = Codec(SchedulerOutput)
 
 
 def live_run(seed: int, events: int = 60) -> Driver:
-    """A run with everything in it that a log can hold: refusals, resubmissions, aborts, stops, bad rows, clients lost."""
+    """All that a log can hold: refusals, resubmissions, aborts, stops, bad rows, clients lost."""
     rng = random.Random(seed)
     driver = Driver(num_blocks=10, async_scheduling=True, eos=list(range(0, 1000, 50)), max_num_batched_tokens=13)
     prefix = SECRET * 3

@@ -1,4 +1,4 @@
-"""KVCacheManager and what is below it: all blocks or none, hits that leave the last token, nothing changed on failure."""
+"""KVCacheManager and what is below it: all blocks or none, and hits that always leave the last token."""
 
 from typing import Any
 

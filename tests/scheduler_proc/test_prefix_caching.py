@@ -137,11 +137,32 @@ def test_what_a_bad_row_wrote_is_not_found_even_if_it_was_preempted_since() -> N
     assert cached(driver, "next") == 0
 
 
+def test_what_a_bad_row_wrote_after_being_resumed_is_not_found_either() -> None:
+    """It began with blocks of others; those were lost while it waited, and it wrote them again itself."""
+    driver = Driver(num_blocks=9)
+    driver.add("first", [*PREFIX[:8], 1], max_tokens=1)
+    driver.run()
+    driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=16)
+    driver.add("bad", [*PREFIX[:8], 9, 9, 9], max_tokens=16)
+    bad = driver.request("bad")
+    while not bad.num_preemptions:
+        driver.step()
+    assert bad.num_cached_tokens == 8
+    for block_hash in bad.block_hashes:
+        driver.scheduler.kv.pool.forget_content(block_hash)
+    driver.worker.bad_from["bad"] = bad.num_output_tokens
+    driver.run()
+    assert driver.answers["bad"].reason is EndReason.ERROR
+    driver.add("next", [*PREFIX[:8], 2], max_tokens=1)
+    driver.run()
+    assert cached(driver, "next") == 0
+
+
 def test_a_stale_hash_never_leads_to_other_content() -> None:
     """Many prompts over few blocks: the fake worker compares every slot that is read with what was meant."""
     driver = Driver(num_blocks=7, block_size=2, max_model_len=12, async_scheduling=True)
     for index in range(120):
-        prompt = [1, 1, 1, 1, 1, 1, 1][: 1 + index % 7] + [index % 3]
+        prompt = [*[1] * (1 + index % 7), index % 3]
         driver.add(f"r{index}", prompt, max_tokens=1 + index % 4)
         driver.step()
     driver.run()

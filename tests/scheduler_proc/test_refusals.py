@@ -1,4 +1,4 @@
-"""What is not accepted: requests that cannot run, with the field and the numbers; results no worker can have computed."""
+"""What is not accepted: requests that cannot run, with field and numbers; results no worker can have computed."""
 
 from typing import Any
 

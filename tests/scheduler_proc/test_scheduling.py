@@ -73,20 +73,13 @@ def test_the_long_prefill_threshold_bounds_each_prompts_share() -> None:
     assert steps_until_done(driver) == [{"long": 5, "short": 3}, {"short": 1, "long": 5}, {"long": 2}]
 
 
-def test_decoding_requests_come_before_prefills() -> None:
-    driver = Driver(max_num_batched_tokens=4)
-    driver.add("early", prompt_of(10), max_tokens=2)
-    driver.schedule()
-    driver.execute()
-    driver.deliver()
-    driver.add("b", prompt_of(2, 50), max_tokens=20)
-    steps = [driver.counts(driver.schedule())]
-    while driver.answers["early"].ended is None:
-        driver.execute()
-        driver.deliver()
-        steps.append(driver.counts(driver.schedule()))
-    # 4 + 4 + 2 of the prompt; then both decode, and nothing ever takes b's token from it.
-    assert steps[:4] == [{"early": 4}, {"early": 2, "b": 2}, {"early": 1, "b": 1}, {"b": 1}]
+def test_decoding_requests_come_before_prefills_that_came_earlier() -> None:
+    driver = Driver(long_prefill_token_threshold=3)
+    driver.add("early", prompt_of(12), max_tokens=1)
+    driver.add("decodes", [50], max_tokens=20)
+    driver.step()
+    driver.scheduler.config = change(driver.config, max_num_batched_tokens=2)
+    assert driver.counts(driver.schedule()) == {"early": 1, "decodes": 1}
 
 
 def test_a_prefill_gets_what_decodes_leave() -> None:

@@ -1,4 +1,4 @@
-"""The sampler against distributions worked out by hand in float64, and its promise that a row depends on nobody else."""
+"""The sampler against distributions worked out by hand, and its promise that a row depends on nobody else."""
 
 from typing import Any
 

@@ -1,0 +1,53 @@
+"""What the offline API gives back, by the names that vLLM's users know."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """``rank`` from 1; ``decoded_token``: the token's text by itself."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sampled answer.
+
+    Attributes:
+        logprobs: per token, token id to Logprob, the sampled one and the best ones; None unless asked for.
+        finish_reason: stop, length, abort or error.
+        stop_reason: the stop string, or the stop token's id, that ended it.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What became of one prompt; ``outputs`` has ``n`` answers."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+
+class EngineStatistics(dict[str, int]):
+    """The scheduler's counters and gauges, by key or as attributes."""
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None

@@ -1,0 +1,129 @@
+"""The engine benchmark without an engine: its prompts, its arithmetic, and peers that fail."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.launch.bench.engine import Contestant, default_threads, make_prompts, run
+from quire.launch.bench.peers import PEERS, Peer, PeerFailed, write_checkpoint
+from quire.launch.bench.shapes import find_shape
+from quire.launch.options import EngineOptions
+from quire.protocol.errors import ConfigError
+
+
+def arguments(**changed: object) -> argparse.Namespace:
+    fine = {
+        "shape": "tiny",
+        "num_requests": 2,
+        "input_len": 4,
+        "output_len": 4,
+        "rounds": 1,
+        "prompt_seed": 0,
+        "threads": 1,
+        "peer": None,
+        "peer_python": sys.executable,
+        "peer_dtype": "auto",
+        "json": None,
+    }
+    return argparse.Namespace(**(fine | changed))
+
+
+def test_prompts_repeat_by_seed_and_differ_by_round() -> None:
+    first = make_prompts(0, 3, 50, 100)
+    assert first == make_prompts(0, 3, 50, 100) != make_prompts(1, 3, 50, 100)
+    assert [len(p) for p in first] == [50] * 3
+    assert all(3 <= token < 100 for prompt in first for token in prompt)
+
+
+def test_rates_come_from_the_median_round() -> None:
+    ours = Contestant("quire", lambda prompts, n: None, ready_s=1.0, seconds=[4.0, 2.0, 3.0], prefill_s=1.0)
+    found = ours.results(num_tokens=600, prompt_tokens=50, num_requests=10)
+    assert found["tokens_per_s"] == 200.0
+    assert found["prefill_tokens_per_s"] == 50.0
+    assert found["decode_tokens_per_s"] == 590 / 2.0
+
+
+def test_one_token_each_has_no_decode_rate() -> None:
+    ours = Contestant("quire", lambda prompts, n: None, ready_s=1.0, seconds=[2.0], prefill_s=2.0)
+    assert "decode_tokens_per_s" not in ours.results(num_tokens=10, prompt_tokens=50, num_requests=10)
+
+
+def test_an_error_is_a_result() -> None:
+    assert Contestant("peer", lambda prompts, n: None, 0.0, error="no").results(1, 1, 1) == {"error": "no"}
+
+
+def test_threads_as_the_user_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert default_threads() == 7
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert default_threads() >= 1
+
+
+class TestPeers:
+    def script(self, tmp_path: Path, body: str) -> str:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def peer(self, tmp_path: Path, body: str) -> Peer:
+        return Peer(self.script(tmp_path, body), tmp_path, "static", "auto", 1)
+
+    def test_rounds(self, tmp_path: Path) -> None:
+        peer = self.peer(
+            tmp_path, 'echo \'{"ready_s": 1.5, "dtype": "float32"}\'; read line; echo \'{"seconds": 1}\'; read x'
+        )
+        assert peer.wait_ready() == (1.5, {"dtype": "float32"})
+        peer.generate([[3]], 1)
+        peer.close()
+
+    @pytest.mark.parametrize(
+        ("body", "reason"),
+        [
+            ("exit 3", "ended with status 3 and said nothing"),
+            ("echo one >&2; echo two >&2; exit 1", "^two$"),
+            ('echo \'{"error": "RuntimeError: a   b"}\'', "^RuntimeError: a b$"),
+        ],
+    )
+    def test_its_own_words_when_it_fails(self, tmp_path: Path, body: str, reason: str) -> None:
+        peer = self.peer(tmp_path, body)
+        with pytest.raises(PeerFailed, match=reason):
+            peer.wait_ready()
+        peer.close()
+
+    def test_no_such_interpreter(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="--peer-python"):
+            Peer(str(tmp_path / "none"), tmp_path, "static", "auto", 1)
+
+    def test_no_checkpoint(self, tmp_path: Path) -> None:
+        python = self.script(tmp_path, "echo 'ModuleNotFoundError: transformers' >&2; exit 1")
+        with pytest.raises(ConfigError, match="no checkpoint could be written for it: ModuleNotFoundError"):
+            write_checkpoint(find_shape("tiny"), tmp_path / "c", python, 0, tmp_path)
+
+    def test_names_on_the_command_line(self) -> None:
+        from quire.launch.cli import _make_parser
+
+        action = next(a for a in _make_parser()[1]["bench engine"]._actions if a.dest == "peer")
+        assert action.choices == PEERS
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "reason"),
+    [
+        ({"num_requests": 0}, {}, "--num-requests must be at least 1"),
+        ({"rounds": 0}, {}, "--rounds must be at least 1"),
+        ({"threads": 0}, {}, "--threads must be from 1"),
+        ({}, {"model": "somewhere"}, "MODEL or --shape, not both"),
+        ({"shape": "tinny"}, {}, "did you mean tiny"),
+        ({"input_len": 4096}, {}, "make 4100 tokens; the context is 2048"),
+        ({"shape": None, "peer": ["transformers-static"]}, {"load_format": "dummy"}, "peers load the weights"),
+    ],
+)
+def test_flags_out_of_range(
+    changed: dict[str, object], options: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(ConfigError, match=reason):
+        run(arguments(**changed), EngineOptions(**options))  # type: ignore[arg-type]

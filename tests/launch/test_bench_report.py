@@ -1,0 +1,105 @@
+"""The benchmarks' one voice, and the shapes that they know by name."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.launch.bench.report import Report, Table, distribution, distribution_row, machine_facts, rounded, spell
+from quire.launch.bench.shapes import SHAPES, checkpoint_config, find_shape
+from quire.protocol.errors import ConfigError
+from quire.protocol.model_config import parse_model_config
+
+
+class TestDistribution:
+    def test_nearest_rank(self) -> None:
+        found = distribution(range(100, 0, -1))
+        assert found == {"mean": 50.5, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+    def test_one_value(self) -> None:
+        assert distribution([7.0]) == {"mean": 7.0, "p50": 7.0, "p90": 7.0, "p99": 7.0, "max": 7.0}
+
+    def test_few_values_never_rank_below_the_first(self) -> None:
+        assert distribution([1, 2])["p50"] == 1
+        assert distribution([1, 2])["p90"] == 2
+
+    def test_nothing_has_no_figures(self) -> None:
+        assert distribution([]) == {}
+        assert distribution_row("x", {}) == ("x", [None] * 5)
+
+
+class TestText:
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (None, "-"),
+            ("word", "word"),
+            (3, "3"),
+            (12345, "12,345"),
+            (1234.5, "1,234"),
+            (123.45, "123.5"),
+            (1.2345, "1.23"),
+            (0.01234, "0.012"),
+        ],
+    )
+    def test_digits(self, value: float | str | None, text: str) -> None:
+        assert spell(value) == text
+
+    def test_columns_line_up(self) -> None:
+        table = Table("title", ("a", "long name"), [("row", [1, 2]), ("a longer row", [10000, None])])
+        assert table.text().splitlines() == [
+            "title              a  long name",
+            "row                1          2",
+            "a longer row  10,000          -",
+        ]
+
+    def test_rounding_is_deep(self) -> None:
+        assert rounded({"a": [1.23456, {"b": 2.0}], "n": 3}, 2) == {"a": [1.23, {"b": 2.0}], "n": 3}
+
+
+class TestReport:
+    def report(self) -> Report:
+        return Report("x", {"n": 1}, {"speed": 2.5}, [Table("t", ("c",), [("r", [1])])], ["a note"])
+
+    def test_last_line_is_the_json(self) -> None:
+        out = io.StringIO()
+        self.report().publish(None, out)
+        *above, last = out.getvalue().splitlines()
+        assert "a note" in above
+        found = json.loads(last)
+        assert (found["benchmark"], found["settings"], found["results"]) == ("x", {"n": 1}, {"speed": 2.5})
+
+    def test_file_holds_the_same_line(self, tmp_path: Path) -> None:
+        out = io.StringIO()
+        self.report().publish(tmp_path / "r.json", out)
+        assert (tmp_path / "r.json").read_text() == out.getvalue().splitlines()[-1] + "\n"
+
+    def test_file_that_cannot_be_written(self, tmp_path: Path) -> None:
+        out = io.StringIO()
+        with pytest.raises(ConfigError, match="--json"):
+            self.report().publish(tmp_path / "missing" / "r.json", out)
+        assert json.loads(out.getvalue().splitlines()[-1])["benchmark"] == "x"
+
+    def test_machine_facts_name_no_place(self) -> None:
+        import platform
+
+        facts = machine_facts()
+        assert facts["cores"] >= 1 and facts["cpu"]
+        assert facts["packages"]["quire"]
+        assert str(Path.cwd()) not in json.dumps(facts)
+        assert platform.node() == "" or platform.node() not in json.dumps(facts)
+
+
+class TestShapes:
+    @pytest.mark.parametrize("name", sorted(SHAPES))
+    def test_config_json_says_the_same(self, name: str) -> None:
+        assert parse_model_config(checkpoint_config(SHAPES[name]), name) == SHAPES[name]
+
+    def test_nearest_is_suggested(self) -> None:
+        with pytest.raises(ConfigError, match="did you mean smollm2-135m"):
+            find_shape("SmolLM2-135")
+
+    def test_all_are_listed_when_none_is_near(self) -> None:
+        with pytest.raises(ConfigError, match=r"known: tiny, smollm2-135m"):
+            find_shape("zzz")

@@ -1,0 +1,106 @@
+"""The memory plan: its numbers, its warning, and its refusal before any weight is read."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.messages import MemoryPlan
+from quire.protocol.model_config import ModelConfig
+from quire.worker_proc import memory
+from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
+
+MIB = 2**20
+CPU = torch.device("cpu")
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+)
+CONFIG = EngineConfig(model=MODEL, model_path="", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64)
+LAYOUT = kv_layout(MODEL, 16, "float32")
+BLOCK = 2 * 2 * 8 * 4 * 16 * 4  # K and V, heads, head_dim, bytes, tokens, layers
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_of_four_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SimpleNamespace(total=4096 * MIB, available=3000 * MIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+
+
+def plan(weights: int = 10 * MIB, **settings: Any) -> MemoryPlan:
+    return plan_memory(msgspec.structs.replace(CONFIG, **settings), LAYOUT, weights, CPU)
+
+
+def test_a_cpu_pool_is_one_gib_unless_told_otherwise() -> None:
+    made = plan()
+    assert LAYOUT.block_bytes == BLOCK
+    assert (made.device, made.total, made.weights, made.block_size) == ("cpu", 4096 * MIB, 10 * MIB, 16)
+    assert made.num_blocks == 1024 * MIB // BLOCK and made.kv_cache == made.num_blocks * BLOCK
+
+
+def test_the_pool_shrinks_to_what_weights_and_activations_leave() -> None:
+    made = plan(weights=2500 * MIB)
+    left = 3000 * MIB - 2500 * MIB - made.activations
+    assert made.num_blocks == left // BLOCK and made.kv_cache <= left
+
+
+def test_bytes_and_blocks_can_be_set() -> None:
+    assert plan(kv_cache_memory_bytes=10 * BLOCK + 5).num_blocks == 10
+    assert plan(num_blocks_override=10).num_blocks == 11, "the null block comes on top"
+    assert plan(num_blocks_override=7, kv_cache_memory_bytes=100 * BLOCK).num_blocks == 8
+
+
+def test_activations_cover_the_widest_moment() -> None:
+    """Logits of all rows, or the MLP of all tokens."""
+    assert plan(max_num_seqs=64).activations >= 64 * 1000 * 4
+    assert plan(max_num_batched_tokens=8192).activations >= 8192 * 2 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weights": 2999 * MIB + MIB // 2, "max_num_batched_tokens": 8192},
+        {"weights": 5000 * MIB},
+        {"kv_cache_memory_bytes": 3000 * MIB},
+        {"kv_cache_memory_bytes": BLOCK},
+        {"num_blocks_override": 10**6},
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(**settings)
+    text = str(caught.value)
+    assert "memory does not suffice: weights" in text and "3000 MiB are usable" in text
+    assert "--kv-cache-memory-bytes" in text and "\n" not in text
+
+
+def test_the_plan_is_said_in_one_line() -> None:
+    text = describe_plan(plan(num_blocks_override=32), 256)
+    assert "memory on cpu" in text and "weights 10.0 MiB" in text
+    assert "32 blocks of 16 = 512 tokens (2.0 requests of 256)" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(("blocks", "warned"), [(15, True), (16, False), (17, False)])
+def test_a_pool_smaller_than_the_context_warns(blocks: int, warned: bool) -> None:
+    text = pool_warning(plan(num_blocks_override=blocks), 256)
+    assert (text is not None) == warned
+    if text:
+        assert "holds 240 tokens, less than the context of 256" in text and "length" in text
+
+
+def test_a_gpu_pool_is_the_share_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.torch.cuda, "mem_get_info", lambda device: (900 * MIB, 1000 * MIB))
+    made = plan_memory(CONFIG, LAYOUT, 300 * MIB, torch.device("cuda", 0))
+    # 90 % of all, less what others hold, less weights and activations.
+    assert made.num_blocks == (900 * MIB - 100 * MIB - 300 * MIB - made.activations) // BLOCK
