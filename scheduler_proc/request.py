@@ -138,8 +138,9 @@ class Request:
         max_total_tokens: int,
         priority: int = 0,
         arrival: float = 0.0,
+        handle: int = -1,
     ) -> None:
-        self.handle = -1
+        self.handle = handle
         self.client = client
         self.request_id = request_id
         self.tokens = tokens

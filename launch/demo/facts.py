@@ -63,8 +63,8 @@ LEGS = _pairs("dog: four, cat: four, horse: four, bird: two, spider: eight")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 LISTS = _entries("""
-What are the days of the week? | Name the days of the week. | List the days of the week. | Days of the week. => Monday, \
-Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday.
+What are the days of the week? | Name the days of the week. | List the days of the week. | Days of the week. => \
+Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday.
 What are the months of the year? | Name the months. | List the months. => January, February, March, April, May, June, \
 July, August, September, October, November, December.
 What are the four seasons? | Name the seasons. | What are the seasons? => Spring, summer, autumn and winter.

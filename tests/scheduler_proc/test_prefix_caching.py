@@ -124,8 +124,8 @@ def test_what_a_bad_row_wrote_is_not_found_even_if_it_was_preempted_since() -> N
     driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=20)
     driver.add("bad", [*PREFIX[:8], 9, 9, 9], max_tokens=20)
     bad = driver.request("bad")
-    while not bad.num_preemptions:
-        if driver.schedule() is None:
+    for _ in range(60):
+        if not bad.num_preemptions and driver.schedule() is None:
             driver.execute()
             driver.deliver()
     assert bad.num_in_flight and driver.scheduler.kv.get_computed_blocks(bad)[1] >= 8
@@ -145,8 +145,9 @@ def test_what_a_bad_row_wrote_after_being_resumed_is_not_found_either() -> None:
     driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=16)
     driver.add("bad", [*PREFIX[:8], 9, 9, 9], max_tokens=16)
     bad = driver.request("bad")
-    while not bad.num_preemptions:
-        driver.step()
+    for _ in range(20):
+        if not bad.num_preemptions:
+            driver.step()
     assert bad.num_cached_tokens == 8
     for block_hash in bad.block_hashes:
         driver.scheduler.kv.pool.forget_content(block_hash)
