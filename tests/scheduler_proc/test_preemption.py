@@ -112,6 +112,7 @@ def test_a_share_of_this_very_step_is_taken_back() -> None:
     driver.add("young", [50], max_tokens=8)
     diff = until_preemption(driver)
     assert driver.counts(diff) == {"old": 5} and diff.removed == [1]
+    assert driver.request("young").num_in_flight == 0, "it does not run in this step"
     driver.run()
     driver.check_drained()
     assert driver.answers["old"].tokens == expected_tokens(list(range(19)), 1)

@@ -78,10 +78,11 @@ def adding(*rows: tuple[int, list[int], list[int]], computed: int = 0, **samplin
 
 
 def alone(prompt: list[int], n: int, **sampling: Any) -> list[int]:
-    """Tokens of a prompt that has the runner for itself."""
-    runner = Runner()
-    tokens = [runner.step(**adding((0, prompt, [1, 2, 3, 4, 5, 6]), **sampling))[0]]
-    return tokens + [runner.step()[0] for _ in range(n - 1)]
+    """Tokens of a prompt that has the runner for itself, each from a prefill of all before it."""
+    tokens: list[int] = []
+    for _ in range(n):
+        tokens.append(Runner().step(**adding((0, prompt + tokens, [1, 2, 3, 4, 5, 6]), **sampling))[0])
+    return tokens
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9}])
