@@ -14,8 +14,14 @@ import numpy as np
 
 MAX_FRAMES = 17
 MAX_FRAME_BYTES = 256 * 2**20
+NARROW_FROM = 64
 
-_WIRE_DTYPES: dict[str, np.dtype[Any]] = {"<i4": np.dtype("<i4"), "<u2": np.dtype("<u2"), "<f4": np.dtype("<f4")}
+_WIRE_DTYPES: dict[str, np.dtype[Any]] = {
+    "<i4": np.dtype("<i4"),
+    "<u2": np.dtype("<u2"),
+    "|u1": np.dtype("|u1"),
+    "<f4": np.dtype("<f4"),
+}
 
 M = TypeVar("M")
 
@@ -83,12 +89,13 @@ class Codec(Generic[M]):
     def _put_array(self, array: Any) -> tuple[str, int]:
         """Called by msgspec for each array field: append its bytes as a frame, leave dtype and length in its place.
 
-        Ids below 65,536 travel in two bytes: half the size for most vocabularies.
+        Ids travel in one or two bytes where all of them fit: half the size for most vocabularies.
         """
         if not isinstance(array, np.ndarray) or array.ndim != 1:
             raise TypeError(f"cannot encode {type(array).__name__}")
-        if array.dtype == np.int32 and len(array) > 64 and array.min() >= 0 and array.max() < 65536:
-            array = array.astype("<u2")
+        if array.dtype == np.int32 and len(array) > NARROW_FROM and array.min() >= 0:
+            highest = array.max()
+            array = array.astype("|u1") if highest < 256 else array.astype("<u2") if highest < 65536 else array
         dtype = array.dtype.str
         if dtype not in _WIRE_DTYPES:
             raise TypeError(f"cannot encode an array of {array.dtype}")

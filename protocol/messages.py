@@ -239,7 +239,8 @@ class SchedulerOutput(Message, frozen=True, tag=31):
         removed, parked: handles that leave, and that stay without running.
         new_requests: rows to build; ``token_ids`` and ``block_ids`` are their packed arrays.
         unparked: handles that run again.
-        appended: (handle, group, block ids) newly given to held requests.
+        appended_handles, appended_block_ids: blocks newly given to held requests, one entry each, in the order in
+            which they join the request's table; ``appended_groups`` is absent while all are of group 0.
         counts: (handle, tokens) of each request that computes other than one token in this step.
     """
 
@@ -250,7 +251,9 @@ class SchedulerOutput(Message, frozen=True, tag=31):
     token_ids: Int32 | None = None
     block_ids: Int32 | None = None
     unparked: list[int] = []
-    appended: list[tuple[int, int, list[int]]] = []
+    appended_handles: Int32 | None = None
+    appended_block_ids: Int32 | None = None
+    appended_groups: Int32 | None = None
     counts: list[tuple[int, int]] = []
     # Reserved: drafts, block copies, blocks to zero, and a step whose sampling waits for SampleInputs.
     draft_token_ids: Int32 | None = None

@@ -68,7 +68,7 @@ def build_diff(
     tokens: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
     block_ids: list[int] = []
     unparked: list[int] = []
-    appended: list[tuple[int, int, list[int]]] = []
+    appended: list[tuple[int, int, int]] = []
     counts: list[tuple[int, int]] = []
     for handle, share in plan.shares.items():
         request = share.request
@@ -81,13 +81,13 @@ def build_diff(
             request.on_worker, request.parked = True, False
         else:
             for group, blocks in enumerate(share.new_blocks):
-                if blocks:
-                    appended.append((handle, group, [b.block_id for b in blocks]))
+                appended += [(handle, group, block.block_id) for block in blocks]
             if request.parked:
                 request.parked = False
                 unparked.append(handle)
         if share.num_tokens != 1:
             counts.append((handle, share.num_tokens))
+    handles, groups, new_blocks = np.array(appended, np.int32).reshape(-1, 3).T
     return SchedulerOutput(
         step=step,
         removed=removed,
@@ -96,7 +96,9 @@ def build_diff(
         token_ids=np.concatenate(tokens) if tokens else None,
         block_ids=np.array(block_ids, np.int32) if new else None,
         unparked=unparked,
-        appended=appended,
+        appended_handles=handles if appended else None,
+        appended_block_ids=new_blocks if appended else None,
+        appended_groups=groups if groups.any() else None,
         counts=counts,
     )
 

@@ -97,7 +97,7 @@ class MultiGroupBlockTable:
             table.clear_row(row)
             table.append_row(row, ids)
 
-    def append_row(self, row: int, group: int, block_ids: Sequence[int]) -> None:
+    def append_row(self, row: int, group: int, block_ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
         if not 0 <= group < len(self.tables):
             raise StepRefused(f"KV group {group} does not exist")
         self.tables[group].append_row(row, block_ids)

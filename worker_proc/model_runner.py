@@ -154,10 +154,21 @@ class ModelRunner:
         self._add_blocks(step, rows)
         for handle in step.unparked:
             batch.active[batch.row(handle)] = True
-        for handle, group, block_ids in step.appended:
-            self.tables.append_row(batch.row(handle), group, block_ids)
+        self._append_blocks(step)
         self.tables.commit()
         self.sampler.update_state(batch.builder.take(batch.num_rows))
+
+    def _append_blocks(self, step: SchedulerOutput) -> None:
+        """Blocks for held requests, a run of the same request and group at a time."""
+        handles, ids = step.appended_handles, step.appended_block_ids
+        if handles is None or ids is None:
+            return
+        groups = np.zeros_like(handles) if step.appended_groups is None else step.appended_groups
+        if not len(handles) == len(ids) == len(groups):
+            raise StepRefused("the appended blocks do not add up")
+        cuts = np.flatnonzero((handles[1:] != handles[:-1]) | (groups[1:] != groups[:-1])) + 1
+        for start, end in zip([0, *cuts], [*cuts, len(handles)], strict=True):
+            self.tables.append_row(self.batch.row(int(handles[start])), int(groups[start]), ids[start:end])
 
     def _add_blocks(self, step: SchedulerOutput, rows: Sequence[int]) -> None:
         total = 0 if step.block_ids is None else len(step.block_ids)

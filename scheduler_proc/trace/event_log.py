@@ -153,13 +153,22 @@ def _replay_record(
     return None
 
 
+def appended_blocks(diff: SchedulerOutput) -> Iterator[tuple[int, int, int]]:
+    """(handle, group, block id) of each block given to a held request."""
+    if diff.appended_handles is not None and diff.appended_block_ids is not None:
+        groups = diff.appended_groups
+        for i, (handle, block) in enumerate(zip(diff.appended_handles, diff.appended_block_ids, strict=True)):
+            yield int(handle), 0 if groups is None else int(groups[i]), int(block)
+
+
 def describe(diff: SchedulerOutput) -> str:
     """All of a decision but the tokens themselves, which an opaque replay does not know."""
     blocks = None if diff.block_ids is None else diff.block_ids.tolist()
+    appended = list(appended_blocks(diff))
     new = [(n.handle, n.request_id, n.num_tokens, n.num_computed_tokens, n.num_blocks) for n in diff.new_requests]
     return (
         f"step {diff.step}: removed {diff.removed}, parked {diff.parked}, new {new} with blocks {blocks}, "
-        f"unparked {diff.unparked}, appended {diff.appended}, counts {diff.counts}"
+        f"unparked {diff.unparked}, appended {appended}, counts {diff.counts}"
     )
 
 

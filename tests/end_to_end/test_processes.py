@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,7 +154,7 @@ class TestDeath:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         parent.stdout.close()
-        gone, alive = psutil.wait_procs(children, timeout=2)
+        _, alive = psutil.wait_procs(children, timeout=2)
         assert not alive
         assert not directory.exists()
 
@@ -191,11 +190,13 @@ class TestTerminal:
         assert done.stderr.count("\n") == 1
         assert all(word in done.stderr for word in words), done.stderr
 
-    def test_a_broken_checkpoint_is_one_line_within_5_seconds(self, tiny: tuple[Path, Any], tmp_path: Path) -> None:
+    def test_a_broken_checkpoint_is_refused_before_any_process_starts(
+        self, tiny: tuple[Path, Any], tmp_path: Path
+    ) -> None:
         for name in os.listdir(tiny[0]):
-            (tmp_path / name).write_bytes((tiny[0] / name).read_bytes()[: 9000 if "safetensors" in name else None])
-        started = time.monotonic()
+            whole = (tiny[0] / name).read_bytes()
+            (tmp_path / name).write_bytes(whole[:9000] if name.endswith(".safetensors") else whole)
         done = subprocess.run([*QUIRE, "serve", str(tmp_path)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 78
         assert "model.safetensors" in done.stderr and "truncated" in done.stderr
-        assert time.monotonic() - started < 5
+        assert done.stderr.count("\n") == 1

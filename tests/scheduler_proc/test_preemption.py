@@ -3,6 +3,7 @@
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.messages import EndReason, SchedulerOutput
+from quire.scheduler_proc.trace.event_log import appended_blocks
 
 
 def two_that_do_not_fit(**settings: object) -> Driver:
@@ -150,8 +151,8 @@ def test_blocks_of_the_preempted_are_not_given_away_before_its_removal() -> None
     held = set(driver.scheduler.kv.block_ids(driver.request("young"))[0])
     diff = until_preemption(driver)
     assert young in diff.removed
-    earlier = [ids for d in driver.diffs[:-1] for h, _, ids in d.appended if h != young]
-    assert not held & {b for ids in earlier for b in ids}
+    earlier = {block for d in driver.diffs[:-1] for h, _, block in appended_blocks(d) if h != young}
+    assert not held & earlier
 
 
 def test_one_request_alone_never_preempts_itself_for_ever() -> None:

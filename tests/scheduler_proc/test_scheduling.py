@@ -1,5 +1,6 @@
 """Who runs in a step, and how many tokens each gets: one budget, decodes first, then in order of arrival."""
 
+import msgspec
 import pytest
 from scheduler_driver import Driver, change, expected_tokens
 
@@ -163,7 +164,9 @@ def test_one_step_ahead_needs_no_token_of_the_step_before() -> None:
     driver.add("a", prompt_of(3), max_tokens=3)
     first, second = driver.schedule(), driver.schedule()
     assert first is not None and first.counts == [(0, 3)]
-    assert second == SchedulerOutput(2, appended=second.appended if second else [])
+    assert second is not None
+    quiet = msgspec.structs.replace(second, appended_handles=None, appended_block_ids=None)
+    assert quiet == SchedulerOutput(2)
     assert driver.answers["a"].tokens == []
     driver.run()
     assert driver.answers["a"].tokens == expected_tokens(prompt_of(3), 3)

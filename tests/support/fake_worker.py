@@ -12,6 +12,7 @@ import numpy as np
 
 from quire.protocol.kv_layout import NULL_BLOCK_ID
 from quire.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.scheduler_proc.trace.event_log import appended_blocks
 
 _MASK = (1 << 64) - 1
 
@@ -89,10 +90,9 @@ class FakeWorker:
         for handle in diff.unparked:
             assert not self.rows[handle].active, f"handle {handle} is not parked"
             self.rows[handle].active = True
-        for handle, group, block_ids in diff.appended:
-            assert group == 0 and block_ids
-            for block in block_ids:
-                self._hold(self.rows[handle], block, shared=False)
+        for handle, group, block in appended_blocks(diff):
+            assert group == 0
+            self._hold(self.rows[handle], block, shared=False)
         assert len(self.rows) <= self.max_rows, "more requests than max_num_seqs"
 
     def _let_go(self, row: Row) -> None:

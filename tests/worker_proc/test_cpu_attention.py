@@ -1,4 +1,4 @@
-"""The CPU backend against attention written out row by row, over caches whose unwritten slots are all NaN."""
+"""The CPU backend against attention written out row by row, over caches whose unwritten slots are NaN."""
 
 from dataclasses import dataclass
 
@@ -74,12 +74,14 @@ def _case(rows: list[tuple[int, int]], heads: tuple[int, int, int], block_size: 
     num_heads, kv_heads, dim = heads
     generator = torch.Generator().manual_seed(3)
     blocks = [-(-(context + new) // block_size) for context, new in rows]
-    # Entries that mean nothing hold an id far outside the pool; block 0 and two blocks of nobody hold NaN as well.
+    # Entries that mean nothing hold an id far outside the pool; two blocks of nobody hold NaN as well.
+    # Block 0 is zeros, as in the engine: nothing is ever written to it.
     table = torch.full((len(rows), max(blocks) + 1), 10**6, dtype=torch.int32)
     ids = torch.randperm(sum(blocks) + 2, generator=generator).int()[: sum(blocks)] + 1
     for row, own in enumerate(ids.split(blocks)):
         table[row, : len(own)] = own
     cache = torch.full(backend.kv_cache_shape(sum(blocks) + 3, block_size, kv_heads, dim), float("nan"), dtype=dtype)
+    cache[:, 0] = 0.0
 
     def random(count: int, width: int) -> torch.Tensor:
         return torch.randn(count, width, dim, generator=generator).to(dtype)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.protocol.kv_layout import NULL_BLOCK_ID
 from quire.worker_proc.attention.backend import StepBatch
 
 QUERY_TILE = 256
@@ -181,9 +182,9 @@ def _tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Tensor, 
     width = int(num_blocks.max())
     table = batch.block_table[torch.from_numpy(members), :width].long()
     used = torch.from_numpy(np.arange(width) < num_blocks[:, None])
-    # Where there is padding, the longest row has two blocks or more: its first is full, so masking scores suffices.
-    padding = table[int(num_blocks.argmax()), 0]
-    cache_rows = _head_rows(torch.where(used, table, padding), kv_cache)
+    # Padding reads the null block, which is zeros for ever. A block of another row would do as well until that row's
+    # values are not finite: NaN times a weight of 0 is NaN here too.
+    cache_rows = _head_rows(torch.where(used, table, NULL_BLOCK_ID), kv_cache)
 
     tokens = width * block_size
     mask = torch.zeros(len(members), 1, 1, tokens, dtype=dtype)
