@@ -47,7 +47,7 @@ class Contestant:
     Attributes:
         generate: runs the prompts to so many tokens each; raises PeerFailed when it cannot.
         seconds: of each timed round.
-        others_cores: what processes other than this benchmark's kept busy in each of them.
+        others_cores: what processes other than this benchmark's kept busy, in the prefill round and in each of these.
         error: why it has no result.
     """
 
@@ -209,11 +209,13 @@ def _measure_round(contestant: Contestant, prompts: Prompts, output_len: int, in
         contestant.error = str(error)
         return
     wall, others = clock.stop()
+    if index == 0:
+        return
+    contestant.others_cores.append(others)
     if index == 1:
         contestant.prefill_s = wall
-    elif index > 1:
+    else:
         contestant.seconds.append(wall)
-        contestant.others_cores.append(others)
 
 
 def _report(args: argparse.Namespace, config: EngineConfig, threads: int, contestants: list[Contestant]) -> Report:

@@ -1,7 +1,6 @@
 """The real processes over real sockets: the offline API, and what happens when a process cannot go on."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -193,9 +192,9 @@ class TestTerminal:
     def test_a_broken_checkpoint_is_refused_before_any_process_starts(
         self, tiny: tuple[Path, Any], tmp_path: Path
     ) -> None:
-        for name in os.listdir(tiny[0]):
-            whole = (tiny[0] / name).read_bytes()
-            (tmp_path / name).write_bytes(whole[:9000] if name.endswith(".safetensors") else whole)
+        for file in tiny[0].iterdir():
+            whole = file.read_bytes()
+            (tmp_path / file.name).write_bytes(whole[:9000] if file.suffix == ".safetensors" else whole)
         done = subprocess.run([*QUIRE, "serve", str(tmp_path)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 78
         assert "model.safetensors" in done.stderr and "truncated" in done.stderr
