@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,10 @@ from quire.protocol.child import EX_CONFIG, Report
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 
+# A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
+# default of the OpenMP library that torch brings, takes the core from whoever is waited for: the scheduler, the front
+# end, another program. Docs: the log of 2026-11-21.
+WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000"}
 START_DEADLINE = 60.0
 STOP_DEADLINE = 5.0
 EPOCH = 1
@@ -30,7 +34,15 @@ EPOCH = 1
 class ChildProcess:
     """One process, its pipes and what it reported."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``environment``: variables for the child, where the user's own do not set them."""
         self.name = name
         self.failure: Report | None = None
         self.started = self.ready = False
@@ -41,7 +53,10 @@ class ChildProcess:
         command += ["--lifeline-fd", str(child_lifeline), *arguments]
         try:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(child_status, child_lifeline, *pass_fds)
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(child_status, child_lifeline, *pass_fds),
+                env={**(environment or {}), **os.environ},
             )
         finally:
             os.close(child_status)
@@ -124,10 +139,18 @@ class Supervisor:
         place = ["--directory", str(self.directory)]
         self.spawn("scheduler", "quire.scheduler_proc", place)
         quiet = ["--quiet"] if self._quiet else []
-        self.spawn("worker", "quire.worker_proc", [*place, "--epoch", str(EPOCH), "--rank", "0", *quiet])
+        arguments = [*place, "--epoch", str(EPOCH), "--rank", "0", *quiet]
+        self.spawn("worker", "quire.worker_proc", arguments, environment=WORKER_ENVIRONMENT)
 
-    def spawn(self, name: str, module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> ChildProcess:
-        child = ChildProcess(name, module, arguments, pass_fds)
+    def spawn(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> ChildProcess:
+        child = ChildProcess(name, module, arguments, pass_fds, environment)
         self._children.append(child)
         self._selector.register(child.status, selectors.EVENT_READ, child)
         return child

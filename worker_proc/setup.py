@@ -22,6 +22,8 @@ from quire.worker_proc.models.registry import build_model
 
 Say = Callable[[str], None]
 
+ONE_THREAD_BELOW_BYTES = 16 * 2**20
+
 
 def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: bool) -> tuple[ModelRunner, Ready]:
     """Everything a worker needs, in the order in which it can fail cheaply: headers, plan, then weights.
@@ -41,6 +43,8 @@ def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: b
     layout = KVLayout(layout.groups, layout.num_kv_heads, layout.head_dim, _name(dtype))
     model = build_model(config.model, dtype, "meta", config.max_model_len)
     size = sum(p.numel() for p in model.parameters()) * DTYPE_BYTES[_name(dtype)]
+    if device.type == "cpu":
+        set_threads(size)
     plan = plan_memory(config, layout, size, device)
     say(describe_plan(plan, config.max_model_len))
     warning = pool_warning(plan, config.max_model_len)
@@ -63,14 +67,20 @@ def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: b
 
 def pick_device(config: EngineConfig) -> torch.device:
     if config.device == "cpu":
-        # Hyper-threads share the units that matter here; a user's own setting stands.
-        if "OMP_NUM_THREADS" not in os.environ:
-            cores = psutil.cpu_count(logical=False) or 1
-            torch.set_num_threads(max(1, min(cores, len(os.sched_getaffinity(0)))))
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device cuda: this torch finds no CUDA device; use --device cpu")
     return torch.device("cuda", 0)
+
+
+def set_threads(weight_bytes: int) -> None:
+    """One thread per physical core; one in all for a tiny model, whose steps are shorter than the threads' barriers.
+
+    Hyper-threads share the units that matter here. A user's own ``OMP_NUM_THREADS`` stands.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+        torch.set_num_threads(1 if weight_bytes < ONE_THREAD_BELOW_BYTES else max(1, cores))
 
 
 def pick_backend(device: torch.device, say: Say) -> AttentionBackend:
