@@ -6,6 +6,7 @@ thread that waits for that ends the process, in the middle of a step if need be.
 would not do alone: it fires when the *thread* that started the child ends, and LLM may be built in any thread.)
 """
 
+import argparse
 import os
 import shutil
 import signal
@@ -50,6 +51,15 @@ class Child:
         status = EX_CONFIG if isinstance(error, ConfigError) else 1
         self.report(Report("failed", " ".join(text.split()), status))
         sys.exit(status)
+
+
+def child_parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that the supervisor gives every child."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--directory", type=Path, required=True, help="socket directory; holds the file config")
+    parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    return parser
 
 
 def enter_child(status_fd: int, lifeline_fd: int, directory: Path) -> Child:

@@ -1,14 +1,12 @@
 """Start the scheduler process: ``python -P -m quire.scheduler_proc``, by the supervisor only."""
 
-import argparse
 import gc
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from quire.protocol.channel import Link
-from quire.protocol.child import Report, enter_child, on_sigterm
+from quire.protocol.child import Report, child_parser, enter_child, on_sigterm
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import FrontEndToScheduler, WorkerToScheduler
 from quire.protocol.zmq_channel import (
@@ -22,10 +20,7 @@ from quire.scheduler_proc.loop import EPOCH, SchedulerLoop
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", type=Path, required=True, help="socket directory; holds the file config")
-    parser.add_argument("--status-fd", type=int, required=True)
-    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser = child_parser(__doc__)
     args = parser.parse_args()
     child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
     try:

@@ -22,10 +22,12 @@ class OutputCollector:
 
     def __init__(self) -> None:
         self._clients: dict[int, _ClientOutputs] = {}
+        self._sealed: list[tuple[int, StepOutputs]] = []
         self._result: ModelRunnerOutput | None = None
 
     def begin_result(self, result: ModelRunnerOutput | None) -> None:
-        """Tokens added from now on come from ``result``."""
+        """Tokens added from now on come from ``result``; those of an earlier one keep a message of their own."""
+        self._seal()
         self._result = result
 
     def token(self, request: Request, token: int, source: int) -> None:
@@ -41,11 +43,15 @@ class OutputCollector:
         self._client_of(request).ended.append(ending)
 
     def take(self) -> list[tuple[int, StepOutputs]]:
-        """(client, message) for each client that anything happened for."""
-        messages = [(index, self._message(client)) for index, client in self._clients.items()]
+        """(client, message) for each client that anything happened for, in order; one per step where several came."""
+        self._seal()
+        messages, self._sealed = self._sealed, []
+        return messages
+
+    def _seal(self) -> None:
+        self._sealed += [(index, self._message(client)) for index, client in self._clients.items()]
         self._clients.clear()
         self._result = None
-        return messages
 
     def _client_of(self, request: Request) -> _ClientOutputs:
         client = self._clients.get(request.client)

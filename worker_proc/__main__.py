@@ -1,21 +1,16 @@
 """Start one worker process: ``python -P -m quire.worker_proc``, by the supervisor only."""
 
-import argparse
 import os
 import signal
 import sys
-from pathlib import Path
 
-from quire.protocol.child import Report, enter_child
+from quire.protocol.child import Report, child_parser, enter_child
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", type=Path, required=True, help="socket directory")
+    parser = child_parser(__doc__)
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--status-fd", type=int, required=True)
-    parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
     args = parser.parse_args()
     child = enter_child(args.status_fd, args.lifeline_fd, args.directory)

@@ -1,6 +1,5 @@
 """Start the front-end process: ``python -P -m quire.launch.http``, by the supervisor only."""
 
-import argparse
 import asyncio
 import contextlib
 import signal
@@ -17,7 +16,7 @@ from quire.launch.http.server import ServerSettings
 from quire.launch.http.socket_protocol import BoundedHttpProtocol
 from quire.launch.serve import FrontEndSettings
 from quire.launch.text_in import TextIn
-from quire.protocol.child import Child, Report, enter_child
+from quire.protocol.child import Child, Report, child_parser, enter_child
 from quire.protocol.config import EngineConfig
 from quire.protocol.zmq_channel import check_socket_directory
 
@@ -79,11 +78,8 @@ async def serve(directory: Path, listener: socket.socket, child: Child) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", type=Path, required=True, help="socket directory; holds config and frontend")
+    parser = child_parser(__doc__)
     parser.add_argument("--listen-fd", type=int, required=True)
-    parser.add_argument("--status-fd", type=int, required=True)
-    parser.add_argument("--lifeline-fd", type=int, required=True)
     args = parser.parse_args()
     child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
     try:

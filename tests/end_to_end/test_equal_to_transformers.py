@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import greedy_tokens
 from inprocess import InProcessEngine
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -68,24 +69,11 @@ def _prompts() -> list[list[int]]:
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request: pytest.FixtureRequest, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> Reference:
     """A checkpoint, the prompts, and what transformers generates for each."""
-    import torch
-
     folder, model = checkpoint_factory(**MODELS[request.param])
     prompts = _prompts()
     expected: list[list[int]] = []
     for start in range(0, len(prompts), PER_LENGTH):
-        batch = torch.tensor(prompts[start : start + PER_LENGTH])
-        with torch.no_grad():
-            out = model.generate(
-                batch,
-                attention_mask=torch.ones_like(batch),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                min_new_tokens=NEW_TOKENS,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        expected += out[:, batch.shape[1] :].tolist()
+        expected += greedy_tokens(model, prompts[start : start + PER_LENGTH], NEW_TOKENS)
     return folder, prompts, expected
 
 

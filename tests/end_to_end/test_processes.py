@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from checkpoints import greedy_tokens
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
@@ -35,20 +36,7 @@ def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
 
 
 def _generate(model: Any, prompt: list[int], n: int) -> list[int]:
-    import torch
-
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=n,
-            min_new_tokens=n,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return list(out[0, len(prompt) :].tolist())
+    return greedy_tokens(model, [prompt], n)[0]
 
 
 class TestOffline:

@@ -72,3 +72,22 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """What transformers generates, greedily, for prompts of one length; no token ends it."""
+    import torch
+
+    batch = torch.tensor(prompts)
+    with torch.no_grad():
+        out = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    answers: list[list[int]] = out[:, batch.shape[1] :].tolist()
+    return answers

@@ -1,0 +1,35 @@
+"""What front ends are told when several results come at once."""
+
+import numpy as np
+from scheduler_driver import Driver
+
+from quire.protocol.messages import Logprobs, ModelRunnerOutput, StepOutputs
+
+
+def result(step: int, handle: int, token: int, logprob: float) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        step=step,
+        tokens=np.array([token], np.int32),
+        handles=np.array([handle], np.int32),
+        logprobs=Logprobs([0], 1),
+        logprob_token_ids=np.array([token], np.int32),
+        logprob_values=np.array([logprob], np.float32),
+        logprob_ranks=np.array([1], np.int32),
+    )
+
+
+def test_each_token_keeps_the_log_probability_of_its_own_step() -> None:
+    """Two results are applied before anyone is told: with two steps in flight that happens."""
+    driver = Driver(async_scheduling=True)
+    driver.add("a", [3, 4, 5], max_tokens=4, logprobs=0)
+    driver.schedule()
+    driver.schedule()
+    handle = driver.request("a").handle
+    driver.scheduler.consume(result(1, handle, 5, -0.5))
+    driver.scheduler.consume(result(2, handle, 6, -0.25))
+    told = [message for _, message in driver.scheduler.take_messages() if isinstance(message, StepOutputs)]
+    assert [message.tokens.tolist() for message in told if message.tokens is not None] == [[5], [6]]
+    assert [message.logprob_values.tolist() for message in told if message.logprob_values is not None] == [
+        [-0.5],
+        [-0.25],
+    ]
