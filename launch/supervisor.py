@@ -25,7 +25,7 @@ from quire.protocol.errors import ConfigError, EngineError, QuireError
 # A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
 # default of the OpenMP library that torch brings, takes the core from whoever is waited for: the scheduler, the front
 # end, another program. Docs: the log of 2026-11-21.
-WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000"}
+WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 START_DEADLINE = 60.0
 STOP_DEADLINE = 5.0
 EPOCH = 1
