@@ -87,7 +87,7 @@ def pick_backend(device: torch.device, say: Say) -> AttentionBackend:
     if device.type == "cpu":
         from quire.worker_proc.attention.cpu import CpuBackend
 
-        say(f"attention backend cpu, {torch.get_num_threads()} threads: the device is a CPU")
+        say(f"attention backend cpu (the device is a CPU), threads: {torch.get_num_threads()}")
         return CpuBackend()
     from quire.worker_proc.attention.triton_backend import TritonBackend
 
