@@ -41,5 +41,6 @@ def test_a_step_of_256_decoding_requests_fits_a_kibibyte() -> None:
 def test_a_step_in_which_no_block_fills_up_is_a_few_bytes() -> None:
     sizes = steady([8] * REQUESTS, steps=48)
     assert sorted(sizes)[len(sizes) // 2] <= 32
-    # All fill their blocks in the same step, the worst case; over a block's length it is still little.
+    # The worst case: all fill their blocks in the same step.
+    assert max(sizes) <= LIMIT, f"largest step message: {max(sizes)} bytes"
     assert mean(sizes) <= LIMIT / 4
