@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
-from quire.launch.engine_client import EngineClient, Sequence, TokenLogprobs, Update
+from quire.launch.engine_client import EngineClient, Sequence, Stoppable, TokenLogprobs, Update
 from quire.launch.prompts import Prompt, fit_params
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TextOut
@@ -47,24 +47,16 @@ class Piece:
 class Answer:
     """One sequence of the engine and the text made of it. Whoever holds it calls ``abort`` unless it ended."""
 
-    def __init__(self, sequence: Sequence, text_out: TextOut, *, speak_stop_token: bool) -> None:
-        self.sequence = sequence
-        self._text_out = text_out
-        self._speak_stop_token = speak_stop_token
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The answer as it grows; ends after the piece with a finish reason.
-
-        Raises:
-            InvalidRequest, EngineError: as ``Sequence.updates``.
-        """
-        async for update in self.sequence.updates():
-            if not update.token_ids and update.ended is None:
-                continue
-            piece = self.assemble(update)
-            yield piece
-            if piece.finish_reason is not None:
-                return
+    def __init__(self, sequence: Stoppable, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
+        self._sequence = sequence
+        self._text_out = TextOut(
+            text_in.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            prompt_tail=prompt.token_ids[-PROMPT_TAIL:].tolist(),
+        )
+        self._speak_stop_token = params.include_stop_str_in_output
 
     def assemble(self, update: Update) -> Piece:
         """The piece that an update makes. A stop string found in it is told to the engine."""
@@ -88,7 +80,7 @@ class Answer:
             finish_reason, stop_reason = "stop", out.stop.text
             num_output_tokens = min(out.stop.num_output_tokens, num_output_tokens)
             if update.ended is None:
-                self.sequence.stop_at(num_output_tokens)
+                self._sequence.stop_at(num_output_tokens)
         kept = num_output_tokens - before
         return Piece(
             text=text,
@@ -102,7 +94,7 @@ class Answer:
         )
 
     def abort(self) -> None:
-        self.sequence.abort()
+        self._sequence.abort()
 
     def _push_one_by_one(self, token_ids: ListLike[int]) -> tuple[str, list[int]]:
         """The text of the tokens, and the offset at which each begins."""
@@ -112,6 +104,28 @@ class Answer:
             offsets.append(self._text_out.num_chars)
             texts.append(self._text_out.push((token,)))
         return "".join(texts), offsets
+
+
+class StreamedAnswer(Answer):
+    """An answer whose pieces are awaited."""
+
+    def __init__(self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
+        super().__init__(sequence, text_in, prompt, params)
+        self._updates = sequence.updates
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answer as it grows; ends after the piece with a finish reason.
+
+        Raises:
+            InvalidRequest, EngineError: as ``Sequence.updates``.
+        """
+        async for update in self._updates():
+            if not update.token_ids and update.ended is None:
+                continue
+            piece = self.assemble(update)
+            yield piece
+            if piece.finish_reason is not None:
+                return
 
 
 async def start_answers(
@@ -124,7 +138,7 @@ async def start_answers(
     clamp_max_tokens: bool,
     priority: int = 0,
     cache_salt: str = "",
-) -> list[Answer]:
+) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
 
     Sample ``i`` draws with its own seed, derived from the request's, so that it does not depend on ``n``.
@@ -134,10 +148,9 @@ async def start_answers(
     """
     fitted = [fit_params(params, prompt, engine, clamp=clamp_max_tokens) for prompt in prompts]
     seed = secrets.randbits(64) if params.seed is None else params.seed
-    answers: list[Answer] = []
+    answers: list[StreamedAnswer] = []
     try:
         for prompt, sample_params in zip(prompts, fitted, strict=True):
-            tail = prompt.token_ids[-PROMPT_TAIL:].tolist()
             for sample in range(params.n):
                 sequence = await engine.add(
                     f"{request_id}-{len(answers)}",
@@ -147,14 +160,7 @@ async def start_answers(
                     priority,
                     cache_salt,
                 )
-                text_out = TextOut(
-                    text_in.tokenizer,
-                    skip_special_tokens=params.skip_special_tokens,
-                    stop=params.stop,
-                    include_stop=params.include_stop_str_in_output,
-                    prompt_tail=tail,
-                )
-                answers.append(Answer(sequence, text_out, speak_stop_token=params.include_stop_str_in_output))
+                answers.append(StreamedAnswer(sequence, text_in, prompt, params))
     except BaseException:  # a cancelled request, too, must leave nothing running
         for answer in answers:
             answer.abort()

@@ -53,10 +53,22 @@ class Update:
     detail: str = ""
 
 
-class Sequence(Protocol):
-    """One sampled answer in flight."""
+class Stoppable(Protocol):
+    """What can be told of one sampled answer in flight."""
 
     request_id: str
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        """A stop string was found: the sequence ends with that many tokens. The caller reads no further."""
+        ...
+
+    def abort(self) -> None:
+        """Nobody waits for the rest. Without effect on a sequence that has ended."""
+        ...
+
+
+class Sequence(Stoppable, Protocol):
+    """One sampled answer in flight, and what comes of it."""
 
     def updates(self) -> AsyncIterator[Update]:
         """What happens, until the update with ``ended``; updates that pile up unread are merged into one.
@@ -65,14 +77,6 @@ class Sequence(Protocol):
             InvalidRequest: the scheduler refused the request; only ever before the first update.
             EngineError: the engine died and will not go on.
         """
-        ...
-
-    def stop_at(self, num_output_tokens: int) -> None:
-        """A stop string was found: the sequence ends with that many tokens. The caller reads no further."""
-        ...
-
-    def abort(self) -> None:
-        """Nobody waits for the rest. Without effect on a sequence that has ended."""
         ...
 
 

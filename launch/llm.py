@@ -16,14 +16,14 @@ import numpy as np
 import zmq
 from tqdm import tqdm
 
-from quire.launch.answers import PROMPT_TAIL, Answer, Piece, PlacedLogprobs
+from quire.launch.answers import Answer, Piece, PlacedLogprobs
 from quire.launch.options import find_model, make_engine_config, parse_options
 from quire.launch.prompts import Prompt, check_messages, check_params, encode_messages, encode_prompt, fit_params
 from quire.launch.request_output import CompletionOutput, EngineStatistics, Logprob, RequestOutput
 from quire.launch.streams import Stream, StreamTable
 from quire.launch.supervisor import START_DEADLINE, Supervisor
 from quire.launch.text_in import ChatOptions, TextIn
-from quire.launch.text_out import TextOut, TokenTexts
+from quire.launch.text_out import TokenTexts
 from quire.protocol.channel import Link
 from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
@@ -249,9 +249,6 @@ class _OfflineSequence:
         self.stream = stream
         self._llm = llm
 
-    def updates(self) -> Any:
-        raise NotImplementedError("offline answers are assembled as messages come")
-
     def stop_at(self, num_output_tokens: int) -> None:
         self._end(Stop(self.request_id, num_output_tokens))
 
@@ -319,14 +316,7 @@ class _Run:
         token_ids = self._prompts[prompt].token_ids
         stream = llm._table.add(request_id, lambda: self._touched.append(self._open[request_id]))
         sequence = _OfflineSequence(llm, stream)
-        text_out = TextOut(
-            llm._text_in.tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            prompt_tail=token_ids[-PROMPT_TAIL:].tolist(),
-        )
-        answer = Answer(sequence, text_out, speak_stop_token=params.include_stop_str_in_output)
+        answer = Answer(sequence, llm._text_in, self._prompts[prompt], params)
         self._open[request_id] = _Sample(prompt, output.outputs[index], answer, sequence)
         fitted = fit_params(params, self._prompts[prompt], llm, clamp=True)
         seed = seed_for_sample(self._seeds[prompt], index)

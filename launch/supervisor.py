@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from quire.protocol.child import EX_CONFIG, Report
-from quire.protocol.config import EngineConfig
+from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 
 # A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
@@ -28,7 +28,6 @@ from quire.protocol.errors import ConfigError, EngineError, QuireError
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 START_DEADLINE = 60.0
 STOP_DEADLINE = 5.0
-EPOCH = 1
 
 
 class ChildProcess:
@@ -139,7 +138,7 @@ class Supervisor:
         place = ["--directory", str(self.directory)]
         self.spawn("scheduler", "quire.scheduler_proc", place)
         quiet = ["--quiet"] if self._quiet else []
-        arguments = [*place, "--epoch", str(EPOCH), "--rank", "0", *quiet]
+        arguments = [*place, "--epoch", str(FIRST_EPOCH), "--rank", "0", *quiet]
         self.spawn("worker", "quire.worker_proc", arguments, environment=WORKER_ENVIRONMENT)
 
     def spawn(

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -46,7 +47,12 @@ class Child:
             sys.exit(1)  # nobody supervises us any more
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Report the reason in one line and end the process: status 78 for bad settings or checkpoints, else 1."""
+        """Report the reason in one line and end the process: status 78 for bad settings or checkpoints, else 1.
+
+        An error that nobody foresaw also leaves its traceback on stderr.
+        """
+        if not isinstance(error, QuireError):
+            traceback.print_exception(error)
         text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
         status = EX_CONFIG if isinstance(error, ConfigError) else 1
         self.report(Report("failed", " ".join(text.split()), status))

@@ -6,6 +6,9 @@ import msgspec
 
 from quire.protocol.model_config import ModelConfig
 
+FIRST_EPOCH = 1
+"""The worker group's first life; a restart counts on."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What scheduler and worker run by. ``quire.launch.options`` makes it from flags and the checkpoint.

@@ -1,4 +1,4 @@
-"""Every message, as closed unions of frozen structs. ``docs`` for the laws: protocol/README.md.
+"""Every message, as closed unions of frozen structs. For the laws see protocol/README.md.
 
 Arrays (``Int32``, ``Float32``) travel as raw frames of their own beside the header, so that neither side ever
 turns tokens into Python integers. Fields grow at the tail, with defaults; a tag is never reused.

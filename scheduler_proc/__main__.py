@@ -7,7 +7,7 @@ import zmq
 
 from quire.protocol.channel import Link
 from quire.protocol.child import Report, child_parser, enter_child, on_sigterm
-from quire.protocol.config import EngineConfig
+from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.messages import FrontEndToScheduler, WorkerToScheduler
 from quire.protocol.zmq_channel import (
     ZmqChannel,
@@ -16,7 +16,7 @@ from quire.protocol.zmq_channel import (
     frontend_address,
     worker_address,
 )
-from quire.scheduler_proc.loop import EPOCH, SchedulerLoop
+from quire.scheduler_proc.loop import SchedulerLoop
 
 
 def main() -> None:
@@ -28,8 +28,8 @@ def main() -> None:
         config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
         context = zmq.Context()
         hub = ZmqHub(context, frontend_address(args.directory), FrontEndToScheduler)
-        link = Link(WorkerToScheduler, EPOCH)
-        worker = ZmqChannel(context, zmq.PAIR, worker_address(args.directory, EPOCH, 0), link, bind=True)
+        link = Link(WorkerToScheduler, FIRST_EPOCH)
+        worker = ZmqChannel(context, zmq.PAIR, worker_address(args.directory, FIRST_EPOCH, 0), link, bind=True)
         loop = SchedulerLoop(config, hub, worker, child)
         on_sigterm(loop.stop)
         child.report(Report("started"))

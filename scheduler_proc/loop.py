@@ -8,7 +8,7 @@ import zmq
 from quire.protocol.channel import Received
 from quire.protocol.child import Child, Report
 from quire.protocol.codec import ProtocolError
-from quire.protocol.config import EngineConfig
+from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 from quire.protocol.kv_layout import kv_layout
 from quire.protocol.messages import (
@@ -33,8 +33,6 @@ from quire.protocol.messages import (
 from quire.protocol.zmq_channel import FromPeer, ZmqChannel, ZmqHub
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.trace.event_log import EventLog
-
-EPOCH = 1
 
 
 class SchedulerLoop:
@@ -118,7 +116,7 @@ class SchedulerLoop:
                     self._worker.send(Refused(_versions(hello)))
                     raise EngineError(f"worker: {_versions(hello)}")
                 self._worker.send(Welcome(PROTOCOL_VERSION, self._config.digest))
-                self._worker.send(Configure(EPOCH, self._layout, self._config))
+                self._worker.send(Configure(FIRST_EPOCH, self._layout, self._config))
             case Ready() as ready:
                 self._begin(ready)
             case Heartbeat():

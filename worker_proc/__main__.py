@@ -34,10 +34,6 @@ def main() -> None:
         channel.close()
         context.term()
     except Exception as error:
-        if os.environ.get("QUIRE_DEBUG"):
-            import traceback
-
-            traceback.print_exc()
         child.fail(error)
 
 

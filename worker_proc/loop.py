@@ -4,15 +4,12 @@ from collections import deque
 
 from quire.protocol.channel import Channel
 from quire.protocol.codec import ProtocolError
-from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import (
     PROTOCOL_VERSION,
     Configure,
     Fault,
     Hello,
-    Ready,
     Refused,
     SchedulerOutput,
     Shutdown,
@@ -41,15 +38,12 @@ class WorkerLoop:
         """
         try:
             configure = self._handshake()
-            runner, ready = self.configure(configure.config, configure.kv_layout)
+            runner, ready = make_runner(configure.config, configure.kv_layout, self._say, progress=self._progress)
             self._channel.send(ready)
             self._steps(runner)
         except Exception as error:
             self._channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
             raise
-
-    def configure(self, config: EngineConfig, layout: KVLayout) -> tuple[ModelRunner, Ready]:
-        return make_runner(config, layout, self._say, progress=self._progress)
 
     def _handshake(self) -> Configure:
         self._channel.send(Hello(PROTOCOL_VERSION, "worker", self._rank, self._pid))

@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.launch.answers import Answer, Piece, PlacedLogprobs, start_answers
+from quire.launch.answers import Piece, PlacedLogprobs, StreamedAnswer, start_answers
 from quire.launch.http.errors import ApiError, as_api_error
 from quire.launch.http.metrics import AnswerClock
 from quire.launch.http.schema import CommonRequest
@@ -161,7 +161,7 @@ class Generation:
         return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
 
 
-async def merge(answers: Sequence[Answer]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+async def merge(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
     """The pieces of several answers; those that wait come together, so that a step makes one write."""
     if len(answers) == 1:
         async for piece in answers[0].pieces():
@@ -170,7 +170,7 @@ async def merge(answers: Sequence[Answer]) -> AsyncGenerator[list[tuple[int, Pie
     # Bounded, so that behind a slow reader the pieces pile up in the sequences, which merge them.
     queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue(len(answers))
 
-    async def pump(index: int, answer: Answer) -> None:
+    async def pump(index: int, answer: StreamedAnswer) -> None:
         try:
             async for piece in answer.pieces():
                 await queue.put((index, piece))
