@@ -23,6 +23,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks_override: KV blocks to use whatever the memory, without the null block; 0 for by memory.
         kv_cache_memory_bytes: bytes for the KV pool; 0 for the device's default.
         long_prefill_token_threshold: most prompt tokens of one request in one step; 0 for no such limit.
+        max_prefill_share: most of ``max_num_batched_tokens`` that prefill may take of a step in which others decode.
+        scheduling_policy: fcfs, or priority (the lowest number first, then the earliest arrival).
+        max_num_queued_reqs: most requests that wait; further ones are refused. 0 for no such limit.
+        reserve_full_sequence: admit a request only when the pool has room for all that it may grow to.
+        watermark: share of the pool that admission leaves free.
+        prefix_caching_hash_algo: sha256 or xxh3_128.
+        num_speculative_tokens: most drafts of one request in one step; 0 without a proposer.
+        drop_last_cached_block: recompute the last block of each cache hit, for proposers that need hidden states.
+        kv_events_endpoint, kv_events_replay_endpoint: where cache events are published, and missed ones asked for;
+            empty for not at all.
         pipeline_depth: steps that may be in flight: 2 when asynchronous, 1 when not.
     """
 
@@ -41,6 +51,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    max_prefill_share: float = 0.5
+    scheduling_policy: str = "fcfs"
+    max_num_queued_reqs: int = 0
+    reserve_full_sequence: bool = False
+    watermark: float = 0.0
+    prefix_caching_hash_algo: str = "sha256"
+    num_speculative_tokens: int = 0
+    drop_last_cached_block: bool = False
+    kv_events_endpoint: str = ""
+    kv_events_replay_endpoint: str = ""
     async_scheduling: bool = True
     seed: int = 0
 

@@ -17,14 +17,16 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table: the same kind of attention over the same positions.
 
     Attributes:
-        kind: full_attention (other kinds come with their managers).
-        block_size: tokens in a block.
+        kind: full_attention, sliding_window, chunked_local_attention, mamba or cross_attention.
+        block_size: tokens in a block; of state groups (mamba), tokens between two states that are kept.
         layers: indices of the model's layers in this group.
+        window: tokens that a token sees, itself included (sliding_window), or tokens of a chunk (chunked_local).
     """
 
     kind: str
     block_size: int
     layers: list[int]
+    window: int = 0
 
 
 class KVLayout(msgspec.Struct, frozen=True):

@@ -102,7 +102,10 @@ class Stop(Message, frozen=True, tag=12):
 
 
 class Control(Message, frozen=True, tag=13):
-    """``kind``: statistics, pause, resume, reset_prefix_cache. Answered by Statistics with the same ``query``."""
+    """``kind``: statistics, pause (nothing runs), pause_new (nobody is admitted), resume, reset_prefix_cache.
+
+    Answered by Statistics with the same ``query``.
+    """
 
     kind: str
     query: int = 0
@@ -120,6 +123,19 @@ class OpaqueRequest(Message, frozen=True, tag=14):
     priority: int = 0
     arrival: float = 0.0
     num_output_tokens: int = 0
+
+
+class Hold(Message, frozen=True, tag=15):
+    """Inside the scheduler process: a waiting request cannot start yet. ``reason``: grammar, remote_kv or streaming."""
+
+    request_id: str
+    reason: str
+
+
+class Release(Message, frozen=True, tag=16):
+    """Inside the scheduler process: what a held request waited for is there."""
+
+    request_id: str
 
 
 # ---- scheduler to front end
@@ -175,6 +191,14 @@ class StepOutputs(Message, frozen=True, tag=21):
     logprob_ranks: Int32 | None = None
 
 
+class Histogram(msgspec.Struct, frozen=True):
+    """Seconds: how many observations were at most each of ``bounds`` (``counts`` has one more, for all above)."""
+
+    bounds: list[float]
+    counts: list[int]
+    total: float
+
+
 class Statistics(Message, frozen=True, tag=22):
     """Counters since start and present gauges; answers a Control."""
 
@@ -192,6 +216,20 @@ class Statistics(Message, frozen=True, tag=22):
     num_steps: int = 0
     dropped_tokens: int = 0
     refused_messages: int = 0
+    num_cached_blocks: int = 0
+    num_evicted_blocks: int = 0
+    """Contents that were forgotten because their block was needed."""
+    num_requests_refused: int = 0
+    stray_results: int = 0
+    """Tokens that came for requests which had ended."""
+    waiting_by_reason: dict[str, int] = {}
+    """Requests that wait now, by what they wait for."""
+    preemptions_by_reason: dict[str, int] = {}
+    kv_block_lifetime: Histogram | None = None
+    kv_block_idle_before_evict: Histogram | None = None
+    kv_block_reuse_gap: Histogram | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class EngineState(Message, frozen=True, tag=23):
@@ -242,6 +280,8 @@ class SchedulerOutput(Message, frozen=True, tag=31):
         appended_handles, appended_block_ids: blocks newly given to held requests, one entry each, in the order in
             which they join the request's table; ``appended_groups`` is absent while all are of group 0.
         counts: (handle, tokens) of each request that computes other than one token in this step.
+        drafts: (handle, drafts) of each request that computes drafts: the last so many of its tokens. Which they are,
+            the worker knows, for its proposer made them.
     """
 
     step: int
@@ -255,11 +295,12 @@ class SchedulerOutput(Message, frozen=True, tag=31):
     appended_block_ids: Int32 | None = None
     appended_groups: Int32 | None = None
     counts: list[tuple[int, int]] = []
-    # Reserved: drafts, block copies, blocks to zero, and a step whose sampling waits for SampleInputs.
+    # Reserved: block copies, blocks to zero, and a step whose sampling waits for SampleInputs.
     draft_token_ids: Int32 | None = None
     block_copies: list[tuple[int, int]] = []
     blocks_to_zero: list[int] = []
     awaits_sample_inputs: bool = False
+    drafts: list[tuple[int, int]] = []
 
 
 class Shutdown(Message, frozen=True, tag=32):
@@ -304,6 +345,8 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
         tokens: one sampled token for each row that reached its last known position, in row order.
         handles: of those rows; absent while the same as in the last result that had them.
         bad: handles whose logits were not finite.
+        counts: tokens of each such row (accepted drafts and one more); absent when all are 1.
+        drafts: how many drafts the worker holds for each such row's next step; absent without a proposer.
     """
 
     step: int
@@ -316,6 +359,7 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
     logprob_ranks: Int32 | None = None
     bad: list[int] = []
     seconds: float = 0.0
+    drafts: Int32 | None = None
 
 
 class OpaqueResult(Message, frozen=True, tag=43):
@@ -331,4 +375,6 @@ FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop |
 SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Rejected | StepOutputs | Statistics | EngineState
 SchedulerToWorker: TypeAlias = Welcome | Refused | Configure | SchedulerOutput | Shutdown
 WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput
-Consumed: TypeAlias = AddRequest | OpaqueRequest | Abort | Stop | Control | ModelRunnerOutput | OpaqueResult
+Consumed: TypeAlias = (
+    AddRequest | OpaqueRequest | Abort | Stop | Control | Hold | Release | ModelRunnerOutput | OpaqueResult
+)
