@@ -1,0 +1,231 @@
+"""The real KVCacheManager on a real trace, one request after another: exactly the hits that the definitions give.
+
+"engine" is a paged pool with a first-in first-out free queue; "engine-u" is the same, but a freed block without a
+content goes to the head of the queue. Ours is engine-u; engine is what a double of the pool must come to. For the
+excerpt both are worked out here by plain lists and dicts; for the whole half hour the figures were published with it.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from quire.protocol.kv_layout import KVGroup, KVLayout
+from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.manager import KVCacheManager
+
+TRACE_BLOCK = 512
+EXCERPT = Path(__file__).parents[1] / "data" / "mooncake_excerpt.jsonl"
+
+
+class Arrival(NamedTuple):
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+    def content(self, index: int, block_size: int) -> tuple[int, int]:
+        """What block ``index`` of the prompt is known by: the last id that it touches, and its place within it."""
+        last_token = (index + 1) * block_size - 1
+        inside = index % (TRACE_BLOCK // block_size) if block_size < TRACE_BLOCK else 0
+        return self.hash_ids[last_token // TRACE_BLOCK], inside
+
+
+class Found(NamedTuple):
+    hit_blocks: int
+    requests_with_a_hit: int
+    rejected: int
+
+
+def read_arrivals(lines: Iterable[str]) -> list[Arrival]:
+    rows = map(json.loads, lines)
+    return [Arrival(row["input_length"], row["output_length"], row["hash_ids"]) for row in rows]
+
+
+# ---- the definitions, by plain lists and dicts
+
+
+def simulate(arrivals: list[Arrival], block_size: int, capacity: int, *, plain_first: bool) -> Found:
+    """``plain_first``: engine-u rather than engine."""
+    queue = list(range(capacity))
+    content_of: dict[int, Hashable] = {}
+    copies: dict[Hashable, list[int]] = {}  # the oldest first
+    hit_blocks = with_hit = rejected = 0
+    for number, arrival in enumerate(arrivals):
+        written = arrival.input_length + arrival.output_length - 1
+        needed = -(-written // block_size)
+        if needed > capacity:
+            rejected += 1
+            continue
+        prompt = [arrival.content(i, block_size) for i in range(arrival.input_length // block_size)]
+        held: list[int] = []
+        for content in prompt[: (arrival.input_length - 1) // block_size]:
+            if not copies.get(content):
+                break
+            held.append(copies[content][0])
+        hits = len(held)
+        hit_blocks += hits
+        with_hit += hits > 0
+        queue = [block for block in queue if block not in held]
+        for _ in range(needed - hits):
+            block = queue.pop(0)
+            if block in content_of:
+                copies[content_of.pop(block)].remove(block)
+            held.append(block)
+        contents = prompt + [("generated", number, i) for i in range(len(prompt), written // block_size)]
+        for block, content in zip(held[hits:], contents[hits:], strict=False):
+            content_of[block] = content
+            copies.setdefault(content, []).append(block)
+        last_first = held[::-1]
+        if plain_first:
+            plain = [block for block in last_first if block not in content_of]
+            queue = plain + queue + [block for block in last_first if block in content_of]
+        else:
+            queue += last_first
+    return Found(hit_blocks, with_hit, rejected)
+
+
+# ---- the same through the real manager
+
+
+class TailPool(BlockPool):
+    """Every freed block goes to the end of the queue, as in "engine"."""
+
+    def _put_back(self, freed: Sequence[KVCacheBlock]) -> None:
+        self.free_block_queue.append_n(freed)
+
+
+@dataclass
+class Replayed:
+    """What the manager is told of a request."""
+
+    handle: int
+    block_hashes: list[bytes]
+    num_tokens: int
+    num_computed_tokens: int = 0
+    num_acknowledged_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+
+
+def replay(arrivals: list[Arrival], block_size: int, capacity: int) -> Found:
+    """Each request is looked up, computed, extended by its answer, and freed before the next one comes."""
+    layout = KVLayout([KVGroup("full_attention", block_size, [0])], num_kv_heads=1, head_dim=4, dtype="float32")
+    kv = KVCacheManager(layout, capacity + 1, True)
+    hit_blocks = with_hit = rejected = 0
+    for number, arrival in enumerate(arrivals):
+        written = arrival.input_length + arrival.output_length - 1
+        if written > kv.max_tokens:
+            rejected += 1
+            continue
+        contents = (arrival.content(i, block_size) for i in range(arrival.input_length // block_size))
+        request = Replayed(number, [b"%d %d" % content for content in contents], arrival.input_length)
+        hits, num_hit_tokens = kv.get_computed_blocks(request)
+        given = kv.allocate_slots(request, arrival.input_length - num_hit_tokens, hits, num_hit_tokens)
+        assert given is not None, "there is room, for nothing else runs"
+        request.num_computed_tokens = arrival.input_length
+        kv.cache_blocks(request, arrival.input_length)
+        assert kv.allocate_slots(request, arrival.output_length - 1) is not None
+        request.num_computed_tokens = request.num_tokens = written
+        for index in range(len(request.block_hashes), written // block_size):
+            request.block_hashes.append(b"generated %d %d" % (number, index))
+        kv.cache_blocks(request, written)
+        kv.free(request)
+        hit_blocks += num_hit_tokens // block_size
+        with_hit += num_hit_tokens > 0
+    kv.check()
+    assert kv.pool.num_free_blocks == capacity
+    return Found(hit_blocks, with_hit, rejected)
+
+
+@pytest.fixture
+def tail_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on managers free as "engine" does."""
+    monkeypatch.setattr("quire.scheduler_proc.kv.manager.BlockPool", TailPool)
+
+
+@pytest.fixture(scope="module")
+def excerpt() -> list[Arrival]:
+    return read_arrivals(EXCERPT.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.fixture(scope="module")
+def half_hour() -> list[Arrival]:
+    folder = os.environ.get("QUIRE_TRACES")
+    if not folder:
+        pytest.skip("QUIRE_TRACES does not name the folder of traces")
+    with gzip.open(Path(folder) / "mooncake" / "conversation_0-30min.jsonl.gz", "rt", encoding="utf-8") as file:
+        return read_arrivals(file)
+
+
+class TestExcerpt:
+    """Capacities from "the longest prompts are rejected" to "nothing is ever evicted"."""
+
+    sizes = pytest.mark.parametrize(
+        ("block_size", "capacity"),
+        [(512, 60), (512, 500), (512, 2203), (512, 3572), (512, 5000), (128, 8880), (256, 700), (1024, 1860)],
+    )
+
+    @sizes
+    def test_our_pool_is_engine_u(self, excerpt: list[Arrival], block_size: int, capacity: int) -> None:
+        expected = simulate(excerpt, block_size, capacity, plain_first=True)
+        assert replay(excerpt, block_size, capacity) == expected
+
+    @sizes
+    @pytest.mark.usefixtures("tail_pool")
+    def test_with_the_plain_queue_it_is_engine(self, excerpt: list[Arrival], block_size: int, capacity: int) -> None:
+        expected = simulate(excerpt, block_size, capacity, plain_first=False)
+        assert replay(excerpt, block_size, capacity) == expected
+
+    def test_the_excerpt_can_tell_policies_and_capacities_apart(self, excerpt: list[Arrival]) -> None:
+        small, usual, large = (simulate(excerpt, 512, n, plain_first=True) for n in (60, 500, 5000))
+        assert small.rejected > 0 and usual.rejected == large.rejected == 0
+        assert small.hit_blocks < usual.hit_blocks < large.hit_blocks == 191
+        for block_size, capacity in [(512, 2203), (512, 3572), (128, 8880), (1024, 1860)]:
+            engine_u, engine = (simulate(excerpt, block_size, capacity, plain_first=u) for u in (True, False))
+            assert engine_u.hit_blocks > engine.hit_blocks
+
+
+class TestHalfHour:
+    """5,719 requests, 73,604,194 prompt tokens; figures as published with the trace."""
+
+    @pytest.mark.parametrize(
+        ("capacity", "hit_blocks"),
+        [(1000, 6358), (10_000, 30_197), (30_000, 45_895), (50_000, 49_366), (100_000, 49_889)],
+    )
+    def test_engine_u(self, half_hour: list[Arrival], capacity: int, hit_blocks: int) -> None:
+        assert replay(half_hour, 512, capacity) == (hit_blocks, 5718, 0)
+
+    @pytest.mark.parametrize(
+        ("block_size", "capacity", "hit_blocks", "requests_with_a_hit", "hit_rate"),
+        [
+            (512, 1000, 6329, 5718, 0.044025),
+            (512, 10_000, 29_228, 5718, 0.203314),
+            (512, 30_000, 45_419, 5718, 0.315940),
+            (512, 50_000, 49_254, 5718, 0.342617),
+            (512, 100_000, 49_889, 5718, 0.347034),
+            pytest.param(16, 320_000, 952_247, 5718, 0.206998, marks=pytest.mark.slow),
+            pytest.param(64, 80_000, 237_574, 5718, 0.206574, marks=pytest.mark.slow),
+            (128, 40_000, 118_551, 5718, 0.206164),
+            (256, 20_000, 59_013, 5718, 0.205251),
+            (1024, 5000, 11_242, 1055, 0.156402),
+        ],
+    )
+    @pytest.mark.usefixtures("tail_pool")
+    def test_engine(
+        self,
+        half_hour: list[Arrival],
+        block_size: int,
+        capacity: int,
+        hit_blocks: int,
+        requests_with_a_hit: int,
+        hit_rate: float,
+    ) -> None:
+        found = replay(half_hour, block_size, capacity)
+        assert found == (hit_blocks, requests_with_a_hit, 0)
+        rate = found.hit_blocks * block_size / sum(arrival.input_length for arrival in half_hour)
+        assert round(rate, 6) == hit_rate
