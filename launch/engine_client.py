@@ -14,6 +14,8 @@ import numpy.typing as npt
 from quire.protocol.messages import EndReason, Statistics
 from quire.protocol.sampling_params import SamplingParams
 
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+
 
 @dataclass(slots=True)
 class TokenLogprobs:
@@ -103,6 +105,8 @@ class EngineClient(Protocol):
         cache_salt: str,
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
+
+        ``priority``: from MIN_PRIORITY to MAX_PRIORITY; the lowest runs first, if the engine schedules by it.
 
         Raises:
             InvalidRequest: refused; may also surface from ``Sequence.updates``.

@@ -3,6 +3,7 @@
 ``EngineOptions`` is what a user said; ``make_engine_config`` decides the rest and checks it.
 """
 
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -27,6 +28,22 @@ FOREIGN_NAMES = {
     "mem_fraction_static": "--gpu-memory-utilization",
     "disable_radix_cache": "--no-enable-prefix-caching",
     "no_prefix_caching": "--no-enable-prefix-caching",
+    "schedule_policy": "--scheduling-policy",
+    "max_queued_requests": "--max-num-queued-reqs",
+    "scheduler_reserve_full_isl": "--reserve-full-sequence",
+}
+
+# Of the settings whose range depends on no other.
+RANGES: dict[str, tuple[float, float]] = {
+    "block_size": (1, 1024),
+    "num_gpu_blocks_override": (1, 2**31 - 2),
+    "kv_cache_memory_bytes": (1, 2**50),
+    "gpu_memory_utilization": (0.01, 1.0),
+    "long_prefill_token_threshold": (0, 2**24),
+    "max_prefill_share": (0.01, 1.0),
+    "max_num_queued_reqs": (0, 2**20),
+    "watermark": (0, 0.5),
+    "seed": (0, 2**63 - 1),
 }
 
 
@@ -56,6 +73,16 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: Annotated[bool, Help("decide a step while the one before runs")] = True
     enable_chunked_prefill: Annotated[bool, Help("spread long prompts over steps")] = True
     long_prefill_token_threshold: Annotated[int, Help("most prompt tokens of one request in one step; 0: no limit")] = 0
+    max_prefill_share: Annotated[float, Help("most of a step's tokens for prefill while others decode")] = 0.5
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], Help("who goes first: the earliest, or the lowest priority number")
+    ] = "fcfs"
+    max_num_queued_reqs: Annotated[int, Help("most requests that wait; further ones get 503; 0: no limit")] = 0
+    reserve_full_sequence: Annotated[bool, Help("admit only what has room for its longest possible answer")] = False
+    watermark: Annotated[float, Help("share of the KV blocks that admission leaves free")] = 0.0
+    prefix_caching_hash_algo: Annotated[
+        Literal["sha256", "xxh3_128", "xxhash"], Help("of cached blocks; xxhash means xxh3_128, and needs the extra")
+    ] = "sha256"
     seed: Annotated[int, Help("of random weights")] = 0
 
 
@@ -109,26 +136,9 @@ def make_engine_config(
         if options.load_format != "dummy":
             stored_tensors(folder)  # a broken checkpoint fails here, before any process starts
     device = _device(options.device)
-    on_cpu = device == "cpu"
-    max_model_len = options.max_model_len or model.max_position
-    max_num_seqs = options.max_num_seqs if options.max_num_seqs is not None else (64 if on_cpu else 256)
-    batched = options.max_num_batched_tokens
-    if batched is None:
-        batched = max(2048 if on_cpu else 8192, max_num_seqs)
-        batched = batched if options.enable_chunked_prefill else max(batched, max_model_len)
-    _check_range("max_model_len", max_model_len, 2, model.max_position)
-    _check_range("max_num_seqs", max_num_seqs, 1, 16384)
-    _check_range("max_num_batched_tokens", batched, max_num_seqs, 2**24)
-    _check_range("block_size", options.block_size, 1, 1024)
-    _check_range("num_gpu_blocks_override", options.num_gpu_blocks_override, 1, 2**31 - 2)
-    _check_range("kv_cache_memory_bytes", options.kv_cache_memory_bytes, 1, 2**50)
-    _check_range("gpu_memory_utilization", options.gpu_memory_utilization, 0.01, 1.0)
-    _check_range("long_prefill_token_threshold", options.long_prefill_token_threshold, 0, 2**24)
-    _check_range("seed", options.seed, 0, 2**63 - 1)
-    if not options.enable_chunked_prefill and batched < max_model_len:
-        raise ConfigError(
-            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} (--max-model-len)"
-        )
+    max_model_len, max_num_seqs, batched = _sizes(options, model, on_cpu=device == "cpu")
+    for name, (low, high) in RANGES.items():
+        _check_range(name, getattr(options, name), low, high)
     return EngineConfig(
         model=model,
         model_path=str(folder) if folder is not None else "",
@@ -145,6 +155,12 @@ def make_engine_config(
         enable_prefix_caching=options.enable_prefix_caching,
         enable_chunked_prefill=options.enable_chunked_prefill,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
+        max_prefill_share=options.max_prefill_share,
+        scheduling_policy=options.scheduling_policy,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        reserve_full_sequence=options.reserve_full_sequence,
+        watermark=options.watermark,
+        prefix_caching_hash_algo=_hash_algo(options.prefix_caching_hash_algo),
         async_scheduling=options.async_scheduling,
         seed=options.seed,
     )
@@ -188,6 +204,33 @@ def _device(wanted: str) -> str:
         return wanted
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"
+
+
+def _sizes(options: EngineOptions, model: ModelConfig, *, on_cpu: bool) -> tuple[int, int, int]:
+    """Of one request, of a step in requests, of a step in tokens: each bounds the next one's range."""
+    max_model_len = options.max_model_len or model.max_position
+    max_num_seqs = options.max_num_seqs if options.max_num_seqs is not None else (64 if on_cpu else 256)
+    batched = options.max_num_batched_tokens
+    if batched is None:
+        batched = max(2048 if on_cpu else 8192, max_num_seqs)
+        batched = batched if options.enable_chunked_prefill else max(batched, max_model_len)
+    _check_range("max_model_len", max_model_len, 2, model.max_position)
+    _check_range("max_num_seqs", max_num_seqs, 1, 16384)
+    _check_range("max_num_batched_tokens", batched, max_num_seqs, 2**24)
+    if not options.enable_chunked_prefill and batched < max_model_len:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} (--max-model-len)"
+        )
+    return max_model_len, max_num_seqs, batched
+
+
+def _hash_algo(wanted: str) -> str:
+    """The algorithm's own name. A package that it lacks is missed here, not in a process that has started."""
+    if wanted == "sha256":
+        return wanted
+    if importlib.util.find_spec("xxhash") is None:
+        raise ConfigError(f"--prefix-caching-hash-algo {wanted} needs the package xxhash: pip install 'quire[xxhash]'")
+    return "xxh3_128"
 
 
 def _check_range(name: str, value: float | None, low: float, high: float) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from quire.protocol.messages import Statistics
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -44,7 +46,22 @@ class RequestOutput:
 
 
 class EngineStatistics(dict[str, int]):
-    """The scheduler's counters and gauges, by key or as attributes."""
+    """The scheduler's counters and gauges, by key or as attributes: the fields of the Statistics message.
+
+    What is counted by reason has a key for each reason that there was, such as ``waiting_by_reason_budget``: ask for
+    it with ``get``. Histograms are not in it.
+    """
+
+    @classmethod
+    def of(cls, message: Statistics) -> "EngineStatistics":
+        flat = cls()
+        for name in message.__struct_fields__:
+            value = getattr(message, name)
+            if isinstance(value, dict):
+                flat |= {f"{name}_{reason}": count for reason, count in value.items()}
+            elif isinstance(value, int) and name != "query":
+                flat[name] = int(value)
+        return flat
 
     def __getattr__(self, name: str) -> int:
         try:

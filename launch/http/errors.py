@@ -9,7 +9,24 @@ from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 
 log = logging.getLogger("quire.http")
 
-STATUS_OF_CODE = {"model_not_found": 404, "invalid_api_key": 401, "payload_too_large": 413}
+# Of every code that an InvalidRequest or a scheduler's Rejected may bear.
+STATUS_OF_CODE = {
+    "invalid_value": 400,
+    "invalid_type": 400,
+    "invalid_json": 400,
+    "unknown_parameter": 400,
+    "missing_required_parameter": 400,
+    "unsupported": 400,
+    "unsupported_value": 400,
+    "context_length_exceeded": 400,
+    "kv_pool_too_small": 400,
+    "model_not_found": 404,
+    "duplicate_request_id": 409,
+    "queue_full": 503,
+    "loading": 503,
+}
+# After how many seconds a client may try again, where that can help.
+RETRY_AFTER_S = {"queue_full": 1}
 TYPE_OF_STATUS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -39,6 +56,12 @@ class ApiError(QuireError):
         self.param = param
         self.code = code
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those that its status asks for."""
+        seconds = RETRY_AFTER_S.get(self.code or "")
+        return {} if seconds is None else {"retry-after": str(seconds)}
+
     def body(self) -> bytes:
         kind = TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         # A lone surrogate out of a field's name would not encode.
@@ -46,7 +69,7 @@ class ApiError(QuireError):
         return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, self.code)))
 
     def response(self, headers: dict[str, str] | None = None) -> Response:
-        return Response(self.body(), self.status, headers, "application/json")
+        return Response(self.body(), self.status, self.headers | (headers or {}), "application/json")
 
 
 class ClientGone(Exception):

@@ -21,6 +21,7 @@ from quire.launch.http.schema import CommonRequest
 from quire.launch.http.server import Server
 from quire.launch.http.sse import DONE, EventStream, until_gone
 from quire.launch.prompts import Prompt
+from quire.protocol.errors import InvalidRequest
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -142,6 +143,9 @@ class Generation:
                         if piece.finish_reason == "error":
                             raise ApiError(500, piece.detail or "the engine failed this request", None, "engine_error")
                     yield batch
+        except InvalidRequest as refused:
+            metrics.rejected(refused.code)
+            raise
         finally:
             for index in self._unfinished:
                 answers[index].abort()

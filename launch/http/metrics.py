@@ -6,15 +6,17 @@ scrapes, so that a metric costs nothing in between.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.launch.answers import Piece
 from quire.launch.engine_client import EngineClient
 from quire.protocol.errors import EngineError
+from quire.protocol.messages import Histogram as Seconds
 from quire.protocol.messages import Statistics
 
 STATISTICS_TIMEOUT_S = 2.0
@@ -24,6 +26,31 @@ LATENCY_BUCKETS = (
 )
 TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1.0, 2.5, 5.0)
 TOKEN_BUCKETS = tuple(float(2**i) for i in range(21))
+
+# Of the scheduler's figures: our name, what it says, the field of Statistics.
+GAUGES = (
+    ("num_requests_running", "Requests in the running batch.", "num_running"),
+    ("num_requests_waiting", "Requests waiting for their turn.", "num_waiting"),
+    ("num_free_blocks", "KV blocks that are free or only cached.", "num_free_blocks"),
+    ("num_usable_blocks", "KV blocks in all.", "num_usable_blocks"),
+    ("num_cached_blocks", "KV blocks whose content the prefix cache can find.", "num_cached_blocks"),
+)
+COUNTERS = (
+    ("prompt_tokens", "Prompt tokens of all requests.", "prompt_tokens"),
+    ("generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    ("prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
+    ("num_evicted_blocks", "Cached contents forgotten because their block was needed.", "num_evicted_blocks"),
+    ("num_preemptions", "Requests sent back to wait for want of blocks.", "num_preemptions"),
+    ("num_requests_refused", "Sequences that the scheduler did not accept.", "num_requests_refused"),
+    ("spec_decode_num_draft_tokens", "Tokens that were drafted.", "num_draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that the model agreed with.", "num_accepted_tokens"),
+)
+HISTOGRAMS = (
+    ("kv_block_lifetime_seconds", "From a KV block's allocation to the loss of its content.", "kv_block_lifetime"),
+    ("kv_block_idle_before_evict_seconds", "From a content's last use to its loss.", "kv_block_idle_before_evict"),
+    ("kv_block_reuse_gap_seconds", "Between two hits of the same content.", "kv_block_reuse_gap"),
+)
 
 
 class Metrics:
@@ -39,6 +66,12 @@ class Metrics:
             "quire:request_success",
             "Answers ended, by reason.",
             ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._rejections = Counter(
+            "quire:admission_rejections",
+            "Requests answered with a refusal of the scheduler, by reason.",
+            ["model_name", "reason"],
             registry=self._registry,
         )
         self.time_to_first_token = self._histogram(
@@ -58,6 +91,10 @@ class Metrics:
 
     def ended(self, reason: str) -> None:
         self._success.labels(self._model_name, reason).inc()
+
+    def rejected(self, reason: str) -> None:
+        """``reason``: the scheduler's code; they are few, and no client can write one."""
+        self._rejections.labels(self._model_name, reason).inc()
 
     async def render(self, engine: EngineClient) -> bytes:
         """The text that a scrape gets; without the engine's own figures when it does not answer."""
@@ -123,16 +160,19 @@ class _EngineCollector(Collector):
             return
         usable = seen.num_usable_blocks
         usage = 1.0 - seen.num_free_blocks / usable if usable else 0.0
-        yield self._gauge("num_requests_running", "Requests in the running batch.", seen.num_running)
-        yield self._gauge("num_requests_waiting", "Requests waiting for their turn.", seen.num_waiting)
+        for name, text, field in GAUGES:
+            yield self._gauge(name, text, getattr(seen, field))
         yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", usage)
-        yield self._gauge("num_free_blocks", "KV blocks that are free or only cached.", seen.num_free_blocks)
-        yield self._gauge("num_usable_blocks", "KV blocks in all.", usable)
-        yield self._counter("prompt_tokens", "Prompt tokens of all requests.", seen.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", seen.generation_tokens)
-        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", seen.prefix_cache_queries)
-        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", seen.prefix_cache_hit_tokens)
-        yield self._counter("num_preemptions", "Requests sent back to wait for want of blocks.", seen.num_preemptions)
+        for name, text, field in COUNTERS:
+            yield self._counter(name, text, getattr(seen, field))
+        yield self._by_reason(
+            GaugeMetricFamily, "num_requests_waiting_by_reason", "Waiting, by what for.", seen.waiting_by_reason
+        )
+        yield self._by_reason(
+            CounterMetricFamily, "num_preemptions_by_reason", "Preemptions, by why.", seen.preemptions_by_reason
+        )
+        for name, text, field in HISTOGRAMS:
+            yield from self._histogram(name, text, getattr(seen, field))
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"quire:{name}", text, labels=list(self._labels))
@@ -143,6 +183,28 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(f"quire:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
+
+    def _by_reason(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[str, int],
+    ) -> Metric:
+        family = kind(f"quire:{name}", text, labels=[*self._labels, "reason"])
+        for reason, value in values.items():
+            family.add_metric([*self._labels.values(), reason], value)
+        return family
+
+    def _histogram(self, name: str, text: str, seen: Seconds | None) -> Iterator[HistogramMetricFamily]:
+        """Nothing when the scheduler does not sample blocks. Prometheus wants counts that add up from the left."""
+        if seen is None:
+            return
+        family = HistogramMetricFamily(f"quire:{name}", text, labels=list(self._labels))
+        edges = [*(str(float(bound)) for bound in seen.bounds), "+Inf"]
+        buckets = list(zip(edges, accumulate(seen.counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=seen.total)
+        yield family
 
     def describe(self) -> list[Metric]:
         return []

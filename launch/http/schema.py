@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.launch.chat_template import Message
+from quire.launch.engine_client import MAX_PRIORITY, MIN_PRIORITY
 from quire.launch.http.errors import shorten
 from quire.launch.http.fields import (
     Check,
@@ -188,7 +189,7 @@ class Parser:
             "params": params,
             "clamp_max_tokens": max_tokens is None,
             "stream": _stream(fields),
-            "priority": fields.integer("priority", -(2**31), 2**31 - 1, 0),
+            "priority": fields.integer("priority", MIN_PRIORITY, MAX_PRIORITY, 0),
             "cache_salt": fields.string("cache_salt", "", max_length=MAX_SALT_LENGTH),
         }
 

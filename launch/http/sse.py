@@ -39,9 +39,9 @@ class EventStream:
         if self._started:
             await self.write([error.body()], last=True)
             return
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(error.body()))]
-        await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": error.body(), "more_body": False})
+        response = error.response()
+        await self._send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+        await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

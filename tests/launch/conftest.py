@@ -139,6 +139,11 @@ class FakeEngine:
     vocab_size: int = 420
     added: list[FakeSequence] = field(default_factory=list)
     priorities: list[tuple[int, str]] = field(default_factory=list)
+    figures: Statistics = field(
+        default_factory=lambda: Statistics(
+            query=1, num_running=3, num_waiting=2, num_usable_blocks=100, num_free_blocks=75, prefix_cache_hit_tokens=16
+        )
+    )
 
     async def add(
         self, request_id: str, prompt_token_ids: Any, params: SamplingParams, seed: int, priority: int, cache_salt: str
@@ -176,9 +181,7 @@ class FakeEngine:
     async def statistics(self) -> Statistics:
         if self.state == "failed":
             raise EngineError("gone")
-        return Statistics(
-            query=1, num_running=3, num_waiting=2, num_usable_blocks=100, num_free_blocks=75, prefix_cache_hit_tokens=16
-        )
+        return self.figures
 
 
 @pytest.fixture

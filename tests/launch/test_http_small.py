@@ -21,6 +21,7 @@ from quire.launch.http.metrics import AnswerClock, Metrics
 from quire.launch.http.server import ServerSettings
 from quire.launch.http.socket_protocol import BoundedHttpProtocol
 from quire.launch.text_in import TextIn
+from quire.protocol.messages import Histogram, Statistics
 from quire.version import __version__
 
 
@@ -114,6 +115,40 @@ class TestMetrics:
             'quire:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
         ):
             assert line in text.splitlines(), line
+
+    def test_what_the_scheduler_counts_by_reason_and_by_time(self, client: Any, engine: Any) -> None:
+        engine.figures = Statistics(
+            query=1,
+            num_cached_blocks=12,
+            num_evicted_blocks=5,
+            num_preemptions=3,
+            num_requests_refused=4,
+            waiting_by_reason={"capacity": 2, 'a"} 1\nquire:fake{x="': 1},
+            preemptions_by_reason={"no_blocks": 3},
+            kv_block_lifetime=Histogram([0.5, 1.0], [2, 0, 1], 4.5),
+            num_draft_tokens=20,
+            num_accepted_tokens=7,
+        )
+        lines = client.get("/metrics").text.splitlines()
+        for line in (
+            'quire:num_requests_waiting_by_reason{model_name="tiny",reason="capacity"} 2.0',
+            'quire:num_preemptions_total{model_name="tiny"} 3.0',
+            'quire:num_preemptions_by_reason_total{model_name="tiny",reason="no_blocks"} 3.0',
+            'quire:num_cached_blocks{model_name="tiny"} 12.0',
+            'quire:num_evicted_blocks_total{model_name="tiny"} 5.0',
+            'quire:num_requests_refused_total{model_name="tiny"} 4.0',
+            'quire:spec_decode_num_draft_tokens_total{model_name="tiny"} 20.0',
+            'quire:spec_decode_num_accepted_tokens_total{model_name="tiny"} 7.0',
+            'quire:kv_block_lifetime_seconds_bucket{le="0.5",model_name="tiny"} 2.0',
+            'quire:kv_block_lifetime_seconds_bucket{le="1.0",model_name="tiny"} 2.0',
+            'quire:kv_block_lifetime_seconds_bucket{le="+Inf",model_name="tiny"} 3.0',
+            'quire:kv_block_lifetime_seconds_count{model_name="tiny"} 3.0',
+            'quire:kv_block_lifetime_seconds_sum{model_name="tiny"} 4.5',
+        ):
+            assert line in lines, line
+        # A word that holds quotes and a line break stays a label's value; a histogram that is not kept is not shown.
+        assert not [line for line in lines if line.startswith("quire:fake")]
+        assert not [line for line in lines if "kv_block_reuse_gap" in line]
 
     def test_a_dead_engine_leaves_the_front_ends_own(self, client: Any, engine: Any) -> None:
         engine.state = "failed"

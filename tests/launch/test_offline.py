@@ -1,0 +1,87 @@
+"""The offline API's own settings: priorities, a short queue, and what it tells of the scheduler."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import greedy_tokens
+
+from quire import LLM, SamplingParams
+from quire.launch.request_output import EngineStatistics
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.messages import Histogram, Statistics
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> tuple[Path, Any]:
+    return checkpoint_factory("qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
+    """So few blocks that running requests are preempted, and a queue that those alone may fill."""
+    with LLM(
+        tiny[0],
+        max_model_len=128,
+        num_gpu_blocks_override=40,
+        block_size=8,
+        max_num_seqs=16,
+        scheduling_policy="priority",
+        max_num_queued_reqs=2,
+        reserve_full_sequence=False,
+        watermark=0.0,
+    ) as llm:
+        yield llm
+
+
+def test_more_prompts_than_the_queue_holds_and_the_pool_fits(llm: LLM, tiny: tuple[Path, Any]) -> None:
+    prompts = [[i, i + 1, i + 2] * 7 for i in range(3, 27)]
+    outputs = llm.generate(prompts, GREEDY, priority=[i % 5 - 2 for i in range(len(prompts))])
+    assert all(output.finished for output in outputs)
+    for i in (0, 11, 23):
+        assert outputs[i].outputs[0].token_ids == greedy_tokens(tiny[1], [prompts[i]], 40)[0]
+    statistics = llm.statistics()
+    assert statistics.num_preemptions > 0
+    assert statistics.num_free_blocks == statistics.num_usable_blocks == 40
+    assert all(type(value) is int for value in statistics.values())
+
+
+@pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1, 0, None, [5]])
+def test_one_priority_for_one_prompt(llm: LLM, priority: Any) -> None:
+    assert len(llm.generate([3, 4], SamplingParams(max_tokens=2, ignore_eos=True), priority=priority)) == 1
+
+
+@pytest.mark.parametrize(
+    ("priority", "says"),
+    [
+        ([1], "1 priorities for 2 prompts"),
+        ([1, 2, 3], "3 priorities for 2 prompts"),
+        ([], "0 priorities for 2 prompts"),
+        ([0, 2**31], "priority must be an integer from -2147483648 to 2147483647"),
+        (-(2**31) - 1, "priority must be an integer from"),
+        (1.5, "priority must be an integer from"),
+        (False, "priority must be an integer from"),
+        ("ab", "priority must be an integer from"),
+    ],
+)
+def test_other_priorities_are_refused_before_anything_runs(llm: LLM, priority: Any, says: str) -> None:
+    before = llm.statistics().prompt_tokens
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        llm.generate([[3, 4], [5, 6]], GREEDY, priority=priority)
+    assert caught.value.param == "priority"
+    assert llm.statistics().prompt_tokens == before
+
+
+def test_statistics_are_flat() -> None:
+    histogram = Histogram([1.0], [2, 3], 9.5)
+    flat = EngineStatistics.of(
+        Statistics(7, num_waiting=3, waiting_by_reason={"capacity": 2, "grammar": 1}, kv_block_lifetime=histogram)
+    )
+    assert (flat.num_waiting, flat.waiting_by_reason_capacity, flat["waiting_by_reason_grammar"]) == (3, 2, 1)
+    assert flat.get("waiting_by_reason_budget", 0) == flat.num_evicted_blocks == 0
+    assert not {"query", "waiting_by_reason", "preemptions_by_reason", "kv_block_lifetime"} & set(flat)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = flat.nothing

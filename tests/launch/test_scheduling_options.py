@@ -1,0 +1,113 @@
+"""The scheduler's settings, from what a user types to what the scheduler is given."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from quire.launch.cli import main
+from quire.launch.options import make_engine_config, parse_options
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.model_config import ModelConfig
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=64,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+)
+
+
+def config_of(**options: Any) -> EngineConfig:
+    return make_engine_config(parse_options(options, "LLM"), MODEL)
+
+
+def test_what_is_given_reaches_the_scheduler() -> None:
+    given = {
+        "scheduling_policy": "priority",
+        "max_num_queued_reqs": 7,
+        "max_prefill_share": 0.25,
+        "reserve_full_sequence": True,
+        "watermark": 0.02,
+        "prefix_caching_hash_algo": "xxh3_128",
+    }
+    config = config_of(**given)
+    assert {name: getattr(config, name) for name in given} == given
+
+
+def test_the_defaults_are_the_engines_own() -> None:
+    config, bare = config_of(), EngineConfig(model=MODEL, model_path="", max_model_len=8)
+    for name in ("scheduling_policy", "max_num_queued_reqs", "max_prefill_share", "reserve_full_sequence"):
+        assert getattr(config, name) == getattr(bare, name), name
+    assert (config.watermark, config.prefix_caching_hash_algo) == (bare.watermark, bare.prefix_caching_hash_algo)
+
+
+def test_dashes_and_whole_numbers_do_in_a_config_file() -> None:
+    assert config_of(**{"max-prefill-share": 1, "watermark": 0}).max_prefill_share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "span"),
+    [
+        ("--max-num-queued-reqs", "-1", "from 0 to 1048576"),
+        ("--max-num-queued-reqs", "1048577", "from 0 to 1048576"),
+        ("--max-prefill-share", "0", "from 0.01 to 1.0"),
+        ("--max-prefill-share", "1.01", "from 0.01 to 1.0"),
+        ("--max-prefill-share", "nan", "from 0.01 to 1.0"),
+        ("--watermark", "-0.1", "from 0 to 0.5"),
+        ("--watermark", "0.6", "from 0 to 0.5"),
+        ("--watermark", "inf", "from 0 to 0.5"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_the_range(
+    flag: str, value: str, span: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", flag, value])
+    assert ended.value.code == 78
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and flag in said and span in said, said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--schedule-policy", "lpm"], "did you mean --scheduling-policy"),
+        (["--max-queued-requests", "4"], "did you mean --max-num-queued-reqs"),
+        (["--scheduler-reserve-full-isl"], "did you mean --reserve-full-sequence"),
+        (["--scheduling-policy", "lpm"], "invalid choice: 'lpm'"),
+        (["--prefix-caching-hash-algo", "md5"], "invalid choice: 'md5'"),
+    ],
+)
+def test_other_words_are_refused_and_the_nearest_is_named(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *words])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words[0] in said and says in said, said
+
+
+def test_a_policy_that_does_not_exist_is_refused_as_a_keyword_too() -> None:
+    with pytest.raises(ConfigError, match="scheduling_policy: Invalid enum value 'lpm'"):
+        config_of(scheduling_policy="lpm")
+
+
+class TestHashAlgorithm:
+    @pytest.mark.parametrize("word", ["xxhash", "xxh3_128"])
+    def test_two_words_for_one(self, word: str) -> None:
+        assert config_of(prefix_caching_hash_algo=word).prefix_caching_hash_algo == "xxh3_128"
+
+    @pytest.mark.parametrize("word", ["xxhash", "xxh3_128"])
+    def test_a_missing_package_is_named_before_any_process_starts(
+        self, word: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "xxhash", None)
+        with pytest.raises(ConfigError, match=rf"--prefix-caching-hash-algo {word} .*pip install 'quire\[xxhash\]'"):
+            config_of(prefix_caching_hash_algo=word)
+        assert config_of().prefix_caching_hash_algo == "sha256"
