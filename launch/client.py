@@ -78,7 +78,8 @@ class ZmqEngineClient:
         self.detail = ""
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self._channel = AsyncZmqChannel(zmq.asyncio.Context(), frontend_address(directory), Link(SchedulerToFrontEnd))
+        self._context = zmq.asyncio.Context()
+        self._channel = AsyncZmqChannel(self._context, frontend_address(directory), Link(SchedulerToFrontEnd))
         self._table = StreamTable()
         self._queries: dict[int, asyncio.Future[Statistics]] = {}
         self._next_query = 0
@@ -97,6 +98,7 @@ class ZmqEngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._receiver
         self._channel.close()
+        self._context.term()  # waits no longer than the sockets linger
 
     async def add(
         self,

@@ -1,0 +1,56 @@
+"""The asyncio client on a real socket: what arrives at the scheduler, and a refusal's way back."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from quire.launch.client import ZmqEngineClient
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.messages import AddRequest, EngineState, FrontEndToScheduler, Hello, Rejected
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.zmq_channel import FromPeer, ZmqHub, frontend_address
+
+WAIT = 10.0
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[ZmqHub]:
+    with zmq.Context() as context:
+        hub = ZmqHub(context, frontend_address(tmp_path), FrontEndToScheduler)
+        yield hub
+        hub.close()
+
+
+def next_of(hub: ZmqHub) -> FromPeer:
+    assert hub.socket.poll(int(WAIT * 1000)), "nothing came"
+    received = hub.receive()
+    assert received is not None
+    return received
+
+
+def test_priority_and_salt_arrive_and_a_full_queue_is_told(hub: ZmqHub, tmp_path: Path, finish: Any) -> None:
+    async def talk() -> None:
+        client = ZmqEngineClient(tmp_path, 64, 300)
+        await client.connect()
+        hello = await asyncio.to_thread(next_of, hub)
+        assert isinstance(hello.message, Hello)
+        hub.send(hello.peer, EngineState("ready"))
+        sequence = await client.add("one", [5, 6], SamplingParams(max_tokens=4), 11, -(2**31), "mine")
+        added = (await asyncio.to_thread(next_of, hub)).message
+        assert isinstance(added, AddRequest)
+        assert (added.request_id, added.priority, added.cache_salt, added.seed) == ("one", -(2**31), "mine", 11)
+        hub.send(hello.peer, Rejected("one", "queue_full", "", "2 requests wait already"))
+        with pytest.raises(InvalidRequest) as caught:
+            async for _ in sequence.updates():
+                raise AssertionError("nothing was generated")
+        assert (caught.value.code, caught.value.param) == ("queue_full", None)
+        assert await client.wait_idle(WAIT)
+        sequence.abort()  # it has ended: nothing is sent
+        await client.close()
+        assert hub.receive() is None
+
+    finish(talk())
