@@ -77,7 +77,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         one.add_argument("--prompt", required=name == "generate", help="what to complete or to answer")
         _add_sampling_options(one)
         _add_engine_options(one)
-    bench = sub.add_parser("bench", help="Measure: engine, serve, wire.", description="Measure the engine.")
+    bench = sub.add_parser("bench", help="Measure: engine, serve, wire, scheduler.", description="Measure the engine.")
     commands["bench"] = bench
     _add_bench(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True), command)
     return parser, commands
@@ -117,6 +117,14 @@ def _add_bench(under: Any, command: Any) -> None:
     wire.add_argument("--num-requests", type=int, default=256, help="requests that decode (256)")
     wire.add_argument("--steps", type=int, default=1024, help="steps to record (1024)")
     wire.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    scheduler = command(under, "scheduler", "What the scheduler costs per step, beside a peer's.", _bench_scheduler)
+    scheduler.add_argument("--sections", metavar="A,B", help="only these (all)")
+    scheduler.add_argument("--peer", type=Path, metavar="FILE", help="interpreter that has vLLM, measured in turns")
+    scheduler.add_argument("--peer-driver", type=Path, metavar="FILE", help="the file that drives its scheduler")
+    scheduler.add_argument("--repeats", type=int, default=1, help="fresh processes per section; medians count (1)")
+    cruise = argparse.BooleanOptionalAction
+    scheduler.add_argument("--cruise", action=cruise, default=True, help="the short way of steady steps (on)")
+    scheduler.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
 
 
 def _add_engine_options(parser: _Parser) -> None:
@@ -230,6 +238,12 @@ def _bench_serve(args: argparse.Namespace) -> None:
 
 def _bench_wire(args: argparse.Namespace) -> None:
     from quire.launch.bench.wire import run
+
+    run(args)
+
+
+def _bench_scheduler(args: argparse.Namespace) -> None:
+    from quire.launch.bench.scheduler import run
 
     run(args)
 

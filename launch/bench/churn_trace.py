@@ -1,0 +1,46 @@
+"""Arrivals for ``quire bench scheduler``: bursts of prompts that share beginnings, and answers of every length.
+
+Imports the standard library only: a peer's interpreter loads this file too.
+"""
+
+import math
+import random
+
+VOCAB_SIZE = 32_000
+FIRST_TOKEN = 3
+NUM_HEADS, HEAD_LEN = 8, 512
+BODY_LEN = (64, 1024)
+MEAN_ANSWER, LONGEST_ANSWER = 160, 601
+
+Arrival = tuple[list[int], int]
+"""(prompt, max_tokens)."""
+
+
+def churn_trace(seed: int, steps: int, rate: float, initial: int = 320) -> list[list[Arrival]]:
+    """Who arrives at each step: Poisson with ``rate`` per step, and ``initial`` more at the first.
+
+    A quarter of the prompts begin with half of one of eight shared heads, a quarter with a whole one.
+    """
+    rng = random.Random(seed)
+    vocabulary = range(FIRST_TOKEN, VOCAB_SIZE)
+    heads = [rng.choices(vocabulary, k=HEAD_LEN) for _ in range(NUM_HEADS)]
+
+    def arrival() -> Arrival:
+        shared = rng.choice((0, 0, HEAD_LEN // 2, HEAD_LEN))
+        prompt = rng.choice(heads)[:shared] + rng.choices(vocabulary, k=rng.randint(*BODY_LEN))
+        return prompt, min(LONGEST_ANSWER, 1 + int(rng.expovariate(1 / MEAN_ANSWER)))
+
+    trace: list[list[Arrival]] = []
+    for step in range(steps):
+        num = _poisson(rng, rate) + (initial if step == 0 else 0)
+        trace.append([arrival() for _ in range(num)])
+    return trace
+
+
+def _poisson(rng: random.Random, rate: float) -> int:
+    """Arrivals within one unit of time, by their exponential gaps."""
+    num, at = 0, -math.log(1.0 - rng.random()) / rate
+    while at < 1.0:
+        num += 1
+        at += -math.log(1.0 - rng.random()) / rate
+    return num

@@ -1,0 +1,161 @@
+"""What the peer's driver has no section for: run by the peer's interpreter, prints one JSON object.
+
+    python peer_vllm_scheduler.py admission|hashing|churn --driver vllm_scheduler_bench.py
+
+The driver is loaded from its file for its ``Rig``, which sets a vLLM scheduler up, and for its clock. Everything here
+goes through vLLM's public classes. It imports nothing of ours but the arrivals beside it.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+# A conversation is longer than the context of the driver's model.
+os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+
+VOCAB_SIZE, FIRST_TOKEN, BLOCK_SIZE = 32_000, 3, 16
+CONVERSATION_LEN, TURN_LEN, TURNS = 100_000, 500, 20
+BUILD_LEN, BUILDS = 8192, 40
+CHURN_SEED, CHURN_STEPS, CHURN_RATE, CHURN_INITIAL = 11, 1000, 5.2, 1300
+CHURN_BLOCKS, CHURN_SEQS = 36_000, 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("section", choices=("admission", "hashing", "churn"))
+    parser.add_argument("--driver", type=Path, required=True)
+    args = parser.parse_args()
+    driver = load(args.driver)
+    measure = {"admission": long_conversation, "hashing": build_and_hash, "churn": large_churn}[args.section]
+    print(json.dumps(measure(driver)))
+
+
+def load(path: Path) -> Any:
+    """The module in this file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return rng.choices(range(FIRST_TOKEN, VOCAB_SIZE), k=length)
+
+
+def run_dry(rig: Any) -> None:
+    """Step until no request is left."""
+    while rig.s.has_unfinished_requests():
+        rig.step()
+
+
+def long_conversation(driver: Any) -> dict[str, Any]:
+    longest = CONVERSATION_LEN + TURN_LEN * (TURNS + 1) + 1000
+    rig = driver.Rig(4 * longest // BLOCK_SIZE, 16, max_tokens_per_step=16_384, max_model_len=longest)
+    rng = random.Random(3)
+    talk = prompt(rng, longest - 1000)
+    shared = CONVERSATION_LEN - CONVERSATION_LEN // 100
+    rig.s.add_request(rig.request("first", talk[:shared], 1))
+    run_dry(rig)
+    driver.freeze()
+    lookup: list[int] = []
+    hit = 0
+    for index in range(TURNS):
+        request = rig.request(f"lookup-{index}", talk[:shared] + prompt(rng, CONVERSATION_LEN - shared), 1)
+        begun = driver.ns()
+        found = rig.s.kv_cache_manager.get_computed_blocks(request)
+        lookup.append(driver.ns() - begun)
+        hit = found[1]  # what else it returns differs between versions
+    rig.s.add_request(rig.request("second", talk[:CONVERSATION_LEN], 1))
+    run_dry(rig)
+    turn: list[int] = []
+    for index in range(1, TURNS + 1):
+        tokens = talk[: CONVERSATION_LEN + index * TURN_LEN]
+        begun = driver.ns()
+        rig.s.add_request(rig.request(f"turn-{index}", tokens, 1))
+        turn.append(driver.ns() - begun)
+        run_dry(rig)
+    return {"lookup_100k": driver.summary(lookup) | {"hit_tokens": hit}, "next_turn_100k": driver.summary(turn)}
+
+
+def build_and_hash(driver: Any) -> dict[str, Any]:
+    """Building, hashing and queueing a request, fresh tokens each time."""
+    rig = driver.Rig(2000, 16)
+    rng = random.Random(5)
+    spent: list[int] = []
+    for index in range(BUILDS):
+        tokens = prompt(rng, BUILD_LEN)
+        begun = driver.ns()
+        rig.s.add_request(rig.request(f"build-{index}", tokens, 16))
+        spent.append(driver.ns() - begun)
+        rig.abort(f"build-{index}")
+    return {"request_8192_build_and_hash": driver.summary(spent)}
+
+
+def large_churn(driver: Any) -> dict[str, Any]:
+    """The same arrivals as ours, 1,024 running."""
+    arrivals = load(Path(__file__).with_name("churn_trace.py")).churn_trace
+    trace = arrivals(CHURN_SEED, CHURN_STEPS, CHURN_RATE, CHURN_INITIAL)
+    rig = driver.Rig(CHURN_BLOCKS, CHURN_SEQS, async_sched=True)
+    driver.freeze()
+    pauses: list[int] = []
+    begun = [0]
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            begun[0] = driver.ns()
+        else:
+            pauses.append(driver.ns() - begun[0])
+
+    gc.callbacks.append(note)
+    figures = _churn(driver, rig, trace)
+    gc.callbacks.remove(note)
+    figures["gc"] = {"max_pause_ms": round(max(pauses, default=0) / 1e6, 3), "total_ms": round(sum(pauses) / 1e6, 3)}
+    return {f"async_{CHURN_SEQS}": figures}
+
+
+def _churn(driver: Any, rig: Any, trace: Any) -> dict[str, Any]:
+    down: list[int] = []
+    up: list[int] = []
+    both: list[int] = []
+    added = num_added = finished = preemptions = running = tokens = 0
+    for row in trace:
+        for ids, max_tokens in row:
+            begun = driver.ns()
+            rig.s.add_request(rig.request(f"churn-{num_added:06d}", ids, max_tokens))
+            added += driver.ns() - begun
+            num_added += 1
+        schedule_ns, update_ns, diff, said = rig.step()
+        down.append(schedule_ns)
+        if update_ns is not None:
+            up.append(update_ns)
+            both.append(schedule_ns + update_ns)
+            finished += sum(out.finish_reason is not None for out in (said[0].outputs if 0 in said else ()))
+        preemptions += len(diff.preempted_req_ids or ())
+        running += len(diff.num_scheduled_tokens)
+        tokens += diff.total_num_scheduled_tokens
+    busy = (sum(down) + sum(up) + added) / 1e9
+    return {
+        "steps": len(trace),
+        "scheduler_seconds_incl_request_build": round(busy, 3),
+        "steps_per_s_incl_request_build": round(len(trace) / busy, 1),
+        "requests_per_s_incl_request_build": round(finished / busy, 1),
+        "requests_finished": finished,
+        "preemptions": preemptions,
+        "requests_added": num_added,
+        "mean_running": round(running / len(trace), 1),
+        "mean_scheduled_tokens": round(tokens / len(trace), 1),
+        "build_and_add_mean_us": round(added / num_added / 1e3, 2),
+        "schedule": driver.summary(down),
+        "update_from_output": driver.summary(up),
+        "both": driver.summary(both),
+    }
+
+
+if __name__ == "__main__":
+    main()

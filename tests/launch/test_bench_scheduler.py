@@ -1,0 +1,295 @@
+"""The scheduler's benchmark in sizes that take no time: its sections, its worker, and a peer that is a script."""
+
+import argparse
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.launch.bench.churn_trace import churn_trace
+from quire.launch.bench.peers import PeerFailed
+from quire.launch.bench.scheduler import SHOWN, make_table, parse_sections, run
+from quire.launch.bench.scheduler_churn import ChurnSizes, Load, load_churn_trace
+from quire.launch.bench.scheduler_peer import SchedulerPeer, as_ours, median_of, one_core, ratio_of, run_json
+from quire.launch.bench.scheduler_rig import BatchWorker, Rig, summary
+from quire.launch.bench.scheduler_sections import SECTIONS, Sizes, measure
+from quire.launch.cli import main
+from quire.protocol.errors import ConfigError
+from quire.protocol.messages import NewRequestData, SchedulerOutput
+from quire.protocol.sampling_params import SamplingParams
+
+LOAD = Load(steps=40, rate=0.5, initial=12, num_blocks=400, max_num_seqs=8)
+TINY = Sizes(
+    steady=(1, 4),
+    steps=6,
+    warm_up=2,
+    busy=(0, 3),
+    admission_len=64,
+    admissions=7,
+    conversation_len=1600,
+    turn_len=40,
+    turns=2,
+    hashing=((64, 3), (8192, 2)),
+    batch=4,
+    wire_steps=3,
+    repeats=10,
+    new_prompts=(2, 1024),
+    memory_blocks=256,
+    churn=ChurnSizes(usual=LOAD, large=LOAD),
+)
+A_SUMMARY = {"n", "mean_us", "median_us", "p99_us", "max_us"}
+
+
+def section(name: str) -> dict[str, Any]:
+    found = measure(name, TINY)
+    assert found["env"]["clock_call_us"] > 0
+    assert not gc.get_freeze_count() and gc.isenabled()
+    json.dumps(found, allow_nan=False)
+    figures: dict[str, Any] = found[name]
+    assert figures.pop("_section_seconds") >= 0
+    return figures
+
+
+class TestSections:
+    def test_steady(self) -> None:
+        found = section("steady")
+        assert set(found) == {"sync_N1", "sync_N4", "async_N1", "async_N4"}
+        for one in found.values():
+            assert set(one) == {"schedule", "update_from_output", "both"}
+            assert all(set(part) == A_SUMMARY and part["n"] == 6 for part in one.values())
+
+    def test_admission(self) -> None:
+        found = section("admission")
+        cases = {f"busy{busy}_hit{hit}": 48 if hit else 0 for busy in (0, 3) for hit in (0, 100)}
+        assert set(found) == {*cases, "lookup_100k", "next_turn_100k"}
+        for name, hit_tokens in cases.items():
+            assert set(found[name]) == {"build_and_add", "schedule", "update_from_output", "hit_tokens"}
+            assert found[name]["hit_tokens"] == hit_tokens
+        assert found["lookup_100k"]["hit_tokens"] == 1584
+
+    def test_hashing(self) -> None:
+        found = section("hashing")
+        assert {"sha256_64tok", "sha256_8192tok", "request_8192_build_and_hash"} <= set(found)
+        assert found["sha256_64tok"]["us_per_1k_tokens"] > 0
+
+    def test_churn(self) -> None:
+        found = section("churn")
+        assert set(found) == {"sync", "async", "async_8"}
+        arrivals = sum(map(len, churn_trace(11, LOAD.steps, LOAD.rate, LOAD.initial)))
+        for one in found.values():
+            assert one["requests_added"] == arrivals
+            assert 0 < one["mean_running"] <= LOAD.max_num_seqs
+            assert one["steps_per_s_incl_request_build"] > 0 and set(one["both"]) == A_SUMMARY
+            assert set(one["gc"]) == {"max_pause_ms", "total_ms", "collections"}
+
+    def test_wire_and_outputs(self) -> None:
+        found = section("wire")
+        assert set(found) == {"decode_N4", "new2_1k"}
+        for one in (*found.values(), section("outputs")):
+            assert set(one) == {"bytes", "bytes_max", "encode", "decode"}
+        assert 2048 * 2 <= found["new2_1k"]["bytes"] == found["new2_1k"]["bytes_max"]
+
+    def test_memory(self) -> None:
+        found = section("memory")
+        assert found["blocks"] == 256 and 0 < found["cached_blocks"] < 256
+
+    def test_each_section_has_its_table(self) -> None:
+        assert set(SHOWN) == set(SECTIONS)
+
+
+def diff(step: int, **fields: Any) -> SchedulerOutput:
+    return SchedulerOutput(step, **fields)
+
+
+def row(handle: int, num_tokens: int) -> NewRequestData:
+    return NewRequestData(handle, f"r{handle}", num_tokens, num_tokens, 0, [1], SamplingParams(), 0)
+
+
+class TestWorker:
+    def test_rows_stay_dense_as_the_real_worker_keeps_them(self) -> None:
+        worker = BatchWorker(8)
+        first = worker.execute(diff(1, new_requests=[row(h, 4) for h in range(5)], counts=[(h, 4) for h in range(5)]))
+        assert first.handles is not None and first.handles.tolist() == [0, 1, 2, 3, 4]
+        assert worker.execute(diff(2)).handles is None
+        moved = worker.execute(diff(3, removed=[1])).handles
+        assert moved is not None and moved.tolist() == [0, 4, 2, 3]
+        replaced = worker.execute(diff(4, removed=[4, 0], new_requests=[row(7, 3)], counts=[(7, 3)])).handles
+        assert replaced is not None and replaced.tolist() == [7, 3, 2]
+
+    def test_who_samples(self) -> None:
+        worker = BatchWorker(4)
+        begun = worker.execute(diff(1, new_requests=[row(0, 2), row(1, 5)], counts=[(0, 2), (1, 3)]))
+        assert begun.handles is not None and begun.handles.tolist() == [0]
+        assert (worker.num_active, worker.num_tokens) == (2, 5)
+        parked = worker.execute(diff(2, parked=[0], counts=[(1, 2)]))
+        assert parked.handles is not None and parked.handles.tolist() == [1]
+        both = worker.execute(diff(3, unparked=[0]))
+        assert both.handles is not None and both.handles.tolist() == [0, 1]
+        assert both.tokens is not None and both.tokens.dtype == np.int32 and len(both.tokens) == 2
+
+    @pytest.mark.parametrize("async_scheduling", [False, True])
+    def test_the_scheduler_believes_it(self, async_scheduling: bool) -> None:
+        rig = Rig(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=32, async_scheduling=async_scheduling)
+        for index in range(9):
+            rig.add(rig.prompt(20 * (index + 1)), max_tokens=30)
+        rig.run_dry()
+        rig.scheduler.check()
+        known = rig.scheduler.statistics()
+        assert known.generation_tokens == 9 * 30 and known.num_free_blocks == known.num_usable_blocks
+        assert known.num_preemptions > 0
+
+    def test_a_refused_request_is_no_figure(self) -> None:
+        with pytest.raises(RuntimeError, match="refused"):
+            Rig(num_blocks=4, max_num_seqs=1).add(np.ones(1000, np.int32), 1)
+
+
+def test_summary() -> None:
+    assert summary([3000, 1000, 2000, 9000]) == {
+        "n": 4,
+        "mean_us": 3.75,
+        "median_us": 3.0,
+        "p99_us": 9.0,
+        "max_us": 9.0,
+    }
+
+
+class TestTrace:
+    def test_it_repeats_and_has_its_rate(self) -> None:
+        trace = churn_trace(1, 400, 1.5, initial=20)
+        assert trace == churn_trace(1, 400, 1.5, initial=20)
+        arrivals = [arrival for step in trace for arrival in step]
+        assert (len(arrivals) - 20) / 400 == pytest.approx(1.5, rel=0.15)
+        assert all(64 <= len(prompt) <= 1536 and 1 <= max_tokens <= 601 for prompt, max_tokens in arrivals)
+        assert len({tuple(prompt[:256]) for prompt, _ in arrivals}) < 0.75 * len(arrivals)
+
+    def test_of_another_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "driver.py"
+        path.write_text("def churn_trace(seed, steps, rate):\n    return [[([seed], steps)]]\n")
+        assert load_churn_trace(path)(3, 4, 5.0) == [[([3], 4)]]
+
+    @pytest.mark.parametrize("text", ["def (", "", "import there_is_no_such_module"])
+    def test_refusals(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "driver.py"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="no churn_trace"):
+            load_churn_trace(path)
+
+
+class TestTrees:
+    def test_median(self) -> None:
+        runs = [{"a": 1.0, "b": {"c": 5}, "s": "x"}, {"a": 3.0, "b": {"c": 1}}, {"a": 2.0, "b": {"c": 3}}]
+        assert median_of(runs) == {"a": 2.0, "b": {"c": 3}, "s": "x"}
+
+    def test_ratio_is_peer_over_ours(self) -> None:
+        ours = {"a": {"x": 2.0, "only": 1.0}, "zero": 0, "text": "t", "env": {"python": 1}}
+        assert ratio_of(ours, {"a": {"x": 5.0}, "zero": 3, "text": "t", "env": {"python": 1}}) == {"a": {"x": 2.5}}
+
+    def test_the_peers_parts_are_added_up(self) -> None:
+        admission = {
+            "c": {"build_request_with_hashing": {"n": 3, "mean_us": 2.0}, "add_request": {"n": 3, "mean_us": 1.0}}
+        }
+        assert as_ours("admission", admission)["c"]["build_and_add"] == {"n": 3, "mean_us": 3.0}
+        churn = {
+            "scheduler_seconds": 2.0,
+            "build_request_mean_us": 1000.0,
+            "add_request_mean_us": 10.0,
+            "requests_added": 2000,
+            "steps": 100,
+        }
+        found = as_ours("churn", {"sync": churn})["sync"]
+        assert (found["scheduler_seconds_incl_request_build"], found["steps_per_s_incl_request_build"]) == (4.0, 25.0)
+        wire = as_ours("wire", {"d": {"pickle_bytes": 9, "pickle_encode": {"n": 1}, "pickle_decode": {"n": 2}}})["d"]
+        assert (wire["bytes"], wire["encode"], wire["decode"]) == (9, {"n": 1}, {"n": 2})
+
+
+def arguments(**changed: Any) -> argparse.Namespace:
+    fine = {"sections": "outputs", "repeats": 1, "peer": None, "peer_driver": None, "cruise": True, "json": None}
+    return argparse.Namespace(**(fine | changed))
+
+
+class TestCommand:
+    def test_sections(self) -> None:
+        assert parse_sections(None) == list(SECTIONS)
+        assert parse_sections("wire, steady,wire") == ["wire", "steady"]
+        with pytest.raises(
+            ConfigError, match=r"unknown section 'stedy'; did you mean steady\?.*known: steady, admission"
+        ):
+            parse_sections("steady,stedy")
+
+    def test_repeats(self) -> None:
+        with pytest.raises(ConfigError, match="--repeats must be from 1"):
+            run(arguments(repeats=0))
+
+    def test_a_peer_that_is_not_there(self, tmp_path: Path) -> None:
+        driver = tmp_path / "driver.py"
+        driver.write_text("")
+        with pytest.raises(ConfigError, match="no such interpreter"):
+            run(arguments(peer=tmp_path / "python", peer_driver=driver))
+        with pytest.raises(ConfigError, match=r"--peer-driver .*: no such file"):
+            run(arguments(peer=Path(sys.executable), peer_driver=tmp_path / "none.py"))
+        with pytest.raises(ConfigError, match="--peer needs --peer-driver"):
+            run(arguments(peer=Path(sys.executable)))
+
+    def test_an_unknown_section_ends_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "scheduler", "--sections", "nonsense"])
+        assert ended.value.code == 78
+        assert "known: steady, admission, hashing, churn, wire, outputs, memory" in capsys.readouterr().err
+
+    def test_beside_a_peer(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A real child process of ours, a peer that knows its figures by heart."""
+        driver = tmp_path / "driver.py"
+        figures = {"env": {}, "outputs": {"bytes": 8000, "encode": {"mean_us": 1e6}, "decode": {"mean_us": 1e6}}}
+        driver.write_text(
+            f"def churn_trace(*a): ...\nif __name__ == '__main__': print('a warning', {json.dumps(figures)!r})"
+        )
+        path = tmp_path / "out.json"
+        run(arguments(peer=Path(sys.executable), peer_driver=driver, json=path))
+        *text, line = capsys.readouterr().out.splitlines()
+        found = json.loads(line)
+        assert json.loads(path.read_text()) == found
+        assert list(found)[:3] == ["ours", "peer", "ratio"]
+        assert found["ratio"]["outputs"]["bytes"] == round(8000 / found["ours"]["outputs"]["bytes"], 3)
+        assert found["ratio"]["outputs"]["encode"]["mean_us"] > 1
+        assert text[0].split() == ["outputs", "ours", "peer", "peer", "/", "ours"]
+        assert any(row.startswith("encode.mean_us") for row in text)
+        assert any("consume(), take_messages()" in row for row in text)
+
+    def test_a_peer_that_fails_has_its_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        driver = tmp_path / "driver.py"
+        driver.write_text("def churn_trace(*a): ...\nif __name__ == '__main__': raise SystemExit('it has no memory')")
+        run(arguments(peer=Path(sys.executable), peer_driver=driver))
+        *text, line = capsys.readouterr().out.splitlines()
+        assert json.loads(line)["peer"]["outputs"] == {"error": "it has no memory"}
+        assert "the peer failed in outputs: it has no memory" in text
+
+    def test_the_peers_own_sections_stand_when_our_further_ones_fail(self, tmp_path: Path) -> None:
+        """The last line that names an error is the peer's; what a library says as it goes is not."""
+        driver = tmp_path / "driver.py"
+        driver.write_text(
+            "import atexit, sys\n"
+            'if __name__ == \'__main__\': print(\'{"env": {}, "hashing": {"default_algo": "sha256"}}\')\n'
+            "atexit.register(lambda: sys.stderr.write('something leaked\\n'))\n"
+        )
+        found = SchedulerPeer(Path(sys.executable), driver).measure("hashing")["hashing"]
+        assert found["default_algo"] == "sha256"
+        assert found["error"].startswith("AttributeError: ") and "Rig" in found["error"]
+
+    def test_a_child_that_cannot_start(self, tmp_path: Path) -> None:
+        with pytest.raises(PeerFailed, match="No such file"):
+            run_json([str(tmp_path / "none")])
+
+    def test_alone_the_table_has_one_column(self) -> None:
+        table = make_table("outputs", {"bytes": 5.0, "encode": {"mean_us": 2.0, "max_us": 3.0}, "x": True}, None)
+        assert table.columns == ("ours",) and table.rows == [("bytes", [5.0]), ("encode.mean_us", [2.0])]
+
+    def test_one_core_and_back(self) -> None:
+        before = os.sched_getaffinity(0)
+        with one_core():
+            assert len(os.sched_getaffinity(0)) == 1
+        assert os.sched_getaffinity(0) == before
