@@ -15,6 +15,7 @@ import msgspec
 from quire.protocol.checkpoint import stored_tensors
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
+from quire.protocol.kv_events import check_endpoints
 from quire.protocol.model_config import ModelConfig, load_model_config
 
 # Names that users of other engines type, and ours for them.
@@ -83,6 +84,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "xxh3_128", "xxhash"], Help("of cached blocks; xxhash means xxh3_128, and needs the extra")
     ] = "sha256"
+    kv_events_endpoint: Annotated[str, Help("publish cache events: ipc:///folder/name or tcp://127.0.0.1:port")] = ""
+    kv_events_replay_endpoint: Annotated[str, Help("where missed cache events are asked for, in the same form")] = ""
     seed: Annotated[int, Help("of random weights")] = 0
 
 
@@ -139,6 +142,9 @@ def make_engine_config(
     max_model_len, max_num_seqs, batched = _sizes(options, model, on_cpu=device == "cpu")
     for name, (low, high) in RANGES.items():
         _check_range(name, getattr(options, name), low, high)
+    check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint)
+    if options.kv_events_endpoint and not options.enable_prefix_caching:
+        raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
     return EngineConfig(
         model=model,
         model_path=str(folder) if folder is not None else "",
@@ -161,6 +167,8 @@ def make_engine_config(
         reserve_full_sequence=options.reserve_full_sequence,
         watermark=options.watermark,
         prefix_caching_hash_algo=_hash_algo(options.prefix_caching_hash_algo),
+        kv_events_endpoint=options.kv_events_endpoint,
+        kv_events_replay_endpoint=options.kv_events_replay_endpoint,
         async_scheduling=options.async_scheduling,
         seed=options.seed,
     )

@@ -9,6 +9,7 @@ import os
 import stat
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,6 +130,47 @@ class ZmqHub:
 
     def forget(self, peer: bytes) -> None:
         self._links.pop(peer, None)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class ReplayRouter:
+    """A bound ROUTER for strangers: each of their messages is one number. Waits for nobody, remembers nobody.
+
+    ``malformed`` counts messages that were anything else.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
+        self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
+        _configure(self.socket)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, 64)
+        self.malformed = 0
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
+
+    def receive(self) -> tuple[bytes, int] | None:
+        """(peer, number) of one message; None when there is none, or it was malformed."""
+        if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return None  # the usual case, which an exception would make dear
+        peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        if len(frames) != 1 or len(frames[0]) != 8:
+            self.malformed += 1
+            return None
+        return peer, int.from_bytes(frames[0], "big")
+
+    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+        """False when the peer is gone or does not read."""
+        try:
+            self.socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError:  # Again is one
+            return False
+        return True
 
     def close(self) -> None:
         self.socket.close()

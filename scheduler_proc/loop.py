@@ -1,7 +1,9 @@
 """The scheduler process' loop: take messages, decide, send, reply."""
 
+import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -10,6 +12,7 @@ from quire.protocol.child import Child, Report
 from quire.protocol.codec import ProtocolError
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError, QuireError
+from quire.protocol.kv_events import HASH_BYTES
 from quire.protocol.kv_layout import kv_layout
 from quire.protocol.messages import (
     PROTOCOL_VERSION,
@@ -31,6 +34,9 @@ from quire.protocol.messages import (
     Welcome,
 )
 from quire.protocol.zmq_channel import FromPeer, ZmqChannel, ZmqHub
+from quire.scheduler_proc.collect import Collector
+from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.trace.event_log import EventLog
 
@@ -64,6 +70,10 @@ class SchedulerLoop:
         self._poller = zmq.Poller()
         self._poller.register(worker.socket, zmq.POLLIN)
         self._poller.register(hub.socket, zmq.POLLIN)
+        self._collector = Collector(clock)
+        self._kv_events: KVEventPublisher | None = None
+        if config.kv_events_endpoint:
+            self._kv_events = self._open_kv_events(hub.socket.context)
 
     def run(self) -> None:
         """Until it is told to stop, or the worker cannot go on (then raises what it said)."""
@@ -74,17 +84,23 @@ class SchedulerLoop:
                 self._take_from_front_ends()
                 self._send_steps()
                 self._reply()
+                self._serve_kv_events()
             self._worker.send(Shutdown())
         except (QuireError, WorkerFault, ProtocolError) as error:
             self._give_up(str(error))
             raise
+        finally:
+            self._collector.stop()
+            if self._kv_events is not None:
+                self._kv_events.close()
 
     def stop(self) -> None:
         """Leave the loop after this round; may be called from a signal handler."""
         self._open = False
 
     def _wait(self) -> None:
-        self._poller.poll(1000)
+        if not self._poller.poll(1000):
+            self._collector.idle()
 
     def _send_steps(self) -> None:
         scheduler = self._scheduler
@@ -93,12 +109,33 @@ class SchedulerLoop:
             if step is None:
                 self._log.tick(self._clock())
                 return
-            self._log.produced(self._clock(), self._worker.send(step))
+            now = self._clock()
+            self._log.produced(now, self._worker.send(step))
+            if self._kv_events is not None:
+                self._kv_events.publish(now)
+            self._collector.after_step()
 
     def _reply(self) -> None:
         if self._scheduler is not None:
             for client, message in self._scheduler.take_messages():
                 self._send_to(client, message)
+
+    # ---- cache events
+
+    def _open_kv_events(self, context: "zmq.Context[Any]") -> KVEventPublisher:
+        config = self._config
+        publisher = KVEventPublisher(
+            context, config.kv_events_endpoint, config.kv_events_replay_endpoint, secrets.randbits(64)
+        )
+        if publisher.replay_socket is not None:
+            self._poller.register(publisher.replay_socket, zmq.POLLIN)
+        return publisher
+
+    def _serve_kv_events(self) -> None:
+        """What changed without a step, and one ask for what was missed: the next one waits for the next round."""
+        if self._kv_events is not None:
+            self._kv_events.publish(self._clock())
+            self._kv_events.answer()
 
     # ---- the worker
 
@@ -128,6 +165,11 @@ class SchedulerLoop:
 
     def _begin(self, ready: Ready) -> None:
         self._scheduler = Scheduler(self._config, self._layout, min(ready.num_blocks))
+        if self._kv_events is not None:
+            recorder = KVEventRecorder(self._layout, HASH_BYTES[self._config.prefix_caching_hash_algo])
+            self._scheduler.kv.pool.events = recorder
+            self._kv_events.follow(recorder)
+        self._collector.start()
         self._child.report(Report("ready", detail=ready.timings))
         for client in self._peers:
             self._send_to(client, EngineState("ready"))

@@ -1,6 +1,7 @@
 """One block's bookkeeping, and the queue of free blocks that is threaded through the blocks themselves."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class KVCacheBlock:
@@ -53,14 +54,12 @@ class FreeKVCacheBlockQueue:
         if n > self.num_free_blocks:
             raise IndexError(f"{n} blocks wanted, {self.num_free_blocks} free")
         taken: list[KVCacheBlock] = []
-        block = self._head.next_free_block
+        block: Any = self._head.next_free_block  # Any: n links are there, and an assert for each would be felt
         for _ in range(n):
-            assert block is not None
             taken.append(block)
             following = block.next_free_block
             block.prev_free_block = block.next_free_block = None
             block = following
-        assert block is not None
         self._head.next_free_block = block
         block.prev_free_block = self._head
         self.num_free_blocks -= n
@@ -68,13 +67,18 @@ class FreeKVCacheBlockQueue:
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take ``block`` out of wherever it stands. Raises ValueError when it is not in the queue."""
-        before, after = block.prev_free_block, block.next_free_block
-        if before is None or after is None:
-            raise ValueError(f"{block!r} is not in the free queue")
-        before.next_free_block = after
-        after.prev_free_block = before
-        block.prev_free_block = block.next_free_block = None
-        self.num_free_blocks -= 1
+        self.remove_n((block,))
+
+    def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take each block out. Raises ValueError at the first that is not in the queue; those before it are out."""
+        for block in blocks:
+            before, after = block.prev_free_block, block.next_free_block
+            if before is None or after is None:
+                raise ValueError(f"{block!r} is not in the free queue")
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = block.next_free_block = None
+            self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n((block,))

@@ -1,8 +1,11 @@
 """All blocks: which are free, which are held, and which contents can be found again."""
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
+from quire.scheduler_proc.kv.block_metrics import SAMPLE_MASK, BlockMetrics
+from quire.scheduler_proc.kv.events import KVEventRecorder
 
 
 class BlockHashToBlockMap:
@@ -10,10 +13,13 @@ class BlockHashToBlockMap:
 
     Duplicates are kept rather than merged, so that a request's block ids never change. The usual single block is
     stored bare: a dict each would cost more than the block.
+
+    Invariants (``check``): a dict has at least two blocks; ``num_blocks`` counts all.
     """
 
     def __init__(self) -> None:
         self._found: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self.num_blocks = 0
 
     def get_one_block(self, key: bytes) -> KVCacheBlock | None:
         """A block with this content, the one that was stored first."""
@@ -22,36 +28,84 @@ class BlockHashToBlockMap:
             return found
         return next(iter(found.values()))
 
-    def insert(self, key: bytes, block: KVCacheBlock) -> None:
-        found = self._found.get(key)
-        if found is None:
-            self._found[key] = block
-        elif isinstance(found, KVCacheBlock):
+    def get_cached_blocks(self, keys: Iterable[bytes]) -> list[KVCacheBlock]:
+        """A block for each key (the one that was stored first), up to the first key that nothing is known of.
+
+        Neither a block nor a dict of several is ever false, so the pass needs no Python code of its own.
+        """
+        run = list(takewhile(bool, map(self._found.get, keys)))
+        if self.num_blocks == len(self._found):
+            return run  # type: ignore[return-value]  # no dict among the values
+        return [b if isinstance(b, KVCacheBlock) else next(iter(b.values())) for b in run if b is not None]
+
+    def insert(self, key: bytes, block: KVCacheBlock) -> bool:
+        """Whether the key is new."""
+        self.num_blocks += 1
+        found = self._found.setdefault(key, block)
+        if found is block:
+            return True
+        if isinstance(found, KVCacheBlock):
             self._found[key] = {found.block_id: found, block.block_id: block}
         else:
             found[block.block_id] = block
+        return False
 
     def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
         """Forget that ``block_id`` holds ``key``; None when it was not known to."""
         found = self._found.get(key)
-        if isinstance(found, KVCacheBlock):
-            return self._found.pop(key) if found.block_id == block_id else None  # type: ignore[return-value]
         if found is None:
             return None
-        block = found.pop(block_id, None)
-        if not found:
+        if isinstance(found, KVCacheBlock):
+            if found.block_id != block_id:
+                return None
             del self._found[key]
+            self.num_blocks -= 1
+            return found
+        block = found.pop(block_id, None)
+        if block is not None:
+            self.num_blocks -= 1
+        if len(found) == 1:
+            self._found[key] = next(iter(found.values()))
         return block
 
+    def pop_blocks(self, keys: Sequence[bytes], blocks: Sequence[KVCacheBlock]) -> list[bytes]:
+        """Forget that these blocks hold these keys, pair by pair; the keys, in order, that no block has any more."""
+        found = self._found
+        if self.num_blocks == len(found):  # no duplicates: the usual case
+            for key in keys:
+                del found[key]
+            self.num_blocks -= len(keys)
+            return list(keys)
+        for key, block in zip(keys, blocks, strict=True):
+            self.pop(key, block.block_id)
+        return [key for key in dict.fromkeys(keys) if key not in found]  # two blocks of one key may go together
+
+    def pop_all(self, key: bytes) -> list[KVCacheBlock]:
+        """Forget the key; the blocks that held it."""
+        found = self._found.pop(key, {})
+        blocks = [found] if isinstance(found, KVCacheBlock) else list(found.values())
+        self.num_blocks -= len(blocks)
+        return blocks
+
     def __len__(self) -> int:
+        """Keys; ``num_blocks`` may be more."""
         return len(self._found)
 
     def blocks(self) -> list[tuple[bytes, KVCacheBlock]]:
-        """Every (key, block): for checks, O(n)."""
+        """Every (key, block): for checks and resets, O(n)."""
         pairs: list[tuple[bytes, KVCacheBlock]] = []
         for key, found in self._found.items():
             pairs += [(key, b) for b in ([found] if isinstance(found, KVCacheBlock) else found.values())]
         return pairs
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        pairs = self.blocks()
+        assert len(pairs) == self.num_blocks, f"{len(pairs)} blocks cached, {self.num_blocks} counted"
+        for key, found in self._found.items():
+            blocks = {found.block_id: found} if isinstance(found, KVCacheBlock) else found
+            assert len(blocks) > 1 or blocks is not found, f"a dict of {len(blocks)} for {key.hex()}"
+            assert all(b.block_id == i for i, b in blocks.items()), f"a wrong id for {key.hex()}"
 
 
 class BlockPool:
@@ -59,16 +113,25 @@ class BlockPool:
 
     Owns all KVCacheBlock objects, the free queue and the hash map; knows nothing of requests.
 
-    Invariants (``check``): a block is in the free queue exactly when its ref_cnt is 0 and it is not the null block;
-    a block has a hash exactly when the map leads to it.
+    Invariants (``check``): a block is in the free queue exactly when its ref_cnt is 0 and it is not the null block,
+    whose ref_cnt stays 0; a block has a hash exactly when the map leads to it.
+
+    Attributes:
+        events: told of each content that can newly be found, or not any more; None: nobody listens.
+        now: seconds; the owner sets it once per step, for ``metrics``.
+        num_evicted_blocks: contents forgotten, since the start, because their block was needed.
     """
 
-    def __init__(self, num_blocks: int, enable_caching: bool) -> None:
+    def __init__(self, num_blocks: int, enable_caching: bool, events: KVEventRecorder | None = None) -> None:
         """``num_blocks`` counts the null block, which is block 0 and never handed out."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2 (one is the null block), not {num_blocks}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
+        self.events = events
+        self.now = 0.0
+        self.metrics = BlockMetrics(num_blocks)
+        self.num_evicted_blocks = 0
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -85,76 +148,129 @@ class BlockPool:
         """Blocks that can be handed out now; some of them still hold content that would be lost."""
         return self.free_block_queue.num_free_blocks
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks, held or free, whose content can be found."""
+        return self.cached_block_hash_to_block.num_blocks
+
     def get_cached_block(self, key: bytes) -> KVCacheBlock | None:
         return self.cached_block_hash_to_block.get_one_block(key)
+
+    def get_cached_blocks(self, keys: Iterable[bytes]) -> list[KVCacheBlock]:
+        """A block for each key, up to the first that nothing is known of."""
+        return self.cached_block_hash_to_block.get_cached_blocks(keys)
 
     def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
         """``n`` blocks, each held once; what they cached is forgotten. Raises IndexError when fewer are free."""
         taken = self.free_block_queue.popleft_n(n)
+        evicted = [block for block in taken if block.block_hash is not None]
+        if evicted:
+            self._evict(evicted)
         for block in taken:
-            self._forget(block)
             block.ref_cnt = 1
+            if not block.block_id & SAMPLE_MASK:
+                self.metrics.allocated(block.block_id, self.now)
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold each block once more; a free one leaves the queue with its content kept."""
+        """Hold each block once more, for its content; a free one leaves the queue. The null block stays as it is."""
+        free: list[KVCacheBlock] = []
         for block in blocks:
-            if block.ref_cnt == 0 and not block.is_null:
-                self.free_block_queue.remove(block)
+            if block.ref_cnt == 0:
+                if block.is_null:
+                    continue
+                free.append(block)
             block.ref_cnt += 1
+            if not block.block_id & SAMPLE_MASK:
+                self.metrics.hit(block.block_id, self.now)
+        self.free_block_queue.remove_n(free)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Let go of each block once; those that nobody holds any more become free, the first one reused first.
 
-        A block whose content nobody could find is reused before any that still caches something.
+        Raises:
+            ValueError: a block that nobody held; those before it were let go of.
         """
-        hashed: list[KVCacheBlock] = []
-        plain: list[KVCacheBlock] = []
+        freed: list[KVCacheBlock] = []
         for block in ordered_blocks:
-            if block.is_null:
+            if block.ref_cnt == 1:
+                block.ref_cnt = 0
+                freed.append(block)
+            elif block.ref_cnt > 1:
+                block.ref_cnt -= 1
+            elif block.is_null:
                 continue
-            if block.ref_cnt <= 0:
+            else:
+                self._put_back(freed)
                 raise ValueError(f"{block!r} is freed more often than it was held")
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                (plain if block.block_hash is None else hashed).append(block)
+            if not block.block_id & SAMPLE_MASK:
+                self.metrics.released(block.block_id, self.now)
+        self._put_back(freed)
+
+    def _put_back(self, freed: Sequence[KVCacheBlock]) -> None:
+        """Where freed blocks stand in line: one whose content nobody could find is reused before any that caches.
+
+        The one place that decides it; a double that is to reuse in another order overrides this.
+        """
+        hashed = [block for block in freed if block.block_hash is not None]
         self.free_block_queue.append_n(hashed)
-        self.free_block_queue.prepend_n(plain)
+        if len(hashed) < len(freed):
+            self.free_block_queue.prepend_n([block for block in freed if block.block_hash is None])
 
     def cache_full_block(self, block: KVCacheBlock, key: bytes) -> None:
         """From now on ``key`` finds ``block``, whose content is complete."""
         if block.is_null or block.block_hash is not None:
             raise ValueError(f"{block!r} cannot take a hash")
         block.block_hash = key
-        self.cached_block_hash_to_block.insert(key, block)
+        if self.cached_block_hash_to_block.insert(key, block) and self.events is not None:
+            self.events.stored((key,))
 
     def forget_content(self, key: bytes) -> None:
         """What blocks with this key hold may not be what it should be: nobody may find it again."""
-        while (block := self.get_cached_block(key)) is not None:
-            self._forget(block)
+        blocks = self.cached_block_hash_to_block.pop_all(key)
+        for block in blocks:
+            block.block_hash = None
+        if blocks and self.events is not None:
+            self.events.removed((key,))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content. Does nothing and returns False while any block is held."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
-        for block in self.blocks:
+        for _, block in self.cached_block_hash_to_block.blocks():
             block.block_hash = None
         self.cached_block_hash_to_block = BlockHashToBlockMap()
+        if self.events is not None:
+            self.events.cleared()
         return True
 
-    def _forget(self, block: KVCacheBlock) -> None:
-        if block.block_hash is not None:
-            self.cached_block_hash_to_block.pop(block.block_hash, block.block_id)
+    def _evict(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Forget what these blocks cache, for they are needed. A key is gone only with its last block."""
+        keys: list[bytes] = []
+        for block in blocks:
+            assert block.block_hash is not None
+            keys.append(block.block_hash)
             block.block_hash = None
+            if not block.block_id & SAMPLE_MASK:
+                self.metrics.evicted(block.block_id, self.now)
+        gone = self.cached_block_hash_to_block.pop_blocks(keys, blocks)
+        self.num_evicted_blocks += len(blocks)
+        if self.events is not None:
+            self.events.removed(gone)
 
     def check(self, holders: Sequence[Sequence[KVCacheBlock]] | None = None) -> None:
         """Raise AssertionError unless the invariants hold; with ``holders`` also that ref_cnt counts them."""
         self.free_block_queue.check()
         free = {b.block_id for b in self.free_block_queue.blocks()}
-        assert self.null_block.block_id not in free, "the null block is free"
-        for block in self.blocks[1:]:
+        null = self.null_block
+        assert null is self.blocks[0] and null.is_null, "the null block is another one"
+        assert null.block_id not in free, "the null block is free"
+        assert null.ref_cnt == 0 and null.block_hash is None, "the null block is held or cached"
+        for index, block in enumerate(self.blocks[1:], 1):
+            assert block.block_id == index and not block.is_null, f"{block!r} stands at {index}"
             assert block.ref_cnt >= 0, f"{block!r}: negative ref_cnt"
             assert (block.ref_cnt == 0) == (block.block_id in free), f"{block!r}: free and held do not agree"
+        self.cached_block_hash_to_block.check()
         cached = self.cached_block_hash_to_block.blocks()
         for key, block in cached:
             assert block.block_hash == key, f"{block!r} is found under another hash"

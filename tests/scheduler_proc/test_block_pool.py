@@ -1,5 +1,7 @@
 """The pool: who holds what, in which order blocks are reused, and how long contents can be found."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -138,6 +140,89 @@ def test_forgotten_content_is_not_found_in_any_of_its_blocks() -> None:
     pool.check()
 
 
+def test_a_run_of_cached_blocks_ends_at_the_first_unknown_key() -> None:
+    pool = pool_of(5)
+    blocks = pool.get_new_blocks(5)
+    for block, key in zip(blocks, (b"a", b"b", b"b", b"c"), strict=False):
+        pool.cache_full_block(block, key)
+    assert ids(pool.get_cached_blocks([b"a", b"b", b"c"])) == [1, 2, 4]
+    assert ids(pool.get_cached_blocks([b"a", b"x", b"c"])) == [1]
+    assert pool.get_cached_blocks([b"x", b"a"]) == pool.get_cached_blocks([]) == []
+    pool.free_blocks([blocks[1], *blocks[2:]])
+    assert ids(pool.get_new_blocks(2)) == [5, 2]
+    assert ids(pool.get_cached_blocks(iter([b"a", b"b", b"c"]))) == [1, 3, 4]
+
+
+def test_cached_and_evicted_blocks_are_counted() -> None:
+    pool = pool_of(4)
+    blocks = pool.get_new_blocks(3)
+    for block, key in zip(blocks, (b"a", b"a", b"b"), strict=True):
+        pool.cache_full_block(block, key)
+    assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (3, 0)
+    pool.free_blocks(blocks)
+    pool.get_new_blocks(2)  # the one that was never used, and one of the two with "a"
+    assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (2, 1)
+    pool.forget_content(b"a")
+    assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (1, 1)
+    pool.check()
+
+
+def test_blocks_of_one_content_may_be_reused_together() -> None:
+    pool = pool_of(3)
+    blocks = pool.get_new_blocks(3)
+    for block in blocks:
+        pool.cache_full_block(block, b"a")
+    pool.free_blocks(blocks)
+    pool.get_new_blocks(3)
+    assert pool.num_cached_blocks == 0 and pool.num_evicted_blocks == 3
+    pool.check()
+
+
+def test_the_null_block_has_no_holders_even_among_others() -> None:
+    pool = pool_of(2)
+    blocks = pool.get_new_blocks(2)
+    mixed = [pool.null_block, blocks[0], pool.null_block, blocks[1]]
+    pool.touch(mixed)
+    assert pool.null_block.ref_cnt == 0 and blocks[0].ref_cnt == 2
+    for _ in range(2):
+        pool.free_blocks(mixed)
+    pool.touch(mixed)  # now out of the free queue
+    assert pool.num_free_blocks == 0
+    pool.free_blocks(mixed)
+    pool.check([])
+
+
+def test_a_block_may_be_held_twice_at_once() -> None:
+    pool = pool_of(2)
+    pool.touch([pool.blocks[1], pool.blocks[1]])
+    pool.check([[pool.blocks[1]] * 2])
+    pool.free_blocks([pool.blocks[1], pool.blocks[1]])
+    pool.check([])
+
+
+def test_a_wrong_free_leaves_the_pool_whole() -> None:
+    pool = pool_of(3)
+    first, second = pool.get_new_blocks(2)
+    with pytest.raises(ValueError, match="more often"):
+        pool.free_blocks([first, first, second])
+    pool.check([[second]])
+
+
+class InOrderPool(BlockPool):
+    """Freed blocks are reused in the order in which they were freed, whatever they hold."""
+
+    def _put_back(self, freed: Sequence[KVCacheBlock]) -> None:
+        self.free_block_queue.append_n(freed)
+
+
+def test_a_double_can_change_the_order_of_reuse() -> None:
+    pool = InOrderPool(4, enable_caching=True)
+    blocks = pool.get_new_blocks(3)
+    pool.cache_full_block(blocks[1], b"a")
+    pool.free_blocks(blocks)
+    assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
+
+
 def test_a_block_takes_one_hash_and_the_null_block_none() -> None:
     pool = pool_of()
     (block,) = pool.get_new_blocks(1)
@@ -159,24 +244,80 @@ def test_a_reset_forgets_all_but_only_while_nothing_is_held() -> None:
     pool.check([])
 
 
-@pytest.mark.parametrize("damage", ["lost", "null", "negative", "hash", "map", "holders"])
+def _damage(pool: BlockPool, damage: str) -> None:
+    """Block 1 is held and caches "a", 2 is held, the others are free."""
+    block, other, null = pool.blocks[1], pool.blocks[2], pool.null_block
+    match damage:
+        case "lost":
+            other.ref_cnt = 0
+        case "null free":
+            pool.free_block_queue.append(null)
+        case "null held":
+            null.ref_cnt = 1
+        case "null cached":
+            null.block_hash = b"n"
+            pool.cached_block_hash_to_block.insert(b"n", null)
+        case "null moved":
+            pool.null_block = other
+        case "two nulls":
+            other.is_null = True
+        case "negative":
+            pool.blocks[5].ref_cnt = -1
+        case "hash":
+            block.block_hash = b"b"
+        case "map":
+            other.block_hash = b"c"
+        case "count":
+            pool.cached_block_hash_to_block.num_blocks = 2
+        case "moved":
+            pool.blocks[1:3] = [other, block]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "lost",
+        "null free",
+        "null held",
+        "null cached",
+        "null moved",
+        "two nulls",
+        "negative",
+        "hash",
+        "map",
+        "count",
+        "moved",
+    ],
+)
 def test_check_fails_when_it_should(damage: str) -> None:
     pool = pool_of()
     block, other = pool.get_new_blocks(2)
     pool.cache_full_block(block, b"a")
-    held = [[block, other]]
-    pool.check(held)
-    if damage == "lost":
-        other.ref_cnt = 0
-    elif damage == "null":
-        pool.free_block_queue.append(pool.null_block)
-    elif damage == "negative":
-        pool.blocks[5].ref_cnt = -1
-    elif damage == "hash":
-        block.block_hash = b"b"
-    elif damage == "map":
-        other.block_hash = b"c"
-    else:
-        held = [[block, other], [block]]
+    pool.check([[block, other]])
+    _damage(pool, damage)
     with pytest.raises(AssertionError):
-        pool.check(held)
+        pool.check()
+
+
+def test_check_counts_holders() -> None:
+    pool = pool_of()
+    blocks = pool.get_new_blocks(2)
+    with pytest.raises(AssertionError, match="holders"):
+        pool.check([blocks, blocks[:1]])
+
+
+@pytest.mark.parametrize("damage", ["single", "id"])
+def test_the_check_of_the_map_fails_when_it_should(damage: str) -> None:
+    found, a, b = BlockHashToBlockMap(), KVCacheBlock(1), KVCacheBlock(2)
+    for block in (a, b):
+        found.insert(b"k", block)
+    found.check()
+    if damage == "id":
+        a.block_id = 3
+    else:
+        entry = found._found[b"k"]  # a state that no method leads to
+        assert isinstance(entry, dict)
+        del entry[2]
+        found.num_blocks = 1
+    with pytest.raises(AssertionError):
+        found.check()

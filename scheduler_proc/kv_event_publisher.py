@@ -1,0 +1,125 @@
+"""Cache events for routers: a PUB socket, and a ROUTER that is asked for what was missed. See docs/kv_events.md."""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints
+from quire.protocol.zmq_channel import ReplayRouter
+from quire.scheduler_proc.kv.events import KVEventRecorder
+
+KEPT_BATCHES = 10_000
+KEPT_BYTES = 64 * 2**20
+
+ANSWER_BATCHES = 32
+ANSWER_BYTES = 256 * 2**10
+"""An answer has at most so much and the first batch: the loop that gives it also runs the engine."""
+
+HIGH_WATER_MARK = 1000
+"""Batches that wait for a slow subscriber; it loses further ones, and can ask."""
+
+
+class KVEventPublisher:
+    """Numbers, sends and keeps batches. Nothing here waits for anybody.
+
+    Owns both sockets. Invariant: what is kept are the newest batches, without a gap, up to ``next_sequence``.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[Any]",
+        endpoint: str,
+        replay_endpoint: str,
+        life: int,
+        *,
+        kept_batches: int = KEPT_BATCHES,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        """``life``: any number below 2**64 that no earlier publisher at this endpoint had.
+
+        Raises:
+            ConfigError: an endpoint that is refused, or that cannot be bound.
+        """
+        check_endpoints(endpoint, replay_endpoint)
+        self.next_sequence = 0
+        self._life = life
+        self._recorder: KVEventRecorder | None = None
+        self._kept: deque[bytes] = deque()
+        self._bytes = 0
+        self._kept_batches, self._kept_bytes = kept_batches, kept_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._pub: zmq.Socket[Any] = context.socket(zmq.PUB)
+        self._pub.setsockopt(zmq.LINGER, 0)
+        self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._pub.setsockopt(zmq.MAXMSGSIZE, 64)  # of what subscribers send: a topic
+        self._replay: ReplayRouter | None = None
+        given = endpoint
+        try:
+            self._pub.bind(endpoint)
+            if replay_endpoint:
+                given = replay_endpoint
+                self._replay = ReplayRouter(context, replay_endpoint)
+        except zmq.ZMQError as error:
+            self._pub.close()
+            raise ConfigError(f"KV events cannot be published at {given}: {zmq.strerror(error.errno)}") from None
+
+    @property
+    def replay_socket(self) -> "zmq.Socket[Any] | None":
+        """To be polled; when something came, ``answer`` takes it."""
+        return None if self._replay is None else self._replay.socket
+
+    @property
+    def num_malformed_asks(self) -> int:
+        return 0 if self._replay is None else self._replay.malformed
+
+    def follow(self, recorder: KVEventRecorder) -> None:
+        """Publish what this recorder gathers from now on; its pool is new and empty."""
+        recorder.cleared()
+        self._recorder = recorder
+
+    def publish(self, now: float) -> None:
+        """Send what was recorded since the last call, if anything, as one batch."""
+        events = [] if self._recorder is None else self._recorder.take()
+        if not events:
+            return
+        payload = self._encoder.encode(KVEventBatch(now, events, self._life))
+        self._pub.send_multipart([TOPIC, _eight_bytes(self.next_sequence), payload], zmq.NOBLOCK)
+        self.next_sequence += 1
+        self._kept.append(payload)
+        self._bytes += len(payload)
+        while len(self._kept) > self._kept_batches or (self._bytes > self._kept_bytes and len(self._kept) > 1):
+            self._bytes -= len(self._kept.popleft())
+
+    def answer(self) -> None:
+        """Answer one ask, if there is one. Whoever does not read loses the rest of its answer, and can ask again."""
+        ask = None if self._replay is None else self._replay.receive()
+        if self._replay is None or ask is None:
+            return
+        peer, start = ask
+        life = _eight_bytes(self._life)
+        oldest = self.next_sequence - len(self._kept)
+        if start < oldest:
+            self._replay.send(peer, [GONE, _eight_bytes(oldest), life])
+            start = oldest
+        room = ANSWER_BYTES
+        sequence = min(start, self.next_sequence)
+        while sequence < min(start + ANSWER_BATCHES, self.next_sequence) and room > 0:
+            payload = self._kept[sequence - oldest]
+            if not self._replay.send(peer, [TOPIC, _eight_bytes(sequence), payload]):
+                return
+            room -= len(payload)
+            sequence += 1
+        last = END if sequence == self.next_sequence else MORE
+        self._replay.send(peer, [last, _eight_bytes(sequence), life])
+
+    def close(self) -> None:
+        self._pub.close()
+        if self._replay is not None:
+            self._replay.close()
+
+
+def _eight_bytes(number: int) -> bytes:
+    return number.to_bytes(8, "big")

@@ -1,0 +1,36 @@
+"""The two flags of cache events: refused before any process starts, or carried into the configuration."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.launch.options import EngineOptions, make_engine_config
+from quire.protocol.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> Path:
+    return checkpoint_factory("qwen3")[0]
+
+
+def test_both_reach_the_configuration(folder: Path, tmp_path: Path) -> None:
+    events, replay = f"ipc://{tmp_path}/events", "tcp://127.0.0.1:5558"
+    options = EngineOptions(kv_events_endpoint=events, kv_events_replay_endpoint=replay)
+    config = make_engine_config(options, folder=folder)
+    assert (config.kv_events_endpoint, config.kv_events_replay_endpoint) == (events, replay)
+    assert make_engine_config(EngineOptions(), folder=folder).kv_events_endpoint == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kv_events_endpoint": "tcp://*:5557"}, "--kv-events-endpoint must be"),
+        ({"kv_events_replay_endpoint": "tcp://127.0.0.1:5557"}, "needs --kv-events-endpoint"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:5557", "enable_prefix_caching": False}, "--enable-prefix-caching"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder: Path, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_engine_config(EngineOptions(**settings), folder=folder)

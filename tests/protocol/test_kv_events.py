@@ -1,0 +1,104 @@
+"""Cache events on the wire, and where they may be published."""
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KVEventBatch,
+    check_endpoints,
+)
+
+
+def test_a_batch_reads_as_the_page_says() -> None:
+    """As plain arrays: other languages read these."""
+    events = [AllBlocksCleared(), BlocksStored([b"a", b"b"], 16), BlocksRemoved([b"a"], 1)]
+    encoded = msgspec.msgpack.encode(KVEventBatch(1.5, events, 7))
+    assert msgspec.msgpack.decode(encoded) == [1.5, [[52], [50, [b"a", b"b"], 16, 0], [51, [b"a"], 1]], 7]
+    assert msgspec.msgpack.decode(encoded, type=KVEventBatch) == KVEventBatch(1.5, events, 7)
+
+
+def test_fields_added_later_do_not_disturb() -> None:
+    encoded = msgspec.msgpack.encode([1.0, [[52, "more"], [51, [b"a"], 0, "more"]], 7, "more"])
+    assert msgspec.msgpack.decode(encoded, type=KVEventBatch).events == [AllBlocksCleared(), BlocksRemoved([b"a"])]
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://*:5557",
+        "tcp://0.0.0.0:5557",
+        "tcp://10.0.0.1:5557",
+        "tcp://localhost:5557",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:1;tcp://*:2",
+        "tcp://127.0.0.1:5557\n",
+        "ipc://@abstract",
+        "ipc://*",
+        "ipc://relative/name",
+        "ipc://",
+        "inproc://x",
+        "/tmp/name",
+        "pgm://eth0",
+    ],
+)
+def test_endpoints_that_others_could_read_are_refused(endpoint: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--kv-events-endpoint must be ipc:///folder/name or tcp://127\.0\.0\.1:port"
+    ):
+        check_endpoints(endpoint, "")
+    with pytest.raises(ConfigError, match="--kv-events-replay-endpoint must be"):
+        check_endpoints("tcp://127.0.0.1:5557", endpoint)
+
+
+def test_our_own_endpoints_are_taken(tmp_path: Path) -> None:
+    check_endpoints("", "")
+    check_endpoints("tcp://127.0.0.1:5557", "")
+    check_endpoints(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+
+
+def test_a_replay_needs_events_and_an_endpoint_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="needs --kv-events-endpoint"):
+        check_endpoints("", "tcp://127.0.0.1:5557")
+    with pytest.raises(ConfigError, match="must not be"):
+        check_endpoints("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5557")
+
+
+def test_the_folder_must_be_ours_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o755)
+    endpoint = f"ipc://{folder}/events"
+    with pytest.raises(ConfigError, match=f"{endpoint}: the folder must have mode 0700"):
+        check_endpoints(endpoint, "")
+    folder.chmod(0o700)
+    check_endpoints(endpoint, "")
+    for missing in (f"ipc://{tmp_path}/none/events", f"ipc://{tmp_path}/nul\0/events"):
+        with pytest.raises(ConfigError, match="no such folder"):
+            check_endpoints(missing, "")
+
+
+def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 107 bytes"):
+        check_endpoints(f"ipc://{tmp_path}/{'x' * 107}", "")
+
+
+def test_nothing_but_a_socket_would_be_replaced(tmp_path: Path) -> None:
+    precious, link, old = tmp_path / "precious", tmp_path / "link", tmp_path / "old"
+    precious.write_text("keep")
+    link.symlink_to(tmp_path / "nowhere")
+    for path in (precious, link, tmp_path / ".."):
+        with pytest.raises(ConfigError, match="something else of this name"):
+            check_endpoints(f"ipc://{path}", "")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(old))
+    check_endpoints(f"ipc://{old}", "")

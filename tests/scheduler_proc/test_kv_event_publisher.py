@@ -1,0 +1,176 @@
+"""Cache events over real sockets: who misses messages asks, and ends with the keys of the pool's map all the same."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from kv_event_ends import Engine, Subscriber, keys_of
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_events import END, GONE, MORE
+from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def engine(context: "zmq.Context[Any]", tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(context, tmp_path)
+    yield engine
+    engine.publisher.close()
+
+
+@pytest.fixture
+def subscriber(context: "zmq.Context[Any]", engine: Engine) -> Iterator[Subscriber]:
+    subscriber = Subscriber(context, engine)
+    yield subscriber
+    subscriber.close()
+
+
+def test_a_subscriber_that_loses_messages_ends_with_the_pools_keys(engine: Engine, subscriber: Subscriber) -> None:
+    """Late at first (nothing waits for it to connect), then every third message is lost."""
+    while not subscriber.sub.poll(20):
+        engine.step()
+    filled = 0
+    for _ in range(20):
+        engine.run(15)
+        filled += subscriber.read(loses=lambda sequence: sequence % 3 == 0, timeout_ms=20)
+    engine.step()
+    subscriber.read(timeout_ms=200)
+    subscriber.ask()
+    assert filled >= 15 and subscriber.num_gone == 0
+    assert subscriber.next == engine.publisher.next_sequence > 300
+    assert subscriber.mirror.keys == keys_of(engine.pool) and subscriber.mirror.keys
+
+
+def test_one_that_was_not_there_gets_all_in_parts(engine: Engine, subscriber: Subscriber) -> None:
+    engine.run(80)
+    kinds = []
+    while not kinds or kinds[-1] != END:
+        kinds.append(subscriber.ask_once())
+    assert kinds == [MORE, MORE, END]
+    assert subscriber.mirror.keys == keys_of(engine.pool) and subscriber.mirror.keys
+
+
+def test_a_step_without_events_sends_nothing(engine: Engine) -> None:
+    engine.publisher.publish(0.0)
+    engine.publisher.publish(1.0)
+    assert engine.publisher.next_sequence == 1  # the one with "cleared"
+
+
+def test_large_batches_come_in_small_answers(engine: Engine, subscriber: Subscriber) -> None:
+    assert engine.pool.events is not None
+    for step in range(4):
+        engine.pool.events.stored([i.to_bytes(32, "big") for i in range(step * 9000, step * 9000 + 9000)])
+        engine.publisher.publish(0.0)
+    kinds = [subscriber.ask_once() for _ in range(4)]
+    assert kinds == [MORE, MORE, MORE, END] and len(subscriber.mirror.keys) == 36_000
+
+
+def test_what_is_not_kept_any_more_is_said(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    engine = Engine(context, tmp_path, kept_batches=10)
+    subscriber = Subscriber(context, engine)
+    engine.run(30)
+    subscriber.ask()
+    assert subscriber.num_gone == 1 and subscriber.next == engine.publisher.next_sequence
+    assert subscriber.mirror.keys <= keys_of(engine.pool)  # never a promise that is not kept
+    subscriber.next -= 9
+    subscriber.ask()
+    assert subscriber.num_gone == 1
+    subscriber.close()
+    engine.publisher.close()
+
+
+def test_what_is_kept_is_bounded_in_bytes_and_never_nothing(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    for kept_bytes, most in ((2000, 60), (1, 1)):
+        engine = Engine(context, tmp_path, kept_bytes=kept_bytes)
+        subscriber = Subscriber(context, engine)
+        engine.run(100)
+        subscriber.dealer.send(bytes(8))
+        engine.answer()
+        kind, oldest, life = subscriber.receive()
+        kept = engine.publisher.next_sequence - int.from_bytes(oldest, "big")
+        assert kind == GONE and 1 <= kept <= most and life == (1).to_bytes(8, "big")
+        subscriber.close()
+        engine.publisher.close()
+
+
+def test_malformed_asks_are_counted_and_ignored(engine: Engine, subscriber: Subscriber) -> None:
+    engine.run(3)
+    wrong = [[b""], [b"1234567"], [b"123456789"], [b"", bytes(8)], [bytes(8), bytes(8)], [b"\x80\x04." + bytes(40)]]
+    for frames in wrong:
+        subscriber.dealer.send_multipart(frames)
+        engine.answer()
+    assert engine.publisher.num_malformed_asks == len(wrong)
+    subscriber.ask()
+    assert subscriber.mirror.keys == keys_of(engine.pool)
+
+
+def test_an_ask_from_the_future_hears_where_the_present_is(engine: Engine, subscriber: Subscriber) -> None:
+    engine.run(3)
+    subscriber.dealer.send(b"\xff" * 8)
+    engine.answer()
+    kind, sequence, _ = subscriber.receive()
+    assert kind == END and int.from_bytes(sequence, "big") == engine.publisher.next_sequence
+
+
+def test_another_life_is_noticed(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    """Also when the new one has counted further than the old one had."""
+    for steps in (2, 90):
+        first = Engine(context, tmp_path, life=1)
+        subscriber = Subscriber(context, first)
+        first.run(20)
+        subscriber.ask()
+        first.publisher.close()
+        subscriber.close()
+        second = Engine(context, tmp_path, life=2)
+        second.run(steps)
+        again = Subscriber(context, second)
+        again.mirror, again.next, again.life = subscriber.mirror, subscriber.next, subscriber.life
+        again.ask()
+        assert again.life == 2 and again.mirror.keys == keys_of(second.pool)
+        again.close()
+        second.publisher.close()
+
+
+def test_those_who_do_not_read_do_not_stop_anything(
+    context: "zmq.Context[Any]", engine: Engine, subscriber: Subscriber
+) -> None:
+    lazy = Subscriber(context, engine)
+    while not lazy.sub.poll(20):
+        engine.step()
+    engine.run(100)
+    for _ in range(200):
+        lazy.dealer.send(bytes(8))
+        engine.answer()  # 32 batches each: far more than a socket holds
+    engine.run(3000)
+    lazy.close()
+    engine.step()
+    subscriber.ask()
+    assert subscriber.mirror.keys == keys_of(engine.pool)
+
+
+def test_endpoints_are_checked_and_bound(context: "zmq.Context[Any]", engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be ipc"):
+        KVEventPublisher(context, "tcp://*:5557", "", 1)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        for endpoint, replay in ((taken, ""), (f"ipc://{tmp_path}/other", taken)):
+            with pytest.raises(ConfigError, match=f"cannot be published at {taken}: Address already in use"):
+                KVEventPublisher(context, endpoint, replay, 1)
+
+
+def test_without_a_replay_endpoint_there_is_nothing_to_answer(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    publisher = KVEventPublisher(context, f"ipc://{tmp_path}/events", "", 1)
+    publisher.answer()
+    publisher.publish(0.0)
+    assert publisher.replay_socket is None and publisher.num_malformed_asks == publisher.next_sequence == 0
+    publisher.close()

@@ -1,0 +1,201 @@
+"""Both ends of cache events: a pool that random things happen to, and a consumer that follows docs/kv_events.md."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire.protocol.kv_events import (
+    END,
+    GONE,
+    MORE,
+    TOPIC,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KVEvent,
+    KVEventBatch,
+)
+from quire.protocol.kv_layout import KVGroup, KVLayout
+from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.block_hash import group_key
+from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
+
+WAIT_MS = 10_000
+
+
+def layout_of(*block_sizes: int) -> KVLayout:
+    groups = [KVGroup("full_attention", size, [index]) for index, size in enumerate(block_sizes)]
+    return KVLayout(groups, 1, 4, "float32")
+
+
+def key_of(hash_: bytes, group: int) -> bytes:
+    """By the page: the events say hash and group."""
+    return group_key(hash_, group)
+
+
+class Mirror:
+    """A consumer's set."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def apply(self, events: list[KVEvent]) -> None:
+        for event in events:
+            match event:
+                case BlocksStored():
+                    self.keys |= {key_of(h, event.group) for h in event.hashes}
+                case BlocksRemoved():
+                    self.keys -= {key_of(h, event.group) for h in event.hashes}
+                case AllBlocksCleared():
+                    self.keys.clear()
+
+
+def keys_of(pool: BlockPool) -> set[bytes]:
+    return {key for key, _ in pool.cached_block_hash_to_block.blocks()}
+
+
+class Holder:
+    """Does to a pool what requests do, one thing at a time."""
+
+    def __init__(self, pool: BlockPool, keys: list[bytes]) -> None:
+        self.pool, self.keys = pool, keys
+        self.held: list[KVCacheBlock] = []
+
+    def act(self, action: int, number: int) -> None:
+        """``number`` picks the block, the key or the count."""
+        pool, held = self.pool, self.held
+        key = self.keys[number % len(self.keys)]
+        match action:
+            case 0:
+                held += pool.get_new_blocks(min(number % 4, pool.num_free_blocks))
+            case 1 if held:
+                held_one = held[number % len(held)]
+                if held_one.block_hash is None:
+                    pool.cache_full_block(held_one, key)
+            case 2:
+                hit = pool.get_cached_blocks([key, *self.keys])
+                pool.touch(hit)
+                held += hit
+            case 3 if held:
+                count = number % len(held) + 1
+                pool.free_blocks(held[:count])
+                del held[:count]
+            case 4:
+                pool.forget_content(key)
+            case 5 if number % 3 == 0:
+                pool.free_blocks(held)
+                held.clear()
+                assert pool.reset_prefix_cache()
+
+
+class Engine:
+    """A pool that random things happen to, and its publisher; ``step`` publishes once."""
+
+    def __init__(self, context: "zmq.Context[Any]", folder: Path, life: int = 1, **kept: int) -> None:
+        self.events, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+        self.publisher = KVEventPublisher(context, self.events, self.replay, life, **kept)
+        recorder = KVEventRecorder(layout_of(4), 32)
+        self.pool = BlockPool(40, enable_caching=True, events=recorder)
+        self.publisher.follow(recorder)
+        self._holder = Holder(self.pool, [os.urandom(32) for _ in range(60)])
+        self._rng = random.Random(5)
+
+    def step(self) -> None:
+        before = self.publisher.next_sequence
+        while self.publisher.next_sequence == before:
+            for _ in range(4):
+                self._holder.act(self._rng.choice([0, 1, 1, 1, 2, 3, 3, 4]), self._rng.randrange(1000))
+            self.publisher.publish(float(before))
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def answer(self) -> None:
+        socket = self.publisher.replay_socket
+        assert socket is not None and socket.poll(WAIT_MS)
+        self.publisher.answer()
+
+
+class Subscriber:
+    """Follows the page."""
+
+    def __init__(self, context: "zmq.Context[Any]", engine: Engine) -> None:
+        self.mirror = Mirror()
+        self.next = 0
+        self.life = -1
+        self.num_gone = 0
+        self._engine = engine
+        self.sub = context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        self.sub.connect(engine.events)
+        self.dealer = context.socket(zmq.DEALER)
+        self.dealer.setsockopt(zmq.LINGER, 0)
+        self.dealer.connect(engine.replay)
+
+    def read(self, loses: Callable[[int], bool] = lambda sequence: False, timeout_ms: int = 50) -> int:
+        """Take what was published, as long as something comes; returns how often something was missed."""
+        missed = 0
+        while self.sub.poll(timeout_ms):
+            topic, number, payload = self.sub.recv_multipart()
+            assert topic == TOPIC
+            sequence = int.from_bytes(number, "big")
+            if not loses(sequence) and not self._take(sequence, payload):
+                missed += 1
+                self.ask()
+        return missed
+
+    def ask(self) -> None:
+        """From the next one wanted until there is no more."""
+        while self.ask_once() != END:
+            pass
+
+    def ask_once(self) -> bytes:
+        """The answer's last kind; MORE also when what came was of another life."""
+        self.dealer.send(self.next.to_bytes(8, "big"))
+        self._engine.answer()
+        whole = True
+        while True:
+            kind, number, payload = self.receive()
+            sequence = int.from_bytes(number, "big")
+            if kind == TOPIC:
+                whole = self._take(sequence, payload) and whole
+                continue
+            whole = self._is_of_this_life(int.from_bytes(payload, "big")) and whole
+            if kind == GONE and whole:
+                self.mirror.keys.clear()
+                self.next, self.num_gone = sequence, self.num_gone + 1
+            elif kind != GONE:
+                assert not whole or sequence == self.next
+                return kind if whole else MORE
+
+    def receive(self) -> list[bytes]:
+        assert self.dealer.poll(WAIT_MS)
+        return self.dealer.recv_multipart()
+
+    def close(self) -> None:
+        self.sub.close()
+        self.dealer.close()
+
+    def _take(self, sequence: int, payload: bytes) -> bool:
+        """False: something is missing before this batch."""
+        batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+        if self._is_of_this_life(batch.life) and sequence == self.next:
+            self.mirror.apply(batch.events)
+            self.next += 1
+        return sequence < self.next
+
+    def _is_of_this_life(self, life: int) -> bool:
+        known, self.life = self.life, life
+        if known in (-1, life):
+            return True
+        self.mirror.keys.clear()
+        self.next = 0
+        return False
