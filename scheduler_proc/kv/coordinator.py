@@ -2,61 +2,127 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import lcm
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.single_type import MANAGERS, SingleTypeKVCacheManager
+from quire.scheduler_proc.kv.cross_attention import CrossAttentionManager
+from quire.scheduler_proc.kv.single_type import Extent, FullAttentionManager, SingleTypeKVCacheManager, num_free
+from quire.scheduler_proc.kv.state import MambaManager
+from quire.scheduler_proc.kv.windowed import ChunkedLocalManager, SlidingWindowManager
 
 GroupBlocks = Sequence[Sequence[KVCacheBlock]]
 """Blocks per KV group."""
 
+MANAGERS: dict[str, type[SingleTypeKVCacheManager]] = {
+    "full_attention": FullAttentionManager,
+    "sliding_window": SlidingWindowManager,
+    "chunked_local_attention": ChunkedLocalManager,
+    "mamba": MambaManager,
+    "cross_attention": CrossAttentionManager,
+}
+
+
+def hash_granularity(layout: KVLayout) -> int:
+    """Tokens under one hash: the smallest block size, so that each group's blocks end where a hash ends.
+
+    Raises:
+        ConfigError: a block size is not a multiple of it.
+    """
+    smallest = min(g.block_size for g in layout.groups)
+    for group in layout.groups:
+        if smallest < 1 or group.block_size % smallest:
+            raise ConfigError(
+                f"block sizes of KV groups must be multiples of the smallest: {group.block_size} and {smallest}"
+            )
+    return smallest
+
 
 class KVCacheCoordinator(ABC):
-    """Fans out to one SingleTypeKVCacheManager per group; how groups agree on a cache hit is the subclass's."""
+    """Fans out to one SingleTypeKVCacheManager per group; how groups agree on a cache hit is the subclass's.
 
-    def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
+    Attributes:
+        alignment: tokens; each hit's length is a multiple: the least one of the block sizes of groups that have hits.
+        has_states: whether contents wait for acknowledgement before they can be found.
+    """
+
+    def __init__(self, layout: KVLayout, pool: BlockPool, drop_last_block: bool = False) -> None:
         self.pool = pool
+        self.drop_last_block = drop_last_block
         self.managers: list[SingleTypeKVCacheManager] = []
+        granularity = hash_granularity(layout)
         for group_id, group in enumerate(layout.groups):
             kind = MANAGERS.get(group.kind)
             if kind is None:
                 raise ConfigError(
                     f"KV groups of kind {group.kind!r} are not supported; supported: {', '.join(MANAGERS)}"
                 )
-            self.managers.append(kind(group, group_id, pool))
+            self.managers.append(kind(group, group_id, group.block_size // granularity, pool))
         self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
+        self.alignment = lcm(*(m.block_size for m in self.managers if m.has_hits))
+        self.has_states = pool.enable_caching and any(m.needs_acknowledgement for m in self.managers)
+        self.skips = any(m.skips for m in self.managers)
 
     @abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         """Cached blocks per group, and how many tokens they hold: at most ``max_length``, the same in each group."""
 
-    def num_blocks_to_allocate(self, handle: int, num_tokens: int, computed: GroupBlocks) -> int:
-        return sum(m.num_blocks_to_allocate(handle, num_tokens, computed[i]) for i, m in enumerate(self.managers))
+    def begins_block(self, extent: Extent, computed: GroupBlocks) -> bool:
+        for manager, blocks in zip(self.managers, computed, strict=True):
+            if manager.begins_block(extent, len(blocks)):
+                return True
+        return False
+
+    def num_blocks_to_allocate(self, extent: Extent, computed: GroupBlocks) -> int:
+        total = 0
+        for manager, blocks in zip(self.managers, computed, strict=True):
+            total += manager.num_blocks_to_allocate(extent, blocks)
+        return total
 
     def add_computed_blocks(self, handle: int, computed: GroupBlocks) -> None:
         for manager, blocks in zip(self.managers, computed, strict=True):
             manager.add_computed_blocks(handle, blocks)
 
-    def allocate(self, handle: int, num_tokens: int) -> GroupBlocks:
-        return [manager.allocate(handle, num_tokens) for manager in self.managers]
+    def allocate(self, extent: Extent) -> GroupBlocks:
+        return [manager.allocate(extent) for manager in self.managers]
 
-    def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def cache_blocks(
+        self, handle: int, block_hashes: Sequence[bytes], num_tokens: int, num_acknowledged_tokens: int
+    ) -> None:
+        """Contents of the first ``num_tokens`` positions, as far as each group's may be found already."""
         for manager in self.managers:
-            manager.cache_blocks(handle, block_hashes, num_tokens)
+            limit = min(num_tokens, num_acknowledged_tokens) if manager.needs_acknowledgement else num_tokens
+            manager.cache_blocks(handle, block_hashes, limit)
 
-    def remove_skipped_blocks(self, handle: int, num_computed_tokens: int) -> None:
+    def remove_skipped_blocks(self, handle: int, block_hashes: Sequence[bytes], num_acknowledged_tokens: int) -> None:
+        """States are let go of as soon as the request is past them, so they are made findable first."""
         for manager in self.managers:
-            manager.remove_skipped_blocks(handle, num_computed_tokens)
+            if self.has_states and manager.needs_acknowledgement and handle in manager.req_to_blocks:
+                manager.cache_blocks(handle, block_hashes, num_acknowledged_tokens)
+            manager.remove_skipped_blocks(handle, num_acknowledged_tokens)
+
+    def forget_content(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
+        for manager in self.managers:
+            manager.forget_content(block_hashes, num_kept_tokens)
 
     def free(self, handle: int) -> None:
         for manager in self.managers:
             manager.free(handle)
 
     def blocks(self, handle: int) -> GroupBlocks:
-        """All blocks that a request holds, per group."""
+        """All entries of a request, null ones included, per group."""
         return [manager.req_to_blocks.get(handle, ()) for manager in self.managers]
+
+    def num_shared(self, computed: GroupBlocks) -> int:
+        """Hit blocks that cost nothing for as long as the request runs: others hold them, and no group skips them."""
+        pairs = zip(self.managers, computed, strict=True)
+        return sum(len(blocks) - num_free(blocks) for manager, blocks in pairs if not manager.skips)
+
+    def check(self) -> None:
+        for manager in self.managers:
+            manager.check()
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
@@ -65,7 +131,9 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         return self.no_blocks, 0
 
-    def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def cache_blocks(
+        self, handle: int, block_hashes: Sequence[bytes], num_tokens: int, num_acknowledged_tokens: int
+    ) -> None:
         """Nothing is remembered."""
 
 
@@ -74,18 +142,61 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         manager = self.managers[0]
-        hit = manager.find_longest_cache_hit(block_hashes, max_length)
+        hit = manager.find_longest_cache_hit(block_hashes, max_length, self.alignment)
+        if self.drop_last_block and hit:
+            hit = hit[:-1]
+            if not manager.is_prefix_closed:  # a window that ends elsewhere needs what lies before it
+                hit = manager.find_longest_cache_hit(block_hashes, len(hit) * self.alignment, self.alignment)
         return (hit,), len(hit) * manager.block_size
 
 
-def make_coordinator(layout: KVLayout, pool: BlockPool) -> KVCacheCoordinator:
+class HybridKVCacheCoordinator(KVCacheCoordinator):
+    """Several groups: each accepts a length or shortens it, until all accept the same one.
+
+    Each group answers with its longest hit within the candidate, so no common length is passed over, and the first
+    one that all accept is the longest.
+    """
+
+    def __init__(self, layout: KVLayout, pool: BlockPool, drop_last_block: bool = False) -> None:
+        super().__init__(layout, pool, drop_last_block)
+        # Full attention first: its hit is found in one pass, then only cut, and bounds what the others look through.
+        with_hits = [index for index, manager in enumerate(self.managers) if manager.has_hits]
+        self._order = sorted(with_hits, key=lambda index: not self.managers[index].is_prefix_closed)
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+        hits: list[list[KVCacheBlock] | None] = [None] * len(self.managers)
+        length = max_length // self.alignment * self.alignment if self._order else 0
+        if self.drop_last_block and length > 0:
+            # One block less than the first group has: what the others need at the shorter length is looked for there.
+            length = self._shorten(hits, self._order[0], block_hashes, length) - self.alignment
+        while length > 0:
+            candidate = length
+            for index in self._order:
+                length = self._shorten(hits, index, block_hashes, length)
+            if length == candidate:
+                return tuple(hit or [] for hit in hits), length
+        return self.no_blocks, 0
+
+    def _shorten(
+        self, hits: list[list[KVCacheBlock] | None], index: int, block_hashes: Sequence[bytes], length: int
+    ) -> int:
+        """Length of the group's longest hit within ``length``; the hit itself goes into ``hits``."""
+        manager, known = self.managers[index], hits[index]
+        num_blocks = length // manager.block_size
+        if known is None or (len(known) > num_blocks and not manager.is_prefix_closed):
+            known = manager.find_longest_cache_hit(block_hashes, length, self.alignment)
+        hits[index] = known = known[:num_blocks]
+        return len(known) * manager.block_size
+
+
+def make_coordinator(layout: KVLayout, pool: BlockPool, drop_last_block: bool = False) -> KVCacheCoordinator:
     """The coordinator for this layout.
 
     Raises:
-        ConfigError: several groups together with prefix caching, which needs groups that agree on hits.
+        ConfigError: a kind, a window or block sizes that cannot be used.
     """
     if not pool.enable_caching:
         return KVCacheCoordinatorNoPrefixCache(layout, pool)
-    if len(layout.groups) == 1:
-        return UnitaryKVCacheCoordinator(layout, pool)
-    raise ConfigError("prefix caching over several KV groups is not supported yet; use --no-enable-prefix-caching")
+    if len(layout.groups) == 1 and layout.groups[0].kind != "cross_attention":
+        return UnitaryKVCacheCoordinator(layout, pool, drop_last_block)
+    return HybridKVCacheCoordinator(layout, pool, drop_last_block)

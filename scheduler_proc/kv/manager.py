@@ -1,87 +1,213 @@
 """The scheduler's one door to KV memory."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
 from quire.protocol.kv_layout import KVLayout
-from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.coordinator import GroupBlocks, make_coordinator
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
+from quire.scheduler_proc.kv.single_type import Extent, Unacknowledged
+
+_MANY_TOKENS = 2**31 - 1
+"""More positions than any request has: a bound where the pool sets none."""
+
+
+class CacheRequest(Protocol):
+    """What is known here of a request.
+
+    Attributes:
+        block_hashes: of its known tokens, in units of ``KVCacheManager.block_size``.
+        num_tokens: known tokens.
+        num_computed_tokens: positions of every step sent; 0 again once it is preempted. With state groups it must be
+            exact: no step is planned for a request whose drafts are still in flight, for whether a chunk ends at a
+            block's boundary or runs across it decides what its state may be named.
+        num_acknowledged_tokens: positions whose computing was answered, cache hits included; never more than the
+            computed ones, and 0 again with them.
+        skip_reading_prefix_cache: it must compute everything itself.
+    """
+
+    @property
+    def handle(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def num_acknowledged_tokens(self) -> int: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
 
 
 class KVCacheManager:
     """Looks up, allocates, caches and frees blocks for requests.
 
-    Owns pool and coordinator; knows requests only as handle, hashes and counts, and never changes one.
+    Owns pool and coordinator; knows requests only as a CacheRequest, and never changes one.
+
+    Attributes:
+        block_size: tokens under one hash: the smallest block size of the groups.
+        watermark_blocks: blocks that admission should leave free, so that running requests find some.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, enable_caching: bool) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        enable_caching: bool,
+        *,
+        drop_last_block: bool = False,
+        watermark: float = 0.0,
+        max_model_len: int | None = None,
+        max_step_tokens: int | None = None,
+        pipeline_depth: int = 2,
+    ) -> None:
+        """
+        Args:
+            drop_last_block: each hit is one block shorter than it could be: a proposer that reads hidden states
+                (EAGLE) needs those of the block before.
+            watermark: share of the pool.
+            max_model_len: no request has positions beyond it.
+            max_step_tokens: positions that one step computes of one request at most. With it, window groups count
+                only what they hold at a time in ``num_blocks_for`` and ``max_tokens``; without, every position.
+            pipeline_depth: steps that can be unanswered at a time, the one being decided included.
+        """
         self.layout = layout
+        self.block_size = hash_granularity(layout)
         self.pool = BlockPool(num_blocks, enable_caching)
-        self.coordinator = make_coordinator(layout, self.pool)
-        self.block_size = layout.groups[0].block_size
+        self.coordinator = make_coordinator(layout, self.pool, drop_last_block)
+        self.watermark_blocks = int(watermark * self.pool.num_usable_blocks)
+        self._max_positions = max_model_len or _MANY_TOKENS
+        max_tokens = None if max_step_tokens is None else max_step_tokens * pipeline_depth
+        self._unacknowledged = Unacknowledged(max_tokens, pipeline_depth)
+        self._max_tokens = self._longest_request()
 
     @property
     def max_tokens(self) -> int:
-        """Positions that one request alone could have."""
-        return self.pool.num_usable_blocks // len(self.layout.groups) * self.block_size
+        """Positions that one request alone could have; 2**31 - 1 where no group needs more with more positions."""
+        return self._max_tokens
 
-    def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
+    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        """Blocks, over all groups, that a request of this length holds at worst when it is alone."""
+        limits = self._unacknowledged
+        managers = self.coordinator.managers
+        return sum(manager.num_blocks_for(num_tokens, num_encoder_tokens, limits) for manager in managers)
+
+    def get_computed_blocks(self, request: CacheRequest) -> tuple[GroupBlocks, int]:
         """Cached blocks for the request's prefix, and the tokens in them.
 
         The last known token is never taken from the cache: it must be computed, for its logits.
         """
+        if not self.pool.enable_caching or request.skip_reading_prefix_cache:
+            return self.coordinator.no_blocks, 0
         return self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+
+    def can_fit_full_sequence(
+        self,
+        request: CacheRequest,
+        max_total_tokens: int,
+        computed: GroupBlocks | None = None,
+        num_encoder_tokens: int = 0,
+    ) -> bool:
+        """Whether a waiting request could run to ``max_total_tokens`` on what is free now.
+
+        Args:
+            computed: its hits, if they are known already.
+        """
+        hits = self.get_computed_blocks(request)[0] if computed is None else computed
+        needed = self.num_blocks_for(max_total_tokens, num_encoder_tokens) - self.coordinator.num_shared(hits)
+        return needed <= self.pool.num_free_blocks
+
+    def aligned_chunk(self, request: CacheRequest, start: int, num_tokens: int) -> int:
+        """How many of ``num_tokens`` to compute from ``start``, so that states at block boundaries can be kept.
+
+        A chunk that would run across boundaries ends at the last of them: of the state in between nothing remains.
+        With ``drop_last_block`` the last but one is kept, for that is where the next hit ends.
+        """
+        if not self.coordinator.has_states:
+            return num_tokens
+        unit = self.coordinator.alignment
+        end = start + num_tokens
+        last_kept = max(end, request.num_tokens) // unit * unit - (unit if self.coordinator.drop_last_block else 0)
+        boundary = min(end // unit * unit, last_kept)
+        return boundary - start if boundary > start else num_tokens
 
     def allocate_slots(
         self,
-        request: Request,
+        request: CacheRequest,
         num_new_tokens: int,
         computed: GroupBlocks | None = None,
         num_new_computed_tokens: int = 0,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+        keep_free: int = 0,
     ) -> GroupBlocks | None:
         """Blocks for the next ``num_new_tokens`` positions, after ``computed`` ones from the cache.
 
-        Three phases: how many blocks it takes; whether there are so many; only then anything changes.
+        Three phases: how many blocks it takes; whether there are so many; only then anything changes, except that
+        blocks which no later token reads are let go of first. Positions, in order: computed by the request, cache
+        hits, external (a slot each, filled from elsewhere), new, lookahead (a slot each, for drafts).
+
+        Args:
+            num_encoder_tokens: of cross attention; their blocks are given once.
+            keep_free: blocks that must be free afterwards, if any are taken.
 
         Returns:
-            The new blocks per group, or None (and nothing changed) when the pool has too few.
+            The new entries per group, or None (and nothing held or found has changed) when the pool has too few.
         """
-        handle = request.handle
-        num_computed = request.num_computed_tokens + num_new_computed_tokens
-        num_tokens = num_computed + num_new_tokens
-        self.coordinator.remove_skipped_blocks(handle, num_computed)
-        hits = self.coordinator.no_blocks if computed is None else computed
-        if self.coordinator.num_blocks_to_allocate(handle, num_tokens, hits) > self.pool.num_free_blocks:
+        coordinator = self.coordinator
+        num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+        num_tokens = min(num_computed + num_new_tokens, self._max_positions)
+        num_slots = min(num_tokens + num_lookahead_tokens, self._max_positions)
+        extent = Extent(request.handle, num_computed, num_tokens, num_slots, num_encoder_tokens)
+        hits = coordinator.no_blocks if computed is None else computed
+        if not coordinator.begins_block(extent, hits):
+            return coordinator.no_blocks
+        if coordinator.skips:
+            acknowledged = request.num_acknowledged_tokens
+            assert acknowledged <= num_computed, f"handle {request.handle}: more acknowledged than computed"
+            coordinator.remove_skipped_blocks(request.handle, request.block_hashes, acknowledged)
+        if coordinator.num_blocks_to_allocate(extent, hits) > self.pool.num_free_blocks - keep_free:
             return None
         if computed is not None:
-            self.coordinator.add_computed_blocks(handle, computed)
-        return self.coordinator.allocate(handle, num_tokens)
+            coordinator.add_computed_blocks(request.handle, computed)
+        return coordinator.allocate(extent)
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Make findable what the first ``num_tokens`` positions fill: known tokens whose write is in a step sent."""
-        self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens)
+    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
+        """Make findable what the first ``num_tokens`` positions fill: known tokens whose write is in a step sent.
 
-    def forget_content(self, request: Request, num_kept_tokens: int) -> None:
+        States (mamba) become findable only up to the acknowledged positions. Content that arrives later from
+        elsewhere is cached by calling this later.
+        """
+        acknowledged = request.num_acknowledged_tokens if self.coordinator.has_states else 0
+        self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens, acknowledged)
+
+    def forget_content(self, request: CacheRequest, num_kept_tokens: int) -> None:
         """Nobody may find what this request wrote itself, after its first ``num_kept_tokens`` positions.
 
         Looked up by hash: the blocks of a request that was preempted since are free by now, and can still be found.
         """
-        for index, group in enumerate(self.layout.groups):
-            for block_hash in request.block_hashes[num_kept_tokens // group.block_size :]:
-                self.pool.forget_content(group_key(block_hash, index))
+        self.coordinator.forget_content(request.block_hashes, num_kept_tokens)
 
-    def free(self, request: Request) -> None:
+    def free(self, request: CacheRequest) -> None:
         self.coordinator.free(request.handle)
 
-    def block_ids(self, request: Request) -> list[list[int]]:
-        """Ids of all blocks that the request holds, per group."""
+    def block_ids(self, request: CacheRequest) -> list[list[int]]:
+        """Ids of all the request's entries, per group; the null block's id where an entry is skipped."""
         return [[b.block_id for b in blocks] for blocks in self.coordinator.blocks(request.handle)]
 
     def reset_prefix_cache(self) -> bool:
+        """Forget all content. Does nothing and returns False while any block is held."""
         return self.pool.reset_prefix_cache()
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or held exactly as often as requests hold it."""
         self.pool.check([held for m in self.coordinator.managers for held in m.req_to_blocks.values()])
-        for manager in self.coordinator.managers:
-            for handle, held in manager.req_to_blocks.items():
-                assert manager.num_cached_block.get(handle, 0) <= len(held), f"handle {handle}: cached beyond held"
+        self.coordinator.check()
+
+    def _longest_request(self) -> int:
+        lengths = range(_MANY_TOKENS + 1)
+        return bisect_right(lengths, self.pool.num_usable_blocks, key=self.num_blocks_for) - 1

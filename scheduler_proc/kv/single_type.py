@@ -1,7 +1,9 @@
-"""Blocks of one KV group, by the rules of its kind of attention."""
+"""Blocks of one KV group, by the rules of its kind of attention: what all kinds share, and full attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 from quire.protocol.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -9,25 +11,67 @@ from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
 
 
+class Extent(NamedTuple):
+    """How far one request's blocks must reach.
+
+    Attributes:
+        num_computed_tokens: positions before the ones to compute, cache hits and external ones included.
+        num_tokens: positions once they are computed.
+        num_slots: positions that need a slot: ``num_tokens`` and the lookahead.
+    """
+
+    handle: int
+    num_computed_tokens: int
+    num_tokens: int
+    num_slots: int
+    num_encoder_tokens: int = 0
+
+
+class Unacknowledged(NamedTuple):
+    """What can be in flight of one request; ``max_tokens`` None: no bound is known."""
+
+    max_tokens: int | None
+    max_steps: int
+
+
 class SingleTypeKVCacheManager(ABC):
     """Which blocks each request holds in one group, in the order of its positions.
 
-    Owns ``req_to_blocks`` (by handle) and how many of them are cached under a hash; the blocks belong to the pool.
-    A request's list only grows, until it is freed whole.
+    Owns ``req_to_blocks`` (by handle) and how many of its entries were offered to the cache; the blocks belong to the
+    pool. A request's list only grows, until it is freed whole: the workers' tables are appended to, never rewritten.
+
+    Attributes:
+        granules: hashes per block: requests are hashed in units of the smallest block size of all groups.
+        has_hits: whether contents are found by token hashes at all.
+        skips: whether some blocks are let go of while the request runs.
+        is_prefix_closed: whether each shorter prefix of a hit is a hit too.
+        needs_acknowledgement: content may be found only when the step that wrote it was answered.
     """
 
-    def __init__(self, group: KVGroup, group_id: int, pool: BlockPool) -> None:
+    has_hits: ClassVar[bool] = True
+    skips: ClassVar[bool] = False
+    is_prefix_closed: ClassVar[bool] = False
+    needs_acknowledgement: ClassVar[bool] = False
+
+    def __init__(self, group: KVGroup, group_id: int, granules: int, pool: BlockPool) -> None:
         self.block_size = group.block_size
         self.group_id = group_id
+        self.granules = granules
         self.pool = pool
         self.req_to_blocks: dict[int, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[int, int] = {}
 
-    def num_blocks_to_allocate(self, handle: int, num_tokens: int, computed: Sequence[KVCacheBlock]) -> int:
-        """Free blocks that ``num_tokens`` positions would use up, hits that lie in the free queue included."""
-        required = -(-num_tokens // self.block_size)
-        new = required - len(computed) - len(self.req_to_blocks.get(handle, ()))
-        return max(new, 0) + sum(b.ref_cnt == 0 and not b.is_null for b in computed)
+    def begins_block(self, extent: Extent, num_hit_blocks: int) -> bool:
+        """Whether this extent makes any difference to what the request holds here."""
+        held = self.req_to_blocks.get(extent.handle)
+        num_held = num_hit_blocks if held is None else num_hit_blocks + len(held)
+        return extent.num_slots > num_held * self.block_size
+
+    def num_blocks_to_allocate(self, extent: Extent, computed: Sequence[KVCacheBlock]) -> int:
+        """Free blocks that the extent would use up, hits that lie in the free queue included."""
+        required = -(-extent.num_slots // self.block_size)
+        new = required - len(computed) - len(self.req_to_blocks.get(extent.handle, ()))
+        return max(new, 0) + num_free(computed)
 
     def add_computed_blocks(self, handle: int, computed: Sequence[KVCacheBlock]) -> None:
         """Begin a request with blocks that the prefix cache found."""
@@ -36,10 +80,10 @@ class SingleTypeKVCacheManager(ABC):
         self.req_to_blocks[handle] = list(computed)
         self.num_cached_block[handle] = len(computed)
 
-    def allocate(self, handle: int, num_tokens: int) -> list[KVCacheBlock]:
-        """New blocks so that positions up to ``num_tokens`` have a slot; the caller made sure there are enough."""
-        held = self.req_to_blocks.setdefault(handle, [])
-        missing = -(-num_tokens // self.block_size) - len(held)
+    def allocate(self, extent: Extent) -> list[KVCacheBlock]:
+        """New entries, so that every position of the extent has its slot; the caller made sure there are enough."""
+        held = self.req_to_blocks.setdefault(extent.handle, [])
+        missing = -(-extent.num_slots // self.block_size) - len(held)
         if missing <= 0:
             return []
         new = self.pool.get_new_blocks(missing)
@@ -49,14 +93,32 @@ class SingleTypeKVCacheManager(ABC):
     def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Make the blocks that ``num_tokens`` known and written positions fill findable."""
         cached = self.num_cached_block.get(handle, 0)
-        full = min(num_tokens // self.block_size, len(block_hashes))
+        full = min(num_tokens // self.block_size, len(block_hashes) // self.granules)
         if full <= cached:
             return
-        held = self.req_to_blocks[handle]
-        for index in range(cached, full):
-            if not held[index].is_null:
-                self.pool.cache_full_block(held[index], group_key(block_hashes[index], self.group_id))
+        filled = self.filled_blocks(handle, cached, full)
+        for block, key in zip(filled, self.keys(block_hashes, cached, full), strict=True):
+            if not block.is_null:
+                self.pool.cache_full_block(block, key)
         self.num_cached_block[handle] = full
+
+    def filled_blocks(self, handle: int, first: int, end: int) -> list[KVCacheBlock]:
+        """Entries ``[first, end)``; null where the content is not what the entry's hash promises."""
+        return self.req_to_blocks[handle][first:end]
+
+    def keys(self, block_hashes: Sequence[bytes], first: int, end: int) -> Iterable[bytes]:
+        """Keys of the blocks ``[first, end)``, as far as there are hashes; no Python code per block in group 0.
+
+        Hashes are chained, so that of a block's last granule stands for the whole block.
+        """
+        wanted = block_hashes[(first + 1) * self.granules - 1 : end * self.granules : self.granules]
+        return wanted if self.group_id == 0 else map(partial(group_key, group=self.group_id), wanted)
+
+    def forget_content(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
+        """Nobody may find these contents, after the blocks that lie within ``num_kept_tokens``."""
+        end = len(block_hashes) // self.granules
+        for key in self.keys(block_hashes, num_kept_tokens // self.block_size, end):
+            self.pool.forget_content(key)
 
     def free(self, handle: int) -> None:
         """Let go of all blocks; the last ones are reused first, for prefixes are what others share."""
@@ -64,28 +126,64 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block.pop(handle, None)
 
     @abstractmethod
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
-        """Cached blocks of the longest usable prefix of at most ``max_length`` tokens."""
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_length: int, alignment: int
+    ) -> list[KVCacheBlock]:
+        """Cached blocks of the longest usable prefix of at most ``max_length`` tokens, a multiple of ``alignment``.
+
+        One entry for each block of the prefix: null where the next token does not read any more.
+        """
 
     @abstractmethod
-    def remove_skipped_blocks(self, handle: int, num_computed_tokens: int) -> None:
-        """Free blocks that no later token will read, leaving the null block in their place."""
+    def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
+        """Free blocks that no token after the acknowledged ones will read; the null block takes their place."""
+
+    @abstractmethod
+    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int, unacknowledged: Unacknowledged) -> int:
+        """Blocks that a request of this length, alone, holds at worst on its way."""
+
+    def check(self) -> None:
+        """Raise AssertionError unless what each request holds has the shape that this kind of attention gives it."""
+        for handle, held in self.req_to_blocks.items():
+            where = f"group {self.group_id}, handle {handle}"
+            assert self.num_cached_block.get(handle, 0) <= len(held), f"{where}: cached beyond held"
+            real = [b.block_id for b in held if not b.is_null]
+            assert len(set(real)) == len(real), f"{where}: a block is held twice"
+            self.check_request(handle, held, where)
+        assert self.num_cached_block.keys() <= self.req_to_blocks.keys(), f"group {self.group_id}: cached, not held"
+
+    @abstractmethod
+    def check_request(self, handle: int, held: list[KVCacheBlock], where: str) -> None:
+        """The part of ``check`` that is this kind's; ``where`` begins its messages."""
+
+
+def num_free(blocks: Sequence[KVCacheBlock]) -> int:
+    """How many of these lie in the free queue."""
+    return sum(b.ref_cnt == 0 and not b.is_null for b in blocks)
 
 
 class FullAttentionManager(SingleTypeKVCacheManager):
     """Every token attends to all before it: hits run from the left, and nothing is ever skipped."""
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
-        hit: list[KVCacheBlock] = []
-        for index in range(min(max_length // self.block_size, len(block_hashes))):
-            block = self.pool.get_cached_block(group_key(block_hashes[index], self.group_id))
-            if block is None:
-                break
-            hit.append(block)
+    is_prefix_closed = True
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_length: int, alignment: int
+    ) -> list[KVCacheBlock]:
+        keys = self.keys(block_hashes, 0, max_length // self.block_size)
+        hit = self.pool.cached_block_hash_to_block.get_cached_blocks(keys)
+        surplus = len(hit) % (alignment // self.block_size)
+        if surplus:
+            del hit[-surplus:]
         return hit
 
-    def remove_skipped_blocks(self, handle: int, num_computed_tokens: int) -> None:
+    def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         """Full attention skips nothing."""
 
+    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int, unacknowledged: Unacknowledged) -> int:
+        return -(-num_tokens // self.block_size)
 
-MANAGERS: dict[str, type[SingleTypeKVCacheManager]] = {"full_attention": FullAttentionManager}
+    def check_request(self, handle: int, held: list[KVCacheBlock], where: str) -> None:
+        assert not any(b.is_null for b in held), f"{where}: the null block under full attention"
+        end = self.num_cached_block.get(handle, 0)
+        assert all(b.block_hash is None for b in held[end:]), f"{where}: a block that is not full can be found"

@@ -2,42 +2,30 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
+from kv_cases import CacheCase, case, cross, full, mamba, picture, sliding
+from kv_cases import layout_of as cases_layout
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import KVGroup, KVLayout
-from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.request import Request, Tokens
 
 SIZE = 4
 
 
 def layout_of(*kinds: str) -> KVLayout:
-    groups = [KVGroup(kind, SIZE, [index]) for index, kind in enumerate(kinds)]
-    return KVLayout(groups, num_kv_heads=1, head_dim=4, dtype="float32")
+    return cases_layout(*(KVGroup(kind, SIZE, [index]) for index, kind in enumerate(kinds)))
 
 
 def manager_of(usable: int = 8, *, caching: bool = True, groups: int = 1) -> KVCacheManager:
     return KVCacheManager(layout_of(*["full_attention"] * groups), usable + 1, caching)
 
 
-def request_of(handle: int, tokens: list[int], salt: str = "") -> Request:
-    return Request(
-        handle=handle,
-        client=0,
-        request_id=f"r{handle}",
-        tokens=Tokens(np.array(tokens, np.int32), SIZE, salt),
-        num_prompt_tokens=len(tokens),
-        sampling=SamplingParams(),
-        seed=0,
-        stop_tokens=frozenset(),
-        max_total_tokens=100,
-    )
+def request_of(handle: int, tokens: list[int], salt: str = "") -> CacheCase:
+    return CacheCase(handle, tokens, SIZE, salt=salt)
 
 
-def run(kv: KVCacheManager, request: Request) -> tuple[int, Any]:
+def run(kv: KVCacheManager, request: CacheCase) -> tuple[int, Any]:
     """Admit a request as the scheduler does: hits, then the rest in one piece. Returns hit tokens and new blocks."""
     hits, num_hits = kv.get_computed_blocks(request)
     new = kv.allocate_slots(request, request.num_tokens - num_hits, hits, num_hits)
@@ -46,16 +34,6 @@ def run(kv: KVCacheManager, request: Request) -> tuple[int, Any]:
         kv.cache_blocks(request, request.num_tokens)
     kv.check()
     return num_hits, new
-
-
-def picture(kv: KVCacheManager) -> Any:
-    """Everything that could change."""
-    return (
-        [(b.block_id, b.ref_cnt, b.block_hash) for b in kv.pool.blocks],
-        [b.block_id for b in kv.pool.free_block_queue.blocks()],
-        [({k: list(v) for k, v in m.req_to_blocks.items()}, dict(m.num_cached_block)) for m in kv.coordinator.managers],
-        kv.pool.cached_block_hash_to_block.blocks(),
-    )
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -180,11 +158,86 @@ def test_several_groups_get_blocks_together_or_not_at_all() -> None:
     assert kv.max_tokens == 12
 
 
-def test_what_is_not_supported_says_so() -> None:
-    with pytest.raises(ConfigError, match="kind 'mamba'"):
-        KVCacheManager(layout_of("mamba"), 9, True)
-    with pytest.raises(ConfigError, match="--no-enable-prefix-caching"):
-        KVCacheManager(layout_of("full_attention", "full_attention"), 9, True)
+def test_a_kind_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="kind 'telepathy' are not supported; supported: full_attention, sliding_window"
+    ):
+        KVCacheManager(layout_of("telepathy"), 9, True)
+
+
+def test_a_request_may_refuse_what_is_cached() -> None:
+    kv, second = manager_of(), case(2, 9)
+    run(kv, request_of(1, list(range(9))))
+    assert kv.get_computed_blocks(second)[1] == 8
+    second.skip_reading_prefix_cache = True
+    assert kv.get_computed_blocks(second) == (((),), 0)
+
+
+def test_blocks_kept_free_are_kept_free() -> None:
+    kv = manager_of(4)
+    before = picture(kv)
+    assert kv.allocate_slots(case(1, 9), 9, keep_free=2) is None
+    assert picture(kv) == before
+    assert kv.allocate_slots(case(1, 9), 9, keep_free=1) is not None
+
+
+def test_the_watermark_is_a_share_of_the_pool() -> None:
+    kv = KVCacheManager(layout_of("full_attention"), 201, True, watermark=0.05)
+    assert kv.watermark_blocks == 10 and manager_of().watermark_blocks == 0
+
+
+def test_lookahead_takes_slots_but_is_never_cached() -> None:
+    kv, request = manager_of(), case(1, 8)
+    assert [len(g) for g in kv.allocate_slots(request, 7, num_lookahead_tokens=2) or ()] == [3]
+    kv.cache_blocks(request, 7)
+    assert kv.get_computed_blocks(case(2, 9))[1] == 4
+
+
+def test_no_slot_lies_beyond_the_longest_request() -> None:
+    kv = KVCacheManager(layout_of("full_attention"), 9, True, max_model_len=8)
+    assert [len(g) for g in kv.allocate_slots(case(1, 8), 7, num_lookahead_tokens=5) or ()] == [2]
+
+
+def test_external_tokens_lie_between_hits_and_new_ones() -> None:
+    kv = manager_of()
+    run(kv, request_of(1, list(range(5))))
+    request = case(2, 14)
+    hits, num_hits = kv.get_computed_blocks(request)
+    new = kv.allocate_slots(request, 1, hits, num_hits, num_external_computed_tokens=8)
+    assert num_hits == 4 and new is not None and [len(g) for g in new] == [3]
+
+
+@pytest.mark.parametrize("groups", [[full()], [full(), sliding(3), mamba(), cross()]])
+def test_one_token_within_a_block_changes_nothing(groups: list[KVGroup]) -> None:
+    kv = KVCacheManager(cases_layout(*groups), 30, True)
+    request = case(1, 30)
+    assert kv.allocate_slots(request, 5, num_encoder_tokens=4) is not None
+    request.num_computed_tokens = request.num_acknowledged_tokens = 5
+    for position in range(5, 8):
+        before = picture(kv)
+        assert not any(kv.allocate_slots(request, 1) or [1])
+        assert picture(kv) == before
+        request.num_computed_tokens = request.num_acknowledged_tokens = position + 1
+    assert any(kv.allocate_slots(request, 1) or ())
+
+
+def test_the_longest_request_fills_the_pool() -> None:
+    for groups, most in (([full()], 28), ([full(), full()], 12), ([full(), mamba()], 16), ([full(), full(2)], 8)):
+        kv = KVCacheManager(cases_layout(*groups), 8, True, max_step_tokens=4)
+        assert kv.max_tokens == most, groups
+        assert kv.num_blocks_for(most) <= 7 < kv.num_blocks_for(most + 1)
+
+
+def test_whether_a_whole_sequence_fits_counts_what_is_shared() -> None:
+    kv = manager_of(6)
+    first = request_of(1, list(range(13)))
+    run(kv, first)
+    late = case(2, 13)
+    assert kv.can_fit_full_sequence(late, 20) and not kv.can_fit_full_sequence(late, 21)  # 3 of 5 are held already
+    assert kv.can_fit_full_sequence(late, 8, kv.coordinator.no_blocks)
+    assert not kv.can_fit_full_sequence(late, 9, kv.coordinator.no_blocks)
+    kv.free(first)
+    assert kv.can_fit_full_sequence(late, 24) and not kv.can_fit_full_sequence(late, 25)
 
 
 def test_a_reset_needs_all_blocks_free() -> None:
@@ -201,4 +254,12 @@ def test_check_fails_when_a_block_has_another_number_of_holders() -> None:
     run(kv, request)
     kv.coordinator.managers[0].req_to_blocks[1].pop()
     with pytest.raises(AssertionError):
+        kv.check()
+
+
+def test_check_fails_when_a_block_can_be_found_before_it_is_full() -> None:
+    kv, request = manager_of(), request_of(1, list(range(9)))
+    run(kv, request)
+    kv.coordinator.managers[0].num_cached_block[1] = 1
+    with pytest.raises(AssertionError, match="not full"):
         kv.check()

@@ -1,0 +1,122 @@
+"""Kinds of attention that read back only so far: sliding window and chunked local."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import KVGroup
+from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.block_hash import group_key
+from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.single_type import SingleTypeKVCacheManager, Unacknowledged
+
+
+class SkippingManager(SingleTypeKVCacheManager):
+    """A token reads from ``first_read`` of its position on; what lies before is null, in hits and while running.
+
+    Owns how many leading entries of each request were let go of. ``first_read`` never falls as positions rise: what
+    one token does not read, no later one does.
+    """
+
+    skips = True
+
+    def __init__(self, group: KVGroup, group_id: int, granules: int, pool: BlockPool) -> None:
+        super().__init__(group, group_id, granules, pool)
+        self.num_skipped_blocks: dict[int, int] = {}
+
+    @abstractmethod
+    def first_read(self, position: int) -> int:
+        """The first position whose content the token at ``position`` reads; ``position`` itself: none before it."""
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_length: int, alignment: int
+    ) -> list[KVCacheBlock]:
+        """From the right, each block looked at once: behind a missing block only shorter prefixes are left."""
+        step = alignment // self.block_size
+        index = end = min(max_length // self.block_size, len(block_hashes) // self.granules) // step * step
+        first = self._first_block(end)
+        blocks = self._blocks_backwards(block_hashes, end)
+        found: list[KVCacheBlock] = []
+        while index > first:
+            index -= 1
+            block = next(blocks)
+            if block is None:
+                end = index // step * step
+                first = self._first_block(end)
+                found = []
+            elif index < end:
+                found.append(block)
+        return [self.pool.null_block] * first + found[::-1]
+
+    def _first_block(self, end: int) -> int:
+        """The first block that the token after ``end`` blocks reads."""
+        return self.first_read(end * self.block_size) // self.block_size
+
+    def _blocks_backwards(self, block_hashes: Sequence[bytes], end: int) -> Iterator[KVCacheBlock | None]:
+        """What is cached for the blocks ``end - 1`` down to 0."""
+        keys: Iterable[bytes] = block_hashes[end * self.granules - 1 :: -self.granules] if end else ()
+        if self.group_id:
+            keys = map(partial(group_key, group=self.group_id), keys)
+        return map(self.pool.cached_block_hash_to_block.get_one_block, keys)
+
+    def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
+        """By the acknowledged count, for a step that is not answered may yet be set back."""
+        held = self.req_to_blocks.get(handle)
+        if held is None:
+            return
+        done = self.num_skipped_blocks.get(handle, 0)
+        end = min(self.first_read(num_acknowledged_tokens) // self.block_size, len(held))
+        if end <= done:
+            return
+        gone = held[done:end]
+        held[done:end] = [self.pool.null_block] * len(gone)
+        self.num_skipped_blocks[handle] = end
+        self.pool.free_blocks(reversed(gone))
+
+    def free(self, handle: int) -> None:
+        super().free(handle)
+        self.num_skipped_blocks.pop(handle, None)
+
+    def check_request(self, handle: int, held: list[KVCacheBlock], where: str) -> None:
+        skipped = self.num_skipped_blocks.get(handle, 0)
+        assert all(b.is_null for b in held[:skipped]), f"{where}: a skipped block is still held"
+
+
+class WindowManager(SkippingManager):
+    """``window`` says how far back: blocks wholly before it are let go of as the request gets on."""
+
+    def __init__(self, group: KVGroup, group_id: int, granules: int, pool: BlockPool) -> None:
+        super().__init__(group, group_id, granules, pool)
+        self.window = group.window
+        if self.window < 1:
+            raise ConfigError(f"a KV group of kind {group.kind!r} needs a window of at least 1, not {group.window}")
+
+    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int, unacknowledged: Unacknowledged) -> int:
+        """The window before the first position in flight, and what is in flight, begun and ended within a block."""
+        whole = -(-num_tokens // self.block_size)
+        if unacknowledged.max_tokens is None:
+            return whole
+        span = self.window - 1 + unacknowledged.max_tokens
+        return min(whole, -(-(span - 1) // self.block_size) + 1)
+
+    def check_request(self, handle: int, held: list[KVCacheBlock], where: str) -> None:
+        super().check_request(handle, held, where)
+        real = [index for index, block in enumerate(held) if not block.is_null]
+        assert not real or len(held) - real[0] == len(real), f"{where}: a hole within the window"
+        end = self.num_cached_block.get(handle, 0)
+        assert all(b.block_hash is None for b in held[end:]), f"{where}: a block that is not full can be found"
+
+
+class SlidingWindowManager(WindowManager):
+    """A token sees the last ``window`` positions, its own included."""
+
+    def first_read(self, position: int) -> int:
+        return max(0, position - self.window + 1)
+
+
+class ChunkedLocalManager(WindowManager):
+    """A token sees the chunk of ``window`` positions that it lies in, up to itself; a new chunk begins with nothing."""
+
+    def first_read(self, position: int) -> int:
+        return position // self.window * self.window

@@ -1,0 +1,178 @@
+"""Sliding window and chunked local attention: what is held, what is let go of, and what a hit needs."""
+
+import pytest
+from kv_cases import case, chunked, layout_of, shape, sliding, step
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import KVGroup
+from quire.scheduler_proc.kv.manager import KVCacheManager
+
+
+def manager_of(group: KVGroup, usable: int = 20, **options: int | bool) -> KVCacheManager:
+    return KVCacheManager(layout_of(group), usable + 1, True, **options)  # type: ignore[arg-type]
+
+
+def filled(group: KVGroup, num_tokens: int = 17, **options: int | bool) -> KVCacheManager:
+    """One request has computed and left so many tokens."""
+    kv = manager_of(group, **options)
+    first = case(1, num_tokens)
+    first.skip_reading_prefix_cache = True
+    step(kv, first, num_tokens)
+    kv.free(first)
+    return kv
+
+
+def forget(kv: KVCacheManager, *blocks: int) -> None:
+    for index in blocks:
+        kv.pool.forget_content(case(0, 100).block_hashes[index])
+
+
+def hit(kv: KVCacheManager, num_tokens: int = 17) -> tuple[int, str]:
+    """Tokens and entries that a request of this length finds."""
+    request = case(9, num_tokens)
+    hits, num_tokens = kv.get_computed_blocks(request)
+    return num_tokens, "".join(".#"[not b.is_null] for b in hits[0])
+
+
+def test_blocks_left_of_the_window_are_let_go_of() -> None:
+    kv, request = manager_of(sliding(5)), case(1, 40)
+    seen = []
+    for _ in range(4):
+        step(kv, request, 4)
+        seen.append(shape(kv, request))
+    # With 8 computed, position 8 reads 4 to 8: block 0 is not read any more.
+    assert seen == ["#", "##", ".##", "..##"]
+    assert kv.block_ids(request) == [[0, 0, 3, 4]] and kv.pool.num_free_blocks == 18
+
+
+def test_a_block_that_is_read_in_part_is_kept() -> None:
+    kv, request = manager_of(sliding(6)), case(1, 40)
+    for _ in range(3):
+        step(kv, request, 4)
+    assert shape(kv, request) == "###", "position 8 reads from 3 on"
+
+
+def test_what_a_step_not_yet_answered_has_passed_is_kept() -> None:
+    kv, request = manager_of(sliding(5)), case(1, 40)
+    for _ in range(4):
+        step(kv, request, 4, answered=False)
+    assert shape(kv, request) == "####"
+    request.num_acknowledged_tokens = 12
+    step(kv, request, 4)
+    assert shape(kv, request) == "..###"
+
+
+def test_a_step_within_a_block_lets_go_of_nothing() -> None:
+    kv, request = manager_of(sliding(3)), case(1, 40)
+    step(kv, request, 9)
+    assert not any(step(kv, request, 1) or ()) and shape(kv, request) == "###"
+    step(kv, request, 3)
+    assert shape(kv, request) == "..##"
+
+
+@pytest.mark.parametrize(
+    ("window", "entries"), [(1, "...."), (2, "...#"), (5, "...#"), (6, "..##"), (9, "..##"), (10, ".###"), (99, "####")]
+)
+def test_a_hit_needs_only_the_window(window: int, entries: str) -> None:
+    kv = filled(sliding(window))
+    assert hit(kv) == (16, entries)
+    forget(kv, *(index for index, entry in enumerate(entries) if entry == "."))
+    assert hit(kv) == (16, entries)
+
+
+def test_a_hole_in_the_window_leaves_the_prefix_before_it() -> None:
+    kv = filled(sliding(6))
+    forget(kv, 2)
+    assert hit(kv) == (8, "##")
+    forget(kv, 0)
+    assert hit(kv) == (0, "")
+
+
+def test_a_hit_without_its_last_block_has_its_own_window() -> None:
+    kv = filled(sliding(6), drop_last_block=True)
+    assert hit(kv) == (12, ".##")
+    forget(kv, 1)
+    assert hit(kv) == (4, "#"), "12 would need the blocks 1 and 2"
+
+
+def test_nulls_of_a_hit_are_neither_held_nor_freed() -> None:
+    kv = filled(sliding(5))
+    request = case(2, 17)
+    step(kv, request, 1)
+    assert shape(kv, request) == "...##" and kv.pool.num_free_blocks == 18
+    assert kv.pool.null_block.ref_cnt == 0
+    kv.free(request)
+    kv.check()
+    assert kv.pool.num_free_blocks == 20
+
+
+def test_a_new_chunk_begins_with_nothing() -> None:
+    kv, request = manager_of(chunked(8)), case(1, 40)
+    request.skip_reading_prefix_cache = True
+    seen = []
+    for num_tokens in (4, 3, 1, 1, 3, 4, 1):
+        step(kv, request, num_tokens)
+        seen.append(shape(kv, request))
+    assert seen == ["#", "##", "##", "..#", "..#", "..##", "....#"]
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(17, (16, "....")), (13, (12, "..#")), (9, (8, ".."))])
+def test_a_hit_needs_only_the_chunk_of_the_next_token(num_tokens: int, expected: tuple[int, str]) -> None:
+    assert hit(filled(chunked(8)), num_tokens) == expected
+
+
+def test_where_no_group_reads_back_nothing_need_be_cached() -> None:
+    assert hit(manager_of(chunked(8))) == (16, "....")
+    assert hit(manager_of(sliding(1))) == (16, "....")
+
+
+def test_a_hole_in_the_chunk_leaves_the_chunks_before_it() -> None:
+    kv = filled(chunked(8))
+    forget(kv, 2)
+    assert hit(kv, 13) == (8, "..")
+    assert hit(kv, 17) == (16, "...."), "nothing of the chunk that begins at 16 is there to be missing"
+
+
+def test_a_chunk_that_ends_within_a_block() -> None:
+    kv = filled(chunked(6))
+    assert [hit(kv, n) for n in (9, 13, 17)] == [(8, ".#"), (12, "..."), (16, "...#")]
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local_attention"])
+def test_a_window_of_nothing_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"{kind!r} needs a window of at least 1, not 0"):
+        manager_of(KVGroup(kind, 4, [0]))
+
+
+def test_a_window_bounds_what_a_request_holds() -> None:
+    kv = manager_of(sliding(9), usable=7, max_step_tokens=8, pipeline_depth=2)
+    # 8 positions before the first one in flight and 16 in flight, begun and ended within a block.
+    assert [kv.num_blocks_for(n) for n in (1, 12, 24, 1000)] == [1, 3, 6, 7]
+    assert kv.max_tokens == 2**31 - 1
+    assert manager_of(sliding(9), usable=7).max_tokens == 28, "no bound is known of what is in flight"
+    request = case(1, 2000)
+    for _ in range(100):
+        previous = request.num_computed_tokens
+        assert step(kv, request, 8, answered=False) is not None
+        request.num_acknowledged_tokens = previous
+
+
+@pytest.mark.parametrize("damage", ["hole", "skipped", "early", "twice"])
+def test_check_fails_when_it_should(damage: str) -> None:
+    kv, request = manager_of(sliding(9)), case(1, 40)
+    for _ in range(4):
+        step(kv, request, 5)
+    manager = kv.coordinator.managers[0]
+    held = manager.req_to_blocks[1]
+    assert shape(kv, request) == ".####"
+    kv.coordinator.check()
+    if damage == "hole":
+        held[2] = kv.pool.null_block
+    elif damage == "skipped":
+        held[0] = kv.pool.blocks[1]
+    elif damage == "early":
+        manager.num_cached_block[1] -= 1
+    else:
+        held[2] = held[3]
+    with pytest.raises(AssertionError, match="group 0, handle 1"):
+        kv.coordinator.check()
