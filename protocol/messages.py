@@ -220,8 +220,8 @@ class Statistics(Message, frozen=True, tag=22):
     num_evicted_blocks: int = 0
     """Contents that were forgotten because their block was needed."""
     num_requests_refused: int = 0
-    stray_results: int = 0
-    """Tokens that came for requests which had ended."""
+    num_stray_messages: int = 0
+    """Aborts, stops, releases and results for what is not there (any more): counted, and otherwise ignored."""
     waiting_by_reason: dict[str, int] = {}
     """Requests that wait now, by what they wait for."""
     preemptions_by_reason: dict[str, int] = {}
@@ -369,6 +369,8 @@ class OpaqueResult(Message, frozen=True, tag=43):
     handles: Int32
     ended: list[Ended]
     block_hashes: list[tuple[int, bytes]]
+    counts: Int32 | None = None
+    drafts: Int32 | None = None
 
 
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control

@@ -4,6 +4,8 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import AddRequest, Int32, OpaqueRequest, Rejected
+from quire.scheduler_proc.kv.block_hash import BlockHasher
+from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.request import OpaqueTokens, Request, Tokens
 
 MAX_REQUEST_ID = 256
@@ -23,30 +25,30 @@ class Refusal(Exception):
 
 
 def admit(
-    event: AddRequest | OpaqueRequest, client: int, config: EngineConfig, pool_tokens: int, block_size: int
+    event: AddRequest | OpaqueRequest, client: int, config: EngineConfig, kv: KVCacheManager, hasher: BlockHasher
 ) -> Request:
     """The Request that ``event`` asks for; it has no handle yet.
-
-    Args:
-        pool_tokens: positions that one request alone could have in the pool.
 
     Raises:
         Refusal: it could never run to one token, or its fields are out of range.
     """
     tokens: Tokens | OpaqueTokens
+    if not -(2**31) <= event.priority < 2**31:
+        raise Refusal("invalid_value", "priority", f"priority must be from {-(2**31)} to {2**31 - 1}")
     if isinstance(event, AddRequest):
-        _check_add_request(event, config, pool_tokens)
+        _check_add_request(event, config, kv)
         num_prompt_tokens = len(event.prompt_token_ids)
-        tokens = Tokens(_known_tokens(event), block_size, event.cache_salt)
+        chain = hasher.chain(event.cache_salt) if config.enable_prefix_caching else None
+        tokens = Tokens(_known_tokens(event), chain)
     else:
-        _check_opaque_request(event, config, pool_tokens)
+        _check_opaque_request(event, config, kv)
         num_prompt_tokens, size = event.num_prompt_tokens, event.hash_bytes
         hashes = [event.block_hashes[i : i + size] for i in range(0, len(event.block_hashes), size)]
         tokens = OpaqueTokens(num_prompt_tokens + event.num_output_tokens, hashes)
     sampling = event.sampling
     eos = () if sampling.ignore_eos else config.model.eos_token_ids
     # The last token's KV is never needed, so one more token than the pool has positions can exist.
-    limit = min(config.max_model_len, pool_tokens + 1)
+    limit = min(config.max_model_len, kv.max_tokens + 1)
     if sampling.max_tokens is not None:
         limit = min(limit, num_prompt_tokens + sampling.max_tokens)
     return Request(
@@ -70,12 +72,12 @@ def _known_tokens(event: AddRequest) -> Int32:
     return np.concatenate([event.prompt_token_ids, delivered])
 
 
-def _check_add_request(event: AddRequest, config: EngineConfig, pool_tokens: int) -> None:
+def _check_add_request(event: AddRequest, config: EngineConfig, kv: KVCacheManager) -> None:
     """Raise Refusal unless the request can run to at least one token in this engine."""
     prompt = event.prompt_token_ids
     if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
         raise Refusal("invalid_value", "request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
-    _check_length(len(prompt), config, pool_tokens)
+    _check_length(len(prompt), config, kv)
     vocab_size = config.model.vocab_size
     for known in (prompt, event.output_token_ids):
         if known is not None and len(known) and not (known.min() >= 0 and known.max() < vocab_size):
@@ -90,16 +92,16 @@ def _check_add_request(event: AddRequest, config: EngineConfig, pool_tokens: int
         raise Refusal("unsupported", "", "the request uses a field that this version reserves")
 
 
-def _check_opaque_request(event: OpaqueRequest, config: EngineConfig, pool_tokens: int) -> None:
+def _check_opaque_request(event: OpaqueRequest, config: EngineConfig, kv: KVCacheManager) -> None:
     """The same for an arrival without its tokens."""
-    _check_length(event.num_prompt_tokens, config, pool_tokens)
+    _check_length(event.num_prompt_tokens, config, kv)
     if event.num_output_tokens < 0:
         raise Refusal("invalid_value", "num_output_tokens", "num_output_tokens must be at least 0")
     if event.hash_bytes < 1 or len(event.block_hashes) % event.hash_bytes:
         raise Refusal("invalid_value", "block_hashes", "block_hashes must be whole hashes of hash_bytes each")
 
 
-def _check_length(num_prompt_tokens: int, config: EngineConfig, pool_tokens: int) -> None:
+def _check_length(num_prompt_tokens: int, config: EngineConfig, kv: KVCacheManager) -> None:
     if num_prompt_tokens < 1:
         raise Refusal("invalid_value", "prompt", "the prompt must have at least 1 token")
     if num_prompt_tokens + 1 > config.max_model_len:
@@ -108,7 +110,7 @@ def _check_length(num_prompt_tokens: int, config: EngineConfig, pool_tokens: int
             f"prompt and answer together; the prompt has {num_prompt_tokens}"
         )
         raise Refusal("context_length_exceeded", "prompt", text)
-    if num_prompt_tokens + 1 > pool_tokens:
-        needed = -(-(num_prompt_tokens + 1) // config.block_size)
-        text = f"the prompt and one token need {needed} KV blocks; the pool has {pool_tokens // config.block_size}"
+    if num_prompt_tokens + 1 > kv.max_tokens:
+        needed, present = kv.num_blocks_for(num_prompt_tokens + 1), kv.pool.num_usable_blocks
+        text = f"the prompt and one token need {needed} KV blocks; the pool has {present}"
         raise Refusal("kv_pool_too_small", "prompt", text)

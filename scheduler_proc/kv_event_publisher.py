@@ -64,7 +64,7 @@ class KVEventPublisher:
                 self._replay = ReplayRouter(context, replay_endpoint)
         except zmq.ZMQError as error:
             self._pub.close()
-            raise ConfigError(f"KV events cannot be published at {given}: {zmq.strerror(error.errno)}") from None
+            raise ConfigError(f"KV events cannot be published at {given}: {zmq.strerror(error.errno or 0)}") from None
 
     @property
     def replay_socket(self) -> "zmq.Socket[Any] | None":

@@ -1,5 +1,6 @@
 """The scheduler process' loop: take messages, decide, send, reply."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -40,6 +41,11 @@ from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.trace.event_log import EventLog
 
+log = logging.getLogger(__name__)
+
+MAX_FAULTS_IN_A_ROW = 5
+"""Results in a row that cannot be right, after which the engine gives up."""
+
 
 class SchedulerLoop:
     """Moves messages between the front ends, the Scheduler and the worker; decides nothing itself.
@@ -66,6 +72,8 @@ class SchedulerLoop:
         self._scheduler: Scheduler | None = None
         self._peers: dict[int, bytes] = {}
         self._clients: dict[bytes, int] = {}
+        self._next_client = 0
+        self._faults_in_a_row = 0
         self._open = True
         self._poller = zmq.Poller()
         self._poller.register(worker.socket, zmq.POLLIN)
@@ -105,11 +113,11 @@ class SchedulerLoop:
     def _send_steps(self) -> None:
         scheduler = self._scheduler
         while scheduler is not None and scheduler.can_schedule:
-            step = scheduler.schedule()
-            if step is None:
-                self._log.tick(self._clock())
-                return
             now = self._clock()
+            step = scheduler.schedule(now)
+            if step is None:
+                self._log.tick(now)
+                return
             self._log.produced(now, self._worker.send(step))
             if self._kv_events is not None:
                 self._kv_events.publish(now)
@@ -117,6 +125,11 @@ class SchedulerLoop:
 
     def _reply(self) -> None:
         if self._scheduler is not None:
+            for decision in self._scheduler.decisions.take():
+                if decision.kind == "preempt":
+                    log.info("%s", decision)
+                else:
+                    log.debug("%s", decision)
             for client, message in self._scheduler.take_messages():
                 self._send_to(client, message)
 
@@ -146,8 +159,7 @@ class SchedulerLoop:
     def _on_worker_message(self, received: Received) -> None:
         match received.message:
             case ModelRunnerOutput() as result if self._scheduler is not None:
-                self._log.consumed(self._clock(), 0, received.frames)
-                self._scheduler.consume(result)
+                self._take_result(self._scheduler, result, received)
             case Hello() as hello:
                 if hello.protocol_version != PROTOCOL_VERSION:
                     self._worker.send(Refused(_versions(hello)))
@@ -162,6 +174,20 @@ class SchedulerLoop:
                 raise (ConfigError if fault.kind == "checkpoint" else EngineError)(fault.text)
             case _:
                 raise EngineError(f"unexpected {type(received.message).__name__} from the worker")
+
+    def _take_result(self, scheduler: Scheduler, result: ModelRunnerOutput, received: Received) -> None:
+        """A result that cannot be right costs its steps, not the requests in them; five in a row, the engine."""
+        try:
+            scheduler.consume(result)
+            self._log.consumed(self._clock(), 0, received.frames)
+            self._faults_in_a_row = 0
+        except WorkerFault as fault:
+            self._faults_in_a_row += 1
+            if self._faults_in_a_row == MAX_FAULTS_IN_A_ROW:
+                raise
+            log.error("%s; what runs is computed again", fault)
+            scheduler.begin_epoch()
+            self._log.epoch_began(self._clock())
 
     def _begin(self, ready: Ready) -> None:
         self._scheduler = Scheduler(self._config, self._layout, min(ready.num_blocks))
@@ -193,7 +219,8 @@ class SchedulerLoop:
                 received.peer, _versions(hello) if isinstance(hello, Hello) else "the first message must be Hello"
             )
             return
-        client = len(self._clients)
+        client = self._next_client
+        self._next_client += 1  # never one that another had: its requests may still be ending
         self._clients[received.peer] = client
         self._peers[client] = received.peer
         self._send_to(client, Welcome(PROTOCOL_VERSION, self._config.digest, self._config.max_model_len))

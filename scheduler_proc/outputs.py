@@ -1,46 +1,82 @@
-"""What one step brings each front end, gathered request by request and handed over as one message per client."""
+"""What one step brings each front end, handed over as one message per client."""
 
 import numpy as np
+import numpy.typing as npt
 
-from quire.protocol.messages import Ended, EndReason, Introduced, Logprobs, ModelRunnerOutput, StepOutputs
+from quire.protocol.messages import Ended, EndReason, Int32, Introduced, Logprobs, ModelRunnerOutput, StepOutputs
+from quire.scheduler_proc.in_flight import Sampled
 from quire.scheduler_proc.request import Request
+
+_Mask = npt.NDArray[np.bool_]
 
 
 class _ClientOutputs:
-    """One client's share. ``sources`` are positions of its tokens in the worker's result."""
+    """One client's part of a step."""
+
+    __slots__ = ("ended", "introduced", "sampled")
 
     def __init__(self) -> None:
         self.introduced: list[Introduced] = []
-        self.handles: list[int] = []
-        self.tokens: list[int] = []
-        self.sources: list[int] = []
         self.ended: list[Ended] = []
+        self.sampled: tuple[Sampled, _Mask | None, ModelRunnerOutput] | None = None
 
 
 class OutputCollector:
-    """Collects between two calls of ``take``; holds nothing of a request after that."""
+    """Collects between two calls of ``take``; of a request it keeps only whose it is, by handle."""
 
     def __init__(self) -> None:
         self._clients: dict[int, _ClientOutputs] = {}
         self._sealed: list[tuple[int, StepOutputs]] = []
-        self._result: ModelRunnerOutput | None = None
+        self._owners = np.zeros(64, np.int32)
+        """Client by handle."""
+        self._only_client: int | None = None
+        """The one client that ever had a request; None when there were several, or none."""
+        self._seen: set[int] = set()
 
-    def begin_result(self, result: ModelRunnerOutput | None) -> None:
-        """Tokens added from now on come from ``result``; those of an earlier one keep a message of their own."""
+    def own(self, handle: int, client: int) -> None:
+        """``handle`` belongs to ``client`` from now on."""
+        if handle >= len(self._owners):
+            self._owners = np.concatenate([self._owners, np.zeros(max(handle, len(self._owners)), np.int32)])
+        self._owners[handle] = client
+        self._seen.add(client)
+        self._only_client = client if len(self._seen) == 1 else None
+
+    def begin_result(self) -> None:
+        """What comes now belongs to another step than what came before."""
         self._seal()
-        self._result = result
 
-    def token(self, request: Request, token: int, source: int) -> None:
-        client = self._client_of(request)
-        client.handles.append(request.handle)
-        client.tokens.append(token)
-        client.sources.append(source)
+    def sampled(self, sampled: Sampled, cut: dict[int, int], result: ModelRunnerOutput) -> None:
+        """Tokens for the clients. ``cut``: position in ``sampled.handles`` → how many of its tokens count at most.
+
+        ``result``: where their log probabilities are.
+        """
+        if not len(sampled.handles):
+            return
+        keep = _kept(sampled, cut) if cut else None
+        if self._only_client is not None:
+            if keep is None or keep.any():
+                self._client(self._only_client).sampled = (sampled, keep, result)
+            return
+        owners = self._owners[sampled.handles]
+        if sampled.counts is not None:
+            owners = np.repeat(owners, sampled.counts)
+        for client in np.unique(owners if keep is None else owners[keep]).tolist():
+            mine = owners == client
+            self._client(client).sampled = (sampled, mine if keep is None else mine & keep, result)
+
+    def introduce(self, request: Request) -> None:
+        """Its first message names it; later ones use the handle."""
+        if not request.introduced:
+            request.introduced = True
+            told = Introduced(request.handle, request.request_id, max(request.num_cached_tokens, 0))
+            self._client(request.client).introduced.append(told)
 
     def ended(
         self, request: Request, reason: EndReason, num_output_tokens: int, stop_reason: int | None, detail: str
     ) -> None:
+        self.introduce(request)
         ending = Ended(request.handle, int(reason), num_output_tokens, stop_reason, detail)
-        self._client_of(request).ended.append(ending)
+        self._client(request.client).ended.append(ending)
 
     def take(self) -> list[tuple[int, StepOutputs]]:
         """(client, message) for each client that anything happened for, in order; one per step where several came."""
@@ -49,69 +85,66 @@ class OutputCollector:
         return messages
 
     def _seal(self) -> None:
-        self._sealed += [(index, self._message(client)) for index, client in self._clients.items()]
-        self._clients.clear()
-        self._result = None
+        if self._clients:
+            self._sealed += [(client, _message(parts)) for client, parts in self._clients.items()]
+            self._clients = {}
 
-    def _client_of(self, request: Request) -> _ClientOutputs:
-        client = self._clients.get(request.client)
-        if client is None:
-            client = self._clients[request.client] = _ClientOutputs()
-        if not request.introduced:
-            request.introduced = True
-            client.introduced.append(Introduced(request.handle, request.request_id, max(request.num_cached_tokens, 0)))
-        return client
-
-    def _message(self, client: _ClientOutputs) -> StepOutputs:
-        if not client.handles:
-            return StepOutputs(client.introduced, None, None, client.ended)
-        message = StepOutputs(
-            introduced=client.introduced,
-            handles=np.array(client.handles, np.int32),
-            tokens=np.array(client.tokens, np.int32),
-            ended=client.ended,
-        )
-        result = self._result
-        if result is None or result.logprobs is None:
-            return message
-        return _with_logprobs(message, result, client.sources)
+    def _client(self, client: int) -> _ClientOutputs:
+        found = self._clients.get(client)
+        if found is None:
+            found = self._clients[client] = _ClientOutputs()
+        return found
 
 
-def fault_of_extras(result: ModelRunnerOutput, handles: list[int], vocab_size: int) -> str | None:
-    """Why bad rows or log probabilities of a result cannot belong to its tokens; None when they can."""
-    if not set(result.bad) <= set(handles):
-        return "bad rows that did not sample"
-    told = result.logprobs
-    frames = (result.logprob_token_ids, result.logprob_values, result.logprob_ranks)
-    if told is None:
-        return None
-    if told.width < 1 or len(set(told.rows)) != len(told.rows) or not set(told.rows) <= set(range(len(handles))):
-        return "log probabilities of rows that did not sample"
-    entries = len(told.rows) * told.width
-    if [-1 if f is None else len(f) for f in frames] != [entries, entries, len(told.rows)]:
-        return "log probabilities do not add up"
-    ids = result.logprob_token_ids
-    if ids is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-        return "log probability of a token id outside the vocabulary"
-    return None
+def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
+    """Which of the tokens count."""
+    keep = np.ones(len(sampled.tokens), np.bool_)
+    ends = np.arange(1, len(sampled.handles) + 1) if sampled.counts is None else np.cumsum(sampled.counts)
+    for position, count in cut.items():
+        end = int(ends[position])
+        keep[end - sampled.count(position) + count : end] = False
+    return keep
 
 
-def _with_logprobs(message: StepOutputs, result: ModelRunnerOutput, sources: list[int]) -> StepOutputs:
+def _message(parts: _ClientOutputs) -> StepOutputs:
+    if parts.sampled is None:
+        return StepOutputs(parts.introduced, None, None, parts.ended)
+    sampled, keep, result = parts.sampled
+    handles, tokens, counts = sampled.handles, sampled.tokens, sampled.counts
+    if keep is not None and counts is None:
+        handles, tokens = handles[keep], tokens[keep]
+    elif keep is not None and counts is not None:
+        tokens = tokens[keep]
+        counts = np.add.reduceat(keep, np.cumsum(counts) - counts).astype(np.int32)
+        handles, counts = handles[counts > 0], counts[counts > 0]
+    if counts is not None and (counts == 1).all():
+        counts = None
+    message = StepOutputs(parts.introduced, handles, tokens, parts.ended, counts)
+    return message if result.logprobs is None else _with_logprobs(message, result, keep)
+
+
+def _with_logprobs(message: StepOutputs, result: ModelRunnerOutput, kept: _Mask | None) -> StepOutputs:
     """``message`` with those log probabilities of ``result`` that belong to its tokens."""
     assert result.logprobs is not None and result.logprob_ranks is not None
     assert result.logprob_token_ids is not None and result.logprob_values is not None
-    place = {row: i for i, row in enumerate(result.logprobs.rows)}
-    rows = [i for i, source in enumerate(sources) if source in place]
-    if not rows:
+    rows: Int32 = np.array(result.logprobs.rows, np.int32)
+    picked = np.arange(len(rows))
+    if kept is not None:
+        place = np.cumsum(kept) - 1
+        picked = np.flatnonzero(kept[rows])
+        rows = place[rows[picked]].astype(np.int32)
+    if not len(rows):
         return message
-    picked = np.array([place[sources[i]] for i in rows])
+    order = np.argsort(rows, kind="stable")
+    rows, picked = rows[order], picked[order]
     width = result.logprobs.width
     return StepOutputs(
         introduced=message.introduced,
         handles=message.handles,
         tokens=message.tokens,
         ended=message.ended,
-        logprobs=Logprobs(rows, width),
+        counts=message.counts,
+        logprobs=Logprobs(rows.tolist(), width),
         logprob_token_ids=result.logprob_token_ids.reshape(-1, width)[picked].ravel(),
         logprob_values=result.logprob_values.reshape(-1, width)[picked].ravel(),
         logprob_ranks=result.logprob_ranks[picked],

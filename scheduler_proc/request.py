@@ -7,7 +7,8 @@ import numpy as np
 
 from quire.protocol.messages import EndReason, Int32
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler_proc.kv.block_hash import hash_blocks, root_hash
+from quire.scheduler_proc.kv.block_hash import HashChain
+from quire.scheduler_proc.reasons import WaitReason
 
 
 class RequestStatus(enum.IntEnum):
@@ -35,41 +36,39 @@ STATUS_OF_END = {
 
 
 class Tokens:
-    """Known tokens of a request, prompt then output, in one growing int32 array, with the hashes of full blocks."""
+    """Known tokens of a request, prompt then output, as little-endian int32, with the hashes of full blocks."""
 
-    def __init__(self, known: Int32, block_size: int, cache_salt: str) -> None:
-        self._data = known.astype(np.int32)
-        self._length = len(known)
-        self._block_size = block_size
-        self._parent = root_hash(cache_salt)
-        self.block_hashes: list[bytes] = []
-        self._hash_new_blocks()
+    __slots__ = ("_chain", "_data", "block_hashes")
+
+    def __init__(self, known: Int32, chain: HashChain | None) -> None:
+        """``chain``: an empty one that names the blocks; None where nobody will look contents up."""
+        self._data = bytearray(np.ascontiguousarray(known, "<i4").data.cast("B") if len(known) else b"")
+        self._chain = chain
+        self.block_hashes: list[bytes] = [] if chain is None else chain.hashes
+        if chain is not None:
+            chain.extend(self._data)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._data) >> 2
 
     def append(self, token: int) -> None:
-        if self._length == len(self._data):
-            self._data = np.concatenate([self._data, np.empty(max(64, self._length // 2), np.int32)])
-        self._data[self._length] = token
-        self._length += 1
-        if self._length % self._block_size == 0:
-            self._hash_new_blocks()
+        self.extend(token.to_bytes(4, "little"))
+
+    def extend(self, raw: bytes) -> None:
+        """Add the tokens in ``raw``, little-endian int32."""
+        self._data += raw
+        if self._chain is not None:
+            self._chain.extend(self._data)
 
     def array(self) -> Int32:
-        """A view of all known tokens; valid until the next append."""
-        return self._data[: self._length]
-
-    def _hash_new_blocks(self) -> None:
-        start = len(self.block_hashes) * self._block_size
-        new = hash_blocks(self._data[start : self._length], self._block_size, self._parent)
-        if new:
-            self.block_hashes += new
-            self._parent = new[-1]
+        """A copy of all known tokens."""
+        return np.frombuffer(bytes(self._data), "<i4")
 
 
 class OpaqueTokens:
     """Tokens that a trace does not tell: only how many, and the given hashes of full blocks."""
+
+    __slots__ = ("_length", "block_hashes")
 
     def __init__(self, length: int, block_hashes: Sequence[bytes]) -> None:
         self._length = length
@@ -81,6 +80,9 @@ class OpaqueTokens:
     def append(self, token: int) -> None:
         self._length += 1
 
+    def extend(self, raw: bytes) -> None:
+        self._length += len(raw) >> 2
+
     def array(self) -> Int32:
         """Zeros: a simulated worker needs lengths only."""
         return np.zeros(self._length, np.int32)
@@ -90,39 +92,61 @@ class Request:
     """State of one request. The scheduler alone changes it.
 
     Two counts of progress (protocol law 2): ``num_computed_tokens`` counts positions of every step *sent*;
-    ``num_tokens`` grows only with results *applied*; ``num_output_placeholders`` are samples in between.
+    ``num_tokens`` and ``num_acknowledged_tokens`` grow only with results *applied*; ``num_output_placeholders`` are
+    samples in between. While ``cruising`` is set all of them stand still: ask the Cruise, or take it out first.
 
     Attributes:
+        number: order of arrival in this engine.
+        order: order of admission among those that run; set anew each time.
         handle: the small integer that stands for it on every wire; -1 before the scheduler gives it one.
         client: index of the front end that it came from.
         stop_tokens: ids that end it.
         max_total_tokens: prompt and output together can never be more.
+        num_acknowledged_tokens: positions whose computing was answered.
         num_in_flight: steps sent and not yet answered in which it runs.
         num_cached_tokens: of the prompt, found in the prefix cache when first scheduled; -1 before.
+        num_drafts: drafts that the workers hold, or will, for its next step.
+        num_drafts_in_flight: drafts of the steps in flight; each is a placeholder that may come to nothing.
         on_worker, parked: what the workers hold of it, as of the last step sent.
+        wait_reason: why it waits, while it does.
+        skip_reading_prefix_cache: it needs something of each position that a cache hit does not give.
+        joined_step, synced_step, event_step, last_step, block_step: for the Cruise alone.
     """
 
     __slots__ = (
         "arrival",
+        "block_step",
         "client",
+        "cruising",
+        "event_step",
         "handle",
         "introduced",
+        "joined_step",
+        "last_step",
         "max_total_tokens",
+        "num_acknowledged_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafts",
+        "num_drafts_in_flight",
         "num_in_flight",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "number",
         "on_worker",
+        "order",
         "parked",
         "priority",
         "request_id",
         "sampling",
         "seed",
+        "skip_reading_prefix_cache",
         "status",
         "stop_tokens",
+        "synced_step",
         "tokens",
+        "wait_reason",
     )
 
     def __init__(
@@ -140,6 +164,7 @@ class Request:
         arrival: float = 0.0,
         handle: int = -1,
     ) -> None:
+        self.number = self.order = 0
         self.handle = handle
         self.client = client
         self.request_id = request_id
@@ -153,13 +178,19 @@ class Request:
         self.arrival = arrival
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_acknowledged_tokens = 0
         self.num_output_placeholders = 0
         self.num_in_flight = 0
         self.num_cached_tokens = -1
         self.num_preemptions = 0
+        self.num_drafts = self.num_drafts_in_flight = 0
+        self.wait_reason = WaitReason.QUEUED
+        self.skip_reading_prefix_cache = False
         self.introduced = False
         self.on_worker = False
         self.parked = False
+        self.cruising = False
+        self.joined_step = self.synced_step = self.event_step = self.last_step = self.block_step = 0
 
     @property
     def num_tokens(self) -> int:
@@ -181,8 +212,9 @@ class Request:
 
     @property
     def needs_no_more_steps(self) -> bool:
-        """The last token that its length allows is in flight, or there."""
-        return len(self.tokens) + self.num_output_placeholders >= self.max_total_tokens
+        """The last token that its length allows is in flight, or there, even if no draft is accepted."""
+        samples = self.num_output_placeholders - self.num_drafts_in_flight
+        return len(self.tokens) + samples >= self.max_total_tokens
 
     def __repr__(self) -> str:
         return (

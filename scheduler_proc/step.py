@@ -1,7 +1,7 @@
 """One step while it is being decided, and its diff once it is."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,28 +13,43 @@ from quire.scheduler_proc.request import Request
 
 @dataclass(slots=True)
 class Share:
-    """What one request gets of a step: ``num_tokens`` positions; ``new_blocks`` for a request that ran already."""
+    """What one request gets of a step: ``num_tokens`` positions, the last ``num_drafts`` of them drafts.
+
+    ``new_blocks``: for a request that the workers hold already; None when they are to be told everything.
+    """
 
     request: Request
     num_tokens: int
     new_blocks: GroupBlocks | None
+    num_drafts: int = 0
 
 
 class StepPlan:
     """Decisions of one call of ``schedule()``. Nothing here has touched a request's progress yet, so a share can be
     taken back as long as the plan is open.
 
-    Invariant: the shares' tokens and ``budget`` add up to the step's token budget.
+    Invariant: the shares' tokens, one for each request that cruises, and ``budget`` add up to the step's budget.
+
+    Attributes:
+        step: the number that the step will have.
+        budget: tokens that are left.
+        prefill_budget: of these, what prefill may have.
+        begun: cruising requests that got a new block, in order, and ``begun_blocks`` its ids.
+        last: cruising requests that get their last token of this step.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
         self.budget = budget
+        self.prefill_budget = budget
         self.shares: dict[int, Share] = {}
         self.preempted: list[Request] = []
+        self.begun: list[Request] = []
+        self.begun_blocks: list[int] = []
+        self.last: list[Request] = []
 
-    def add(self, request: Request, num_tokens: int, new_blocks: GroupBlocks | None) -> None:
-        """``new_blocks`` None: the request is new to the workers, which are told everything."""
-        self.shares[request.handle] = Share(request, num_tokens, new_blocks)
+    def add(self, request: Request, num_tokens: int, new_blocks: GroupBlocks | None, num_drafts: int = 0) -> None:
+        self.shares[request.handle] = Share(request, num_tokens, new_blocks, num_drafts)
         self.budget -= num_tokens
 
     def take_back(self, request: Request) -> None:
@@ -44,32 +59,25 @@ class StepPlan:
             self.budget += share.num_tokens
 
 
-@dataclass(slots=True)
-class InFlightStep:
-    """A step sent and not yet answered.
+def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], kv: KVCacheManager) -> SchedulerOutput:
+    """The diff from what the workers hold to what ``plan`` wants; marks requests as the workers will hold them.
 
-    Attributes:
-        requests: all that run in it.
-        sampling: those that sample, by handle: whom its tokens belong to, whatever a handle means by then.
-        retired: handles that nobody uses once this step is answered.
+    ``unsteady``: everyone who runs and does not cruise; those without a share are parked.
     """
-
-    step: int
-    requests: list[Request]
-    sampling: dict[int, Request]
-    retired: list[int] = field(default_factory=list)
-
-
-def build_diff(
-    step: int, plan: StepPlan, running: Sequence[Request], removed: list[int], kv: KVCacheManager
-) -> SchedulerOutput:
-    """The diff from what the workers hold to what ``plan`` wants; marks requests as the workers will hold them."""
+    handles = [request.handle for request in plan.begun]
+    block_ids = plan.begun_blocks
+    if not plan.shares and not removed:  # everyone cruises, or is parked already
+        return SchedulerOutput(
+            step=plan.step,
+            parked=_park_the_rest(plan, unsteady),
+            appended_handles=np.array(handles, np.int32) if handles else None,
+            appended_block_ids=np.array(block_ids, np.int32) if handles else None,
+        )
     new: list[NewRequestData] = []
     tokens: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
-    block_ids: list[int] = []
+    new_ids: list[int] = []
     unparked: list[int] = []
-    appended: list[tuple[int, int, int]] = []
-    counts: list[tuple[int, int]] = []
+    groups = [0] * len(handles)
     for handle, share in plan.shares.items():
         request = share.request
         if share.new_blocks is None:
@@ -77,29 +85,30 @@ def build_diff(
             new.append(_new_request_data(request, [len(ids) for ids in held]))
             tokens.append(request.tokens.array())
             for ids in held:
-                block_ids += ids
+                new_ids += ids
             request.on_worker, request.parked = True, False
-        else:
-            for group, blocks in enumerate(share.new_blocks):
-                appended += [(handle, group, block.block_id) for block in blocks]
-            if request.parked:
-                request.parked = False
-                unparked.append(handle)
-        if share.num_tokens != 1:
-            counts.append((handle, share.num_tokens))
-    handles, groups, new_blocks = np.array(appended, np.int32).reshape(-1, 3).T
+            continue
+        for group, blocks in enumerate(share.new_blocks):
+            for block in blocks:
+                handles.append(handle)
+                block_ids.append(block.block_id)
+                groups.append(group)
+        if request.parked:
+            request.parked = False
+            unparked.append(handle)
     return SchedulerOutput(
-        step=step,
+        step=plan.step,
         removed=removed,
-        parked=_park_the_rest(plan, running),
+        parked=_park_the_rest(plan, unsteady),
         new_requests=new,
         token_ids=np.concatenate(tokens) if tokens else None,
-        block_ids=np.array(block_ids, np.int32) if new else None,
+        block_ids=np.array(new_ids, np.int32) if new else None,
         unparked=unparked,
-        appended_handles=handles if appended else None,
-        appended_block_ids=new_blocks if appended else None,
-        appended_groups=groups if groups.any() else None,
-        counts=counts,
+        appended_handles=np.array(handles, np.int32) if handles else None,
+        appended_block_ids=np.array(block_ids, np.int32) if handles else None,
+        appended_groups=np.array(groups, np.int32) if any(groups) else None,
+        counts=[(handle, s.num_tokens) for handle, s in plan.shares.items() if s.num_tokens != 1],
+        drafts=[(handle, s.num_drafts) for handle, s in plan.shares.items() if s.num_drafts],
     )
 
 
@@ -116,12 +125,10 @@ def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData
     )
 
 
-def _park_the_rest(plan: StepPlan, running: Sequence[Request]) -> list[int]:
+def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
     """Handles that the workers would run by themselves, and that got no share."""
-    if len(plan.shares) == len(running):
-        return []
     parked: list[int] = []
-    for request in running:
+    for request in unsteady:
         if request.handle not in plan.shares and not request.parked:
             request.parked = True
             parked.append(request.handle)

@@ -207,7 +207,7 @@ class Rig:
         begun = now_ns()
         self.scheduler.consume(event)
         spent = now_ns() - begun
-        if (0, request_id) not in self.scheduler.requests:
+        if (0, request_id) not in self.scheduler.table.requests:
             raise RuntimeError(f"{request_id} was refused: {self.scheduler.take_messages()}")
         return request_id, spent
 

@@ -147,7 +147,7 @@ def long_conversation(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
         prompt = rig.prompt(length)
         prompt[:shared] = talk[:shared]
         request_id, _ = rig.add(prompt, 1)
-        request = rig.scheduler.requests[0, request_id]
+        request = rig.scheduler.table.requests[0, request_id]
         begun = now_ns()
         _, hit = rig.scheduler.kv.get_computed_blocks(request)
         lookup.append(now_ns() - begun)

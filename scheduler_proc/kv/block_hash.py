@@ -1,34 +1,194 @@
-"""Names for block contents: chained SHA-256 over canonical bytes.
+"""Names for block contents: one running hash over canonical bytes, read off at each block's end.
 
-The hash of a block covers its tokens (little-endian int32) and, through its parent, everything before it; the first
-block's parent covers the cache salt. So equal hashes mean equal prefixes, in every process and on every machine, and
-requests with different salts share nothing.
+The hash of a block covers its tokens (little-endian int32) and everything before them, down to a root made of adapter
+and cache salt. So equal hashes mean equal prefixes, in every process and on every machine, and requests with another
+salt or adapter share nothing. SHA-256 chains by itself: what follows block after block is its own inner state, and a
+digest may be taken at any point, which costs less than hashing each block's parent again.
 """
 
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from hashlib import sha256
+from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from quire.protocol.errors import ConfigError
 
-_ROOT = b"quire block chain 1\0"
+_PLAIN = b"quire block chain 2\0"
+_SALTED = b"quire salted block chain 2\0"
+_FEATURE = b"quire block feature 2\0"
+
+CHUNK_BLOCKS = 64
+"""Blocks that the memo remembers together."""
 
 
-def root_hash(cache_salt: str) -> bytes:
-    """The parent of a request's first block."""
-    return sha256(_ROOT + cache_salt.encode()).digest()
+class _Hash(Protocol):
+    def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+    def copy(self) -> "_Hash": ...
 
 
-def hash_blocks(tokens: npt.NDArray[np.int32], block_size: int, parent: bytes) -> list[bytes]:
-    """Hashes of the full blocks in ``tokens``, which start at a block's edge after ``parent``."""
-    data = np.ascontiguousarray(tokens, "<i4").data.cast("B")
-    step = block_size * 4
-    hashes: list[bytes] = []
-    for start in range(0, len(data) - step + 1, step):
-        parent = sha256(parent + data[start : start + step]).digest()
-        hashes.append(parent)
-    return hashes
+def hash_algorithm(name: str) -> Callable[[], _Hash]:
+    """A new running hash of the algorithm ``sha256`` or ``xxh3_128``.
+
+    Raises:
+        ConfigError: an unknown name, or a package that is missing.
+    """
+    if name == "sha256":
+        return sha256
+    if name != "xxh3_128":
+        raise ConfigError(f"prefix_caching_hash_algo must be sha256 or xxh3_128, not {name!r}")
+    try:
+        make: Callable[[], _Hash] = importlib.import_module("xxhash").xxh3_128
+    except ImportError:
+        raise ConfigError("--prefix-caching-hash-algo xxh3_128 needs: pip install 'quire[xxhash]'") from None
+    return make
+
+
+class Feature(NamedTuple):
+    """Something other than tokens that a stretch of positions stands for: an image, say, by the hash of its content."""
+
+    offset: int
+    length: int
+    content_hash: bytes
+
+
+class HashMemo:
+    """Hashes of long prefixes seen lately, so that the next turn of a conversation hashes only what is new.
+
+    Kept in chunks of CHUNK_BLOCKS blocks, each under its last block's hash: one hash over a whole chunk costs a tenth
+    of hashing its blocks one by one, and the name that it gives is exact, for it covers the whole prefix.
+    """
+
+    def __init__(self, max_chunks: int = 4096) -> None:
+        self._chunks: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
+        self._max_chunks = max_chunks
+
+    def find(self, last_hash: bytes) -> tuple[bytes, ...] | None:
+        found = self._chunks.get(last_hash)
+        if found is not None:
+            self._chunks.move_to_end(last_hash)
+        return found
+
+    def store(self, hashes: Sequence[bytes]) -> None:
+        self._chunks[hashes[-1]] = tuple(hashes)
+        if len(self._chunks) > self._max_chunks:
+            self._chunks.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+
+class BlockHasher:
+    """How this engine names contents: algorithm and granularity, and the memo that its chains share."""
+
+    def __init__(self, algorithm: str, block_size: int, memo: HashMemo | None = None) -> None:
+        """``block_size``: tokens per hash. Raises ConfigError for an algorithm that cannot be had."""
+        self.block_size = block_size
+        self.memo = HashMemo() if memo is None else memo
+        self._new = hash_algorithm(algorithm)
+        self.hash_bytes = len(self._new().digest())
+
+    def chain(self, cache_salt: str = "", adapter: str = "", features: Sequence[Feature] = ()) -> "HashChain":
+        """An empty chain; only requests with the same salt and adapter can share a hash of it."""
+        state = self._new()
+        if cache_salt or adapter:
+            salt, name = cache_salt.encode(), adapter.encode()
+            state.update(_SALTED + len(salt).to_bytes(4, "little") + salt + name)
+            root = state.digest()  # of a fixed length, so that a salt cannot pretend to be tokens
+            state = self._new()
+            state.update(_SALTED + root)
+        else:
+            state.update(_PLAIN)
+        return HashChain(self, state, tuple(sorted(features)))
+
+    def restart(self, digest: bytes, extra: bytes) -> _Hash:
+        """A running hash that goes on from ``digest`` with ``extra``, which tokens cannot imitate."""
+        state = self._new()
+        state.update(_FEATURE + len(extra).to_bytes(4, "little") + extra + digest)
+        return state
+
+
+class HashChain:
+    """The hashes of one request's full blocks; grows at its end only."""
+
+    __slots__ = ("_features", "_hasher", "_state", "hashes")
+
+    def __init__(self, hasher: BlockHasher, state: _Hash, features: tuple[Feature, ...]) -> None:
+        self._hasher = hasher
+        self._state = state
+        self._features = features
+        self.hashes: list[bytes] = []
+
+    def extend(self, data: bytes | bytearray) -> None:
+        """Hash whichever blocks ``data``, all tokens of the request as bytes, has completed since the last call."""
+        size = self._hasher.block_size * 4
+        start = len(self.hashes) * size
+        if len(data) - start < size:
+            return
+        if self._features:
+            self._extend_with_features(data, size)
+            return
+        if len(data) - start >= size * CHUNK_BLOCKS:
+            start = self._extend_by_chunks(data, size)
+        update, digest, append = self._state.update, self._state.digest, self.hashes.append
+        for at in range(start, len(data) - size + 1, size):
+            update(data[at : at + size])
+            append(digest())
+
+    def _extend_by_chunks(self, data: bytes | bytearray, size: int) -> int:
+        """Whole chunks: from the memo as far as it knows them, then block by block. Returns where it stopped."""
+        memo, chunk = self._hasher.memo, size * CHUNK_BLOCKS
+        view = memoryview(data)
+        at, known = len(self.hashes) * size, True
+        while at + chunk <= len(data):
+            before = self._state.copy() if known else self._state
+            if known:
+                self._state.update(view[at : at + chunk])
+                found = memo.find(self._state.digest())
+                if found is not None:
+                    self.hashes += found
+                    at += chunk
+                    continue
+                known = False  # a longer prefix of it would hardly be known
+                self._state = before
+            first = len(self.hashes)
+            update, digest, append = self._state.update, self._state.digest, self.hashes.append
+            raw = bytes(view[at : at + chunk])
+            for block in range(0, chunk, size):
+                update(raw[block : block + size])
+                append(digest())
+            memo.store(self.hashes[first:])
+            at += chunk
+        return at
+
+    def _extend_with_features(self, data: bytes | bytearray, size: int) -> None:
+        """Blocks that hold a part of a feature are named by its content and by where in them it starts."""
+        tokens = size // 4
+        for at in range(len(self.hashes) * size, len(data) - size + 1, size):
+            first = at // 4
+            extra = b"".join(
+                len(f.content_hash).to_bytes(4, "little")
+                + f.content_hash
+                + (f.offset - first).to_bytes(8, "little", signed=True)
+                for f in self._features
+                if f.offset < first + tokens and f.offset + f.length > first
+            )
+            if extra:
+                self._state = self._hasher.restart(self._state.digest(), extra)
+            self._state.update(data[at : at + size])
+            self.hashes.append(self._state.digest())
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:
     """The key of a block's content in one KV group's cache: groups keep different things of the same tokens."""
     return block_hash if group == 0 else block_hash + group.to_bytes(2, "little")
+
+
+def prompt_hashes(
+    tokens: Sequence[int], block_size: int, cache_salt: str = "", algorithm: str = "sha256"
+) -> list[bytes]:
+    """Hashes of the full blocks of a prompt: what a router looks for among the published ones."""
+    chain = BlockHasher(algorithm, block_size).chain(cache_salt)
+    chain.extend(b"".join(token.to_bytes(4, "little") for token in tokens))
+    return chain.hashes

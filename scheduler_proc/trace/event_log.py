@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from quire.protocol.channel import Frames
 from quire.protocol.codec import Codec
@@ -32,12 +31,13 @@ from quire.scheduler_proc.scheduler import Scheduler
 
 class RecordKind(enum.IntEnum):
     """CONSUMED: the scheduler took a message. PRODUCED: ``schedule()`` gave a diff. TICK: it was asked and gave none.
-    DROPPED: a front end went away."""
+    DROPPED: a front end went away. EPOCH: what ran began again."""
 
     CONSUMED = 1
     PRODUCED = 2
     TICK = 3
     DROPPED = 4
+    EPOCH = 5
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -54,8 +54,8 @@ class TraceHeader(msgspec.Struct, frozen=True):
     kv_layout: KVLayout
     num_blocks: int
 
-    def make_scheduler(self) -> Scheduler:
-        return Scheduler(self.config, self.kv_layout, self.num_blocks)
+    def make_scheduler(self, *, cruise: bool = True) -> Scheduler:
+        return Scheduler(self.config, self.kv_layout, self.num_blocks, cruise=cruise)
 
 
 class EventLog:
@@ -82,6 +82,9 @@ class EventLog:
 
     def client_dropped(self, now: float, client: int) -> None:
         self._append(Record(RecordKind.DROPPED, now, client))
+
+    def epoch_began(self, now: float) -> None:
+        self._append(Record(RecordKind.EPOCH, now))
 
     @property
     def complete(self) -> bool:
@@ -140,13 +143,15 @@ def _replay_record(
             scheduler.consume(consumed.decode(record.frames).message, record.client)
         case RecordKind.DROPPED:
             scheduler.drop_client(record.client)
+        case RecordKind.EPOCH:
+            scheduler.begin_epoch()
         case RecordKind.TICK:
-            decided = scheduler.schedule()
+            decided = scheduler.schedule(record.now)
             if decided is not None:
                 return Difference(index, decided.step, "nothing", describe(decided))
         case RecordKind.PRODUCED:
             recorded = produced.decode(record.frames).message
-            decided = scheduler.schedule()
+            decided = scheduler.schedule(record.now)
             told = "nothing" if decided is None else describe(decided)
             if told != describe(recorded):
                 return Difference(index, recorded.step, describe(recorded), told)
@@ -168,7 +173,7 @@ def describe(diff: SchedulerOutput) -> str:
     new = [(n.handle, n.request_id, n.num_tokens, n.num_computed_tokens, n.num_blocks) for n in diff.new_requests]
     return (
         f"step {diff.step}: removed {diff.removed}, parked {diff.parked}, new {new} with blocks {blocks}, "
-        f"unparked {diff.unparked}, appended {appended}, counts {diff.counts}"
+        f"unparked {diff.unparked}, appended {appended}, counts {diff.counts}, drafts {diff.drafts}"
     )
 
 
@@ -178,7 +183,7 @@ def without_tokens(header: TraceHeader, records: Iterable[Record]) -> Iterator[R
     Runs the real Scheduler over the log to learn the hashes of blocks that become full. Arrivals that were refused
     are left out: they changed nothing, and what was wrong with their tokens cannot be told without them.
     """
-    scheduler = header.make_scheduler()
+    scheduler = header.make_scheduler(cruise=False)  # where each token is looked at, hashes are known at once
     consumed: Codec[Any] = Codec(Consumed)
     produced: Codec[Any] = Codec(SchedulerOutput)
     for record in records:
@@ -204,7 +209,7 @@ def _consume_opaquely(scheduler: Scheduler, event: Any, client: int) -> Any:
     refused = any(isinstance(message, Rejected) for _, message in scheduler.take_messages())
     if not isinstance(event, AddRequest):
         return event
-    return None if refused else _opaque_request(event, scheduler.requests.get((client, event.request_id)))
+    return None if refused else _opaque_request(event, scheduler.table.requests.get((client, event.request_id)))
 
 
 def _opaque_request(event: AddRequest, request: Request | None) -> OpaqueRequest:
@@ -222,10 +227,10 @@ def _opaque_request(event: AddRequest, request: Request | None) -> OpaqueRequest
 
 
 def _opaque_result(scheduler: Scheduler, event: ModelRunnerOutput) -> OpaqueResult:
-    sampling = dict(scheduler.in_flight[0].sampling)
-    order = scheduler.sampled_handles if event.handles is None else event.handles.tolist()
+    sampling = scheduler.in_flight.records[0].requests()
+    order = scheduler.in_flight.handles if event.handles is None else event.handles
     known = {handle: len(r.block_hashes) for handle, r in sampling.items() if not r.status.is_finished}
     scheduler.consume(event)
     ended = [e for _, m in scheduler.take_messages() if isinstance(m, StepOutputs) for e in m.ended]
     hashes = [(h, block_hash) for h, n in known.items() for block_hash in sampling[h].block_hashes[n:]]
-    return OpaqueResult(event.step, np.array(order, np.int32), ended, hashes)
+    return OpaqueResult(event.step, order, ended, hashes, event.counts, event.drafts)

@@ -23,7 +23,7 @@ def test_a_pause_lets_nothing_new_out_and_loses_nothing() -> None:
     driver.add("late", [5], max_tokens=2)
     while driver.execute() or driver.deliver():
         pass
-    assert not driver.scheduler.in_flight and len(driver.scheduler.requests) == 5
+    assert not driver.scheduler.in_flight and len(driver.scheduler.table.requests) == 5
     driver.control("resume")
     driver.run()
     driver.check_drained()
@@ -57,7 +57,7 @@ def test_an_unknown_control_says_that_it_did_nothing() -> None:
 def test_a_client_that_leaves_takes_its_requests_along_and_no_others() -> None:
     driver = busy(async_scheduling=True)
     driver.drop_client(1)
-    assert {client for client, _ in driver.scheduler.requests} == {0}
+    assert {client for client, _ in driver.scheduler.table.requests} == {0}
     assert [driver.answers[r].reason for r in ("r1", "r3")] == [EndReason.ABORTED] * 2
     driver.drop_client(9)
     driver.run()
@@ -74,7 +74,7 @@ def test_an_engine_that_gives_up_ends_every_request_with_the_reason() -> None:
     ended = [e for _, m in told if isinstance(m, StepOutputs) for e in m.ended]
     assert len(ended) == 4
     assert {(e.reason, e.detail) for e in ended} == {(EndReason.ERROR, "engine_fault: the engine stopped")}
-    assert not driver.scheduler.requests
+    assert not driver.scheduler.table.requests
     driver.scheduler.check()
 
 
@@ -110,15 +110,16 @@ def test_check_fails_when_it_should(damage: str) -> None:
     driver = busy()
     scheduler = driver.scheduler
     scheduler.check()
-    request = scheduler.running[0]
+    request = next(iter(scheduler.table.running.values()))
     if damage == "place":
-        scheduler.waiting.add_request(request)
+        scheduler.table.waiting.add_request(request)
     elif damage == "placeholder":
-        request.num_output_placeholders = 1
+        scheduler.table.unsettle(request)
+        request.num_output_placeholders += 1
     elif damage == "blocks":
         scheduler.kv.free(request)
     elif damage == "handles":
-        scheduler._handles.take()
+        scheduler.table._handles.take()
     else:
         scheduler.kv.coordinator.managers[0].req_to_blocks[99] = []
     with pytest.raises(AssertionError):

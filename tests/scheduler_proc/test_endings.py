@@ -52,7 +52,7 @@ def test_the_removal_of_a_full_request_goes_out_one_step_ahead() -> None:
     # Its last token is in flight: gone from the workers, not yet ended, and its blocks are still held.
     diff = driver.schedule()
     assert diff is not None and diff.removed == [0]
-    assert driver.answers["a"].ended is None and 0 in driver.scheduler.leaving
+    assert driver.answers["a"].ended is None and 0 in driver.scheduler.table.leaving
     assert driver.scheduler.kv.block_ids(driver.request("a")) != [[]]
     finish(driver)
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 2)
@@ -130,7 +130,7 @@ def test_stops_and_aborts_of_unknown_requests_are_nothing() -> None:
 
 
 def aborted_waiting(driver: Driver) -> None:
-    assert driver.scheduler.waiting
+    assert driver.scheduler.table.waiting
 
 
 def aborted_in_prefill(driver: Driver) -> None:
@@ -165,10 +165,10 @@ def aborted_after_execution(driver: Driver) -> None:
 
 def aborted_leaving(driver: Driver) -> None:
     for _ in range(60):
-        if not driver.scheduler.leaving and driver.schedule() is None and not driver.scheduler.leaving:
+        if not driver.scheduler.table.leaving and driver.schedule() is None and not driver.scheduler.table.leaving:
             driver.execute()
             driver.deliver()
-    assert driver.scheduler.leaving
+    assert driver.scheduler.table.leaving
     assert driver.answers["a"].ended is None
 
 

@@ -38,8 +38,8 @@ def live_run(seed: int, events: int = 60) -> Driver:
             driver.add(name, prompt, max_tokens=rng.randrange(1, 20), client=rng.randrange(3))
         for _ in range(rng.randrange(2, 22)):
             driver.random_step(rng)
-        if draw > 0.75 and driver.scheduler.requests:
-            client, victim = rng.choice(list(driver.scheduler.requests))
+        if draw > 0.75 and driver.scheduler.table.requests:
+            client, victim = rng.choice(list(driver.scheduler.table.requests))
             if draw > 0.95:
                 driver.drop_client(client)
             elif draw > 0.9:

@@ -32,8 +32,8 @@ def test_the_last_admitted_is_preempted_first() -> None:
     for index, name in enumerate(("a", "b", "c")):
         driver.add(name, [index] * 8, max_tokens=12)
     until_preemption(driver)
-    assert [r.request_id for r in driver.scheduler.running] == ["a", "b"]
-    assert [r.request_id for r in driver.scheduler.waiting] == ["c"]
+    assert [r.request_id for r in driver.scheduler.table.running.values()] == ["a", "b"]
+    assert [r.request_id for r in driver.scheduler.table.waiting] == ["c"]
     driver.run()
     for index, name in enumerate(("a", "b", "c")):
         assert driver.answers[name].tokens == expected_tokens([index] * 8, 12)
@@ -43,7 +43,7 @@ def test_a_preempted_request_comes_before_all_who_wait() -> None:
     driver = two_that_do_not_fit(max_num_seqs=2)
     driver.add("waits", [9], max_tokens=1)
     until_preemption(driver)
-    assert [r.request_id for r in driver.scheduler.waiting] == ["young", "waits"]
+    assert [r.request_id for r in driver.scheduler.table.waiting] == ["young", "waits"]
 
 
 def test_it_is_resumed_with_all_its_tokens() -> None:
@@ -100,6 +100,7 @@ def test_a_token_in_flight_may_end_a_preempted_request() -> None:
     young = driver.request("young")
     driver.worker.forced["young", young.num_output_tokens] = 777
     young.stop_tokens = frozenset([777])
+    driver.scheduler.table.stops.add([777])
     driver.run()
     reason, tokens = end_of(driver, "young")
     assert reason is EndReason.STOPPED and tokens[-1] == 777
@@ -134,7 +135,7 @@ def test_the_oldest_gets_on_in_every_step_whatever_the_pool() -> None:
     for index in range(6):
         driver.add(f"r{index}", [index] * 6, max_tokens=12)
     steps = 0
-    while driver.scheduler.requests:
+    while driver.scheduler.table.requests:
         before = sum(len(a.tokens) for a in driver.answers.values())
         for _ in range(6):
             driver.step()

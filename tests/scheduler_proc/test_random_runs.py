@@ -64,12 +64,12 @@ class Load:
             self.one_event()
             for _ in range(self.rng.randrange(1, 8)):
                 self.driver.random_step(self.rng)
-        self.driver.scheduler.paused = False
+        self.driver.scheduler.pause = ""
         self.driver.run(10_000)
 
     def one_event(self) -> None:
         draw = self.rng.random()
-        alive = [r for _, r in self.driver.scheduler.requests]
+        alive = [r for _, r in self.driver.scheduler.table.requests]
         if draw < 0.45 and len(alive) < 14:
             self.arrive()
         elif draw < 0.52 and alive:
@@ -121,7 +121,7 @@ class Load:
             self.driver.stop(request_id, self.rng.randrange(1 + len(self.driver.answers[request_id].tokens)))
 
     def leave(self, client: int) -> None:
-        for (owner, request_id), _ in list(self.driver.scheduler.requests.items()):
+        for (owner, request_id), _ in list(self.driver.scheduler.table.requests.items()):
             if owner == client:
                 self.asked[request_id].gone = True
         self.driver.drop_client(client)

@@ -101,7 +101,7 @@ def test_two_clients_may_use_the_same_id() -> None:
     driver = Driver()
     for client in (0, 1):
         driver.scheduler.consume(make_request("same", [1], max_tokens=1), client)
-    assert len(driver.scheduler.requests) == 2
+    assert len(driver.scheduler.table.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_opaque_arrivals_are_checked_too(fields: dict[str, Any]) -> None:
     driver = Driver()
     event = OpaqueRequest("o", 5, SamplingParams(), 0, b"")
     driver.scheduler.consume(change(event, **fields))
-    assert not driver.scheduler.requests
+    assert not driver.scheduler.table.requests
     driver.scheduler.consume(event)
     driver.scheduler.consume(event)
-    assert len(driver.scheduler.requests) == len(driver.scheduler.waiting) == 1
+    assert len(driver.scheduler.table.requests) == len(driver.scheduler.table.waiting) == 1
 
 
 def running_pair() -> Driver:
@@ -172,10 +172,10 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_wrong_result_is_a_fault_and_changes_nothing(wrong: dict[str, Any]) -> None:
     driver = running_pair()
-    before = driver.scheduler.statistics(), [repr(r) for r in driver.scheduler.requests.values()]
+    before = driver.scheduler.statistics(), [repr(r) for r in driver.scheduler.table.requests.values()]
     with pytest.raises(WorkerFault, match="result of step"):
         driver.scheduler.consume(change(GOOD, **wrong))
-    assert before == (driver.scheduler.statistics(), [repr(r) for r in driver.scheduler.requests.values()])
+    assert before == (driver.scheduler.statistics(), [repr(r) for r in driver.scheduler.table.requests.values()])
     assert driver.scheduler.take_messages() == [] and len(driver.scheduler.in_flight) == 2
     driver.scheduler.check()
     driver.run()
@@ -199,7 +199,7 @@ def test_handles_are_needed_only_when_they_change() -> None:
     driver = running_pair()
     driver.scheduler.consume(GOOD)
     driver.scheduler.consume(ModelRunnerOutput(2, ints(20, 21)))
-    assert [r.num_output_tokens for r in driver.scheduler.requests.values()] == [2, 2]
+    assert [driver.request(request_id).num_output_tokens for request_id in "ab"] == [2, 2]
 
 
 def test_logprobs_reach_the_client_whose_token_they_are_of() -> None:

@@ -14,7 +14,7 @@ def prompt_of(n: int, first: int = 0) -> list[int]:
 def steps_until_done(driver: Driver) -> list[dict[str, int]]:
     """Tokens per request of each step."""
     found = []
-    while driver.scheduler.requests:
+    while driver.scheduler.table.requests:
         diff = driver.schedule()
         found.append(driver.counts(diff))
         driver.execute()
@@ -184,8 +184,8 @@ def test_every_request_gets_on_within_bounded_steps() -> None:
     for index in range(60):
         driver.add(f"r{index}", prompt_of(6, 10 * index), max_tokens=6)
         driver.step()
-        waiting = [int(r.request_id[1:]) for r in driver.scheduler.waiting]
-        running = [int(r.request_id[1:]) for r in driver.scheduler.running]
+        waiting = [int(r.request_id[1:]) for r in driver.scheduler.table.waiting]
+        running = [int(r.request_id[1:]) for r in driver.scheduler.table.running.values()]
         assert not running or not waiting or max(running) < min(waiting)
     driver.run()
     driver.check_drained()

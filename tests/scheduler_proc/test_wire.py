@@ -22,12 +22,12 @@ def steady(prompt_lengths: list[int], steps: int) -> list[int]:
     )
     for index, length in enumerate(prompt_lengths):
         driver.add(f"r{index}", [(index + i) % 1000 for i in range(length)], max_tokens=100, ignore_eos=True)
-    while driver.scheduler.waiting or any(r.num_tokens_to_compute > 1 for r in driver.scheduler.running):
+    while driver.scheduler.table.waiting or len(driver.scheduler.cruise) < REQUESTS:
         driver.step()
     del driver.sizes[:]
     for _ in range(steps):
         driver.step()
-    assert len(driver.scheduler.running) == REQUESTS
+    assert len(driver.scheduler.table.running) == REQUESTS
     return driver.sizes
 
 

@@ -92,7 +92,7 @@ class InProcessEngine:
     def run(self, max_steps: int = 100_000) -> dict[str, Answer]:
         """Step until nothing waits or runs."""
         for _ in range(max_steps):
-            if not self.scheduler.requests and not self.scheduler.in_flight:
+            if not self.scheduler.table.requests and not self.scheduler.in_flight:
                 break
             self.step()
         else:

@@ -55,7 +55,13 @@ def make_config(**settings: Any) -> EngineConfig:
         head_dim=4,
         eos_token_ids=settings.pop("eos", []),
     )
-    defaults = {"model_path": "", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    defaults = {
+        "model_path": "",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_prefill_share": 1.0,
+    }
     return EngineConfig(model=model, **{"block_size": 4, "async_scheduling": False} | defaults | settings)
 
 
@@ -101,11 +107,11 @@ class Answer:
 class Driver:
     """Owns the scheduler, the fake worker, and the two queues between them."""
 
-    def __init__(self, num_blocks: int = 33, **settings: Any) -> None:
+    def __init__(self, num_blocks: int = 33, *, cruise: bool = True, **settings: Any) -> None:
         """``num_blocks`` counts the null block, as everywhere."""
         self.config = config = make_config(**settings)
         self.header = TraceHeader(config, make_layout(config), num_blocks)
-        self.scheduler = self.header.make_scheduler()
+        self.scheduler = self.header.make_scheduler(cruise=cruise)
         self.worker = FakeWorker(
             num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.model.vocab_size
         )
@@ -203,10 +209,10 @@ class Driver:
     def run(self, max_steps: int = 2000) -> dict[str, Answer]:
         """Step until every request ended and nothing is in flight."""
         for _ in range(max_steps):
-            if not self.scheduler.requests and not self.scheduler.in_flight:
+            if not self.scheduler.table.requests and not self.scheduler.in_flight:
                 return self.answers
             self.step()
-        raise AssertionError(f"still there: {list(self.scheduler.requests.values())}")
+        raise AssertionError(f"still there: {list(self.scheduler.table.requests.values())}")
 
     def random_step(self, rng: random.Random) -> None:
         """Any one thing that may happen next: results come as late as the pipeline allows."""
@@ -216,21 +222,25 @@ class Driver:
     # ---- looking in
 
     def request(self, request_id: str, client: int = 0) -> Request:
-        return self.scheduler.requests[client, request_id]
+        """With counters of its own: it stops cruising, if it did, until the next step."""
+        request = self.scheduler.table.requests[client, request_id]
+        self.scheduler.table.unsettle(request)
+        return request
 
     def counts(self, diff: SchedulerOutput | None) -> dict[str, int]:
         """Request id → tokens of the step ``diff`` for every request that runs in it, which was the last one sent."""
         assert diff is not None
         told = dict(diff.counts)
-        running = [r for r in self.scheduler.running if r.on_worker and not r.parked]
+        running = [r for r in self.scheduler.table.running.values() if r.on_worker and not r.parked]
         return {r.request_id: told.get(r.handle, 1) for r in running}
 
     def check_drained(self) -> None:
         """Nothing of any request is left (I13)."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         scheduler.check()
-        assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
-        assert not scheduler.leaving and not scheduler.in_flight
+        table = scheduler.table
+        assert not table.requests and not table.running and not table.num_waiting
+        assert not table.leaving and not len(scheduler.in_flight)
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks leaked"
         for manager in scheduler.kv.coordinator.managers:
             assert not manager.req_to_blocks and not manager.num_cached_block
@@ -239,15 +249,16 @@ class Driver:
 
     def _compare_mirror(self) -> None:
         """The worker has run all that was sent: then it holds what the scheduler thinks it holds (I6)."""
-        for request in self.scheduler.running:
+        for request in self.scheduler.table.running.values():
             row = self.worker.rows.get(request.handle)
             assert (row is not None) == request.on_worker, f"{request!r}: on_worker {request.on_worker}"
             if row is None:
                 continue
             assert row.request_id == request.request_id and row.active == (not request.parked)
             assert row.blocks == self.scheduler.kv.block_ids(request)[0], f"{request!r}: other blocks"
-            assert row.num_computed == request.num_computed_tokens, f"{request!r}: {row.num_computed} on the worker"
-            assert len(row.tokens) == request.num_tokens + request.num_output_placeholders
+            told = self.scheduler.cruise.progress(request)
+            assert row.num_computed == told.num_computed_tokens, f"{request!r}: {row.num_computed} on the worker"
+            assert len(row.tokens) == told.num_tokens + told.num_output_placeholders
 
     def _collect(self) -> None:
         for client, message in self.scheduler.take_messages():
@@ -256,7 +267,7 @@ class Driver:
                     self._take_outputs(client, message)
                 case Rejected():
                     answer = self.answers[message.request_id]
-                    if (client, message.request_id) not in self.scheduler.requests:
+                    if (client, message.request_id) not in self.scheduler.table.requests:
                         assert answer.ended is None and answer.rejected is None
                         answer.rejected = message
                     else:

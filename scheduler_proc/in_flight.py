@@ -1,0 +1,179 @@
+"""Steps that were sent and are not answered, and what an answer must look like."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.protocol.messages import Int32, ModelRunnerOutput, OpaqueResult
+from quire.scheduler_proc.cruise import Roster
+from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.step import Share
+
+NOBODY = np.zeros(0, np.int32)
+
+
+class WorkerFault(Exception):
+    """A worker's result cannot be what it computed: nothing of it was applied."""
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step sent and not yet answered.
+
+    Attributes:
+        shares: what was decided for those that did not cruise, by handle; and for those that did, and have left since.
+        sampling: those of them that sample and did not begin to cruise: whose tokens must be looked at one by one.
+        roster: who cruises since this step or before; they sample too.
+        newcomers: members whose first token this may be.
+        retired: handles that nobody uses once this step is answered.
+    """
+
+    step: int
+    shares: dict[int, Share]
+    retired: list[int]
+    sampling: dict[int, Request] = field(default_factory=dict)
+    roster: Roster = field(default_factory=dict)
+    newcomers: list[Request] = field(default_factory=list)
+
+    def requests(self) -> dict[int, Request]:
+        """Everyone who samples in it, by handle."""
+        return self.roster | self.sampling
+
+
+@dataclass(slots=True)
+class Sampled:
+    """A checked result. ``tokens`` has ``counts[i]`` entries for ``handles[i]``; ``counts`` None: one each.
+
+    ``last_tokens``: the last one of each.
+    """
+
+    handles: Int32
+    tokens: Int32
+    counts: Int32 | None
+    last_tokens: Int32
+
+    @classmethod
+    def of(cls, handles: Int32, tokens: Int32, counts: Int32 | None) -> "Sampled":
+        return cls(handles, tokens, counts, tokens if counts is None else tokens[np.cumsum(counts) - 1])
+
+    def count(self, position: int) -> int:
+        return 1 if self.counts is None else int(self.counts[position])
+
+    def row(self, position: int) -> list[int]:
+        """All tokens of the handle at ``position``."""
+        if self.counts is None:
+            return [int(self.tokens[position])]
+        end = int(self.counts[: position + 1].sum())
+        row: list[int] = self.tokens[end - int(self.counts[position]) : end].tolist()
+        return row
+
+
+class StepsInFlight:
+    """The queue of steps in flight, and the order of the workers' rows as they last told it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.records: deque[InFlightStep] = deque()
+        self.handles: Int32 = NOBODY
+        """Whose tokens a result holds that does not say: the same as the last one that did."""
+        self._positions: dict[int, int] | None = {}
+        self._vocab_size = vocab_size
+        self._verified: Roster | None = None
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def position_of(self, handle: int) -> int:
+        """Index of ``handle`` among ``handles``."""
+        if self._positions is None:
+            self._positions = {h: i for i, h in enumerate(self.handles.tolist())}
+        return self._positions[handle]
+
+    def match(self, output: ModelRunnerOutput) -> tuple[InFlightStep, Sampled]:
+        """The oldest step, which ``output`` answers and which the caller now has to take off, and its tokens.
+
+        Raises:
+            WorkerFault: it cannot be the answer to the oldest step; then nothing has changed.
+        """
+        record = self._expected(output.step)
+        handles = self.handles if output.handles is None else output.handles
+        tokens = NOBODY if output.tokens is None else output.tokens
+        self._check_handles(record, output, handles)
+        counts = self._checked_counts(record, output, handles, tokens)
+        if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:  # as unsigned, a negative id is a huge one
+            raise WorkerFault(f"result of step {output.step}: a token id outside the vocabulary")
+        fault = fault_of_extras(output, handles, len(tokens), self._vocab_size)
+        if fault:
+            raise WorkerFault(f"result of step {output.step}: {fault}")
+        self.note_rows(output.handles)
+        self._verified = None if record.sampling else record.roster
+        return record, Sampled.of(handles, tokens, counts)
+
+    def match_opaque(self, event: OpaqueResult) -> tuple[InFlightStep, Sampled]:
+        """The same for a recorded result without tokens, which always tells its handles."""
+        counts = event.counts
+        tokens = np.zeros(len(event.handles) if counts is None else int(counts.sum()), np.int32)
+        return self.match(ModelRunnerOutput(event.step, tokens, event.handles, counts, drafts=event.drafts))
+
+    def note_rows(self, handles: Int32 | None) -> None:
+        """The workers told whose tokens their results hold from now on."""
+        if handles is not None:
+            self.handles, self._positions, self._verified = handles, None, None
+
+    def drop_all(self) -> list[InFlightStep]:
+        """None of the steps in flight will be answered."""
+        dropped = list(self.records)
+        self.records.clear()
+        return dropped
+
+    def _expected(self, step: int) -> InFlightStep:
+        if not self.records or self.records[0].step != step:
+            expected = self.records[0].step if self.records else "none"
+            raise WorkerFault(f"result of step {step} came, expected {expected}")
+        return self.records[0]
+
+    def _check_handles(self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32) -> None:
+        """Cheap while nothing changed: then the same roster was checked against the same handles."""
+        if output.handles is None and record.roster is self._verified and not record.sampling:
+            return
+        told = handles.tolist()
+        expected = record.roster.keys() | record.sampling.keys()
+        if len(told) != len(expected) or set(told) != expected:
+            raise WorkerFault(f"result of step {output.step}: tokens of other requests than those that sample")
+
+    def _checked_counts(
+        self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32, tokens: Int32
+    ) -> Int32 | None:
+        counts = output.counts
+        if counts is None:
+            if len(tokens) != len(handles):
+                raise WorkerFault(f"result of step {output.step}: {len(tokens)} tokens for {len(handles)} requests")
+        else:
+            shares = record.shares
+            most = [1 + shares[h].num_drafts if h in shares else 1 for h in handles.tolist()]
+            if len(counts) != len(handles) or int(counts.sum()) != len(tokens):
+                raise WorkerFault(f"result of step {output.step}: its counts do not add up")
+            if any(not 1 <= count <= top for count, top in zip(counts.tolist(), most, strict=True)):
+                raise WorkerFault(f"result of step {output.step}: more tokens of a request than it had drafts for")
+        if output.drafts is not None and (len(output.drafts) != len(handles) or output.drafts.min(initial=0) < 0):
+            raise WorkerFault(f"result of step {output.step}: its drafts do not add up")
+        return counts
+
+
+def fault_of_extras(result: ModelRunnerOutput, handles: Int32, num_tokens: int, vocab_size: int) -> str | None:
+    """Why bad rows or log probabilities of a result cannot belong to its tokens; None when they can."""
+    if result.bad and not set(result.bad) <= set(handles.tolist()):
+        return "bad rows that did not sample"
+    told = result.logprobs
+    if told is None:
+        return None
+    frames = (result.logprob_token_ids, result.logprob_values, result.logprob_ranks)
+    if told.width < 1 or len(set(told.rows)) != len(told.rows) or not set(told.rows) <= set(range(num_tokens)):
+        return "log probabilities of rows that did not sample"
+    entries = len(told.rows) * told.width
+    if [-1 if f is None else len(f) for f in frames] != [entries, entries, len(told.rows)]:
+        return "log probabilities do not add up"
+    ids = result.logprob_token_ids
+    if ids is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        return "log probability of a token id outside the vocabulary"
+    return None

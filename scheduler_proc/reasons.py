@@ -1,0 +1,52 @@
+"""Why the scheduler made a request wait, put one out, or forgot a content: said with each such decision."""
+
+import enum
+from typing import NamedTuple
+
+
+class WaitReason(enum.StrEnum):
+    """What a waiting request waits for."""
+
+    QUEUED = "queued"
+    """Behind others: its own needs were not looked at yet."""
+    MAX_NUM_SEQS = "max_num_seqs"
+    TOKEN_BUDGET = "token_budget"
+    PREFILL_SHARE = "prefill_share"
+    WHOLE_PROMPT = "whole_prompt"
+    """Without chunked prefill its prompt must fit what is left of the budget."""
+    KV_BLOCKS = "kv_blocks"
+    FULL_SEQUENCE = "full_sequence"
+    """The pool has no room for all that it may grow to (``reserve_full_sequence``)."""
+    PREEMPTING = "preempting"
+    """Somebody was put out in this very step; letting others in would put out more."""
+    RESULT_IN_FLIGHT = "result_in_flight"
+    PAUSED = "paused"
+    GRAMMAR = "grammar"
+    REMOTE_KV = "remote_kv"
+    STREAMING = "streaming"
+
+
+class PreemptReason(enum.StrEnum):
+    """Why a running request was put out."""
+
+    YOUNGEST = "youngest"
+    """Another needed a block; this one was admitted last."""
+    LOWEST_PRIORITY = "lowest_priority"
+    ITSELF = "itself"
+    """It needed a block, and nobody was left to give one up for it."""
+    NEW_EPOCH = "new_epoch"
+    """The workers lost what they held."""
+
+
+HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
+
+
+class Decision(NamedTuple):
+    """``kind``: wait, preempt or evict. ``beneficiary``: for whose blocks; empty when for nobody in particular."""
+
+    step: int
+    kind: str
+    request_id: str
+    reason: str
+    beneficiary: str = ""
+    num_blocks: int = 0

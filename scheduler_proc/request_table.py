@@ -1,0 +1,170 @@
+"""Where each request stands, and how it gets from one place to the next."""
+
+from quire.scheduler_proc.cruise import Cruise
+from quire.scheduler_proc.handles import HandlePool
+from quire.scheduler_proc.in_flight import StepsInFlight
+from quire.scheduler_proc.reasons import WaitReason
+from quire.scheduler_proc.request import Request, RequestStatus
+from quire.scheduler_proc.request_queue import RequestQueue
+from quire.scheduler_proc.step import Share
+from quire.scheduler_proc.stop_table import StopTable
+
+
+class RequestTable:
+    """Owns the requests, their handles, and the lists that they stand in; knows nothing of blocks and clients.
+
+    Invariants (``check``): a live request is in exactly one of ``waiting``, ``skipped_waiting``, ``running`` and
+    ``leaving``; who runs either cruises or is ``unsteady``; a handle is free only when nobody can mean it any more.
+
+    Attributes:
+        skipped_waiting: by handle, requests that cannot start before something else happened; nobody waits behind them.
+        running: by handle, in order of admission.
+        unsteady: those of ``running`` that do not cruise.
+        leaving: requests whose last token is in flight: gone from the workers, but not yet ended.
+    """
+
+    def __init__(self, policy: str, cruise: Cruise, in_flight: StepsInFlight, vocab_size: int) -> None:
+        self.requests: dict[tuple[int, str], Request] = {}
+        self.waiting = RequestQueue(policy)
+        self.skipped_waiting: dict[int, Request] = {}
+        self.running: dict[int, Request] = {}
+        self.unsteady: dict[int, Request] = {}
+        self.leaving: dict[int, Request] = {}
+        self.cruise = cruise
+        self._in_flight = in_flight
+        self.stops = StopTable(vocab_size)
+        self._handles = HandlePool()
+        self._removed: list[int] = []
+        self._retired: list[int] = []
+        self._num_retired_in_flight = 0
+        self._num_added = self._num_admitted = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.skipped_waiting)
+
+    def add(self, request: Request) -> None:
+        """A new request waits; it gets its handle and its number."""
+        request.handle = self._handles.take()
+        request.number = self._num_added = self._num_added + 1
+        self.requests[request.client, request.request_id] = request
+        self.waiting.add_request(request)
+        self.stops.add(request.stop_tokens)
+
+    def hold(self, request: Request, reason: WaitReason) -> None:
+        """Raises KeyError unless it stands in the queue."""
+        self.waiting.remove_request(request)
+        request.wait_reason = reason
+        self.skipped_waiting[request.handle] = request
+
+    def release(self, request: Request) -> None:
+        """Back to its place in the queue. Raises KeyError unless it is held."""
+        del self.skipped_waiting[request.handle]
+        request.wait_reason = WaitReason.QUEUED
+        self.waiting.add_request(request)
+
+    def begin_to_run(self, request: Request) -> None:
+        """The first of the queue is admitted."""
+        self.waiting.pop_request()
+        request.order = self._num_admitted = self._num_admitted + 1
+        request.status = RequestStatus.RUNNING
+        self.running[request.handle] = self.unsteady[request.handle] = request
+
+    def steady(self, request: Request, step: int) -> None:
+        """From ``step`` on it only ever needs one more token."""
+        del self.unsteady[request.handle]
+        self.cruise.join(request, step)
+
+    def unsettle(self, request: Request) -> None:
+        """Something else than one more token happens to it: its counters, and its shares, are its own again."""
+        if request.cruising:
+            self.cruise.leave(request)
+            self.unsteady[request.handle] = request
+            for record in self._in_flight.records:
+                if record.step > request.joined_step:
+                    record.shares[request.handle] = Share(request, 1, ())
+
+    def let_go(self, request: Request) -> None:
+        """It needs no more steps: only its last result is missing."""
+        self._leave_running(request)
+        self.leaving[request.handle] = request
+
+    def put_out(self, request: Request) -> None:
+        """Whoever ran, or was leaving, waits again from the start of its computation."""
+        if request.handle in self.leaving:
+            del self.leaving[request.handle]
+        else:
+            self._leave_running(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = request.num_acknowledged_tokens = request.num_drafts = 0
+        request.num_preemptions += 1
+        request.wait_reason = WaitReason.QUEUED
+        self.waiting.add_request(request)
+
+    def end(self, request: Request, status: RequestStatus) -> None:
+        """It is gone, but its handle stays taken until the workers have let go of it."""
+        if request.handle in self.leaving:
+            del self.leaving[request.handle]
+        elif request.handle in self.running:
+            self._leave_running(request)
+        elif request.handle in self.skipped_waiting:
+            del self.skipped_waiting[request.handle]
+        else:
+            self.waiting.remove_request(request)
+        request.status = status
+        self._retired.append(request.handle)
+        self.stops.remove(request.stop_tokens)
+        del self.requests[request.client, request.request_id]
+
+    def take_removed(self) -> list[int]:
+        """Handles that the next diff removes from the workers."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def take_retired(self) -> list[int]:
+        """Handles of ended requests; ``give_back`` them when the next diff is answered."""
+        retired, self._retired = self._retired, []
+        self._num_retired_in_flight += len(retired)
+        return retired
+
+    def give_back(self, handles: list[int]) -> None:
+        self._num_retired_in_flight -= len(handles)
+        for handle in handles:
+            self._handles.give_back(handle)
+
+    def retire_later(self, handles: list[int]) -> None:
+        """The diff that was to answer for ``handles`` never will be answered: the next one has to."""
+        self._num_retired_in_flight -= len(handles)
+        self._retired += handles
+
+    def _leave_running(self, request: Request) -> None:
+        self.unsettle(request)
+        del self.unsteady[request.handle], self.running[request.handle]
+        if request.on_worker:
+            self._removed.append(request.handle)
+            request.on_worker = request.parked = False
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold. O(requests)."""
+        self.waiting.check()
+        self.cruise.check()
+        self.stops.check(r.stop_tokens for r in self.requests.values())
+        for request in self.requests.values():
+            handle = request.handle
+            places = (
+                self.running.get(handle) is request,
+                request in self.waiting,
+                self.skipped_waiting.get(handle) is request,
+                self.leaving.get(handle) is request,
+            )
+            assert sum(places) == 1, f"{request!r} is in {sum(places)} places"
+            assert (request.status is RequestStatus.RUNNING) == (places[0] or places[3]), f"{request!r}: wrong place"
+            if places[0]:
+                assert (handle in self.unsteady) != (handle in self.cruise.roster), f"{request!r}: steady or not?"
+                assert (handle in self.cruise.roster) == request.cruising
+        assert len(self.requests) == len(self.running) + self.num_waiting + len(self.leaving)
+        assert len(self.running) == len(self.unsteady) + len(self.cruise)
+        orders = [r.order for r in self.running.values()]
+        assert orders == sorted(orders), "running is not in order of admission"
+        retired = len(self._retired) + self._num_retired_in_flight
+        assert self._handles.num_taken == len(self.requests) + retired, "a handle leaked"
