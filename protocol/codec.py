@@ -1,8 +1,8 @@
 """Messages to frames and back: typed both ways, nothing executable, capped before it is decoded.
 
-Frame 0 is ``crc32`` (4 bytes, little-endian) followed by msgpack ``[epoch, seq, message]``; the further frames are
-raw little-endian arrays, which the message names by dtype and length. The checksum covers everything behind it, so
-that a flipped bit in a header is seen as well as one in an array.
+Frame 0 is ``crc32`` (4 bytes, little-endian) followed by msgpack ``[epoch, seq, message]``. An array in it is
+``[dtype, bytes]`` while it is small, else ``[dtype, length]`` and a raw little-endian frame behind. The checksum covers
+all that follows it, so that a flipped bit in the header is seen as well as one in an array.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ import numpy as np
 MAX_FRAMES = 17
 MAX_FRAME_BYTES = 256 * 2**20
 NARROW_FROM = 64
+INLINE_BYTES = 1024
+"""Arrays up to this size stand in the header: a frame of their own would cost more than the copy."""
 
 _WIRE_DTYPES: dict[str, np.dtype[Any]] = {
     "<i4": np.dtype("<i4"),
@@ -48,6 +50,8 @@ class Codec(Generic[M]):
     def __init__(self, union: Any) -> None:
         self._arrays: list[memoryview | bytes] = []
         self._next = 0
+        self._kinds: dict[int, tuple[Any, np.dtype[Any]]] = {}
+        """By the annotation's id; the annotation is kept, so that the id stays its own."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put_array)
         self._decoder = msgspec.msgpack.Decoder(tuple[int, int, union], dec_hook=self._take_array)
 
@@ -86,32 +90,51 @@ class Codec(Generic[M]):
             raise ProtocolError("frames", "more frames than the message names")
         return Envelope(epoch, seq, message)
 
-    def _put_array(self, array: Any) -> tuple[str, int]:
-        """Called by msgspec for each array field: append its bytes as a frame, leave dtype and length in its place.
+    def _put_array(self, array: Any) -> tuple[str, int | bytes]:
+        """Called by msgspec for each array field: dtype, and the bytes themselves or the length of a frame with them.
 
         Ids travel in one or two bytes where all of them fit: half the size for most vocabularies.
         """
         if not isinstance(array, np.ndarray) or array.ndim != 1:
             raise TypeError(f"cannot encode {type(array).__name__}")
-        if array.dtype == np.int32 and len(array) > NARROW_FROM and array.min() >= 0:
-            highest = array.max()
-            array = array.astype("|u1") if highest < 256 else array.astype("<u2") if highest < 65536 else array
+        if len(array) > NARROW_FROM and array.dtype == np.int32:
+            highest = array.view(np.uint32).max()  # a negative one would be the highest
+            if highest < 65536:
+                array = array.astype("|u1" if highest < 256 else "<u2")
         dtype = array.dtype.str
         if dtype not in _WIRE_DTYPES:
             raise TypeError(f"cannot encode an array of {array.dtype}")
-        self._arrays.append(np.ascontiguousarray(array).data.cast("B") if len(array) else b"")
+        if array.nbytes <= INLINE_BYTES:
+            return dtype, array.tobytes()
+        self._arrays.append(np.ascontiguousarray(array).data.cast("B"))
         return dtype, len(array)
 
     def _take_array(self, kind: Any, spec: Any) -> Any:
-        if not isinstance(spec, list) or len(spec) != 2 or self._next >= len(self._arrays):
-            raise ValueError("array without a frame")
+        if not isinstance(spec, list) or len(spec) != 2:
+            raise ValueError("not an array")
         dtype = _WIRE_DTYPES.get(spec[0]) if isinstance(spec[0], str) else None
-        frame = self._arrays[self._next]
-        self._next += 1
-        if dtype is None or not isinstance(spec[1], int) or len(frame) != spec[1] * dtype.itemsize:
-            raise ValueError("array frame of a wrong dtype or length")
-        wanted = np.dtype(get_args(get_args(kind)[1])[0])
-        if (dtype.kind == "f" and wanted.kind != "f") or (dtype.kind != "f" and wanted.kind == "f"):
+        data = spec[1] if isinstance(spec[1], bytes) else self._next_frame()
+        if dtype is None or len(data) % dtype.itemsize or not self._is_length(spec[1], len(data) // dtype.itemsize):
+            raise ValueError("array of a wrong dtype or length")
+        wanted = self._wanted(kind)
+        if (dtype.kind == "f") != (wanted.kind == "f"):
             raise ValueError("array of a wrong kind")
-        array = np.frombuffer(frame, dtype=dtype)
+        array = np.frombuffer(data, dtype=dtype)
         return array if dtype == wanted else array.astype(wanted)
+
+    def _next_frame(self) -> memoryview | bytes:
+        if self._next >= len(self._arrays):
+            raise ValueError("array without a frame")
+        self._next += 1
+        return self._arrays[self._next - 1]
+
+    @staticmethod
+    def _is_length(told: Any, length: int) -> bool:
+        return isinstance(told, bytes) or (isinstance(told, int) and told == length)
+
+    def _wanted(self, kind: Any) -> np.dtype[Any]:
+        """The dtype of a field's annotation, which is looked into once: that takes longer than all the rest."""
+        known = self._kinds.get(id(kind))
+        if known is None:
+            known = self._kinds[id(kind)] = (kind, np.dtype(get_args(get_args(kind)[1])[0]))
+        return known[1]

@@ -6,7 +6,7 @@ with one row per step, into which a whole result goes at once. Only when somethi
 its next block, or its last token. A calendar says who is due when.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -46,8 +46,9 @@ class Cruise:
         self.roster: Roster = {}
         self._shared = False
         self._calendar: dict[int, list[Request]] = {}
-        # A token stays here from its result to the member's next block, which is at most this many results later.
-        self._sampled = np.zeros((block_size + depth + 1, 64), np.int32)
+        # A token stays here from its result to the member's next block, so block_size + depth + 1 rows would do; with
+        # more, the rows that are wanted seldom lie around the end.
+        self._sampled = np.zeros((4 * (block_size + depth + 1), 64), "<i4")
 
     def __len__(self) -> int:
         return len(self.roster)
@@ -121,18 +122,17 @@ class Cruise:
         found.sort(key=_by_order)
         return found
 
-    def handled(self, requests: Iterable[Request], step: int) -> None:
+    def handled(self, requests: Sequence[Request], step: int) -> None:
         """They got their blocks for ``step`` and cruise on; what was sampled for them is with them now."""
         self._settle(requests)
         following = step + self.block_size
         bucket = self._calendar.setdefault(following, [])
         for request in requests:
-            if request.last_step < following:
-                if request.last_step > step:
-                    self._expect(request, following)
-            else:
+            if request.last_step >= following:
                 request.block_step = request.event_step = following
                 bucket.append(request)
+            elif request.last_step > step:
+                self._expect(request, following)
 
     def _expect(self, request: Request, block_step: int) -> None:
         request.block_step = block_step
@@ -155,25 +155,30 @@ class Cruise:
     def _num_unsettled(self, request: Request) -> int:
         return max(self.acknowledged - request.synced_step, 0)
 
-    def _settle(self, requests: Iterable[Request]) -> None:
+    def _settle(self, requests: Sequence[Request]) -> None:
         """Give each the tokens that only the table has."""
-        together: dict[int, list[Request]] = {}
-        for request in requests:
-            together.setdefault(request.synced_step, []).append(request)
-        for synced, members in together.items():
+        for synced in {request.synced_step for request in requests}:
             count = self.acknowledged - synced
             if count <= 0:
                 continue
-            rows = np.arange(synced + 1, self.acknowledged + 1) % len(self._sampled)
-            columns = [request.handle for request in members]
-            raw = self._sampled[rows][:, columns].T.astype("<i4").tobytes()
+            members = [request for request in requests if request.synced_step == synced]
+            rows = self._rows(synced + 1, count)
+            raw = rows.take([request.handle for request in members], axis=1).T.tobytes()
             size = 4 * count
             for at, request in enumerate(members):
-                request.tokens.extend(raw[at * size : at * size + size])
                 request.synced_step = self.acknowledged
+                request.tokens.extend(raw[at * size : at * size + size])
+
+    def _rows(self, step: int, count: int) -> Int32:
+        """The table's rows of ``count`` steps from ``step`` on; a view, unless they lie around its end."""
+        start = step % len(self._sampled)
+        if start + count <= len(self._sampled):
+            return self._sampled[start : start + count]
+        around = start + count - len(self._sampled)
+        return np.concatenate([self._sampled[start:], self._sampled[:around]])
 
     def _widen(self, width: int) -> None:
-        table = np.zeros((len(self._sampled), max(width, 2 * self._sampled.shape[1])), np.int32)
+        table = np.zeros((len(self._sampled), max(width, 2 * self._sampled.shape[1])), "<i4")
         table[:, : self._sampled.shape[1]] = self._sampled
         self._sampled = table
 

@@ -58,7 +58,7 @@ class Tokens:
         """Add the tokens in ``raw``, little-endian int32."""
         self._data += raw
         if self._chain is not None:
-            self._chain.extend(self._data)
+            self._chain.extend(self._data, raw)
 
     def array(self) -> Int32:
         """A copy of all known tokens."""

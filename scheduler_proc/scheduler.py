@@ -253,7 +253,8 @@ class Scheduler:
             for request in running:
                 if request.num_tokens_to_compute <= 1:
                     self._share_decode(plan, request)
-        self._bound_prefill(plan)
+        if prefills or self.table.waiting:
+            self._bound_prefill(plan)
         for request in prefills:
             self._share_prefill(plan, request)
         # Only now, for a share could be taken back until here, and what is not written must not be found.
@@ -458,7 +459,8 @@ class Scheduler:
         if self._is_stale(output.step, output.handles):
             return
         record, sampled = self.in_flight.match(output)
-        may_end = sampled.handles[self.table.stops.positions(sampled.last_tokens)].tolist()
+        hits = self.table.stops.positions(sampled.last_tokens)
+        may_end = sampled.handles[hits].tolist() if hits else []
         bad = dict.fromkeys(output.bad, "numerical_error: the model's logits are not finite")
         self._apply(record, sampled, output, may_end, bad, self._verdict)
 
@@ -498,8 +500,9 @@ class Scheduler:
         verdict: _Verdict,
     ) -> None:
         """``may_end``: handles of whom to ask ``verdict`` although they cruise; ``bad``: with what is wrong."""
-        for handle in bad.keys() & self.cruise.roster.keys():
-            self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
+        for handle in bad:
+            if handle in self.cruise.roster:
+                self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
         self.in_flight.records.popleft()
         latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
@@ -525,8 +528,10 @@ class Scheduler:
 
     def _to_look_at(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
         """(position in the result, request) of those that sampled and do not cruise, or that may end."""
-        found = {handle: r for handle, r in record.sampling.items() if not r.cruising}
         now = self.cruise.roster
+        if record.roster is now and not record.sampling and not may_end:
+            return []
+        found = {handle: r for handle, r in record.sampling.items() if not r.cruising}
         if record.roster is not now:
             for handle in record.roster.keys() - now.keys():
                 found[handle] = record.roster[handle]

@@ -112,19 +112,27 @@ class BlockHasher:
 class HashChain:
     """The hashes of one request's full blocks; grows at its end only."""
 
-    __slots__ = ("_features", "_hasher", "_state", "hashes")
+    __slots__ = ("_features", "_hasher", "_size", "_state", "hashes")
 
     def __init__(self, hasher: BlockHasher, state: _Hash, features: tuple[Feature, ...]) -> None:
         self._hasher = hasher
+        self._size = 4 * hasher.block_size
         self._state = state
         self._features = features
         self.hashes: list[bytes] = []
 
-    def extend(self, data: bytes | bytearray) -> None:
-        """Hash whichever blocks ``data``, all tokens of the request as bytes, has completed since the last call."""
-        size = self._hasher.block_size * 4
+    def extend(self, data: bytes | bytearray, added: bytes = b"") -> None:
+        """Hash whichever blocks ``data``, all tokens of the request as bytes, has completed since the last call.
+
+        ``added``: what was just added to it; where that is one whole block nothing needs to be cut out.
+        """
+        size = self._size
         start = len(self.hashes) * size
         if len(data) - start < size:
+            return
+        if len(data) - start == size == len(added) and not self._features:
+            self._state.update(added)
+            self.hashes.append(self._state.digest())
             return
         if self._features:
             self._extend_with_features(data, size)

@@ -219,11 +219,20 @@ class BlockPool:
 
     def cache_full_block(self, block: KVCacheBlock, key: bytes) -> None:
         """From now on ``key`` finds ``block``, whose content is complete."""
-        if block.is_null or block.block_hash is not None:
-            raise ValueError(f"{block!r} cannot take a hash")
-        block.block_hash = key
-        if self.cached_block_hash_to_block.insert(key, block) and self.events is not None:
-            self.events.stored((key,))
+        self.cache_full_blocks((block,), (key,))
+
+    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Sequence[bytes]) -> None:
+        """The same for many."""
+        insert = self.cached_block_hash_to_block.insert
+        stored: list[bytes] = []
+        for block, key in zip(blocks, keys, strict=True):
+            if block.block_hash is not None or block.is_null:
+                raise ValueError(f"{block!r} cannot take a hash")
+            block.block_hash = key
+            if insert(key, block):
+                stored.append(key)
+        if stored and self.events is not None:
+            self.events.stored(stored)
 
     def forget_content(self, key: bytes) -> None:
         """What blocks with this key hold may not be what it should be: nobody may find it again."""

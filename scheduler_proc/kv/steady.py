@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from quire.protocol.kv_layout import KVLayout
+from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.request import Request
 
@@ -33,14 +34,17 @@ class SteadyBlocks:
 
     def cache(self, requests: Sequence[Request]) -> None:
         """What they filled before the block just begun becomes findable."""
-        if not self._pool.enable_caching:
+        if not requests or not self._pool.enable_caching:
             return
         held, cached = self._table.req_to_blocks, self._table.num_cached_block
-        cache_full_block = self._pool.cache_full_block
+        full_blocks: list[KVCacheBlock] = []
+        keys: list[bytes] = []
         for request in requests:
             handle = request.handle
-            blocks, hashes = held[handle], request.tokens.block_hashes
+            blocks = held[handle]
             full = len(blocks) - 1
-            for index in range(cached.get(handle, 0), full):
-                cache_full_block(blocks[index], hashes[index])
+            for index in range(cached.get(handle, 0), full):  # one, mostly
+                full_blocks.append(blocks[index])
+                keys.append(request.tokens.block_hashes[index])
             cached[handle] = full
+        self._pool.cache_full_blocks(full_blocks, keys)

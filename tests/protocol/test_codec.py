@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.protocol import messages as m
-from quire.protocol.codec import MAX_FRAMES, Codec, ProtocolError
+from quire.protocol.codec import INLINE_BYTES, MAX_FRAMES, Codec, ProtocolError
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import kv_layout
 from quire.protocol.model_config import ModelConfig
@@ -111,6 +111,9 @@ def refused(frames: list[bytes], union: Any = m.FrontEndToScheduler) -> str:
     return caught.value.kind
 
 
+BIG = m.AddRequest("r", np.arange(2000, dtype=np.int32), SamplingParams(), 7, np.arange(1500, dtype=np.int32))
+"""Its arrays get frames of their own."""
+
 REQUEST = m.AddRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 7, np.arange(2, dtype=np.int32))
 
 
@@ -135,7 +138,23 @@ def test_narrow_ids_on_the_wire_cannot_be_seen(values: list[int]) -> None:
     got = codec_for_all().decode(frames).message.tokens
     assert got.dtype == np.int32 and got.tolist() == values
     narrow = len(values) > 64 and max(values) < 65536
-    assert len(frames[1]) == len(values) * (2 if narrow else 4)
+    size = sum(len(frame) for frame in frames) - len(values) * (2 if narrow else 4)
+    assert 0 < size < 40
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 65, 256, 257, 512, 513, 5000])
+def test_small_arrays_stand_in_the_header(length: int) -> None:
+    array = np.arange(length, dtype=np.int32) + 70_000
+    frames = frames_of(m.ModelRunnerOutput(1, array))
+    assert len(frames) == (1 if array.nbytes <= INLINE_BYTES else 2)
+    assert codec_for_all().decode(frames).message.tokens.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize(
+    "spec", [["<i4", b"123"], ["<i4", -1], ["<i4", None], ["<i8", b""], ["<f4", b"1234"], [b"", 0]]
+)
+def test_an_array_that_is_none_is_refused(spec: Any) -> None:
+    assert refused(signed(msgspec.msgpack.encode([1, 2, [42, 1, spec]]))) == "decode"
 
 
 def test_negative_ids_are_never_narrowed() -> None:
@@ -166,7 +185,7 @@ def test_a_flipped_bit_anywhere_is_noticed() -> None:
 
 
 def test_lost_added_swapped_and_cut_frames_are_noticed() -> None:
-    head, prompt, output = frames_of(REQUEST)
+    head, prompt, output = frames_of(BIG)
     assert refused([head, prompt]) == "crc"
     assert refused([head, output, prompt]) == "crc"
     assert refused([head, prompt, output, b"more"]) == "crc"
@@ -178,7 +197,7 @@ def test_lost_added_swapped_and_cut_frames_are_noticed() -> None:
 
 
 def test_a_right_checksum_does_not_help_frames_that_the_header_does_not_name() -> None:
-    head, prompt, output = frames_of(REQUEST)
+    head, prompt, output = frames_of(BIG)
     assert refused(signed(head[4:], prompt)) == "decode"
     assert refused(signed(head[4:], prompt[:-4], output)) == "decode"
     assert refused(signed(head[4:], prompt, output, b"more")) == "frames"
@@ -266,7 +285,7 @@ def test_random_bytes_never_raise_anything_else() -> None:
 
 def test_a_codec_goes_on_after_a_refusal() -> None:
     codec: Codec[Any] = Codec(m.FrontEndToScheduler)
-    head, prompt, output = frames_of(REQUEST)
+    head, prompt, output = frames_of(BIG)
     with pytest.raises(ProtocolError):
         codec.decode(signed(head[4:], prompt))
-    assert same(codec.decode([head, prompt, output]).message, REQUEST)
+    assert same(codec.decode([head, prompt, output]).message, BIG)
