@@ -1,20 +1,24 @@
 """A worker without a model, built from the protocol page alone: it applies diffs, and distrusts each of them.
 
-Every KV slot remembers what was written to it, as (position, context). A context is a running number over all tokens
-up to a position, so that a slot of another request, of other tokens, or never written is seen at once. A token is a
-function of the context and of nothing else: what a client gets can be worked out without any scheduler.
+Every KV slot remembers what was written to it: a tag of the group, the cache salt and the *context*, a running number
+over all tokens up to a position, so that a slot of another request, of other tokens, or never written is seen at once.
+A token is a function of the context and of nothing else: what a client gets can be worked out without any scheduler.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 
-from quire.protocol.kv_layout import NULL_BLOCK_ID
+from quire.protocol.kv_layout import NULL_BLOCK_ID, KVGroup
 from quire.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.scheduler_proc.trace.event_log import appended_blocks
 
 _MASK = (1 << 64) - 1
+_NOTHING = -1
+"""The tag of a slot that was never written, or holds a rejected draft."""
 
 
 def extend_context(context: int, token: int) -> int:
@@ -27,44 +31,109 @@ def next_token(context: int, vocab_size: int) -> int:
     return (context >> 40) % vocab_size
 
 
+def first_read(group: KVGroup, position: int) -> int:
+    """The first position whose content the token at ``position`` reads, by docs/kv_cache.md."""
+    if group.kind == "sliding_window":
+        return max(0, position - group.window + 1)
+    if group.kind == "chunked_local_attention":
+        return position // group.window * group.window
+    if group.kind == "mamba":
+        return max(0, position - 1)
+    return 0
+
+
 @dataclass
 class Row:
-    """One request as the worker holds it; ``contexts[i]`` is the context up to token ``i``."""
+    """One request as the worker holds it; ``contexts[i]`` is the context up to token ``i``.
+
+    ``tables``: block ids per group; entries that no later position reads may belong to others by now.
+    ``num_drafts``: what the proposer has for the next step.
+    """
 
     handle: int
     request_id: str
     added_in: int
     num_prompt_tokens: int
+    salt: int
+    tables: list[list[int]]
     tokens: list[int] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_drafts: int = 0
     active: bool = True
+
+    @property
+    def blocks(self) -> list[int]:
+        """Of group 0."""
+        return self.tables[0]
 
     def know(self, token: int) -> None:
         self.tokens.append(token)
         self.contexts.append(extend_context(self.contexts[-1] if self.contexts else 0, token))
 
 
+@dataclass
+class Chunk:
+    """What one row computes in a step: ``drafts`` are the last tokens of it, ``num_accepted`` of them right."""
+
+    row: Row
+    start: int
+    num_known: int
+    samples: bool
+    drafts: list[int]
+    num_accepted: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_known + len(self.drafts)
+
+    @property
+    def kept_end(self) -> int:
+        return self.start + self.num_known + self.num_accepted
+
+
 class FakeWorker:
     """Rows by handle, and the slots. Raises AssertionError at whatever no right scheduler would send.
 
     Attributes:
+        groups: what the layout says; one of full attention when not given.
         forced: (request id, index of the output token) → the token, instead of the function's.
         bad_from: request id → index of the output token from which its logits are not finite.
         salt_of: request id → cache salt, which no slot may cross.
+        num_speculative_tokens: most drafts per row and step; 0 for no proposer.
+        tells_drafts: whether results say how many drafts there are; else there are always as many as may be.
+        draft_rng, draft_quality: whether a draft is right is drawn, so often.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_rows: int, max_tokens: int, vocab_size: int) -> None:
-        self.block_size, self.num_blocks = block_size, num_blocks
-        self.max_rows, self.max_tokens, self.vocab_size = max_rows, max_tokens, vocab_size
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_tokens: int,
+        vocab_size: int,
+        *,
+        groups: list[KVGroup] | None = None,
+        caching: bool = True,
+        num_speculative_tokens: int = 0,
+        tells_drafts: bool = True,
+    ) -> None:
+        self.num_blocks, self.max_rows, self.max_tokens, self.vocab_size = num_blocks, max_rows, max_tokens, vocab_size
+        self.groups = groups or [KVGroup("full_attention", block_size, [0])]
+        self.num_speculative_tokens, self.tells_drafts = num_speculative_tokens, tells_drafts
+        # Without prefix caching a state has one entry for ever.
+        self.sizes = [g.block_size if caching or g.kind != "mamba" else 1 << 40 for g in self.groups]
         self.rows: dict[int, Row] = {}
-        self.holders: dict[int, set[int]] = {}
-        self.slots: list[tuple[int, int, str] | None] = [None] * (num_blocks * block_size)
+        self.holders: dict[int, dict[int, tuple[int, int]]] = {}
+        """Block → handle → (group, index in its table)."""
+        widest = max(g.block_size for g in self.groups)
+        self.slots = [[_NOTHING] * widest for _ in range(num_blocks)]
         self.forced: dict[tuple[str, int], int] = {}
         self.bad_from: dict[str, int] = {}
         self.salt_of: Callable[[str], str] = lambda request_id: ""
+        self.draft_rng, self.draft_quality = random.Random(0), 0.6
         self.step = 0
+        self.num_accepted_drafts = self.num_rejected_drafts = 0
         self._last_handles: list[int] = []
 
     # ---- the diff
@@ -74,11 +143,13 @@ class FakeWorker:
         assert diff.step == self.step + 1, f"step {diff.step} after step {self.step}"
         self.step = diff.step
         self._apply(diff)
-        counts = self._counts(diff)
-        self._write(counts)
-        for handle, count in counts.items():
-            self._read(self.rows[handle], count)
-        return self._sample(counts)
+        chunks = self._chunks(diff)
+        for chunk in chunks:
+            self._read_state(chunk)  # a layer reads all states of a step before it writes any
+        self._write(chunks)
+        for chunk in chunks:
+            self._read(chunk)
+        return self._sample(chunks)
 
     def _apply(self, diff: SchedulerOutput) -> None:
         for handle in diff.removed:
@@ -91,99 +162,212 @@ class FakeWorker:
             assert not self.rows[handle].active, f"handle {handle} is not parked"
             self.rows[handle].active = True
         for handle, group, block in appended_blocks(diff):
-            assert group == 0
-            self._hold(self.rows[handle], block, shared=False)
+            self._hold(self.rows[handle], group, block, shared=False)
         assert len(self.rows) <= self.max_rows, "more requests than max_num_seqs"
 
     def _let_go(self, row: Row) -> None:
-        for block in row.blocks:
-            self.holders[block].remove(row.handle)
+        for table in row.tables:
+            for block in table:
+                self.holders.get(block, {}).pop(row.handle, None)
 
     def _add(self, diff: SchedulerOutput) -> None:
         tokens = [] if diff.token_ids is None else diff.token_ids.tolist()
         blocks = [] if diff.block_ids is None else diff.block_ids.tolist()
         for new in diff.new_requests:
             assert new.handle not in self.rows, f"handle {new.handle} is held already"
-            self._add_row(new, tokens[: new.num_tokens], blocks[: new.num_blocks[0]])
-            del tokens[: new.num_tokens], blocks[: new.num_blocks[0]]
+            assert len(new.num_blocks) == len(self.groups)
+            self._add_row(new, tokens[: new.num_tokens], blocks[: sum(new.num_blocks)])
+            del tokens[: new.num_tokens], blocks[: sum(new.num_blocks)]
         assert not tokens and not blocks, "packed arrays are longer than the requests say"
 
     def _add_row(self, new: NewRequestData, tokens: list[int], blocks: list[int]) -> None:
-        row = Row(new.handle, new.request_id, self.step, new.num_prompt_tokens, num_computed=new.num_computed_tokens)
+        salt = crc32(self.salt_of(new.request_id).encode())
+        tables: list[list[int]] = [[] for _ in self.groups]
+        row = Row(new.handle, new.request_id, self.step, new.num_prompt_tokens, salt, tables)
+        row.num_computed = new.num_computed_tokens
         for token in tokens:
+            assert 0 <= token < self.vocab_size, f"token {token}: a placeholder reached the model"
             row.know(token)
         assert 0 <= row.num_computed < len(tokens), "nothing is left to compute, so there are no logits"
-        assert row.num_computed % self.block_size == 0, "only full blocks can be shared"
         self.rows[new.handle] = row
-        for index, block in enumerate(blocks):
-            self._hold(row, block, shared=index < row.num_computed // self.block_size)
+        for group, count in enumerate(new.num_blocks):
+            assert row.num_computed == 0 or row.num_computed % self.sizes[group] == 0, "only full blocks can be shared"
+            for block in blocks[:count]:
+                shared = len(row.tables[group]) < row.num_computed // self.sizes[group]
+                self._hold(row, group, block, shared=shared)
+            del blocks[:count]
 
-    def _hold(self, row: Row, block: int, *, shared: bool) -> None:
+    def _hold(self, row: Row, group: int, block: int, *, shared: bool) -> None:
+        index = len(row.tables[group])
+        row.tables[group].append(block)
+        if block == NULL_BLOCK_ID:
+            assert self.groups[group].kind != "full_attention", "the null block under full attention"
+            return
         assert NULL_BLOCK_ID < block < self.num_blocks, f"block {block} cannot be given to a request"
-        holders = self.holders.setdefault(block, set())
+        holders = self._readers(block)
         # Requests that come in this very step may share already what this step is going to write.
         earlier = [h for h in holders if self.rows[h].added_in < self.step]
         assert shared or not earlier, f"block {block} is given to {row.handle} while {earlier} hold it"
-        assert row.handle not in holders, f"block {block} stands twice in one table"
-        holders.add(row.handle)
-        row.blocks.append(block)
+        assert row.handle not in holders, f"block {block} stands twice in the tables of {row.request_id}"
+        assert all(where == (group, index) for where in holders.values()), f"block {block} is another group's"
+        holders[row.handle] = (group, index)
 
-    def _counts(self, diff: SchedulerOutput) -> dict[int, int]:
-        """Tokens that each row computes in this step."""
+    def _readers(self, block: int) -> dict[int, tuple[int, int]]:
+        """Who may still read ``block``: holders that are past it are forgotten (protocol law 7)."""
+        holders = self.holders.setdefault(block, {})
+        for handle, (group, index) in list(holders.items()):
+            if (index + 1) * self.sizes[group] <= first_read(self.groups[group], self.rows[handle].num_computed):
+                del holders[handle]
+        return holders
+
+    def _chunks(self, diff: SchedulerOutput) -> list[Chunk]:
+        """What each row computes in this step."""
         counts = {handle: 1 for handle, row in self.rows.items() if row.active}
         for handle, count in diff.counts:
             assert handle in counts and count > 1, f"count {count} for handle {handle}"
             counts[handle] = count
         assert 0 < sum(counts.values()) <= self.max_tokens, "token budget exceeded, or an empty step"
-        return counts
+        drafts = dict(diff.drafts)
+        assert drafts.keys() <= counts.keys() and all(0 < drafts[h] < counts[h] for h in drafts), "odd drafts"
+        return [self._chunk(self.rows[handle], count, drafts.get(handle, 0)) for handle, count in counts.items()]
+
+    def _chunk(self, row: Row, count: int, num_drafts: int) -> Chunk:
+        start, num_known = row.num_computed, count - num_drafts
+        assert start + num_known <= len(row.tokens), f"{row.request_id} computes tokens that nobody knows"
+        assert num_drafts <= row.num_drafts, f"{row.request_id}: {num_drafts} drafts, there are {row.num_drafts}"
+        samples = start + num_known == len(row.tokens)
+        assert samples or not num_drafts, "drafts before the prompt is computed"
+        chunk = Chunk(row, start, num_known, samples, [])
+        context, right = row.contexts[-1], True
+        for ahead in range(num_drafts):
+            token = self._answer(row, len(row.tokens) + ahead, context)
+            if right and self.draft_rng.random() >= self.draft_quality:
+                token, right = (token + 1) % self.vocab_size, False
+            chunk.num_accepted += right
+            chunk.drafts.append(token)
+            context = extend_context(context, token)
+        self.num_accepted_drafts += chunk.num_accepted
+        self.num_rejected_drafts += num_drafts - chunk.num_accepted
+        return chunk
 
     # ---- the step
 
-    def _slot(self, row: Row, position: int) -> int:
-        assert position // self.block_size < len(row.blocks), f"position {position} of {row.request_id} has no block"
-        return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
+    def _tag(self, row: Row, group: int, context: int) -> int:
+        return context ^ (row.salt << 8) ^ group
 
-    def _write(self, counts: dict[int, int]) -> None:
-        written: set[int] = set()
-        for handle, count in counts.items():
-            row = self.rows[handle]
-            assert row.num_computed + count <= len(row.tokens), "computes tokens that nobody knows"
-            for position in range(row.num_computed, row.num_computed + count):
-                slot = self._slot(row, position)
-                assert slot not in written, f"two rows write slot {slot} in one step"
-                written.add(slot)
-                others = self.holders[slot // self.block_size] - {handle}
-                # Who came in this very step may share what this step writes; who came earlier reads it already.
-                assert all(self.rows[o].added_in == self.step for o in others), f"slot {slot} is shared, not writable"
-                self.slots[slot] = (position, row.contexts[position], row.request_id)
+    def _entry(self, row: Row, group: int, position: int) -> int:
+        """The block of a position that is read or written."""
+        index = position // self.sizes[group]
+        assert index < len(row.tables[group]), f"position {position} of {row.request_id} has no block in group {group}"
+        block = row.tables[group][index]
+        assert block != NULL_BLOCK_ID, f"{row.request_id} needs position {position} of group {group}, which is null"
+        holders = self.holders[block]
+        assert holders.get(row.handle) == (group, index), f"{row.request_id} uses block {block}, which it does not hold"
+        return block
 
-    def _read(self, row: Row, count: int) -> None:
-        row.num_computed += count
-        for position in range(row.num_computed):
-            held = self.slots[self._slot(row, position)]
-            assert held is not None, f"{row.request_id} reads position {position}, which was never written"
-            assert held[:2] == (position, row.contexts[position]), f"{row.request_id} reads {held} at {position}"
-            assert self.salt_of(held[2]) == self.salt_of(row.request_id), f"salts mix: {held[2]}, {row.request_id}"
+    def _own(self, row: Row, group: int, position: int) -> list[int]:
+        """The slots of the block of ``position``, to be written to."""
+        block = self._entry(row, group, position)
+        others = self._readers(block).keys() - {row.handle}
+        # Who came in this very step may share what this step writes; who came earlier reads it already.
+        assert all(self.rows[o].added_in == self.step for o in others), f"block {block} is shared, not writable"
+        return self.slots[block]
 
-    def _sample(self, counts: dict[int, int]) -> ModelRunnerOutput:
-        handles, tokens, bad = [], [], []
-        for handle in counts:
-            row = self.rows[handle]
-            if row.num_computed < len(row.tokens):
+    def _write(self, chunks: list[Chunk]) -> None:
+        written: set[tuple[int, int]] = set()
+        for chunk in chunks:
+            row, kept = chunk.row, chunk.start + chunk.num_known
+            contexts = row.contexts[chunk.start : kept]
+            for token in chunk.drafts:
+                contexts.append(extend_context(contexts[-1], token))
+            for group, spec in enumerate(self.groups):
+                if spec.kind == "mamba":
+                    self._write_state(chunk, group, contexts)
+                    continue
+                size = self.sizes[group]
+                for position, context in enumerate(contexts, chunk.start):
+                    slots = self._own(row, group, position)
+                    key = (row.tables[group][position // size], position % size)
+                    assert key not in written, f"two rows write slot {key} in one step"
+                    written.add(key)
+                    slots[position % size] = self._tag(row, group, context)
+
+    def _write_state(self, chunk: Chunk, group: int, contexts: list[int]) -> None:
+        """The state after the last token that counts; where drafts were rejected, no other is left."""
+        assert not chunk.drafts or chunk.end - chunk.start <= self.sizes[group], "drafts over more than a state block"
+        self._own(chunk.row, group, chunk.end - 1)[0] = _NOTHING
+        context = contexts[chunk.kept_end - chunk.start - 1]
+        self._own(chunk.row, group, chunk.kept_end - 1)[0] = self._tag(chunk.row, group, context)
+
+    def _read_state(self, chunk: Chunk) -> None:
+        for group, spec in enumerate(self.groups):
+            if spec.kind == "mamba" and chunk.start:
+                row = chunk.row
+                found = self.slots[self._entry(row, group, chunk.start - 1)][0]
+                want = self._tag(row, group, row.contexts[chunk.start - 1])
+                assert found == want, f"{row.request_id} goes on from a wrong state at {chunk.start}, group {group}"
+
+    def _read(self, chunk: Chunk) -> None:
+        """Every position that the chunk's tokens see holds what was computed of exactly these tokens."""
+        row = chunk.row
+        known = chunk.start + chunk.num_known
+        for group, spec in enumerate(self.groups):
+            if spec.kind == "mamba":
                 continue
-            index = len(row.tokens) - row.num_prompt_tokens
-            token = next_token(row.contexts[-1], self.vocab_size)
-            token = self.forced.get((row.request_id, index), token)
-            if index >= self.bad_from.get(row.request_id, index + 1):
-                bad.append(handle)
+            size = self.sizes[group]
+            position = first_read(spec, chunk.start)
+            while position < known:
+                end = min(position // size * size + size, known)
+                first = position % size
+                found = self.slots[self._entry(row, group, position)][first : first + end - position]
+                want = [self._tag(row, group, context) for context in row.contexts[position:end]]
+                assert found == want, f"{row.request_id} reads what is not its own in {position}..{end}, group {group}"
+                position = end
+
+    # ---- what comes of it
+
+    def _answer(self, row: Row, index: int, context: int) -> int:
+        """The token at ``index`` of all the row's tokens, the one after ``context``."""
+        told = self.forced.get((row.request_id, index - row.num_prompt_tokens))
+        return next_token(context, self.vocab_size) if told is None else told
+
+    def _settle(self, chunk: Chunk) -> list[int]:
+        """Advance the row by what it computed and accepted; its new tokens. Rejected drafts leave garbage."""
+        row = chunk.row
+        row.num_computed = chunk.kept_end
+        for group, size in enumerate(self.sizes):
+            for position in range(chunk.kept_end, chunk.end):
+                if self.groups[group].kind != "mamba":
+                    self.slots[row.tables[group][position // size]][position % size] = _NOTHING
+        if not chunk.samples:
+            return []
+        for token in chunk.drafts[: chunk.num_accepted]:
             row.know(token)
-            handles.append(handle)
-            tokens.append(token)
+        row.know(self._answer(row, len(row.tokens), row.contexts[-1]))
+        most = self.num_speculative_tokens
+        row.num_drafts = self.draft_rng.randint(0, most) if most and self.tells_drafts else most
+        return row.tokens[-1 - chunk.num_accepted :]
+
+    def _sample(self, chunks: list[Chunk]) -> ModelRunnerOutput:
+        handles, tokens, counts, bad, drafts = [], [], [], [], []
+        for chunk in chunks:
+            row, sampled = chunk.row, self._settle(chunk)
+            if not sampled:
+                continue
+            if len(row.tokens) - row.num_prompt_tokens > self.bad_from.get(row.request_id, 1 << 40):
+                bad.append(row.handle)
+            handles.append(row.handle)
+            counts.append(len(sampled))
+            drafts.append(row.num_drafts)
+            tokens += sampled
         changed = handles != self._last_handles
         self._last_handles = handles
+        tells = self.num_speculative_tokens > 0 and self.tells_drafts
         return ModelRunnerOutput(
             step=self.step,
             tokens=np.array(tokens, np.int32) if tokens else None,
             handles=np.array(handles, np.int32) if changed else None,
+            counts=np.array(counts, np.int32) if set(counts) - {1} else None,
             bad=bad,
+            drafts=np.array(drafts, np.int32) if tells else None,
         )

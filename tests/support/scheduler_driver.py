@@ -6,12 +6,13 @@ kept, and each message to a client is checked for what must never be (a token af
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
-from fake_worker import FakeWorker, extend_context, next_token
+from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 
 from quire.protocol.channel import Received, memory_pair
 from quire.protocol.codec import Codec
@@ -24,8 +25,10 @@ from quire.protocol.messages import (
     Control,
     Ended,
     EndReason,
+    Hold,
     ModelRunnerOutput,
     Rejected,
+    Release,
     SchedulerOutput,
     SchedulerToWorker,
     Statistics,
@@ -36,7 +39,7 @@ from quire.protocol.messages import (
 from quire.protocol.model_config import ModelConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.request import Request
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 
 VOCAB_SIZE = 1000
@@ -105,16 +108,34 @@ class Answer:
 
 
 class Driver:
-    """Owns the scheduler, the fake worker, and the two queues between them."""
+    """Owns the scheduler, the fake worker, and the two queues between them.
 
-    def __init__(self, num_blocks: int = 33, *, cruise: bool = True, **settings: Any) -> None:
-        """``num_blocks`` counts the null block, as everywhere."""
+    Attributes:
+        heard: (client, message) of what the last event or result brought.
+        num_cruising: requests that cruised, summed over the steps decided.
+    """
+
+    def __init__(
+        self, num_blocks: int = 33, *, cruise: bool = True, layout: KVLayout | None = None, **settings: Any
+    ) -> None:
+        """``num_blocks`` counts the null block, as everywhere. Without ``layout``: one group of full attention."""
         self.config = config = make_config(**settings)
-        self.header = TraceHeader(config, make_layout(config), num_blocks)
+        layout = layout or make_layout(config)
+        self.header = TraceHeader(config, layout, num_blocks)
         self.scheduler = self.header.make_scheduler(cruise=cruise)
         self.worker = FakeWorker(
-            num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.model.vocab_size
+            num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.model.vocab_size,
+            groups=layout.groups,
+            caching=config.enable_prefix_caching,
+            num_speculative_tokens=config.num_speculative_tokens,
+            tells_drafts=not config.async_scheduling,
         )
+        self.heard: list[tuple[int, Any]] = []
+        self.num_cruising = 0
         self.worker.salt_of = lambda request_id: self.salts.get(request_id, "")
         self.salts: dict[str, str] = {}
         self.answers: dict[str, Answer] = {}
@@ -126,6 +147,7 @@ class Driver:
         self._events: Codec[Any] = Codec(Consumed)
         self.down, self._up = memory_pair(WorkerToScheduler, SchedulerToWorker)
         self._to_run: deque[Received] = deque()
+        self._held_back: deque[Received] = deque()
         self._clients: dict[tuple[int, int], str] = {}
 
     # ---- events
@@ -147,12 +169,25 @@ class Driver:
     def abort(self, *request_ids: str, client: int = 0) -> None:
         self.consume(Abort(list(request_ids)), client)
 
-    def stop(self, request_id: str, num_output_tokens: int) -> None:
-        self.consume(Stop(request_id, num_output_tokens))
+    def stop(self, request_id: str, num_output_tokens: int, client: int = 0) -> None:
+        self.consume(Stop(request_id, num_output_tokens), client)
 
     def control(self, kind: str) -> Statistics:
         self.consume(Control(kind, 7))
         return self.statistics_seen[-1]
+
+    def hold(self, request_id: str, reason: str = "grammar", client: int = 0) -> None:
+        self.consume(Hold(request_id, reason), client)
+
+    def release(self, request_id: str, client: int = 0) -> None:
+        self.consume(Release(request_id), client)
+
+    def begin_epoch(self) -> None:
+        """The scheduler starts afresh; the worker keeps its rows, and results on their way still arrive."""
+        self.log.epoch_began(0.0)
+        self.scheduler.begin_epoch()
+        self.scheduler.check()
+        self._collect()
 
     def drop_client(self, client: int) -> None:
         self.log.client_dropped(0.0, client)
@@ -167,6 +202,7 @@ class Driver:
             return None
         diff = self.scheduler.schedule()
         self.scheduler.check()
+        self.num_cruising += len(self.scheduler.cruise)
         if diff is None:
             self.log.tick(0.0)
             return None
@@ -190,7 +226,7 @@ class Driver:
 
     def deliver(self) -> ModelRunnerOutput | None:
         """The oldest result that is ready arrives."""
-        received = self.down.receive()
+        received = self._held_back.popleft() if self._held_back else self.down.receive()
         if received is None:
             return None
         self.log.consumed(0.0, 0, received.frames)
@@ -198,6 +234,22 @@ class Driver:
         self.scheduler.check()
         self._collect()
         return received.message
+
+    def deliver_damaged(self, damage: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> bool:
+        """Another result arrives than the oldest that is ready, and must be refused; the right one is still to come.
+
+        False when there is none, and nothing happened.
+        """
+        received = self._held_back.popleft() if self._held_back else self.down.receive()
+        if received is None:
+            return False
+        try:
+            self.scheduler.consume(damage(received.message))
+        except WorkerFault:
+            self.scheduler.check()
+            self._held_back.appendleft(received)
+            return True
+        raise AssertionError("a result that cannot be was accepted")
 
     def step(self) -> None:
         """Fill the pipeline; then one step is run and answered."""
@@ -255,13 +307,24 @@ class Driver:
             if row is None:
                 continue
             assert row.request_id == request.request_id and row.active == (not request.parked)
-            assert row.blocks == self.scheduler.kv.block_ids(request)[0], f"{request!r}: other blocks"
             told = self.scheduler.cruise.progress(request)
-            assert row.num_computed == told.num_computed_tokens, f"{request!r}: {row.num_computed} on the worker"
-            assert len(row.tokens) == told.num_tokens + told.num_output_placeholders
+            rejected = told.num_computed_tokens - row.num_computed  # of the drafts whose result is on its way
+            assert 0 <= rejected <= request.num_drafts_in_flight, f"{request!r}: {row.num_computed} on the worker"
+            assert len(row.tokens) == told.num_tokens + told.num_output_placeholders - rejected
+            self._compare_tables(request, row)
+
+    def _compare_tables(self, request: Request, row: Row) -> None:
+        """The same entries; null ones only where the row does not read any more."""
+        for group, held in enumerate(self.scheduler.kv.block_ids(request)):
+            assert len(held) == len(row.tables[group]), f"{request!r}: other blocks in group {group}"
+            unread = first_read(self.worker.groups[group], row.num_computed) // self.worker.sizes[group]
+            for index, (block, known) in enumerate(zip(held, row.tables[group], strict=True)):
+                crossed = self.worker.groups[group].kind == "mamba" and known == 0
+                assert block == known or (block == 0 and (index < unread or crossed)), f"{request!r}: other blocks"
 
     def _collect(self) -> None:
-        for client, message in self.scheduler.take_messages():
+        self.heard = self.scheduler.take_messages()
+        for client, message in self.heard:
             match message:
                 case StepOutputs():
                     self._take_outputs(client, message)
@@ -282,7 +345,8 @@ class Driver:
             answer.num_cached_tokens = introduced.num_cached_tokens
             self._clients[client, introduced.handle] = introduced.request_id
         if message.handles is not None and message.tokens is not None:
-            for handle, token in zip(message.handles.tolist(), message.tokens.tolist(), strict=True):
+            handles = message.handles if message.counts is None else np.repeat(message.handles, message.counts)
+            for handle, token in zip(handles.tolist(), message.tokens.tolist(), strict=True):
                 answer = self.answers[self._clients[client, handle]]
                 assert answer.ended is None, "a token after the end"
                 answer.tokens.append(token)
