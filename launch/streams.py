@@ -82,7 +82,7 @@ class StreamTable:
             self._by_handle[introduced.handle] = stream
         touched: dict[int, Stream] = {}
         if message.handles is not None and message.tokens is not None:
-            touched = self._apply_tokens(message.handles.tolist(), message.tokens.tolist())
+            touched = self._apply_tokens(_handle_per_token(message), message.tokens.tolist())
             if message.logprobs is not None:
                 self._apply_logprobs(message, message.logprobs)
         for ended in message.ended:
@@ -133,8 +133,9 @@ class StreamTable:
         token_ids = message.logprob_token_ids.reshape(-1, layout.width).tolist()
         values = message.logprob_values.reshape(-1, layout.width).tolist()
         ranks = message.logprob_ranks.tolist()
+        handles = _handle_per_token(message)
         for row, ids, logprobs, rank in zip(layout.rows, token_ids, values, ranks, strict=True):
-            stream = self._by_handle[int(message.handles[row])]
+            stream = self._by_handle[handles[row]]
             if stream.muted:
                 continue
             update = stream.pending()
@@ -142,3 +143,12 @@ class StreamTable:
                 update.logprobs = []
             top = list(zip(ids[1:], logprobs[1:], strict=True))
             update.logprobs.append(TokenLogprobs(ids[0], logprobs[0], rank, top))
+
+
+def _handle_per_token(message: StepOutputs) -> list[int]:
+    """Whose each token is: a request with accepted drafts gets several."""
+    assert message.handles is not None
+    handles: list[int] = message.handles.tolist()
+    if message.counts is None:
+        return handles
+    return [handle for handle, count in zip(handles, message.counts.tolist(), strict=True) for _ in range(count)]

@@ -258,7 +258,7 @@ class Scheduler:
         for request in prefills:
             self._share_prefill(plan, request)
         # Only now, for a share could be taken back until here, and what is not written must not be found.
-        self._steady.cache([r for r in plan.begun if r.cruising])
+        self._steady.cache(plan.begun)
         for share in plan.shares.values():
             if share.num_tokens > 1 or any(share.new_blocks or ()):
                 self._cache_written(share.request, share.num_tokens)
@@ -395,8 +395,6 @@ class Scheduler:
 
     def _preempt(self, victim: Request, plan: StepPlan, beneficiary: Request) -> None:
         """Take the victim's blocks; it waits in its old place and computes everything again, hits aside."""
-        if victim.cruising:
-            plan.budget += 1
         plan.take_back(victim)
         plan.preempted.append(victim)
         reason = PreemptReason.ITSELF

@@ -57,6 +57,11 @@ class StepPlan:
         share = self.shares.pop(request.handle, None)
         if share is not None:
             self.budget += share.num_tokens
+        elif request.cruising:
+            self.budget += 1
+        if request in self.begun:
+            at = self.begun.index(request)
+            del self.begun[at], self.begun_blocks[at]
 
 
 def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], kv: KVCacheManager) -> SchedulerOutput:

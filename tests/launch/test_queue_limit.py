@@ -53,7 +53,7 @@ class ScheduledEngine(Driver):
     def send(self, message: Message) -> None:
         if isinstance(message, AddRequest):
             self.arrivals.append(message)
-            if self.refuse_from is not None and len(self.scheduler.waiting) >= self.refuse_from:
+            if self.refuse_from is not None and len(self.scheduler.table.waiting) >= self.refuse_from:
                 self._reject(Rejected(message.request_id, "queue_full", "", "the queue is full"))
                 return
         self.num_aborts += isinstance(message, Abort)
