@@ -236,6 +236,8 @@ class Scheduler:
         self._schedule_running(plan)
         if self.table.waiting:
             self._schedule_waiting(plan)
+        if self.config.scheduling_policy != "fcfs":  # whoever waits may have put out somebody who had a share
+            self._cache_shares(plan)
         return self._commit(plan) if plan.shares or self.cruise.roster else None
 
     def _schedule_running(self, plan: StepPlan) -> None:
@@ -257,12 +259,16 @@ class Scheduler:
             self._bound_prefill(plan)
         for request in prefills:
             self._share_prefill(plan, request)
-        # Only now, for a share could be taken back until here, and what is not written must not be found.
+        if self.config.scheduling_policy == "fcfs":
+            self._cache_shares(plan)
+        self._note_evictions(evicted, None)
+
+    def _cache_shares(self, plan: StepPlan) -> None:
+        """Once no share can be taken back any more, for what is not written must not be found."""
         self._steady.cache(plan.begun)
         for share in plan.shares.values():
             if share.num_tokens > 1 or any(share.new_blocks or ()):
                 self._cache_written(share.request, share.num_tokens)
-        self._note_evictions(evicted, None)
 
     def _serve_due(self, plan: StepPlan) -> None:
         """Who cruises and needs a block, gets one; whoever needs no more steps goes.
@@ -349,7 +355,7 @@ class Scheduler:
             return WaitReason.PREFILL_SHARE
         if len(self.table.running) >= config.max_num_seqs and not self._make_way(plan, request):
             return WaitReason.MAX_NUM_SEQS
-        if config.reserve_full_sequence and not kv.can_fit_full_sequence(request, request.max_total_tokens):
+        if config.reserve_full_sequence and not kv.can_fit_full_sequence(request, request.max_total_tokens - 1):
             return WaitReason.FULL_SEQUENCE
         evicted = kv.pool.num_evicted_blocks
         hits, num_hit_tokens = kv.get_computed_blocks(request)
