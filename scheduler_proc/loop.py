@@ -233,6 +233,7 @@ class SchedulerLoop:
             case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
                 self._log.consumed(self._clock(), client, received.frames)
                 self._scheduler.consume(event, client)
+                self._collector.after_message()
             case _:
                 pass  # a heartbeat, or a question that only a loaded engine can answer
 

@@ -108,7 +108,7 @@ def run_churn(trace: Any, load: Load, async_scheduling: bool, cruise: bool = Tru
 
 def _churn_step(rig: Rig, arrivals: Any, counted: _Counted, collector: Collector) -> None:
     for prompt, max_tokens in arrivals:
-        counted.added_ns += rig.add(np.array(prompt, np.int32), max_tokens)[1]
+        counted.added_ns += rig.add(np.array(prompt, np.int32), max_tokens, collector.after_message)[1]
         counted.num_added += 1
     step = rig.step(after=collector.after_step)
     counted.schedule.append(step.schedule_ns)

@@ -194,8 +194,8 @@ class Rig:
         """Random tokens, never the same twice."""
         return self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, length, dtype=np.int32)
 
-    def add(self, prompt: Int32, max_tokens: int) -> tuple[str, int]:
-        """(request id, nanoseconds): to check the request, build it, name its blocks and queue it.
+    def add(self, prompt: Int32, max_tokens: int, after: Callable[[], None] | None = None) -> tuple[str, int]:
+        """(request id, nanoseconds): to check the request, build it, name its blocks and queue it, and for ``after``.
 
         Raises:
             RuntimeError: it was refused, so that the figures would be of nothing.
@@ -206,6 +206,8 @@ class Rig:
         self._serial += 1
         begun = now_ns()
         self.scheduler.consume(event)
+        if after is not None:
+            after()
         spent = now_ns() - begun
         if (0, request_id) not in self.scheduler.table.requests:
             raise RuntimeError(f"{request_id} was refused: {self.scheduler.take_messages()}")
@@ -231,6 +233,7 @@ class Rig:
         begun = now_ns()
         self.scheduler.consume(result)
         messages = self.scheduler.take_messages()
+        self.scheduler.decisions.take()
         for _, message in messages:
             self._replies.encode(FIRST_EPOCH, 0, message)
         if after is not None:

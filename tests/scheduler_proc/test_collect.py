@@ -65,23 +65,30 @@ def test_after_the_start_nothing_is_collected_by_itself(collected: list[int]) ->
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_steps_find_what_is_young(collected: list[int]) -> None:
+def fill(collector: Collector, collected: list[int]) -> None:
+    """Messages until the young ones are walked."""
+    before = len(collected)
+    for _ in range(YOUNG_EVERY):
+        assert len(collected) == before
+        collector.after_message()
+
+
+def test_what_is_young_is_walked_every_few_messages(collected: list[int]) -> None:
     collector, left = Collector(Clock()), knot()
-    for _ in range(YOUNG_EVERY - 1):
-        collector.after_step()
-    assert collected == [] and left() is not None
-    collector.after_step()
+    fill(collector, collected)
     assert collected == [0] and left() is None
+    collector.after_step()
+    assert collected == [0], "nothing new came"
 
 
 def test_what_is_older_is_left_for_an_idle_moment(collected: list[int]) -> None:
     collector, alive = Collector(Clock()), Knot()
     left = weakref.ref(alive)
-    for _ in range(YOUNG_EVERY):
-        collector.after_step()
+    fill(collector, collected)
     del alive
-    for _ in range(100 * YOUNG_EVERY):
-        collector.after_step()
+    for _ in range(20):
+        fill(collector, collected)
+    collector.after_step()
     assert set(collected) == {0} and left() is not None
     collector.idle()
     assert collected[-1] == 2 and left() is None
