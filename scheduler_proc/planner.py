@@ -1,0 +1,246 @@
+"""What the next step computes: everyone that runs gets on first, then who waits, under one token budget."""
+
+from operator import attrgetter
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import KVLayout
+from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.kv.steady import SteadyBlocks
+from quire.scheduler_proc.reasons import Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.request import Request, RequestStatus
+from quire.scheduler_proc.request_table import RequestTable
+from quire.scheduler_proc.statistics import Counters, DecisionLog
+from quire.scheduler_proc.step import StepPlan
+
+_by_order = attrgetter("order")
+
+
+class Planner:
+    """Decides a step: who gets how many positions and blocks, who is put out, who is let in, and why not.
+
+    Moves requests between their places and takes and gives their blocks; their progress it leaves alone.
+
+    Attributes:
+        config: may be replaced between two steps, by one with smaller batches say.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: KVLayout,
+        table: RequestTable,
+        kv: KVCacheManager,
+        decisions: DecisionLog,
+        stats: Counters,
+    ) -> None:
+        self.config = config
+        self.table = table
+        self.cruise = table.cruise
+        self.kv = kv
+        self._steady = SteadyBlocks(layout, kv)
+        self._decisions = decisions
+        self._stats = stats
+        # A proposer that reads hidden states writes the KV of its drafts in the step that makes them.
+        self._num_lookahead_tokens = config.num_speculative_tokens if config.drop_last_cached_block else 0
+
+    def plan(self, step: int, pause: str) -> StepPlan:
+        """The plan of the step with this number.
+
+        There are no phases: a request has so many positions to compute, one while decoding and more in a prefill.
+
+        Args:
+            pause: not empty: nobody is let in.
+        """
+        plan = StepPlan(step, self.config.max_num_batched_tokens)
+        self._schedule_running(plan)
+        if self.table.waiting:
+            self._schedule_waiting(plan, pause)
+        if self.config.scheduling_policy != "fcfs":  # whoever waits may have put out somebody who had a share
+            self._cache_shares(plan)
+        return plan
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        """Decoding requests first, then partial prefills, both in order of admission."""
+        evicted = self.kv.pool.num_evicted_blocks
+        if plan.budget < len(self.table.running):  # not a token for each: then the order decides, and nobody cruises
+            for request in list(self.cruise.roster.values()):
+                self.table.unsettle(request)
+        self._serve_due(plan)
+        plan.budget -= len(self.cruise.roster)
+        prefills: list[Request] = []
+        if self.table.unsteady:
+            running = sorted(self.table.unsteady.values(), key=_by_order)
+            prefills = [r for r in running if r.num_tokens_to_compute > 1]
+            for request in running:
+                if request.num_tokens_to_compute <= 1:
+                    self._share_decode(plan, request)
+        if prefills or self.table.waiting:
+            self._bound_prefill(plan)
+        for request in prefills:
+            self._share_prefill(plan, request)
+        if self.config.scheduling_policy == "fcfs":
+            self._cache_shares(plan)
+        self._note_evictions(plan, evicted, None)
+
+    def _serve_due(self, plan: StepPlan) -> None:
+        """Who cruises and needs a block, gets one; whoever needs no more steps goes.
+
+        The short way is taken where it cannot matter: blocks for all, and no other decode that might take one between.
+        Else whoever is due goes the long way, and cruises again after it.
+        """
+        table, due = self.table, self.cruise.due(plan.step)
+        for request in sorted((r for r in table.unsteady.values() if r.needs_no_more_steps), key=_by_order):
+            table.let_go(request)  # length limits are known a step ahead (law 4)
+        plan.last = [r for r in due if r.last_step == plan.step]
+        due = [r for r in due if r.block_step == plan.step]
+        if not due:
+            return
+        if self._steady.can_begin(len(due)) and not any(r.num_tokens_to_compute <= 1 for r in table.unsteady.values()):
+            plan.begun, plan.begun_blocks = due, self._steady.begin(due)
+            self.cruise.handled(due, plan.step)
+        else:
+            for request in due:
+                table.unsettle(request)
+
+    def _share_decode(self, plan: StepPlan, request: Request) -> None:
+        if request.num_drafts_in_flight and self.kv.coordinator.has_states:
+            return  # where its next state begins is known when the drafts are
+        ahead = request.max_total_tokens - request.num_tokens - request.num_output_placeholders
+        if ahead > 0 and plan.budget > 0:  # none ahead: it is done if all drafts in flight are accepted; wait and see
+            drafts = max(min(request.num_drafts, ahead - 1, plan.budget - 1), 0)
+            self._share(plan, request, 1 + drafts, drafts)
+
+    def _share_prefill(self, plan: StepPlan, request: Request) -> None:
+        most = min(request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
+        most = min(most, self.config.long_prefill_token_threshold or most)
+        if most > 0:
+            num_tokens = self.kv.aligned_chunk(request, request.num_computed_tokens, most)
+            if self._share(plan, request, num_tokens):
+                plan.prefill_budget -= num_tokens
+
+    def _bound_prefill(self, plan: StepPlan) -> None:
+        """While others decode, prefill gets a part of the step only, or their next token would wait for all of it."""
+        plan.prefill_budget = plan.budget
+        if self.config.enable_chunked_prefill and (self.cruise.roster or plan.shares):
+            part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
+            plan.prefill_budget = min(plan.budget, max(part, 1))
+
+    def _share(self, plan: StepPlan, request: Request, num_tokens: int, num_drafts: int = 0) -> bool:
+        """Give a running request ``num_tokens`` positions, putting others out where blocks are short.
+
+        False when it was put out itself, now or before.
+        """
+        while request.status is RequestStatus.RUNNING:
+            new_blocks = self.kv.allocate_slots(request, num_tokens, num_lookahead_tokens=self._num_lookahead_tokens)
+            if new_blocks is not None:
+                plan.add(request, num_tokens, new_blocks, num_drafts)
+                return True
+            self._preempt(self._victim(), plan, request)
+        return False
+
+    def _cache_shares(self, plan: StepPlan) -> None:
+        """Once no share can be taken back any more, for what is not written must not be found."""
+        self._steady.cache(plan.begun)
+        for share in plan.shares.values():
+            if share.num_tokens > 1 or any(share.new_blocks or ()):
+                self._cache_written(share.request, share.num_tokens)
+
+    def _cache_written(self, request: Request, num_new_tokens: int) -> None:
+        self.kv.cache_blocks(request, min(request.num_computed_tokens + num_new_tokens, request.num_tokens))
+
+    def _schedule_waiting(self, plan: StepPlan, pause: str) -> None:
+        while self.table.waiting:
+            request = self.table.waiting.peek_request()
+            reason = WaitReason.PAUSED if pause else self._admit(plan, request)
+            if reason is not None:
+                if request.wait_reason is not reason:
+                    self._decisions.note(Decision(plan.step, "wait", request.request_id, reason))
+                    request.wait_reason = reason
+                return
+
+    def _admit(self, plan: StepPlan, request: Request) -> WaitReason | None:
+        """Let the first of the queue run, or say why not."""
+        config, kv = self.config, self.kv
+        if plan.preempted:
+            return WaitReason.PREEMPTING
+        if request.num_in_flight:  # preempted a moment ago: its token in flight belongs to what is recomputed
+            return WaitReason.RESULT_IN_FLIGHT
+        if plan.budget <= 0:
+            return WaitReason.TOKEN_BUDGET
+        if plan.prefill_budget <= 0:
+            return WaitReason.PREFILL_SHARE
+        if len(self.table.running) >= config.max_num_seqs and not self._make_way(plan, request):
+            return WaitReason.MAX_NUM_SEQS
+        evicted = kv.pool.num_evicted_blocks
+        hits, num_hit_tokens = kv.get_computed_blocks(request)
+        if config.reserve_full_sequence and not kv.can_fit_full_sequence(request, request.max_total_tokens - 1, hits):
+            return WaitReason.FULL_SEQUENCE
+        missing = request.num_tokens - num_hit_tokens
+        if not config.enable_chunked_prefill and missing > plan.budget:
+            return WaitReason.WHOLE_PROMPT
+        most = min(missing, config.long_prefill_token_threshold or missing, plan.budget, plan.prefill_budget)
+        num_tokens = kv.aligned_chunk(request, num_hit_tokens, most)
+        while True:
+            keep_free = kv.watermark_blocks if self.table.running else 0
+            new_blocks = kv.allocate_slots(
+                request,
+                num_tokens,
+                hits,
+                num_hit_tokens,
+                num_lookahead_tokens=self._num_lookahead_tokens,
+                keep_free=keep_free,
+            )
+            if new_blocks is not None:
+                break
+            if not self._make_way(plan, request):
+                return WaitReason.KV_BLOCKS
+        self._note_evictions(plan, evicted, request)
+        self.table.begin_to_run(request)
+        request.num_computed_tokens = request.num_acknowledged_tokens = num_hit_tokens
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_hit_tokens
+            self._stats.prefix_cache_queries += request.num_tokens
+            self._stats.prefix_cache_hit_tokens += num_hit_tokens
+        plan.add(request, num_tokens, None)
+        plan.prefill_budget -= num_tokens
+        self._cache_written(request, num_tokens)
+        return None
+
+    def _make_way(self, plan: StepPlan, request: Request) -> bool:
+        """Under the priority policy a waiting request puts out a running one of a strictly worse number.
+
+        Otherwise a long answer of little worth would keep it waiting to the end (priority inversion); among equals
+        nobody gives way, or they would take turns for ever.
+        """
+        if self.config.scheduling_policy != "priority" or not self.table.running:
+            return False
+        victim = self._victim()
+        if victim.priority <= request.priority:
+            return False
+        self._preempt(victim, plan, request)
+        return True
+
+    def _victim(self) -> Request:
+        """FCFS: the last admitted, so that the oldest always gets on. Priority: the worst, among equals the latest."""
+        if self.config.scheduling_policy == "fcfs":
+            return next(reversed(self.table.running.values()))
+        return max(self.table.running.values(), key=self.table.waiting.key)
+
+    def _preempt(self, victim: Request, plan: StepPlan, beneficiary: Request) -> None:
+        """Take the victim's blocks; it waits in its old place and computes everything again, hits aside."""
+        plan.take_back(victim)
+        plan.preempted.append(victim)
+        reason = PreemptReason.ITSELF
+        if victim is not beneficiary:
+            fcfs = self.config.scheduling_policy == "fcfs"
+            reason = PreemptReason.YOUNGEST if fcfs else PreemptReason.LOWEST_PRIORITY
+        self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, beneficiary.request_id))
+        self.table.put_out(victim)
+        self.kv.free(victim)
+        self._stats.num_preemptions += 1
+
+    def _note_evictions(self, plan: StepPlan, before: int, beneficiary: Request | None) -> None:
+        evicted = self.kv.pool.num_evicted_blocks - before
+        if evicted:
+            reason, whose = ("decode", "") if beneficiary is None else ("admission", beneficiary.request_id)
+            self._decisions.note(Decision(plan.step, "evict", "", reason, whose, evicted))
