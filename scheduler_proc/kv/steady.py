@@ -41,10 +41,10 @@ class SteadyBlocks:
         keys: list[bytes] = []
         for request in requests:
             handle = request.handle
-            blocks = held[handle]
-            full = len(blocks) - 1
+            blocks, hashes = held[handle], request.tokens.block_hashes
+            full = min(len(blocks), len(hashes))  # a block of one token is full as soon as it is begun
             for index in range(cached.get(handle, 0), full):  # one, mostly
                 full_blocks.append(blocks[index])
-                keys.append(request.tokens.block_hashes[index])
+                keys.append(hashes[index])
             cached[handle] = full
         self._pool.cache_full_blocks(full_blocks, keys)

@@ -227,7 +227,9 @@ def _opaque_request(event: AddRequest, request: Request | None) -> OpaqueRequest
 
 
 def _opaque_result(scheduler: Scheduler, event: ModelRunnerOutput) -> OpaqueResult:
-    sampling = scheduler.in_flight.records[0].requests()
+    records = scheduler.in_flight.records
+    answers = bool(records) and records[0].step == event.step  # else it is of before an epoch began
+    sampling = records[0].requests() if answers else {}
     order = scheduler.in_flight.handles if event.handles is None else event.handles
     known = {handle: len(r.block_hashes) for handle, r in sampling.items() if not r.status.is_finished}
     scheduler.consume(event)
