@@ -42,7 +42,7 @@ __all__ = ["Scheduler", "WorkerFault"]
 
 
 class Scheduler:
-    """Takes events and gives steps: owns every request through its RequestTable, every block through its KVCacheManager.
+    """Takes events, gives steps: owns every request through its RequestTable, every block through its KVCacheManager.
 
     Invariants (``check``), besides those of its parts: a request holds blocks exactly when it runs or leaves; what is
     in flight was sent and not answered; every accepted request ends once.

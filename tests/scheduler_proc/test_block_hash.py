@@ -1,13 +1,24 @@
 """Block hashes: equal exactly for equal prefixes under equal salts, and the same on every machine for ever."""
 
+import sys
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.scheduler_proc.kv.block_hash import BlockHasher, group_key
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.kv.block_hash import (
+    CHUNK_BLOCKS,
+    BlockHasher,
+    Feature,
+    HashMemo,
+    group_key,
+    hash_algorithm,
+    prompt_hashes,
+)
 from quire.scheduler_proc.request import OpaqueTokens, Tokens
 
 
@@ -80,3 +91,82 @@ def test_opaque_tokens_know_only_length_and_given_hashes() -> None:
     tokens.append(7)
     assert len(tokens) == 6 and tokens.block_hashes == [b"x"]
     assert tokens.array().tolist() == [0] * 6
+
+
+BLOCK, LONG = 2, 2 * CHUNK_BLOCKS * 2 + 7
+"""Tokens of a block, and of a prompt of two whole chunks and more."""
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])
+def test_a_memo_changes_no_hash(algorithm: str) -> None:
+    """A conversation that grows, one that leaves it in the middle, and one that has nothing of it."""
+    first = list(range(LONG))
+    longer, other, left = first + list(range(500)), [7, *first], [*first[:200], 1, *first[201:]]
+    shared = BlockHasher(algorithm, BLOCK)
+    for tokens in (first, longer, other, left, first, left):
+        data = np.array(tokens, "<i4").tobytes()
+        known, alone = shared.chain(), BlockHasher(algorithm, BLOCK, HashMemo(0)).chain()
+        known.extend(data)
+        for end in range(0, len(data) + 1, 4 * BLOCK):  # block by block, which no memo can help
+            alone.extend(data[:end])
+        assert known.hashes == alone.hashes and len(known.hashes) == len(tokens) // BLOCK
+
+
+def test_a_long_prefix_is_hashed_once() -> None:
+    hasher = BlockHasher("sha256", BLOCK)
+    data = np.arange(LONG, dtype="<i4").tobytes()
+    first, again = hasher.chain(), hasher.chain()
+    first.extend(data)
+    assert len(hasher.memo) == 2
+    again.extend(data)
+    chunk = CHUNK_BLOCKS * 2
+    assert all(a is b for a, b in zip(first.hashes[:chunk], again.hashes[:chunk], strict=True)), "found, not made"
+    assert first.hashes == again.hashes and len(hasher.memo) == 2
+
+
+def test_a_memo_forgets_what_was_used_longest_ago() -> None:
+    memo = HashMemo(2)
+    for name in (b"a", b"b"):
+        memo.store([name])
+    assert memo.find(b"a") == (b"a",)
+    memo.store([b"c"])
+    assert len(memo) == 2 and memo.find(b"b") is None and memo.find(b"a") and memo.find(b"c")
+
+
+def test_adapters_share_nothing_with_each_other_or_with_none() -> None:
+    names = [("", ""), ("", "x"), ("x", ""), ("x", "y"), ("xy", ""), ("", "xy")]
+    found = [h for salt, adapter in names for h in hashes(list(range(8)), salt=salt, adapter=adapter)]
+    assert len(set(found)) == len(found)
+
+
+def test_a_features_content_and_place_are_part_of_its_blocks_and_of_all_after() -> None:
+    tokens = list(range(20))
+    plain = hashes(tokens)
+
+    def same_as_plain(*features: Feature) -> list[bool]:
+        return [a == b for a, b in zip(hashes(tokens, features=features), plain, strict=True)]
+
+    image = Feature(offset=6, length=3, content_hash=b"image")
+    assert same_as_plain(image) == [True, False, False, False, False]
+    assert same_as_plain(Feature(8, 1, b"image")) == [True, True, False, False, False]
+    others = [Feature(6, 3, b"other"), Feature(7, 2, b"image"), image]
+    seen = {tuple(hashes(tokens, features=[feature])) for feature in others}
+    assert len(seen) == 3
+    assert hashes(tokens, features=[image]) == hashes(tokens, features=[image])
+    two = [Feature(0, 2, b"a"), Feature(2, 2, b"b")]
+    assert hashes(tokens, features=two) == hashes(tokens, features=two[::-1])
+    assert hashes(tokens, features=two) != hashes(tokens, features=[Feature(0, 2, b"b"), Feature(2, 2, b"a")])
+
+
+def test_routers_get_the_same() -> None:
+    assert prompt_hashes(list(range(11)), 4, "s") == hashes(list(range(11)), salt="s")
+    assert prompt_hashes(list(range(11)), 4, algorithm="xxh3_128") != prompt_hashes(list(range(11)), 4)
+    assert len(prompt_hashes([1, 2], 2, algorithm="xxh3_128")[0]) == 16
+
+
+def test_an_algorithm_that_cannot_be_had_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="must be sha256 or xxh3_128, not 'md5'"):
+        hash_algorithm("md5")
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match="xxhash"):
+        BlockHasher("xxh3_128", 16)
