@@ -1,7 +1,5 @@
 """Start the scheduler process: ``python -P -m quire.scheduler_proc``, by the supervisor only."""
 
-import gc
-
 import msgspec
 import zmq
 
@@ -33,7 +31,7 @@ def main() -> None:
         loop = SchedulerLoop(config, hub, worker, child)
         on_sigterm(loop.stop)
         child.report(Report("started"))
-        gc.freeze()  # what lives from here on lives for ever: a full collection need not walk it
+
         loop.run()
         for socket in (worker, hub):
             socket.close()
