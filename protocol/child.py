@@ -7,6 +7,7 @@ would not do alone: it fires when the *thread* that started the child ends, and 
 """
 
 import argparse
+import logging
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ import msgspec
 from quire.protocol.errors import ConfigError, QuireError
 
 EX_CONFIG = 78
+LOG_LEVEL_VARIABLE = "QUIRE_LOG_LEVEL"
 
 
 class Report(msgspec.Struct, omit_defaults=True):
@@ -73,11 +75,21 @@ def enter_child(status_fd: int, lifeline_fd: int, directory: Path) -> Child:
 
     ``directory``: the sockets'; removed by whoever outlives a supervisor that could not do so itself.
     """
+    logging.basicConfig(level=_log_level(), format="quire %(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for fd in (status_fd, lifeline_fd):
         os.set_inheritable(fd, False)
     threading.Thread(target=_end_with_parent, args=(lifeline_fd, directory), name="lifeline", daemon=True).start()
     return Child(status_fd)
+
+
+def _log_level() -> int:
+    """What ``QUIRE_LOG_LEVEL`` asks for; a word that is no level is said, and then left alone."""
+    word = os.environ.get(LOG_LEVEL_VARIABLE, "").upper()
+    level = logging.getLevelNamesMapping().get(word, logging.WARNING)
+    if word and word not in logging.getLevelNamesMapping():
+        print(f"{LOG_LEVEL_VARIABLE} must be DEBUG, INFO, WARNING or ERROR, not {word!r}", file=sys.stderr)
+    return level
 
 
 def _end_with_parent(lifeline_fd: int, directory: Path) -> None:

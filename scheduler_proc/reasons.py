@@ -50,3 +50,9 @@ class Decision(NamedTuple):
     reason: str
     beneficiary: str = ""
     num_blocks: int = 0
+
+    def __str__(self) -> str:
+        """One line for the log; ids quoted, for clients may choose them."""
+        what = repr(self.request_id) if self.request_id else f"{self.num_blocks} blocks"
+        whose = f" for {self.beneficiary!r}" if self.beneficiary else ""
+        return f"step {self.step}: {self.kind} {what} ({self.reason}){whose}"

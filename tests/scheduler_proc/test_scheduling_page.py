@@ -46,3 +46,9 @@ def test_the_worked_example() -> None:
     assert (3, "wait", "C", "prefill_share") in told
     assert (8, "preempt", "C", "youngest") in told and (9, "preempt", "B", "itself") in told
     assert (10, "evict", "", "admission") in told
+
+
+def test_a_decision_is_one_line_whatever_a_client_calls_itself() -> None:
+    line = str(Decision(8, "preempt", "a\nquire: all is well\x1b[2J", "youngest", "b"))
+    assert line == "step 8: preempt 'a\\nquire: all is well\\x1b[2J' (youngest) for 'b'"
+    assert str(Decision(9, "evict", "", "decode", num_blocks=3)) == "step 9: evict 3 blocks (decode)"
