@@ -131,12 +131,17 @@ class Planner:
         False when it was put out itself, now or before.
         """
         while request.status is RequestStatus.RUNNING:
-            new_blocks = self.kv.allocate_slots(request, num_tokens, num_lookahead_tokens=self._num_lookahead_tokens)
+            lookahead = self._lookahead(request, request.num_computed_tokens + num_tokens)
+            new_blocks = self.kv.allocate_slots(request, num_tokens, num_lookahead_tokens=lookahead)
             if new_blocks is not None:
                 plan.add(request, num_tokens, new_blocks, num_drafts)
                 return True
             self._preempt(self._victim(), plan, request)
         return False
+
+    def _lookahead(self, request: Request, end: int) -> int:
+        """Slots for drafts after ``end``: none where the request never comes, or the last blocks could not be used."""
+        return max(min(self._num_lookahead_tokens, request.max_total_tokens - 1 - end), 0)
 
     def _cache_shares(self, plan: StepPlan) -> None:
         """Once no share can be taken back any more, for what is not written must not be found."""
@@ -187,7 +192,7 @@ class Planner:
                 num_tokens,
                 hits,
                 num_hit_tokens,
-                num_lookahead_tokens=self._num_lookahead_tokens,
+                num_lookahead_tokens=self._lookahead(request, num_hit_tokens + num_tokens),
                 keep_free=keep_free,
             )
             if new_blocks is not None:
