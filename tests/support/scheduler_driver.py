@@ -136,6 +136,7 @@ class Driver:
         )
         self.heard: list[tuple[int, Any]] = []
         self.num_cruising = 0
+        self._num_stale = 0
         self.worker.salt_of = lambda request_id: self.salts.get(request_id, "")
         self.salts: dict[str, str] = {}
         self.answers: dict[str, Answer] = {}
@@ -184,6 +185,7 @@ class Driver:
 
     def begin_epoch(self) -> None:
         """The scheduler starts afresh; the worker keeps its rows, and results on their way still arrive."""
+        self._num_stale = len(self.diffs)
         self.log.epoch_began(0.0)
         self.scheduler.begin_epoch()
         self.scheduler.check()
@@ -241,7 +243,8 @@ class Driver:
         False when there is none, and nothing happened.
         """
         received = self._held_back.popleft() if self._held_back else self.down.receive()
-        if received is None:
+        if received is None or received.message.step <= self._num_stale:
+            self._held_back.extendleft([] if received is None else [received])
             return False
         try:
             self.scheduler.consume(damage(received.message))

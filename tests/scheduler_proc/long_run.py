@@ -1,0 +1,77 @@
+"""Random runs of the scheduler for as long as one likes.
+
+``python -P tests/scheduler_proc/long_run.py --seed 1 --steps 1000000``
+
+The actions are those of the state machine's test, drawn from one seed; every invariant is checked after every step.
+Ends with one line of JSON, also when something was found: then it names the episode, which ``--episode`` runs alone.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from scheduler_driver import Driver
+from scheduler_load import Load, random_settings
+
+STEPS_PER_EPISODE = 400
+
+
+def run_episode(seed: int, episode: int) -> Load:
+    """One scheduler from its first request to the last, all of it checked."""
+    rng = random.Random(f"{seed} {episode}")
+    load = Load(rng, Driver(**random_settings(rng)))
+    load.driver.worker.draft_rng = random.Random(episode)
+    for _ in range(40 * STEPS_PER_EPISODE):  # where nothing can run, few steps come of many events
+        if len(load.driver.diffs) >= STEPS_PER_EPISODE:
+            break
+        load.random_event()
+    load.drain()
+    load.check_answers()
+    return load
+
+
+def long_run(seed: int, steps: int) -> dict[str, object]:
+    """Episodes until ``steps`` steps were decided. What was reached, or what was found."""
+    began = time.perf_counter()
+    names = ("steps", "episodes", "requests", "preemptions", "epochs", "damaged", "accepted_drafts", "hit_tokens")
+    totals = dict.fromkeys(names, 0)
+    found = ""
+    while totals["steps"] < steps and not found:
+        try:
+            load = run_episode(seed, totals["episodes"])
+        except Exception as error:  # whatever it is, the line at the end must tell it
+            found = f"episode {totals['episodes']}: {type(error).__name__}: {error}"
+            break
+        statistics = load.driver.scheduler.statistics()
+        totals["steps"] += statistics.num_steps
+        totals["episodes"] += 1
+        totals["requests"] += len(load.asked)
+        totals["preemptions"] += statistics.num_preemptions
+        totals["epochs"] += load.num_epochs
+        totals["damaged"] += load.num_damaged
+        totals["accepted_drafts"] += statistics.num_accepted_tokens
+        totals["hit_tokens"] += statistics.prefix_cache_hit_tokens
+    return {"seed": seed, **totals, "seconds": round(time.perf_counter() - began, 1), "found": found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--episode", type=int, help="run this one alone, with its traceback")
+    args = parser.parse_args()
+    if args.episode is not None:
+        run_episode(args.seed, args.episode)
+        return 0
+    told = long_run(args.seed, args.steps)
+    print(json.dumps(told))
+    return 1 if told["found"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

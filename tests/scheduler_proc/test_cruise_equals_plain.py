@@ -1,0 +1,93 @@
+"""Cruising only costs less: under the same events, decisions and answers are those of the plain algorithm."""
+
+import random
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver
+from scheduler_load import Load, random_settings
+
+from quire.scheduler_proc.trace.event_log import replay, without_tokens
+
+SEEDS = range(32)
+STEPS_PER_RUN = 100
+TOTALS = {"steps": 0, "cruising": 0, "preemptions": 0, "epochs": 0, "several": 0}
+
+
+def both_ways(seed: int, **settings: Any) -> Load:
+    """A whole run; ``Load`` compares each diff, and all that the clients hear."""
+    rng = random.Random(seed)
+    settings = random_settings(rng, hybrid=seed % 3 == 0, drafts=False) | settings
+    load = Load(rng, Driver(**settings), Driver(cruise=False, **settings))
+    while len(load.driver.diffs) < STEPS_PER_RUN:
+        load.random_event()
+    load.drain()
+    load.check_answers()
+    assert load.drivers[0].answers == load.drivers[1].answers
+    assert statistics_of(load.drivers[0]) == statistics_of(load.drivers[1])
+    return load
+
+
+def statistics_of(driver: Driver) -> object:
+    return driver.scheduler.statistics()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_decision_and_every_answer_is_the_same(seed: int) -> None:
+    load = both_ways(seed)
+    cruising, plain = load.drivers
+    assert plain.num_cruising == 0
+    TOTALS["steps"] += len(cruising.diffs)
+    TOTALS["cruising"] += cruising.num_cruising
+    TOTALS["preemptions"] += cruising.scheduler.statistics().num_preemptions
+    TOTALS["epochs"] += load.num_epochs
+    TOTALS["several"] += sum(len(d.new_requests) > 1 for d in cruising.diffs)
+
+
+def test_the_runs_reached_what_they_are_for() -> None:
+    """(Skipped when only some seeds were run.)"""
+    if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
+        pytest.skip("not all seeds ran")
+    assert TOTALS["cruising"] > TOTALS["steps"] / 2, "hardly anybody cruised"
+    assert TOTALS["preemptions"] > 100 and TOTALS["epochs"] > 20 and TOTALS["several"] > 20
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_long_answers_cruise_and_are_the_same(seed: int) -> None:
+    """Blocks begin, calendars turn and tables widen, with nothing else going on for long."""
+    rng = random.Random(seed)
+    settings: dict[str, Any] = {
+        "num_blocks": rng.choice((40, 120, 400)),
+        "max_model_len": 128,
+        "max_num_seqs": rng.choice((8, 100)),
+        "max_num_batched_tokens": 128,
+        "block_size": rng.choice((1, 4, 16)),
+        "async_scheduling": rng.random() < 0.8,
+        "scheduling_policy": rng.choice(("fcfs", "priority")),
+    }
+    drivers = [Driver(cruise=cruise, **settings) for cruise in (True, False)]
+    load = Load(rng, *drivers)
+    for index in range(rng.choice((6, 70))):
+        for driver in drivers:
+            driver.add(f"x{index}", [index, 7], max_tokens=5 + 31 * index % 100, priority=index % 3, client=index % 2)
+    for _ in range(500):
+        load.advance()
+    for driver in drivers:
+        driver.run()
+        driver.check_drained()
+    assert drivers[0].answers == drivers[1].answers
+    if settings["num_blocks"] == 400:
+        assert drivers[0].num_cruising > 2 * len(drivers[0].diffs)
+
+
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_the_log_of_a_run_that_cruised_replays_with_and_without_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    driver = Driver(**random_settings(rng, drafts=seed % 2 == 0))
+    load = Load(rng, driver)
+    load.fixed_budget = True
+    while len(driver.diffs) < STEPS_PER_RUN:
+        load.random_event()
+    load.drain()
+    assert replay(driver.header, driver.log, check=True) is None
+    assert replay(driver.header, without_tokens(driver.header, driver.log), check=True) is None

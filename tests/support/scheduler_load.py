@@ -1,0 +1,340 @@
+"""Nasty loads for a Driver: whatever clients, front ends and workers may do, one random thing at a time.
+
+The same actions serve the state machine, the long run and the comparison of two schedulers: each is drawn from a
+``random.Random``, and asks only what a client could know or what is the same in both schedulers.
+"""
+
+import random
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
+
+from quire.protocol.kv_layout import KVGroup, KVLayout
+from quire.protocol.messages import EndReason, ModelRunnerOutput, SchedulerOutput, StepOutputs
+from quire.scheduler_proc.trace.event_log import appended_blocks, describe
+
+EOS = list(range(0, VOCAB_SIZE, 40))
+MAX_MODEL_LEN = 40
+NUM_CLIENTS = 3
+
+
+@dataclass
+class Asked:
+    """A request as its client sent it. ``gone``: it may have ended before its time. ``bad``: where its logits are not
+    finite, by output token."""
+
+    client: int
+    prompt: list[int]
+    max_tokens: int
+    stops: frozenset[int]
+    output: list[int]
+    gone: bool = False
+    bad: int | None = None
+
+
+def random_layout(rng: random.Random) -> KVLayout:
+    """One to three groups; block sizes are multiples of the smallest."""
+    smallest = rng.choice((1, 2, 4))
+    kinds = ["full_attention", "sliding_window", "chunked_local_attention", "mamba"]
+    groups = [KVGroup(rng.choice(kinds), smallest, [0], rng.randrange(1, 12))]
+    for _ in range(rng.randrange(3)):
+        groups.append(KVGroup(rng.choice(kinds), smallest * rng.choice((1, 1, 2, 3)), [0], rng.randrange(1, 12)))
+    rng.shuffle(groups)
+    return KVLayout(groups, num_kv_heads=1, head_dim=4, dtype="float32")
+
+
+def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = True) -> dict[str, Any]:
+    """Tiny pools, odd chunk sizes, all switches. Arguments of a Driver."""
+    layout = random_layout(rng) if hybrid and rng.random() < 0.6 else None
+    states = [] if layout is None else [g.block_size for g in layout.groups if g.kind == "mamba"]
+    num_drafts = rng.choice((0, 0, 1, 3)) if drafts else 0
+    asynchronous = rng.random() < 0.7
+    if states and num_drafts:  # what docs/kv_cache.md asks of drafts on models with states
+        num_drafts = min(num_drafts, min(states) - 1)
+    max_num_seqs = rng.choice((1, 3, 8))
+    least = max_num_seqs * (1 + num_drafts)
+    chunked = rng.random() < 0.8
+    return {
+        "layout": layout,
+        "num_blocks": rng.choice((6, 10, 14, 40, 60)),
+        "block_size": rng.choice((1, 2, 4, 8)),
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(least, rng.choice((8, 13, 64)) if chunked else MAX_MODEL_LEN),
+        "enable_chunked_prefill": chunked,
+        "enable_prefix_caching": rng.random() < 0.85,
+        "long_prefill_token_threshold": rng.choice((0, 0, 3, 7)) if chunked else 0,
+        "max_prefill_share": rng.choice((0.1, 0.5, 1.0)),
+        "async_scheduling": asynchronous,
+        "scheduling_policy": rng.choice(("fcfs", "priority")),
+        "reserve_full_sequence": rng.random() < 0.1,
+        "watermark": rng.choice((0.0, 0.0, 0.1)),
+        "drop_last_cached_block": rng.random() < 0.1,
+        "max_num_queued_reqs": rng.choice((0, 0, 4)),
+        "num_speculative_tokens": num_drafts,
+        "eos": EOS,
+    }
+
+
+EVENTS = {
+    "arrive": 30,
+    "abort": 4,
+    "stop": 4,
+    "leave": 1,
+    "hold": 3,
+    "release": 4,
+    "pause": 1,
+    "resume": 4,
+    "reset_prefix_cache": 1,
+    "change_budget": 2,
+    "begin_epoch": 1,
+    "damaged_result": 3,
+}
+"""Methods of Load, and how often each comes in a run without hypothesis."""
+
+
+class Load:
+    """One Driver, or two that must not differ, under the same events.
+
+    ``drivers[0]`` is looked at where an event depends on the state; ``rng`` may be replaced between events.
+    ``fixed_budget``: for runs that are replayed, since a log does not tell that the budget was changed.
+    """
+
+    def __init__(self, rng: random.Random, *drivers: Driver) -> None:
+        self.rng = rng
+        self.drivers = drivers
+        self.driver = drivers[0]
+        self.asked: dict[str, Asked] = {}
+        self.held: dict[str, int] = {}
+        self.prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
+        self.fixed_budget = False
+        self.num_epochs = self.num_damaged = 0
+
+    # ---- events
+
+    def arrive(self) -> None:
+        """A request, perhaps with a beginning that others share, perhaps sent again after a crash."""
+        rng = self.rng
+        if len(self.driver.scheduler.table.requests) >= 14:
+            return
+        own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(0, 12))]
+        prompt = (rng.choice(self.prefixes)[: rng.choice((0, 5, 8, 16, 24))] + own)[: MAX_MODEL_LEN - 2] or [1]
+        max_tokens = rng.choice((1, 2, rng.randrange(1, 30)))
+        ignore_eos = rng.random() < 0.6
+        stops = [] if rng.random() < 0.8 else rng.sample(range(VOCAB_SIZE), 30)
+        output = []
+        if rng.random() < 0.1:
+            output = expected_tokens(prompt, rng.randrange(1, 4))
+            stops, ignore_eos = [], True
+        request_id = f"r{len(self.asked)}"
+        asked = Asked(rng.randrange(NUM_CLIENTS), prompt, max_tokens, frozenset(stops), output)
+        if not ignore_eos:
+            asked.stops |= frozenset(EOS)
+        if rng.random() < 0.06:
+            asked.bad = rng.randrange(6)
+        self.asked[request_id] = asked
+        priority, salt = rng.choice((0, 0, 1, 5, -3)), rng.choice(("", "", "salt"))
+        for driver in self.drivers:
+            if asked.bad is not None:
+                driver.worker.bad_from[request_id] = asked.bad
+            driver.add(
+                request_id,
+                prompt,
+                output,
+                client=asked.client,
+                max_tokens=max_tokens,
+                ignore_eos=ignore_eos,
+                stop_token_ids=stops,
+                priority=priority,
+                arrival=float(len(self.asked)),
+                cache_salt=salt,
+            )
+
+    def abort(self) -> None:
+        if (victim := self._anyone()) is not None:
+            self.asked[victim].gone = True
+            for driver in self.drivers:
+                driver.abort(victim, "nobody", client=self.asked[victim].client)
+
+    def stop(self) -> None:
+        """As a front end does: the stop string was in what had come so far."""
+        victim = self._anyone()
+        if victim is not None and (known := len(self.driver.answers[victim].tokens)):
+            self.asked[victim].gone = True
+            told = self.rng.randrange(known + 1)
+            for driver in self.drivers:
+                driver.stop(victim, told, self.asked[victim].client)
+
+    def leave(self) -> None:
+        client = self.rng.randrange(NUM_CLIENTS)
+        for owner, request_id in self.driver.scheduler.table.requests:
+            if owner == client:
+                self.asked[request_id].gone = True
+        for driver in self.drivers:
+            driver.drop_client(client)
+
+    def hold(self) -> None:
+        """Of anyone: who does not wait, is not held, and nothing comes of it."""
+        if (victim := self._anyone()) is not None:
+            client, reason = self.asked[victim].client, self.rng.choice(("grammar", "remote_kv", "streaming"))
+            self.held[victim] = client
+            for driver in self.drivers:
+                driver.hold(victim, reason, client)
+
+    def release(self) -> None:
+        if self.held:
+            request_id = self.rng.choice(list(self.held))
+            client = self.held.pop(request_id)
+            for driver in self.drivers:
+                driver.release(request_id, client)
+
+    def pause(self) -> None:
+        self.control(self.rng.choice(("pause", "pause_new")))
+
+    def resume(self) -> None:
+        self.control("resume")
+
+    def reset_prefix_cache(self) -> None:
+        self.control("reset_prefix_cache")
+
+    def control(self, kind: str) -> None:
+        told = [driver.control(kind) for driver in self.drivers]
+        assert all(t == told[0] for t in told), f"statistics differ: {told}"
+
+    def change_budget(self) -> None:
+        """A batch made smaller or larger again: the one way in which requests that decode get no share."""
+        config = self.driver.config
+        if config.enable_chunked_prefill and not self.fixed_budget:
+            most = config.max_num_batched_tokens
+            budget = min(self.rng.choice((1, 2, 3, most, most)), most)
+            for driver in self.drivers:
+                driver.scheduler.config = change(config, max_num_batched_tokens=budget)
+
+    def begin_epoch(self) -> None:
+        self.num_epochs += 1
+        for driver in self.drivers:
+            driver.begin_epoch()
+
+    def damaged_result(self) -> None:
+        """A result that cannot be: nothing of it is applied. Then the right one comes after all, or a new epoch."""
+        kind, afresh = self.rng.randrange(4), self.rng.random() < 0.5
+        done = [driver.deliver_damaged(lambda result: damaged(result, kind)) for driver in self.drivers]
+        self.num_damaged += done[0]
+        if done[0] and afresh:
+            self.begin_epoch()
+
+    def random_event(self) -> None:
+        """Any of EVENTS, then a few steps."""
+        (name,) = self.rng.choices(list(EVENTS), list(EVENTS.values()))
+        getattr(self, name)()
+        for _ in range(self.rng.randrange(1, 10)):
+            self.advance()
+
+    def _anyone(self) -> str | None:
+        alive = [request_id for _, request_id in self.driver.scheduler.table.requests]
+        return self.rng.choice(alive) if alive else None
+
+    # ---- steps
+
+    def advance(self) -> None:
+        """Any one thing that may happen next: results come as late as the pipeline allows."""
+        action = self.rng.choice(("schedule", "schedule", "execute", "deliver"))
+        if action == "schedule":
+            diffs = [driver.schedule() for driver in self.drivers]
+            if len(diffs) > 1:
+                told = ["nothing" if diff is None else describe(diff) for diff in diffs]
+                assert all(t == told[0] for t in told), f"decided {told}"
+            if diffs[0] is not None:
+                self.check_step(diffs[0])
+        for driver in self.drivers:
+            if action == "execute":
+                driver.execute()
+            elif action == "deliver":
+                driver.deliver()
+        if len(self.drivers) > 1:
+            assert len({told_to_clients(driver) for driver in self.drivers}) == 1, "clients heard different things"
+
+    def check_step(self, diff: SchedulerOutput) -> None:
+        """I14: nobody is admitted before somebody who came earlier (or is worth more) and could have been."""
+        table = self.driver.scheduler.table
+        if diff.new_requests and table.waiting:
+            by_handle = {r.handle: r for r in table.running.values()}
+            admitted = [table.waiting.key(by_handle[new.handle]) for new in diff.new_requests]
+            assert max(admitted) < table.waiting.key(table.waiting.peek_request()), "somebody was overtaken"
+        assert 0 not in [block for _, group, block in appended_blocks(diff) if self._is_full(group)]
+
+    def _is_full(self, group: int) -> bool:
+        return self.driver.worker.groups[group].kind == "full_attention"
+
+    # ---- the end
+
+    def drain(self, patience: int = 64) -> None:
+        """Everything that stands in the way is lifted; then each request ends, and something happens all the time."""
+        self.control("resume")
+        while self.held:
+            self.release()
+        for driver in self.drivers:
+            driver.scheduler.config = driver.config
+            before, idle = -1, 0
+            while driver.scheduler.table.requests or driver.scheduler.in_flight:
+                driver.step()
+                done = sum(len(a.tokens) + (a.ended is not None) for a in driver.answers.values())
+                idle = 0 if done > before else idle + 1
+                before = max(done, before)
+                assert idle < patience, f"nothing happens: {list(driver.scheduler.table.requests.values())}"
+            while driver.execute() or driver.deliver() is not None:  # results of an epoch before
+                pass
+
+    def check_answers(self) -> None:
+        for driver in self.drivers:
+            driver.check_drained()
+            assert all(answer.num_cached_tokens < MAX_MODEL_LEN for answer in driver.answers.values())
+            for request_id, asked in self.asked.items():
+                self._check_answer(driver, request_id, asked)
+
+    def _check_answer(self, driver: Driver, request_id: str, asked: Asked) -> None:
+        """The stream is what the prompt alone gives, up to where this request had to end."""
+        answer = driver.answers[request_id]
+        if answer.rejected is not None:
+            assert answer.rejected.code in ("kv_pool_too_small", "queue_full") and not answer.tokens
+            return
+        limit = min(MAX_MODEL_LEN, driver.scheduler.kv.max_tokens + 1) - len(asked.prompt)
+        limit = min(limit, asked.max_tokens) - len(asked.output)
+        want = expected_tokens([*asked.prompt, *asked.output], max(limit, 0))
+        ends = [i for i, token in enumerate(want) if token in asked.stops]
+        stopped = bool(ends)
+        want = want[: ends[0] + 1] if ends else want
+        bad = None if asked.bad is None else max(asked.bad - len(asked.output), 0)
+        assert answer.tokens == want[: len(answer.tokens)], f"{request_id}: another stream than alone"
+        assert answer.ended is not None
+        if asked.gone:
+            return
+        # Drafts that were accepted together with a stop token, and come after it, may be what is bad.
+        beyond = len(want) + driver.config.num_speculative_tokens
+        if bad is not None and (bad < len(want) or (answer.reason is EndReason.ERROR and bad < beyond)):
+            assert answer.reason is EndReason.ERROR and len(answer.tokens) <= bad, f"{request_id}: bad logits passed"
+        else:
+            assert answer.tokens == want, f"{request_id}: not all of its tokens"
+            assert answer.reason is (EndReason.STOPPED if stopped else EndReason.LENGTH)
+            assert answer.ended.num_output_tokens == len(want) + len(asked.output)
+
+
+def told_to_clients(driver: Driver) -> str:
+    """What was heard last; in which order clients are served, and requests introduced, means nothing."""
+    steps = [(client, m) for client, m in driver.heard if isinstance(m, StepOutputs)]
+    steps.sort(key=itemgetter(0))
+    return repr([(client, change(m, introduced=sorted(m.introduced, key=repr))) for client, m in steps])
+
+
+def damaged(result: ModelRunnerOutput, kind: int) -> ModelRunnerOutput:
+    """What no worker that follows the protocol would answer."""
+    if kind == 1 and result.tokens is not None:
+        return change(result, tokens=np.append(result.tokens[1:], VOCAB_SIZE).astype(np.int32))
+    if kind == 2 and result.tokens is not None:
+        return change(result, tokens=np.append(result.tokens, 1).astype(np.int32))
+    if kind == 3 and result.handles is not None and len(result.handles):
+        return change(result, handles=np.append(result.handles[1:], 999).astype(np.int32))
+    return change(result, step=result.step + 1)
