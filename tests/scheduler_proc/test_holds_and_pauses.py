@@ -1,0 +1,200 @@
+"""Requests that cannot start yet stand aside, and nobody waits behind them; a pause stops all, or only newcomers."""
+
+import pytest
+from scheduler_driver import Driver, end_of, expected_tokens
+
+from quire.protocol.messages import EndReason
+from quire.scheduler_proc.reasons import WaitReason
+
+POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
+
+
+def three(**settings: object) -> Driver:
+    driver = Driver(**{"max_num_seqs": 1} | settings)
+    for index, name in enumerate("abc"):
+        driver.add(name, [index, 9], max_tokens=3, arrival=float(index))
+    return driver
+
+
+def waiting(driver: Driver) -> list[str]:
+    return [r.request_id for r in driver.scheduler.table.waiting]
+
+
+def running(driver: Driver) -> list[str]:
+    return [r.request_id for r in driver.scheduler.table.running.values()]
+
+
+def strays(driver: Driver) -> int:
+    return driver.scheduler.statistics().num_stray_messages
+
+
+def quiet(driver: Driver) -> None:
+    """All that was sent is answered."""
+    while driver.execute() or driver.deliver() is not None:
+        pass
+
+
+# ---- holds
+
+
+@POLICIES
+def test_nobody_waits_behind_a_held_one(policy: str) -> None:
+    driver = three(scheduling_policy=policy)
+    driver.hold("a")
+    assert waiting(driver) == ["b", "c"] and driver.scheduler.table.num_waiting == 3
+    for _ in range(8):
+        driver.step()
+    assert [driver.answers[n].reason for n in "abc"] == [None, EndReason.LENGTH, EndReason.LENGTH]
+    assert driver.scheduler.schedule() is None
+    driver.release("a")
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["a"].tokens == expected_tokens([0, 9], 3)
+
+
+@POLICIES
+def test_a_released_one_comes_back_at_its_place(policy: str) -> None:
+    driver = three(scheduling_policy=policy)
+    driver.hold("a")
+    driver.hold("b")
+    driver.release("b")
+    assert waiting(driver) == ["b", "c"]
+    driver.release("a")
+    assert waiting(driver) == ["a", "b", "c"]
+    driver.run()
+    driver.check_drained()
+
+
+@pytest.mark.parametrize("reason", [WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING])
+def test_the_reason_is_told(reason: WaitReason) -> None:
+    driver = three()
+    driver.hold("b", reason.value)
+    assert driver.scheduler.statistics().waiting_by_reason == {"queued": 2, reason.value: 1}
+    (decision,) = driver.scheduler.decisions.take()
+    assert (decision.kind, decision.request_id, decision.reason) == ("wait", "b", reason)
+
+
+def test_holds_and_releases_of_the_wrong_ones_are_counted_and_ignored() -> None:
+    driver = three()
+    driver.step()
+    before = strays(driver)
+    driver.hold("a")  # it runs
+    driver.hold("nobody")
+    driver.hold("b", "boredom")  # no such reason
+    driver.release("b")  # not held
+    driver.release("nobody")
+    driver.hold("c", client=1)  # another front end's
+    driver.hold("b")
+    driver.hold("b", "streaming")  # held already
+    assert strays(driver) == before + 7
+    assert waiting(driver) == ["c"]
+    driver.release("b")
+    driver.run()
+    driver.check_drained()
+
+
+def test_a_held_one_can_be_aborted_stopped_and_dropped() -> None:
+    driver = three()
+    for name in "abc":
+        driver.hold(name)
+    assert not driver.scheduler.can_schedule
+    driver.abort("a")
+    driver.stop("b", 0)
+    driver.drop_client(0)
+    assert [driver.answers[n].reason for n in "abc"] == [EndReason.ABORTED, EndReason.STOPPED, EndReason.ABORTED]
+    driver.schedule()
+    driver.check_drained()
+
+
+def test_one_that_was_preempted_can_be_held_too_and_keeps_its_tokens() -> None:
+    driver = Driver(num_blocks=9, enable_prefix_caching=False)
+    driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=13)
+    driver.add("young", [11, 12, 13, 14, 15, 16, 17], max_tokens=13)
+    while not driver.scheduler.statistics().num_preemptions:
+        driver.step()
+    known = len(driver.answers["young"].tokens)
+    driver.hold("young", "remote_kv")
+    while driver.answers["old"].ended is None:
+        driver.step()
+    assert len(driver.answers["young"].tokens) == known > 0
+    driver.release("young")
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["young"].tokens == expected_tokens([11, 12, 13, 14, 15, 16, 17], 13)
+
+
+def test_held_requests_count_as_waiting_for_a_full_queue() -> None:
+    driver = Driver(max_num_queued_reqs=1)
+    driver.add("a", [1], max_tokens=1)
+    driver.hold("a")
+    driver.add("b", [2], max_tokens=1)
+    rejected = driver.answers["b"].rejected
+    assert rejected is not None and rejected.code == "queue_full"
+
+
+# ---- pauses
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_pause_for_newcomers_lets_the_running_go_on(asynchronous: bool) -> None:
+    driver = three(async_scheduling=asynchronous)
+    driver.step()
+    driver.control("pause_new")
+    for _ in range(8):
+        driver.step()
+    assert driver.answers["a"].reason is EndReason.LENGTH and running(driver) == []
+    assert waiting(driver) == ["b", "c"]
+    assert driver.scheduler.statistics().waiting_by_reason == {"paused": 2}
+    driver.control("resume")
+    driver.run()
+    driver.check_drained()
+
+
+def test_a_pause_stops_those_that_cruise_and_resume_takes_them_up() -> None:
+    driver = Driver(async_scheduling=True)
+    for index in range(3):
+        driver.add(f"r{index}", [index], max_tokens=40)
+    for _ in range(4):
+        driver.step()
+    assert len(driver.scheduler.cruise) == 3
+    driver.control("pause")
+    quiet(driver)
+    sent = len(driver.diffs)
+    for _ in range(3):
+        driver.step()
+    assert len(driver.diffs) == sent and len(driver.scheduler.cruise) == 3
+    driver.control("resume")
+    driver.run()
+    driver.check_drained()
+    for index in range(3):
+        assert driver.answers[f"r{index}"].tokens == expected_tokens([index], 40)
+
+
+def test_one_pause_replaces_the_other_and_one_resume_ends_both() -> None:
+    driver = three()
+    driver.control("pause")
+    driver.control("pause_new")
+    assert driver.scheduler.can_schedule and driver.schedule() is None
+    driver.control("pause")
+    assert not driver.scheduler.can_schedule
+    driver.control("resume")
+    driver.run()
+    driver.check_drained()
+
+
+def test_one_that_is_put_out_during_a_pause_for_newcomers_waits_for_its_end() -> None:
+    driver = Driver(num_blocks=9, enable_prefix_caching=False)
+    driver.add("old", [1] * 7, max_tokens=13)
+    driver.add("young", [2] * 7, max_tokens=13)
+    driver.step()
+    driver.control("pause_new")
+    while driver.answers["old"].ended is None:
+        driver.step()
+    assert driver.scheduler.statistics().num_preemptions == 1
+    for _ in range(3):
+        driver.step()
+    assert running(driver) == [] and waiting(driver) == ["young"]
+    driver.control("resume")
+    driver.run()
+    driver.check_drained()
+    assert end_of(driver, "young") == (EndReason.LENGTH, expected_tokens([2] * 7, 13))

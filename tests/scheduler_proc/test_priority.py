@@ -1,0 +1,201 @@
+"""The priority policy: the lowest number first; who is worth less gives way, and nobody among equals."""
+
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver, expected_tokens
+
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.reasons import PreemptReason
+
+BOTH = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+def by_priority(**settings: Any) -> Driver:
+    return Driver(**{"scheduling_policy": "priority"} | settings)
+
+
+def running(driver: Driver) -> list[str]:
+    return [r.request_id for r in driver.scheduler.table.running.values()]
+
+
+def waiting(driver: Driver) -> list[str]:
+    return [r.request_id for r in driver.scheduler.table.waiting]
+
+
+def preempted(driver: Driver) -> list[tuple[str, str, str]]:
+    """(who, why, for whom) since the last call."""
+    taken = driver.scheduler.decisions.take()
+    return [(d.request_id, d.reason, d.beneficiary) for d in taken if d.kind == "preempt"]
+
+
+def finish(driver: Driver) -> None:
+    driver.run()
+    driver.check_drained()
+
+
+def test_the_lowest_number_goes_first_then_the_earliest_arrival() -> None:
+    driver = by_priority(max_num_seqs=1)
+    for name, priority, arrival in (("late", 1, 9.0), ("worse", 2, 1.0), ("early", 1, 3.0), ("best", -7, 99.0)):
+        driver.add(name, [1, 2], max_tokens=1, priority=priority, arrival=arrival)
+    order: list[str] = []
+    while driver.scheduler.table.requests:
+        driver.step()
+        order += [name for name in driver.answers if driver.answers[name].ended and name not in order]
+    assert order == ["best", "early", "late", "worse"]
+
+
+def test_among_the_same_arrivals_the_order_in_this_engine_decides() -> None:
+    driver = by_priority()
+    for name in "cab":
+        driver.add(name, [1], max_tokens=1, arrival=5.0)
+    assert waiting(driver) == ["c", "a", "b"]
+
+
+def test_first_come_first_served_does_not_look_at_priorities() -> None:
+    driver = Driver(max_num_seqs=1)
+    driver.add("first", [1], max_tokens=2, priority=5)
+    driver.add("second", [2], max_tokens=2, priority=-5)
+    driver.step()
+    assert running(driver) == ["first"] and waiting(driver) == ["second"]
+
+
+@BOTH
+def test_short_of_blocks_the_worst_gives_way_not_the_last(asynchronous: bool) -> None:
+    driver = by_priority(num_blocks=9, enable_prefix_caching=False, async_scheduling=asynchronous)
+    driver.add("worse", [1] * 7, max_tokens=13, priority=3, arrival=1.0)
+    driver.add("better", [2] * 7, max_tokens=13, priority=1, arrival=2.0)
+    while not driver.scheduler.statistics().num_preemptions:
+        driver.step()
+    assert preempted(driver) == [("worse", PreemptReason.LOWEST_PRIORITY, "better")]
+    assert waiting(driver) == ["worse"]
+    finish(driver)
+    assert driver.answers["worse"].tokens == expected_tokens([1] * 7, 13)
+
+
+def test_among_equals_the_latest_gives_way() -> None:
+    driver = by_priority(num_blocks=9, enable_prefix_caching=False)
+    driver.add("late", [1] * 7, max_tokens=13, arrival=2.0)
+    driver.add("early", [2] * 7, max_tokens=13, arrival=1.0)
+    while not driver.scheduler.statistics().num_preemptions:
+        driver.step()
+    assert preempted(driver) == [("late", PreemptReason.LOWEST_PRIORITY, "early")]
+
+
+def test_who_needs_a_block_and_is_the_worst_puts_itself_out() -> None:
+    """Its own share cannot be found room for without taking from somebody better."""
+    driver = by_priority(num_blocks=5, enable_prefix_caching=False)
+    driver.add("better", [1] * 5, max_tokens=9, priority=0)
+    driver.add("worse", [2] * 6, max_tokens=7, priority=1)
+    while not driver.scheduler.statistics().num_preemptions:
+        driver.step()
+    assert preempted(driver)[0] == ("worse", PreemptReason.ITSELF, "worse")
+    finish(driver)
+    assert driver.answers["better"].tokens == expected_tokens([1] * 5, 9)
+
+
+@BOTH
+def test_a_better_one_that_waits_puts_out_a_worse_one_where_no_seat_is_free(asynchronous: bool) -> None:
+    """#41951: an answer of little worth would keep it waiting to the end."""
+    driver = by_priority(max_num_seqs=2, async_scheduling=asynchronous)
+    driver.add("bad", [1, 2, 3], max_tokens=20, priority=5)
+    driver.add("worst", [4, 5, 6], max_tokens=20, priority=9)
+    driver.step()
+    driver.add("best", [7, 8, 9], max_tokens=3, priority=0)
+    diff = driver.schedule() or driver.schedule()
+    while diff is None or not diff.new_requests:
+        driver.execute()
+        driver.deliver()
+        diff = driver.schedule()
+    assert running(driver) == ["bad", "best"] and waiting(driver) == ["worst"]
+    assert len(diff.removed) == 1, "the seat is given away in the diff that takes it"
+    finish(driver)
+    assert preempted(driver) == [("worst", PreemptReason.LOWEST_PRIORITY, "best")]
+    for name, prompt in (("bad", [1, 2, 3]), ("worst", [4, 5, 6])):
+        assert driver.answers[name].tokens == expected_tokens(prompt, 20)
+
+
+def test_a_better_one_that_waits_puts_out_worse_ones_until_its_blocks_are_there() -> None:
+    driver = by_priority(num_blocks=9, enable_prefix_caching=False)
+    for index, name in enumerate(("a", "b", "c")):
+        driver.add(name, [index] * 7, max_tokens=4, priority=index + 1)
+    driver.step()
+    driver.add("big", list(range(20, 38)), max_tokens=2, priority=0)
+    driver.step()
+    assert [name for name, _, _ in preempted(driver)] == ["c", "b"] and running(driver) == ["a", "big"]
+    finish(driver)
+
+
+@pytest.mark.parametrize("priority", [5, 6])
+def test_nobody_gives_way_to_one_that_is_not_strictly_better(priority: int) -> None:
+    """Equals would take turns for ever (#54530)."""
+    driver = by_priority(max_num_seqs=1)
+    driver.add("runs", [1, 2], max_tokens=9, priority=5, arrival=2.0)
+    driver.step()
+    driver.add("waits", [3, 4], max_tokens=2, priority=priority, arrival=1.0)
+    finish(driver)
+    assert preempted(driver) == []
+
+
+def test_a_share_taken_back_is_not_in_the_cache() -> None:
+    """ "low" got a share of the step, whose block was full with it; then "high" took its seat. What that share would
+    have written is nowhere, and must not be found when "low" comes back."""
+    driver = by_priority(max_num_seqs=1, long_prefill_token_threshold=4)
+    prompt = list(range(14))
+    driver.add("low", prompt, max_tokens=2, priority=5)
+    driver.step()
+    driver.add("high", [50, 51], max_tokens=2, priority=0)
+    driver.step()
+    assert running(driver) == ["high"]
+    driver.add("same", [*prompt, 99], max_tokens=2, priority=1)
+    finish(driver)
+    assert driver.answers["same"].num_cached_tokens == 4, "one block was written"
+    assert driver.answers["low"].tokens == expected_tokens(prompt, 2)
+    assert driver.answers["same"].tokens == expected_tokens([*prompt, 99], 2)
+
+
+def test_a_cruising_victim_takes_no_more_of_the_budget() -> None:
+    driver = by_priority(max_num_seqs=2, max_num_batched_tokens=4)
+    for name, priority in (("low", 5), ("mid", 3)):
+        driver.add(name, [priority], max_tokens=20, priority=priority)
+    driver.step()
+    driver.step()
+    driver.add("high", [1, 2, 3, 4, 5, 6], max_tokens=1, priority=0)
+    assert driver.counts(driver.schedule()) == {"mid": 1, "high": 2}, "what prefill may have was fixed before"
+    assert len(driver.scheduler.cruise) == 1
+    driver.execute()
+    driver.deliver()
+    finish(driver)
+    assert driver.answers["low"].tokens == expected_tokens([5], 20)
+
+
+def test_who_was_put_out_waits_in_its_old_place_and_is_not_starved() -> None:
+    """It ends as soon as the better ones leave it a seat, though they keep coming for a while."""
+    driver = by_priority(max_num_seqs=2)
+    driver.add("low", [1, 2], max_tokens=30, priority=9, arrival=0.0)
+    for index in range(10):
+        driver.add(f"h{index}", [index], max_tokens=4, priority=0, arrival=1.0 + index)
+        driver.add(f"x{index}", [index], max_tokens=4, priority=9, arrival=1.0 + index)
+        driver.step()
+    while driver.answers["low"].ended is None:
+        driver.step()
+        if running(driver):
+            assert not any(driver.answers[f"x{i}"].tokens for i in range(10)) or "low" not in waiting(driver)
+    finish(driver)
+    assert driver.answers["low"].tokens == expected_tokens([1, 2], 30)
+
+
+def test_priorities_outside_32_bits_are_refused() -> None:
+    driver = by_priority()
+    for priority in (-(2**31) - 1, 2**31):
+        driver.add(f"p{priority}", [1], priority=priority)
+        rejected = driver.answers[f"p{priority}"].rejected
+        assert rejected is not None and (rejected.code, rejected.param) == ("invalid_value", "priority")
+    for priority in (-(2**31), 2**31 - 1):
+        driver.add(f"p{priority}", [1], priority=priority, max_tokens=1)
+    finish(driver)
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"scheduling_policy must be one of fcfs, priority, not 'lottery'"):
+        Driver(scheduling_policy="lottery")
