@@ -343,7 +343,8 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
     Attributes:
         step: the SchedulerOutput that it answers.
         tokens: one sampled token for each row that reached its last known position, in row order.
-        handles: of those rows; absent while the same as in the last result that had them.
+        handles: of those rows; absent while the same as in the last result that had them, and never absent where the
+            step removed or brought a request.
         bad: handles whose logits were not finite.
         counts: tokens of each such row (accepted drafts and one more); absent when all are 1.
         drafts: how many drafts the worker holds for each such row's next step; absent without a proposer.

@@ -105,7 +105,8 @@ class StepsInFlight:
         fault = fault_of_extras(output, handles, len(tokens), self._vocab_size)
         if fault:
             raise WorkerFault(f"result of step {output.step}: {fault}")
-        self.note_rows(output.handles)
+        if output.handles is not None:
+            self.handles, self._positions = output.handles, None
         self._verified = None if record.sampling else record.roster
         return record, Sampled.of(handles, tokens, counts)
 
@@ -114,11 +115,6 @@ class StepsInFlight:
         counts = event.counts
         tokens = np.zeros(len(event.handles) if counts is None else int(counts.sum()), np.int32)
         return self.match(ModelRunnerOutput(event.step, tokens, event.handles, counts, drafts=event.drafts))
-
-    def note_rows(self, handles: Int32 | None) -> None:
-        """The workers told whose tokens their results hold from now on."""
-        if handles is not None:
-            self.handles, self._positions, self._verified = handles, None, None
 
     def drop_all(self) -> list[InFlightStep]:
         """None of the steps in flight will be answered."""

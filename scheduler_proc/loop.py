@@ -44,7 +44,7 @@ from quire.scheduler_proc.trace.event_log import EventLog
 log = logging.getLogger(__name__)
 
 MAX_FAULTS_IN_A_ROW = 5
-"""Results in a row that cannot be right, after which the engine gives up."""
+"""Results that cannot be right, with no token in between, after which the engine gives up."""
 
 
 class SchedulerLoop:
@@ -176,11 +176,13 @@ class SchedulerLoop:
                 raise EngineError(f"unexpected {type(received.message).__name__} from the worker")
 
     def _take_result(self, scheduler: Scheduler, result: ModelRunnerOutput, received: Received) -> None:
-        """A result that cannot be right costs its steps, not the requests in them; five in a row, the engine."""
+        """A result that cannot be right costs its steps, not the requests in them; five without a token, the engine."""
+        before = scheduler.num_generated_tokens
         try:
             scheduler.consume(result)
             self._log.consumed(self._clock(), 0, received.frames)
-            self._faults_in_a_row = 0
+            if scheduler.num_generated_tokens > before:
+                self._faults_in_a_row = 0
         except WorkerFault as fault:
             self._faults_in_a_row += 1
             if self._faults_in_a_row == MAX_FAULTS_IN_A_ROW:

@@ -5,7 +5,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import EndReason, Int32, ModelRunnerOutput, OpaqueResult
+from quire.protocol.messages import EndReason, ModelRunnerOutput, OpaqueResult
 from quire.scheduler_proc.in_flight import InFlightStep, Sampled, StepsInFlight
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.outputs import OutputCollector
@@ -55,7 +55,7 @@ class Results:
         Raises:
             WorkerFault: it answers another step, or its tokens or handles cannot be right; nothing has changed.
         """
-        if self._is_stale(output.step, output.handles):
+        if self._is_stale(output.step):
             return
         record, sampled = self.in_flight.match(output)
         hits = self.table.stops.positions(sampled.last_tokens)
@@ -65,7 +65,7 @@ class Results:
 
     def update_from_opaque(self, event: OpaqueResult) -> None:
         """A recorded result without tokens: the same endings and block contents as the real one had."""
-        if self._is_stale(event.step, event.handles):
+        if self._is_stale(event.step):
             return
         record, sampled = self.in_flight.match_opaque(event)
         requests = record.requests()
@@ -81,12 +81,11 @@ class Results:
         bad = {handle: ending.detail for handle, ending in ended.items() if ending.reason is EndReason.ERROR}
         self._apply(record, sampled, ModelRunnerOutput(event.step, drafts=event.drafts), list(ended), bad, verdict)
 
-    def _is_stale(self, step: int, handles: Int32 | None) -> bool:
-        """Whether a result belongs to a step of before ``begin_epoch``; it tells at most where rows lie."""
+    def _is_stale(self, step: int) -> bool:
+        """Whether a result belongs to a step of before the epoch began. The first one after it tells the rows anew."""
         if step > self.stale_until:
             return False
         self._stats.num_stray_messages += 1
-        self.in_flight.note_rows(handles)
         return True
 
     def _apply(

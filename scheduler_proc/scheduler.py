@@ -268,6 +268,11 @@ class Scheduler:
 
     # ---- looking in
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens committed since the start."""
+        return self._stats.generation_tokens
+
     def _note(self, kind: str, request: Request, reason: str, beneficiary: Request | None = None) -> None:
         whose = "" if beneficiary is None else beneficiary.request_id
         self.decisions.note(Decision(self._step + 1, kind, request.request_id, reason, whose))

@@ -42,6 +42,10 @@ class StepInputs:
         return np.cumsum(self.query_lens, dtype=np.int64) - 1
 
 
+NEVER_TOLD = np.full(1, -1, np.int32)
+"""Row order that equals no other, so that the next result tells it: always after a request came or went."""
+
+
 @dataclass(slots=True)
 class PendingResult:
     """A step whose kernels are launched. On a CPU it is complete; on a GPU its tokens are on their way to the host."""
@@ -110,7 +114,7 @@ class ModelRunner:
         self.batch.register(Column(self.last_sampled))
         self.sampler = Sampler(self.batch)
         self._step = 0
-        self._sampling_handles = np.zeros(0, np.int32)
+        self._sampling_handles = NEVER_TOLD
         self._group_of_layer = [0] * len(model.layers)
         for index, group in enumerate(layout.groups):
             for layer in group.layers:
@@ -150,6 +154,8 @@ class ModelRunner:
         batch = self.batch
         for handle in step.parked:
             batch.active[batch.row(handle)] = False
+        if step.removed or step.new_requests:
+            self._sampling_handles = NEVER_TOLD
         rows = batch.change_rows(step.removed, step.new_requests, step.token_ids)
         self._add_blocks(step, rows)
         for handle in step.unparked:

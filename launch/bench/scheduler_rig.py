@@ -110,7 +110,7 @@ class BatchWorker:
         self._known[sampling] += 1
         handles = self._handles[sampling]
         tokens = self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, len(handles), dtype=np.int32)
-        if np.array_equal(handles, self._told):
+        if np.array_equal(handles, self._told) and not step.removed and not step.new_requests:
             return ModelRunnerOutput(step.step, tokens)
         self._told = handles
         return ModelRunnerOutput(step.step, tokens, handles)

@@ -110,7 +110,8 @@ class SyntheticWorker:
                 if row.computed == row.known:
                     row.known += 1
                     sampling.append(handle)
-        changed, self._last_handles = sampling != self._last_handles, sampling
+        changed = sampling != self._last_handles or bool(step.removed or step.new_requests)
+        self._last_handles = sampling
         tokens = self._rng.integers(3, self._vocab_size, len(sampling), dtype=np.int32)
         return ModelRunnerOutput(step.step, tokens, np.array(sampling, np.int32) if changed else None)
 

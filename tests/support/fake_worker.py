@@ -152,6 +152,8 @@ class FakeWorker:
         return self._sample(chunks)
 
     def _apply(self, diff: SchedulerOutput) -> None:
+        if diff.removed or diff.new_requests:
+            self._last_handles = [-1]  # to be told again
         for handle in diff.removed:
             self._let_go(self.rows.pop(handle))
         for handle in diff.parked:

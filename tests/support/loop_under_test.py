@@ -1,0 +1,118 @@
+"""The real scheduler loop in a thread, over real sockets: the test is its worker and its front ends."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+from fake_worker import FakeWorker
+from kv_event_ends import WAIT_MS
+
+from quire.protocol.channel import Link
+from quire.protocol.child import Child
+from quire.protocol.config import FIRST_EPOCH, EngineConfig
+from quire.protocol.errors import QuireError
+from quire.protocol.messages import (
+    PROTOCOL_VERSION,
+    Configure,
+    Control,
+    FrontEndToScheduler,
+    Hello,
+    MemoryPlan,
+    ModelRunnerOutput,
+    Ready,
+    SchedulerOutput,
+    SchedulerToFrontEnd,
+    SchedulerToWorker,
+    Shutdown,
+    WorkerToScheduler,
+)
+from quire.protocol.zmq_channel import ZmqChannel, ZmqHub, frontend_address, worker_address
+from quire.scheduler_proc.loop import SchedulerLoop
+from quire.scheduler_proc.scheduler import WorkerFault
+
+
+class LoopUnderTest:
+    """Owns both ends of all sockets, and the thread.
+
+    Attributes:
+        spoil: may change a result before it is sent.
+        failure: what ended the loop, if anything did.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", folder: Path, config: EngineConfig) -> None:
+        self.status, status = os.pipe()
+        hub = ZmqHub(context, frontend_address(folder), FrontEndToScheduler)
+        address = worker_address(folder, FIRST_EPOCH, 0)
+        far = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, FIRST_EPOCH), bind=True)
+        self.worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, FIRST_EPOCH), bind=False)
+        self.client = ZmqChannel(context, zmq.DEALER, frontend_address(folder), Link(SchedulerToFrontEnd), bind=False)
+        self._loop = SchedulerLoop(config, hub, far, Child(status))
+        self._fake = FakeWorker(33, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, 1000)
+        self._sockets = [hub, far, self.worker, self.client]
+        self._fds = [self.status, status]
+        self._context, self._folder = context, folder
+        self.spoil: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda result: result
+        self.failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def handshake(self) -> None:
+        for channel, role in ((self.worker, "worker"), (self.client, "frontend")):
+            channel.send(Hello(PROTOCOL_VERSION, role, 0, 1))
+        while not isinstance(self._next(self.worker), Configure):
+            pass
+        self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}))
+        os.read(self.status, 1)
+
+    def another_client(self) -> ZmqChannel:
+        """One more front end, which has said hello."""
+        client = ZmqChannel(
+            self._context, zmq.DEALER, frontend_address(self._folder), Link(SchedulerToFrontEnd), bind=False
+        )
+        self._sockets.append(client)
+        client.send(Hello(PROTOCOL_VERSION, "frontend", 0, 1))
+        return client
+
+    def until(self, wanted: Callable[[Any], bool], client: ZmqChannel | None = None) -> None:
+        """Work until a front end, the first one if not told, hears what is wanted."""
+        while True:
+            step = self.worker.receive()
+            if step is not None and isinstance(step.message, SchedulerOutput):
+                self.worker.send(self.spoil(self._fake.execute(step.message)))
+            heard = (client or self.client).receive(0.005)
+            if heard is not None and wanted(heard.message):
+                return
+
+    def stop(self) -> None:
+        self._loop.stop()
+        self.client.send(Control("statistics"))
+        while not isinstance(self._next(self.worker), Shutdown):
+            pass
+        self.close()
+
+    def join(self) -> None:
+        """The loop is about to end."""
+        self._thread.join(WAIT_MS / 1000)
+        assert not self._thread.is_alive()
+
+    def close(self) -> None:
+        """The loop has ended, or is about to."""
+        self.join()
+        for socket in self._sockets:
+            socket.close()
+        for fd in self._fds:
+            os.close(fd)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except (QuireError, WorkerFault) as error:
+            self.failure = error
+
+    def _next(self, channel: ZmqChannel) -> Any:
+        received = channel.receive(WAIT_MS / 1000)
+        assert received is not None
+        return received.message
