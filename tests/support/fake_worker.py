@@ -102,6 +102,7 @@ class FakeWorker:
         salt_of: request id → cache salt, which no slot may cross.
         num_speculative_tokens: most drafts per row and step; 0 for no proposer.
         tells_drafts: whether results say how many drafts there are; else there are always as many as may be.
+        first_of_epoch: step whose result tells its handles in any case.
         draft_rng, draft_quality: whether a draft is right is drawn, so often.
     """
 
@@ -133,6 +134,7 @@ class FakeWorker:
         self.salt_of: Callable[[str], str] = lambda request_id: ""
         self.draft_rng, self.draft_quality = random.Random(0), 0.6
         self.step = 0
+        self.first_of_epoch = 1
         self.num_accepted_drafts = self.num_rejected_drafts = 0
         self._last_handles: list[int] = []
 
@@ -362,7 +364,7 @@ class FakeWorker:
             counts.append(len(sampled))
             drafts.append(row.num_drafts)
             tokens += sampled
-        changed = handles != self._last_handles
+        changed = handles != self._last_handles or self.step == self.first_of_epoch
         self._last_handles = handles
         tells = self.num_speculative_tokens > 0 and self.tells_drafts
         return ModelRunnerOutput(

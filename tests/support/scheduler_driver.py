@@ -186,6 +186,7 @@ class Driver:
     def begin_epoch(self) -> None:
         """The scheduler starts afresh; the worker keeps its rows, and results on their way still arrive."""
         self._num_stale = len(self.diffs)
+        self.worker.first_of_epoch = self._num_stale + 1
         self.log.epoch_began(0.0)
         self.scheduler.begin_epoch()
         self.scheduler.check()

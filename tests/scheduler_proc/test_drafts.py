@@ -1,0 +1,255 @@
+"""Drafts: positions computed on trust. What is rejected is clawed back, and no client can tell that there were any."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_driver import Driver, change, end_of, expected_tokens
+
+from quire.protocol.messages import EndReason, ModelRunnerOutput, SchedulerOutput
+from quire.scheduler_proc.scheduler import WorkerFault
+
+BOTH = pytest.mark.parametrize("asynchronous", [False, True])
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def drafting(asynchronous: bool, quality: float = 1.0, **settings: Any) -> Driver:
+    """``quality`` 1: every draft is right; 0: none is. Three drafts at most."""
+    driver = Driver(**{"async_scheduling": asynchronous, "num_speculative_tokens": 3} | settings)
+    driver.worker.draft_quality = quality
+    return driver
+
+
+def always(driver: Driver, count: int) -> None:
+    """The proposer has so many drafts each time."""
+    driver.worker.draft_rng.randint = lambda low, high: count  # type: ignore[method-assign]
+
+
+def finish(driver: Driver) -> None:
+    driver.run()
+    driver.check_drained()
+
+
+def told(diffs: list[SchedulerOutput]) -> list[tuple[int, int]]:
+    """(tokens, drafts) of handle 0 in each step."""
+    return [(dict(d.counts).get(0, 1), dict(d.drafts).get(0, 0)) for d in diffs]
+
+
+@BOTH
+@pytest.mark.parametrize("quality", [0.0, 0.3, 0.7, 1.0])
+def test_the_stream_is_the_same_with_any_drafts(asynchronous: bool, quality: float) -> None:
+    driver = drafting(asynchronous, quality)
+    for index in range(4):
+        driver.add(f"r{index}", [index, *PROMPT], max_tokens=20 + index)
+    finish(driver)
+    for index in range(4):
+        assert end_of(driver, f"r{index}") == (EndReason.LENGTH, expected_tokens([index, *PROMPT], 20 + index))
+    statistics = driver.scheduler.statistics()
+    assert statistics.num_draft_tokens == driver.worker.num_accepted_drafts + driver.worker.num_rejected_drafts > 0
+    assert statistics.num_accepted_tokens == driver.worker.num_accepted_drafts
+    assert statistics.generation_tokens == 20 + 21 + 22 + 23
+
+
+def test_right_drafts_make_fewer_steps_and_their_tokens_come_packed() -> None:
+    driver = drafting(False)
+    always(driver, 3)
+    driver.add("a", PROMPT, max_tokens=9)
+    driver.schedule()
+    driver.execute()
+    driver.deliver()
+    driver.schedule()
+    driver.execute()
+    result = driver.deliver()
+    assert result is not None and result.counts is not None and result.counts.tolist() == [4]
+    ((_, message),) = driver.heard
+    assert message.handles.tolist() == [0] and message.counts.tolist() == [4] and len(message.tokens) == 4
+    finish(driver)
+    assert told(driver.diffs) == [(5, 0), (4, 3), (4, 3)]
+
+
+@BOTH
+def test_the_last_step_has_no_drafts_beyond_the_limit(asynchronous: bool) -> None:
+    driver = drafting(asynchronous)
+    always(driver, 3)
+    driver.add("a", PROMPT, max_tokens=7)
+    finish(driver)
+    assert [d for _, d in told(driver.diffs)] == [0, 3, 1], "one token needs no draft: the step gives it anyway"
+    assert len(driver.answers["a"].tokens) == 7
+
+
+def test_drafts_are_trimmed_to_what_the_budget_leaves() -> None:
+    driver = drafting(False, max_num_seqs=2, max_num_batched_tokens=8)
+    always(driver, 3)
+    for name in "ab":
+        driver.add(name, [ord(name)], max_tokens=30)
+    driver.step()
+    driver.scheduler.config = change(driver.config, max_num_batched_tokens=6)
+    diff = driver.schedule()
+    assert diff is not None and diff.drafts == [(0, 3), (1, 1)] and diff.counts == [(0, 4), (1, 2)]
+    driver.execute()
+    driver.deliver()
+    finish(driver)
+
+
+def test_told_of_more_drafts_than_there_may_be_the_scheduler_takes_what_may_be() -> None:
+    driver = drafting(False)
+    driver.add("a", PROMPT, max_tokens=30)
+    driver.schedule()
+    driver.execute()
+    result = driver.down.receive()
+    assert result is not None
+    driver.scheduler.consume(change(result.message, drafts=np.array([9], np.int32)))
+    diff = driver.schedule()
+    assert diff is not None and diff.drafts == [(0, 3)]
+
+
+def test_without_drafts_told_there_are_none() -> None:
+    driver = drafting(False)
+    always(driver, 0)
+    driver.add("a", PROMPT, max_tokens=5)
+    finish(driver)
+    assert all(d.drafts == [] for d in driver.diffs) and len(driver.diffs) == 5
+
+
+def test_rejected_drafts_are_clawed_back() -> None:
+    driver = drafting(False, quality=0.0)
+    always(driver, 3)
+    driver.add("a", PROMPT, max_tokens=30)
+    driver.step()
+    driver.schedule()
+    request = driver.request("a")
+    assert (request.num_computed_tokens, request.num_output_placeholders, request.num_drafts_in_flight) == (9, 4, 3)
+    driver.execute()
+    driver.deliver()
+    assert (request.num_computed_tokens, request.num_output_placeholders, request.num_drafts_in_flight) == (6, 0, 0)
+    assert request.num_acknowledged_tokens == 6 and request.num_tokens == 7
+    finish(driver)
+
+
+def test_one_step_ahead_the_worker_is_where_it_is_and_the_count_is_an_upper_bound() -> None:
+    driver = drafting(True, quality=0.0)
+    driver.add("a", PROMPT, max_tokens=30)
+    driver.schedule()
+    driver.schedule()
+    request = driver.request("a")
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (9, 5)
+    for _ in range(6):
+        driver.execute()
+        driver.deliver()
+        driver.schedule()
+        assert request.num_tokens + request.num_output_placeholders - request.num_computed_tokens == 1
+        assert driver.worker.rows[0].num_computed <= request.num_computed_tokens
+    finish(driver)
+    assert driver.answers["a"].tokens == expected_tokens(PROMPT, 30)
+
+
+@BOTH
+def test_a_stop_token_among_accepted_drafts_drops_the_later_ones(asynchronous: bool) -> None:
+    """The first sampled token ends nothing, the third does; the worker has accepted two more by then."""
+    want = expected_tokens(PROMPT, 9)
+    driver = drafting(asynchronous)
+    always(driver, 3)
+    driver.add("a", PROMPT, max_tokens=30, stop_token_ids=[want[2]])
+    driver.add("b", [9], max_tokens=30)
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.STOPPED, want[:3])
+    ended = driver.answers["a"].ended
+    assert ended is not None and (ended.num_output_tokens, ended.stop_reason) == (3, want[2])
+    assert driver.answers["b"].tokens == expected_tokens([9], 30)
+    statistics = driver.scheduler.statistics()
+    assert statistics.generation_tokens == 3 + 30
+
+
+@BOTH
+def test_aborted_with_drafts_in_flight(asynchronous: bool) -> None:
+    driver = drafting(asynchronous)
+    driver.add("a", PROMPT, max_tokens=30)
+    driver.add("b", [9], max_tokens=12)
+    for _ in range(2):
+        driver.step()
+    driver.schedule()
+    driver.abort("a")
+    finish(driver)
+    assert driver.answers["a"].reason is EndReason.ABORTED
+    assert driver.answers["b"].tokens == expected_tokens([9], 12)
+    assert driver.scheduler.statistics().dropped_tokens > 0
+
+
+@BOTH
+@pytest.mark.parametrize("quality", [0.0, 0.6, 1.0])
+def test_preempted_with_drafts_in_flight(asynchronous: bool, quality: float) -> None:
+    """#48245 with drafts: what is accepted afterwards counts, no placeholder is left, all is computed again."""
+    driver = drafting(asynchronous, quality, num_blocks=11, enable_prefix_caching=False)
+    for index, name in enumerate(("old", "young")):
+        driver.add(name, [index] * 7, max_tokens=18)
+    finish(driver)
+    assert driver.scheduler.statistics().num_preemptions > 0
+    for index, name in enumerate(("old", "young")):
+        assert driver.answers[name].tokens == expected_tokens([index] * 7, 18)
+
+
+def test_who_may_be_done_if_all_drafts_are_right_waits_for_the_answer() -> None:
+    """4 placeholders in flight are all that its limit allows: nothing more is sent until it is known."""
+    driver = drafting(True, quality=0.0)
+    driver.add("a", PROMPT, max_tokens=5)
+    driver.add("b", [9], max_tokens=40)
+    driver.schedule()
+    driver.schedule()
+    driver.execute()
+    driver.deliver()
+    diff = driver.schedule()
+    assert diff is not None and diff.parked == [0] and not diff.removed
+    finish(driver)
+    assert [h for d in driver.diffs for h in d.unparked].count(0) > 0
+    assert driver.answers["a"].tokens == expected_tokens(PROMPT, 5)
+
+
+def test_nobody_cruises_while_there_are_drafts() -> None:
+    driver = drafting(True)
+    driver.add("a", PROMPT, max_tokens=20)
+    finish(driver)
+    assert driver.num_cruising == 0
+
+
+@BOTH
+def test_blocks_of_accepted_drafts_are_found_again(asynchronous: bool) -> None:
+    driver = drafting(asynchronous, quality=0.5)
+    driver.add("a", PROMPT, max_tokens=20)
+    driver.run()
+    again = [*PROMPT, *driver.answers["a"].tokens]
+    driver.add("b", again, max_tokens=3)
+    finish(driver)
+    assert driver.answers["b"].num_cached_tokens >= 20
+    assert driver.answers["b"].tokens == expected_tokens(again, 3)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda r: change(r, counts=np.array([5], np.int32), tokens=np.arange(5, dtype=np.int32)),  # of 3 drafts
+        lambda r: change(r, counts=np.array([0], np.int32), tokens=None),
+        lambda r: change(r, counts=np.array([2], np.int32)),
+        lambda r: change(r, counts=np.array([1, 1], np.int32)),
+        lambda r: change(r, drafts=np.array([-1], np.int32)),
+        lambda r: change(r, drafts=np.array([1, 1], np.int32)),
+    ],
+)
+def test_results_whose_drafts_cannot_be_are_refused(damage: Any) -> None:
+    driver = drafting(False)
+    always(driver, 3)
+    driver.add("a", PROMPT, max_tokens=20)
+    driver.step()
+    driver.schedule()
+    driver.execute()
+    assert driver.deliver_damaged(damage)
+    finish(driver)
+    assert driver.answers["a"].tokens == expected_tokens(PROMPT, 20)
+
+
+def test_several_tokens_without_drafts_are_refused() -> None:
+    driver = Driver()
+    driver.add("a", PROMPT, max_tokens=20)
+    driver.schedule()
+    several = ModelRunnerOutput(1, np.array([1, 2], np.int32), np.array([0], np.int32), np.array([2], np.int32))
+    with pytest.raises(WorkerFault, match="more tokens of a request than it had drafts for"):
+        driver.scheduler.consume(several)
