@@ -86,7 +86,7 @@ class StepsInFlight:
     def position_of(self, handle: int) -> int:
         """Index of ``handle`` among ``handles``."""
         if self._positions is None:
-            self._positions = {h: i for i, h in enumerate(self.handles.tolist())}
+            self._positions = dict(zip(self.handles.tolist(), range(len(self.handles)), strict=True))
         return self._positions[handle]
 
     def match(self, output: ModelRunnerOutput) -> tuple[InFlightStep, Sampled]:

@@ -217,12 +217,8 @@ class BlockPool:
         if len(hashed) < len(freed):
             self.free_block_queue.prepend_n([block for block in freed if block.block_hash is None])
 
-    def cache_full_block(self, block: KVCacheBlock, key: bytes) -> None:
-        """From now on ``key`` finds ``block``, whose content is complete."""
-        self.cache_full_blocks((block,), (key,))
-
-    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Sequence[bytes]) -> None:
-        """The same for many."""
+    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Iterable[bytes]) -> None:
+        """From now on each key finds its block, whose content is complete."""
         insert = self.cached_block_hash_to_block.insert
         stored: list[bytes] = []
         for block, key in zip(blocks, keys, strict=True):

@@ -97,9 +97,11 @@ class SingleTypeKVCacheManager(ABC):
         if full <= cached:
             return
         filled = self.filled_blocks(handle, cached, full)
-        for block, key in zip(filled, self.keys(block_hashes, cached, full), strict=True):
-            if not block.is_null:
-                self.pool.cache_full_block(block, key)
+        keys = self.keys(block_hashes, cached, full)
+        if self.pool.null_block in filled:
+            kept = [(block, key) for block, key in zip(filled, keys, strict=True) if not block.is_null]
+            filled, keys = [block for block, _ in kept], [key for _, key in kept]
+        self.pool.cache_full_blocks(filled, keys)
         self.num_cached_block[handle] = full
 
     def filled_blocks(self, handle: int, first: int, end: int) -> list[KVCacheBlock]:

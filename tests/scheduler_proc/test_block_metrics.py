@@ -47,7 +47,7 @@ def test_the_life_of_a_content() -> None:
     pool.now = 10.0
     block = pool.get_new_blocks(1)
     assert block[0].block_id == SAMPLED
-    pool.cache_full_block(block[0], b"a")
+    pool.cache_full_blocks([block[0]], [b"a"])
     pool.now = 15.0
     pool.free_blocks(block)
     for now in (20.0, 50.0, 51.0):
@@ -67,12 +67,12 @@ def test_the_life_of_a_content() -> None:
 def test_the_next_content_of_a_block_starts_anew() -> None:
     pool = pool_of_one_sampled_block()
     block = pool.get_new_blocks(1)
-    pool.cache_full_block(block[0], b"a")
+    pool.cache_full_blocks([block[0]], [b"a"])
     pool.touch(block)
     for _ in range(2):
         pool.free_blocks(block)
     pool.now = 7.0
-    pool.cache_full_block(pool.get_new_blocks(1)[0], b"b")
+    pool.cache_full_blocks([pool.get_new_blocks(1)[0]], [b"b"])
     pool.now = 9.0
     pool.touch(block)
     assert seen(pool.metrics.reuse_gap) == (0, 0.0)
@@ -89,7 +89,7 @@ def test_content_that_nobody_could_find_has_no_life() -> None:
     block = pool.get_new_blocks(1)
     pool.free_blocks(block)
     pool.now = 5.0
-    pool.cache_full_block(pool.get_new_blocks(1)[0], b"a")
+    pool.cache_full_blocks([pool.get_new_blocks(1)[0]], [b"a"])
     pool.forget_content(b"a")
     pool.free_blocks(block)
     pool.get_new_blocks(1)
@@ -100,7 +100,7 @@ def test_one_block_in_64_is_sampled() -> None:
     pool = BlockPool(3 * 64 + 1, enable_caching=True)
     blocks = pool.get_new_blocks(3 * 64)
     for block in blocks:
-        pool.cache_full_block(block, bytes([block.block_id]))
+        pool.cache_full_blocks([block], [bytes([block.block_id])])
     pool.free_blocks(blocks)
     pool.get_new_blocks(3 * 64)
     assert SAMPLE_MASK == 63 and seen(pool.metrics.lifetime) == (3, 0.0)

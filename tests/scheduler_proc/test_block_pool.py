@@ -90,8 +90,8 @@ def test_the_null_block_may_be_freed_and_touched_without_effect() -> None:
 def test_plain_blocks_are_reused_at_once_and_cached_ones_last() -> None:
     pool = pool_of(6)
     blocks = pool.get_new_blocks(4)
-    pool.cache_full_block(blocks[0], b"a")
-    pool.cache_full_block(blocks[1], b"b")
+    pool.cache_full_blocks([blocks[0]], [b"a"])
+    pool.cache_full_blocks([blocks[1]], [b"b"])
     pool.free_blocks(reversed(blocks))
     # Plain 4 and 3, then what was never used, then the cached ones: the end of a prefix before its start.
     assert ids(pool.get_new_blocks(6)) == [4, 3, 5, 6, 2, 1]
@@ -100,7 +100,7 @@ def test_plain_blocks_are_reused_at_once_and_cached_ones_last() -> None:
 def test_a_hit_on_a_free_block_keeps_its_content() -> None:
     pool = pool_of()
     (block,) = pool.get_new_blocks(1)
-    pool.cache_full_block(block, b"a")
+    pool.cache_full_blocks([block], [b"a"])
     pool.free_blocks([block])
     found = pool.get_cached_block(b"a")
     assert found is block
@@ -112,7 +112,7 @@ def test_a_hit_on_a_free_block_keeps_its_content() -> None:
 
 def test_a_reused_block_cannot_be_found_any_more() -> None:
     pool = pool_of(1)
-    pool.cache_full_block(pool.get_new_blocks(1)[0], b"a")
+    pool.cache_full_blocks([pool.get_new_blocks(1)[0]], [b"a"])
     pool.free_blocks([pool.blocks[1]])
     assert pool.get_new_blocks(1)[0].block_hash is None
     assert pool.get_cached_block(b"a") is None
@@ -122,8 +122,8 @@ def test_a_reused_block_cannot_be_found_any_more() -> None:
 def test_of_two_blocks_with_one_content_the_other_is_found_when_one_is_reused() -> None:
     pool = pool_of(2)
     first, second = pool.get_new_blocks(2)
-    pool.cache_full_block(first, b"a")
-    pool.cache_full_block(second, b"a")
+    pool.cache_full_blocks([first], [b"a"])
+    pool.cache_full_blocks([second], [b"a"])
     pool.free_blocks([first])
     pool.get_new_blocks(1)
     assert pool.get_cached_block(b"a") is second
@@ -133,7 +133,7 @@ def test_of_two_blocks_with_one_content_the_other_is_found_when_one_is_reused() 
 def test_forgotten_content_is_not_found_in_any_of_its_blocks() -> None:
     pool = pool_of(2)
     for block in pool.get_new_blocks(2):
-        pool.cache_full_block(block, b"a")
+        pool.cache_full_blocks([block], [b"a"])
     pool.forget_content(b"a")
     pool.forget_content(b"never known")
     assert pool.get_cached_block(b"a") is None
@@ -144,7 +144,7 @@ def test_a_run_of_cached_blocks_ends_at_the_first_unknown_key() -> None:
     pool = pool_of(5)
     blocks = pool.get_new_blocks(5)
     for block, key in zip(blocks, (b"a", b"b", b"b", b"c"), strict=False):
-        pool.cache_full_block(block, key)
+        pool.cache_full_blocks([block], [key])
     assert ids(pool.get_cached_blocks([b"a", b"b", b"c"])) == [1, 2, 4]
     assert ids(pool.get_cached_blocks([b"a", b"x", b"c"])) == [1]
     assert pool.get_cached_blocks([b"x", b"a"]) == pool.get_cached_blocks([]) == []
@@ -157,7 +157,7 @@ def test_cached_and_evicted_blocks_are_counted() -> None:
     pool = pool_of(4)
     blocks = pool.get_new_blocks(3)
     for block, key in zip(blocks, (b"a", b"a", b"b"), strict=True):
-        pool.cache_full_block(block, key)
+        pool.cache_full_blocks([block], [key])
     assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (3, 0)
     pool.free_blocks(blocks)
     pool.get_new_blocks(2)  # the one that was never used, and one of the two with "a"
@@ -171,7 +171,7 @@ def test_blocks_of_one_content_may_be_reused_together() -> None:
     pool = pool_of(3)
     blocks = pool.get_new_blocks(3)
     for block in blocks:
-        pool.cache_full_block(block, b"a")
+        pool.cache_full_blocks([block], [b"a"])
     pool.free_blocks(blocks)
     pool.get_new_blocks(3)
     assert pool.num_cached_blocks == 0 and pool.num_evicted_blocks == 3
@@ -218,7 +218,7 @@ class InOrderPool(BlockPool):
 def test_a_double_can_change_the_order_of_reuse() -> None:
     pool = InOrderPool(4, enable_caching=True)
     blocks = pool.get_new_blocks(3)
-    pool.cache_full_block(blocks[1], b"a")
+    pool.cache_full_blocks([blocks[1]], [b"a"])
     pool.free_blocks(blocks)
     assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
 
@@ -226,16 +226,16 @@ def test_a_double_can_change_the_order_of_reuse() -> None:
 def test_a_block_takes_one_hash_and_the_null_block_none() -> None:
     pool = pool_of()
     (block,) = pool.get_new_blocks(1)
-    pool.cache_full_block(block, b"a")
+    pool.cache_full_blocks([block], [b"a"])
     for wrong in (block, pool.null_block):
         with pytest.raises(ValueError, match="cannot take a hash"):
-            pool.cache_full_block(wrong, b"b")
+            pool.cache_full_blocks([wrong], [b"b"])
 
 
 def test_a_reset_forgets_all_but_only_while_nothing_is_held() -> None:
     pool = pool_of()
     (block,) = pool.get_new_blocks(1)
-    pool.cache_full_block(block, b"a")
+    pool.cache_full_blocks([block], [b"a"])
     assert not pool.reset_prefix_cache()
     assert pool.get_cached_block(b"a") is block
     pool.free_blocks([block])
@@ -292,7 +292,7 @@ def _damage(pool: BlockPool, damage: str) -> None:
 def test_check_fails_when_it_should(damage: str) -> None:
     pool = pool_of()
     block, other = pool.get_new_blocks(2)
-    pool.cache_full_block(block, b"a")
+    pool.cache_full_blocks([block], [b"a"])
     pool.check([[block, other]])
     _damage(pool, damage)
     with pytest.raises(AssertionError):

@@ -78,7 +78,7 @@ class Holder:
             case 1 if held:
                 held_one = held[number % len(held)]
                 if held_one.block_hash is None:
-                    pool.cache_full_block(held_one, key)
+                    pool.cache_full_blocks([held_one], [key])
             case 2:
                 hit = pool.get_cached_blocks([key, *self.keys])
                 pool.touch(hit)
