@@ -1,0 +1,188 @@
+"""A new epoch: what the workers hold is not to be trusted. Everything is computed again, and no client can tell."""
+
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver, end_of, expected_tokens
+
+from quire.protocol.messages import EndReason
+from quire.scheduler_proc.reasons import PreemptReason
+from quire.scheduler_proc.request import RequestStatus
+from quire.scheduler_proc.trace.event_log import replay, without_tokens
+
+BOTH = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+def busy(asynchronous: bool = True, **settings: Any) -> Driver:
+    """Two run, one waits."""
+    driver = Driver(**{"max_num_seqs": 2, "async_scheduling": asynchronous} | settings)
+    for index, name in enumerate("abc"):
+        driver.add(name, [index, 7, 8, 9, 10], max_tokens=12 + index, client=index % 2)
+    for _ in range(4):
+        driver.step()
+    return driver
+
+
+def check_all(driver: Driver) -> None:
+    driver.run()
+    driver.check_drained()
+    for index, name in enumerate("abc"):
+        assert end_of(driver, name) == (
+            EndReason.LENGTH,
+            expected_tokens([index, 7, 8, 9, 10], 12 + index),
+        )
+
+
+@BOTH
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_everything_is_computed_again_and_the_tokens_are_the_same(asynchronous: bool, in_flight: int) -> None:
+    driver = busy(asynchronous)
+    while driver.execute() or driver.deliver() is not None:
+        pass
+    for _ in range(in_flight):
+        driver.schedule()
+    before = {name: list(answer.tokens) for name, answer in driver.answers.items()}
+    driver.begin_epoch()
+    assert len(driver.scheduler.in_flight) == 0 and driver.scheduler.kv.pool.num_cached_blocks == 0
+    diff = driver.schedule()
+    assert diff is not None and sorted(diff.removed) == [0, 1]
+    assert [(n.request_id, n.num_computed_tokens) for n in diff.new_requests] == [("a", 0), ("b", 0)]
+    assert [n.num_tokens for n in diff.new_requests] == [5 + len(before[name]) for name in "ab"]
+    check_all(driver)
+
+
+def test_late_results_are_ignored_and_counted() -> None:
+    driver = busy()
+    while driver.schedule() is not None:
+        pass
+    late = len(driver.scheduler.in_flight)
+    before = driver.scheduler.statistics()
+    driver.begin_epoch()
+    heard = {name: list(answer.tokens) for name, answer in driver.answers.items()}
+    while driver.execute():
+        driver.deliver()
+    after = driver.scheduler.statistics()
+    assert {name: answer.tokens for name, answer in driver.answers.items()} == heard
+    assert after.num_stray_messages == before.num_stray_messages + late == before.num_stray_messages + 2
+    assert after.generation_tokens == before.generation_tokens
+    check_all(driver)
+
+
+def test_late_results_come_between_those_of_the_new_epoch_steps() -> None:
+    driver = busy()
+    while driver.schedule() is not None:
+        pass
+    driver.begin_epoch()
+    assert driver.schedule() is not None and driver.schedule() is not None
+    assert not driver.scheduler.can_schedule, "the pipeline has room for two steps that count"
+    check_all(driver)
+
+
+def test_one_whose_last_token_was_in_flight_gets_it_again() -> None:
+    """It is gone from the workers already, and leaves: its token will not come, so it runs once more."""
+    driver = Driver(async_scheduling=True)
+    driver.add("a", [1, 2, 3], max_tokens=2)
+    driver.add("b", [4], max_tokens=9)
+    driver.schedule()
+    driver.schedule()
+    driver.execute()
+    driver.deliver()
+    driver.schedule()
+    assert list(driver.scheduler.table.leaving) == [0]
+    driver.begin_epoch()
+    assert not driver.scheduler.table.leaving
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["a"].tokens == expected_tokens([1, 2, 3], 2)
+    assert driver.answers["b"].tokens == expected_tokens([4], 9)
+
+
+def test_the_order_stays_that_of_arrival() -> None:
+    driver = busy()
+    driver.begin_epoch()
+    assert [r.request_id for r in driver.scheduler.table.waiting] == ["a", "b", "c"]
+    states = [r.status for r in driver.scheduler.table.waiting]
+    assert states == [RequestStatus.PREEMPTED, RequestStatus.PREEMPTED, RequestStatus.WAITING]
+
+
+def test_the_reason_is_its_own_and_no_preemption_for_want_of_blocks() -> None:
+    driver = busy()
+    driver.scheduler.decisions.take()
+    driver.begin_epoch()
+    decisions = [(d.kind, d.request_id, d.reason) for d in driver.scheduler.decisions.take()]
+    assert sorted(decisions) == [("preempt", "a", PreemptReason.NEW_EPOCH), ("preempt", "b", PreemptReason.NEW_EPOCH)]
+    statistics = driver.scheduler.statistics()
+    assert statistics.preemptions_by_reason["new_epoch"] == 2 and statistics.num_preemptions == 0
+
+
+def test_nothing_of_before_is_found_but_what_came_after_is() -> None:
+    driver = Driver()
+    prompt = list(range(20))
+    driver.add("before", prompt, max_tokens=1)
+    driver.run()
+    driver.begin_epoch()
+    driver.add("first", prompt, max_tokens=1)
+    driver.run()
+    driver.add("second", prompt, max_tokens=1)
+    driver.run()
+    assert [driver.answers[n].num_cached_tokens for n in ("first", "second")] == [0, 16]
+
+
+@BOTH
+def test_twice_in_a_row_and_with_nothing_there(asynchronous: bool) -> None:
+    driver = Driver(async_scheduling=asynchronous)
+    driver.begin_epoch()
+    assert driver.schedule() is None
+    driver = busy(asynchronous)
+    driver.begin_epoch()
+    driver.begin_epoch()
+    driver.schedule()
+    driver.begin_epoch()
+    check_all(driver)
+
+
+@BOTH
+def test_ends_between_the_epochs(asynchronous: bool) -> None:
+    driver = busy(asynchronous)
+    driver.schedule()
+    driver.begin_epoch()
+    driver.abort("a")
+    driver.stop("b", 1, client=1)
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["a"].reason is EndReason.ABORTED and driver.answers["b"].reason is EndReason.STOPPED
+    assert driver.answers["c"].tokens == expected_tokens([2, 7, 8, 9, 10], 14)
+
+
+def test_handles_of_before_are_not_given_out_while_the_workers_may_hold_them() -> None:
+    driver = busy()
+    driver.schedule()
+    driver.abort("a")
+    driver.begin_epoch()
+    driver.add("d", [1], max_tokens=1)
+    assert driver.request("d").handle == 3
+    driver.run()
+    driver.add("e", [1], max_tokens=1)
+    assert driver.request("e").handle < 4
+    driver.run()
+    driver.check_drained()
+
+
+@BOTH
+@pytest.mark.parametrize("quality", [0.0, 1.0])
+def test_with_drafts_in_flight(asynchronous: bool, quality: float) -> None:
+    driver = busy(asynchronous, num_speculative_tokens=2)
+    driver.worker.draft_quality = quality
+    driver.schedule()
+    driver.begin_epoch()
+    check_all(driver)
+
+
+def test_it_is_in_the_log_which_replays_with_and_without_tokens() -> None:
+    driver = busy()
+    while driver.schedule() is not None:
+        pass
+    driver.begin_epoch()
+    check_all(driver)
+    assert replay(driver.header, driver.log, check=True) is None
+    assert replay(driver.header, without_tokens(driver.header, driver.log), check=True) is None

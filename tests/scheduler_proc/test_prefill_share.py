@@ -1,0 +1,106 @@
+"""While others decode, prefill gets a part of the step only, so that their next token does not wait for all of it."""
+
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver, expected_tokens
+
+from quire.scheduler_proc.reasons import WaitReason
+
+
+def prompt_of(n: int, first: int = 0) -> list[int]:
+    return list(range(first, first + n))
+
+
+def decoding(share: float, **settings: Any) -> Driver:
+    """One request decodes, and the budget is 32."""
+    driver = Driver(**{"max_prefill_share": share, "max_num_batched_tokens": 32} | settings)
+    driver.add("decodes", [900], max_tokens=60)
+    driver.step()
+    return driver
+
+
+def one_step(driver: Driver) -> dict[str, int]:
+    """Tokens per request of one step, run and answered."""
+    diff = driver.schedule()
+    assert diff is not None
+    told = driver.counts(diff)
+    driver.execute()
+    driver.deliver()
+    return told
+
+
+@pytest.mark.parametrize("cruise", [True, False])
+@pytest.mark.parametrize(("share", "tokens"), [(0.25, 8), (0.5, 16), (0.1, 3), (1.0, 31), (0.0, 1), (0.001, 1)])
+def test_a_long_prompt_gets_its_part_and_at_least_a_token(share: float, tokens: int, cruise: bool) -> None:
+    driver = decoding(share, cruise=cruise)
+    driver.add("long", prompt_of(70), max_tokens=2)
+    assert one_step(driver) == {"decodes": 1, "long": tokens}
+    assert one_step(driver) == {"decodes": 1, "long": tokens}
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["long"].tokens == expected_tokens(prompt_of(70), 2)
+
+
+def test_it_gets_all_while_nobody_decodes() -> None:
+    driver = Driver(max_prefill_share=0.25, max_num_batched_tokens=32)
+    driver.add("long", prompt_of(70), max_tokens=2)
+    assert [one_step(driver) for _ in range(3)] == [{"long": 32}, {"long": 32}, {"long": 6}]
+
+
+def test_it_gets_all_again_when_those_that_decoded_are_gone() -> None:
+    driver = decoding(0.25)
+    driver.add("long", prompt_of(70), max_tokens=2)
+    assert one_step(driver) == {"decodes": 1, "long": 8}
+    driver.abort("decodes")
+    assert one_step(driver) == {"long": 32}
+
+
+def test_several_prompts_share_the_part_in_order_of_admission() -> None:
+    driver = decoding(0.5, long_prefill_token_threshold=10)
+    for index, name in enumerate(("one", "two", "three")):
+        driver.add(name, prompt_of(25, 30 * index), max_tokens=2)
+    assert one_step(driver) == {"decodes": 1, "one": 10, "two": 6}
+    assert driver.scheduler.table.waiting.peek_request().wait_reason is WaitReason.PREFILL_SHARE
+    assert one_step(driver) == {"decodes": 1, "one": 10, "two": 6}
+    assert one_step(driver) == {"decodes": 1, "one": 5, "two": 10, "three": 1}
+    driver.run()
+    driver.check_drained()
+
+
+def test_decodes_first_and_then_never_more_than_is_left() -> None:
+    driver = Driver(max_prefill_share=0.9, max_num_batched_tokens=10, max_num_seqs=8)
+    for index in range(5):
+        driver.add(f"d{index}", [index], max_tokens=40)
+    driver.step()
+    driver.add("long", prompt_of(30), max_tokens=2)
+    assert one_step(driver)["long"] == 5
+
+
+def test_without_chunks_a_prompt_is_never_cut() -> None:
+    driver = decoding(0.1, enable_chunked_prefill=False, max_num_batched_tokens=128)
+    driver.add("long", prompt_of(70), max_tokens=2)
+    assert one_step(driver) == {"decodes": 1, "long": 70}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_it_is_a_bound_on_every_step_while_others_decode(asynchronous: bool) -> None:
+    """Newcomers of every length, all the time: whoever decodes gets a token in each step, and prefill its part."""
+    driver = Driver(
+        max_prefill_share=0.5, max_num_batched_tokens=16, async_scheduling=asynchronous, enable_prefix_caching=False
+    )
+    for index in range(30):
+        driver.add(f"r{index}", prompt_of(1 + 7 * index % 40, index), max_tokens=3 + index % 9)
+    while driver.scheduler.table.requests:
+        table = driver.scheduler.table
+        decoding = {r.handle for r in table.running.values() if r.cruising}
+        diff = driver.schedule()
+        if diff is not None and decoding - set(diff.removed) and not diff.parked:
+            fresh = {n.handle for n in diff.new_requests}
+            prefill = sum(count for _, count in diff.counts) + len(fresh - dict(diff.counts).keys())
+            assert prefill <= 8
+        driver.execute()
+        driver.deliver()
+    while driver.execute() or driver.deliver() is not None:
+        pass
+    driver.check_drained()
