@@ -1,0 +1,343 @@
+"""Each reason to wait and to be put out can be reached, is recorded with the decision, and is counted. And what comes
+in that makes no sense is refused or counted, each with its own words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_driver import Driver, change
+
+from quire.protocol.messages import Control, EndReason, ModelRunnerOutput, Statistics
+from quire.scheduler_proc.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.scheduler import WorkerFault
+
+
+def waits(driver: Driver, request_id: str) -> list[str]:
+    """Reasons recorded for one request, in order."""
+    return [d.reason for d in driver.scheduler.decisions.take() if (d.kind, d.request_id) == ("wait", request_id)]
+
+
+def pair(*, first: list[int] | None = None, second: list[int] | None = None, **settings: Any) -> Driver:
+    """Two requests, ``first`` and ``second``, of which both, or one, came in the first step."""
+    driver = Driver(**settings)
+    driver.add("first", first or [1, 2, 3], max_tokens=20)
+    driver.add("second", second or [4, 5, 6], max_tokens=20)
+    return driver
+
+
+def max_num_seqs() -> Driver:
+    driver = pair(max_num_seqs=1)
+    driver.schedule()
+    return driver
+
+
+def token_budget() -> Driver:
+    driver = pair(first=list(range(30)), max_num_batched_tokens=16)
+    driver.schedule()
+    return driver
+
+
+def prefill_share() -> Driver:
+    driver = Driver(max_num_batched_tokens=16, max_prefill_share=0.25)
+    driver.add("decodes", [1], max_tokens=20)
+    driver.step()
+    driver.add("first", list(range(10)), max_tokens=2)
+    driver.add("second", [3], max_tokens=2)
+    driver.schedule()
+    return driver
+
+
+def whole_prompt() -> Driver:
+    driver = pair(
+        first=list(range(30)), second=list(range(40, 60)), max_num_batched_tokens=128, enable_chunked_prefill=False
+    )
+    driver.scheduler.config = change(driver.config, max_num_batched_tokens=40)
+    driver.schedule()
+    return driver
+
+
+def kv_blocks() -> Driver:
+    driver = pair(first=list(range(20)), second=list(range(30, 46)), num_blocks=8)
+    driver.schedule()
+    return driver
+
+
+def full_sequence() -> Driver:
+    driver = pair(num_blocks=7, reserve_full_sequence=True)
+    driver.schedule()
+    return driver
+
+
+def preempting() -> Driver:
+    driver = Driver(num_blocks=9, enable_prefix_caching=False)
+    for name in ("old", "second"):
+        driver.add(name, [len(name)] * 7, max_tokens=13)
+    while not driver.scheduler.statistics().num_preemptions:
+        driver.step()
+    return driver
+
+
+def result_in_flight() -> Driver:
+    """ "second" puts itself out, for "old" holds its blocks until its last token is there; nothing else is to be done,
+    so the next step is asked for while the token of "second" is still on its way."""
+    driver = Driver(num_blocks=5, enable_prefix_caching=False, async_scheduling=True)
+    driver.add("old", [1] * 7, max_tokens=2)
+    driver.add("second", [2] * 7, max_tokens=9)
+    driver.schedule()
+    driver.schedule()
+    driver.execute()
+    driver.deliver()
+    assert driver.schedule() is None and driver.schedule() is None
+    return driver
+
+
+def paused() -> Driver:
+    driver = max_num_seqs()
+    driver.abort("first")
+    driver.control("pause_new")
+    driver.execute()
+    driver.deliver()
+    driver.schedule()
+    return driver
+
+
+def held(reason: WaitReason) -> Callable[[], Driver]:
+    def case() -> Driver:
+        driver = pair()
+        driver.hold("second", reason.value)
+        return driver
+
+    return case
+
+
+CASES: dict[WaitReason, Callable[[], Driver]] = {
+    WaitReason.MAX_NUM_SEQS: max_num_seqs,
+    WaitReason.TOKEN_BUDGET: token_budget,
+    WaitReason.PREFILL_SHARE: prefill_share,
+    WaitReason.WHOLE_PROMPT: whole_prompt,
+    WaitReason.KV_BLOCKS: kv_blocks,
+    WaitReason.FULL_SEQUENCE: full_sequence,
+    WaitReason.PREEMPTING: preempting,
+    WaitReason.RESULT_IN_FLIGHT: result_in_flight,
+    WaitReason.PAUSED: paused,
+    **{reason: held(reason) for reason in HOLD_REASONS},
+}
+
+
+@pytest.mark.parametrize("reason", CASES)
+def test_why_one_waits_is_recorded_and_told(reason: WaitReason) -> None:
+    driver = CASES[reason]()
+    assert driver.request("second").wait_reason is reason
+    assert reason.value in driver.scheduler.statistics().waiting_by_reason
+    assert waits(driver, "second")[-1] == reason
+    driver.scheduler.config = driver.config
+    driver.control("resume")
+    if reason in HOLD_REASONS:
+        driver.release("second")
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["second"].reason is EndReason.LENGTH
+
+
+def test_every_reason_to_wait_has_its_case() -> None:
+    assert set(CASES) == set(WaitReason) - {WaitReason.QUEUED}
+    driver = pair()
+    assert driver.scheduler.statistics().waiting_by_reason == {WaitReason.QUEUED: 2}
+
+
+def test_a_reason_is_recorded_once_until_it_changes() -> None:
+    driver = max_num_seqs()
+    for _ in range(8):
+        driver.step()
+    assert waits(driver, "second") == [WaitReason.MAX_NUM_SEQS]
+
+
+def test_who_waits_behind_the_first_waits_for_what_it_waits_for() -> None:
+    driver = max_num_seqs()
+    driver.add("third", [1], max_tokens=1)
+    assert driver.scheduler.statistics().waiting_by_reason == {"max_num_seqs": 2}
+    assert waits(driver, "third") == []
+
+
+def put_out(policy: str, worse: int = 0) -> Driver:
+    driver = Driver(num_blocks=9, enable_prefix_caching=False, scheduling_policy=policy)
+    driver.add("old", [1] * 7, max_tokens=13, priority=worse)
+    driver.add("young", [2] * 7, max_tokens=13)
+    while not driver.scheduler.statistics().num_preemptions:
+        driver.step()
+    return driver
+
+
+def itself() -> Driver:
+    driver = Driver(num_blocks=5, enable_prefix_caching=False)
+    driver.add("old", [1] * 5, max_tokens=9)
+    driver.add("young", [2] * 6, max_tokens=7)
+    while not driver.scheduler.statistics().num_preemptions:
+        driver.step()
+    return driver
+
+
+def new_epoch() -> Driver:
+    driver = pair()
+    driver.step()
+    driver.begin_epoch()
+    return driver
+
+
+PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
+    PreemptReason.YOUNGEST: (lambda: put_out("fcfs", 5), "young", "old"),
+    PreemptReason.LOWEST_PRIORITY: (lambda: put_out("priority", 5), "old", "young"),
+    PreemptReason.ITSELF: (itself, "young", "young"),
+    PreemptReason.NEW_EPOCH: (new_epoch, "first", ""),
+}
+
+
+@pytest.mark.parametrize("reason", PreemptReason)
+def test_why_one_was_put_out_is_recorded_and_counted(reason: PreemptReason) -> None:
+    case, who, beneficiary = PREEMPTIONS[reason]
+    driver = case()
+    assert driver.scheduler.statistics().preemptions_by_reason[reason.value] > 0
+    found = [d for d in driver.scheduler.decisions.take() if (d.kind, d.reason) == ("preempt", reason)]
+    assert (found[0].request_id, found[0].beneficiary) == (who, beneficiary)
+    driver.run()
+    driver.check_drained()
+
+
+def test_counts_begin_at_zero_for_every_reason() -> None:
+    assert Driver().scheduler.statistics().preemptions_by_reason == dict.fromkeys(map(str, PreemptReason), 0)
+
+
+def test_evictions_tell_for_whom() -> None:
+    driver = Driver(num_blocks=9)
+    driver.add("gone", list(range(20)), max_tokens=2)
+    driver.run()
+    driver.add("next", list(range(50, 70)), max_tokens=12)
+    driver.run()
+    evictions = [d for d in driver.scheduler.decisions.take() if d.kind == "evict"]
+    assert {(d.reason, d.beneficiary) for d in evictions} == {("admission", "next"), ("decode", "")}
+    assert sum(d.num_blocks for d in evictions) == driver.scheduler.statistics().num_evicted_blocks > 0
+
+
+def test_decisions_are_lines_that_no_client_can_forge() -> None:
+    assert str(Decision(7, "wait", "a\nstep 8", "kv_blocks")) == "step 7: wait 'a\\nstep 8' (kv_blocks)"
+
+
+# ---- what makes no sense
+
+
+def test_strangers_are_counted_and_ignored() -> None:
+    driver = pair()
+    driver.step()
+    driver.abort("nobody")
+    driver.abort("first", client=1)  # somebody else's
+    driver.stop("nobody", 3)
+    driver.stop("second", 3, client=2)
+    assert driver.scheduler.statistics().num_stray_messages == 4
+    assert driver.answers["first"].ended is None and driver.answers["second"].ended is None
+
+
+def test_ends_after_the_end_are_counted_and_ignored() -> None:
+    driver = pair()
+    driver.run()
+    ends = [driver.answers[name].ended for name in ("first", "second")]
+    driver.abort("first", "second")
+    driver.stop("first", 1)
+    driver.abort("first")
+    assert driver.scheduler.statistics().num_stray_messages == 4
+    assert [driver.answers[name].ended for name in ("first", "second")] == ends
+    driver.check_drained()
+
+
+def test_the_same_id_twice_is_refused_while_it_lives_and_only_from_the_same_client() -> None:
+    driver = Driver()
+    driver.add("a", [1], max_tokens=3)
+    driver.add("a", [2], max_tokens=3)
+    (rejected,) = driver.refused
+    assert (rejected.code, rejected.param) == ("duplicate_request_id", "request_id")
+    driver.add("b", [1], max_tokens=3)
+    driver.run()
+    assert driver.scheduler.statistics().num_requests_refused == 1
+    driver.answers.pop("a")
+    driver.add("a", [2], max_tokens=1)
+    driver.run()
+    assert driver.answers["a"].reason is EndReason.LENGTH
+
+
+def test_a_full_queue_says_how_many_wait() -> None:
+    driver = Driver(max_num_seqs=1, max_num_queued_reqs=2)
+    for name in "abcd":
+        driver.add(name, [1], max_tokens=2)
+    rejected = driver.answers["c"].rejected
+    assert rejected is not None and rejected.code == "queue_full" and "2 requests wait" in rejected.message
+    driver.step()
+    driver.add("e", [1], max_tokens=2)
+    assert driver.answers["e"].rejected is None, "one runs by now"
+    driver.run()
+    assert driver.scheduler.statistics().num_requests_refused == 2
+
+
+def test_one_that_never_fits_is_told_blocks_needed_and_present() -> None:
+    driver = Driver(num_blocks=5)
+    driver.add("a", list(range(40)), max_tokens=2)
+    rejected = driver.answers["a"].rejected
+    assert rejected is not None and rejected.code == "kv_pool_too_small"
+    assert rejected.message == "the prompt and one token need 11 KV blocks; the pool has 4"
+
+
+def test_the_largest_that_fits_runs_and_reserves_no_more_than_the_pool() -> None:
+    """#19 of the recurring ones: a pool that is just enough must not keep it waiting for ever."""
+    for reserve in (False, True):
+        driver = Driver(num_blocks=5, reserve_full_sequence=reserve)
+        driver.add("a", list(range(15)), max_tokens=None)
+        driver.run()
+        driver.check_drained()
+        assert len(driver.answers["a"].tokens) == 2, "the last token's keys and values are never needed"
+
+
+def result(**fields: Any) -> ModelRunnerOutput:
+    tokens, handles = np.array([1, 2], np.int32), np.array([0, 1], np.int32)
+    return change(ModelRunnerOutput(1, tokens, handles), **fields)
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [
+        (result(step=2), "result of step 2 came, expected 1"),
+        (result(step=0), "result of step 0 came, expected 1"),
+        (result(handles=np.array([0, 5], np.int32)), "tokens of other requests than those that sample"),
+        (result(handles=np.array([0, 0], np.int32)), "tokens of other requests"),
+        (result(handles=np.array([0], np.int32), tokens=np.array([1], np.int32)), "tokens of other requests"),
+        (result(handles=None, tokens=None), "tokens of other requests"),
+        (result(tokens=np.array([1], np.int32)), "1 tokens for 2 requests"),
+        (result(tokens=np.array([1, 1000], np.int32)), "a token id outside the vocabulary"),
+        (result(tokens=np.array([1, -1], np.int32)), "a token id outside the vocabulary"),
+        (result(counts=np.array([1, 2], np.int32)), "its counts do not add up"),
+        (result(counts=np.array([2, 0], np.int32)), "more tokens of a request than it had drafts for"),
+        (result(bad=[7]), "bad rows that did not sample"),
+    ],
+)
+def test_an_odd_result_is_refused_and_changes_nothing(odd: ModelRunnerOutput, text: str) -> None:
+    driver = pair()
+    driver.schedule()
+    before = driver.scheduler.statistics()
+    with pytest.raises(WorkerFault, match=text):
+        driver.scheduler.consume(odd)
+    driver.scheduler.check()
+    assert driver.scheduler.statistics() == before and driver.scheduler.take_messages() == []
+    driver.run()
+    driver.check_drained()
+
+
+def test_a_result_that_nobody_waits_for_is_refused() -> None:
+    with pytest.raises(WorkerFault, match="result of step 1 came, expected none"):
+        Driver().scheduler.consume(result())
+
+
+def test_a_control_that_is_none_is_answered_and_does_nothing() -> None:
+    driver = pair()
+    driver.scheduler.consume(Control("self_destruct", 9))
+    ((_, message),) = driver.scheduler.take_messages()
+    assert isinstance(message, Statistics) and (message.query, message.done) == (9, False)
+    driver.run()
+    driver.check_drained()
