@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from quire.launch.bench.shapes import find_shape
 from quire.protocol.channel import Frames
 from quire.protocol.codec import Codec
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
@@ -28,7 +30,6 @@ from quire.protocol.messages import (
     StepOutputs,
     WorkerToScheduler,
 )
-from quire.protocol.model_config import ModelConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.scheduler import Scheduler
 
@@ -85,7 +86,8 @@ class BatchWorker:
         num_active: rows that ran in the last step; ``num_tokens``: positions that they computed.
     """
 
-    def __init__(self, max_rows: int, seed: int = 7) -> None:
+    def __init__(self, max_rows: int, seed: int = 7, vocab_size: int = VOCAB_SIZE) -> None:
+        self._vocab_size = vocab_size
         self._rng = np.random.default_rng(seed)
         self._row_of: dict[int, int] = {}
         self._handles, self._known, self._computed = (np.zeros(max_rows, np.int32) for _ in range(3))
@@ -109,7 +111,7 @@ class BatchWorker:
         sampling = np.flatnonzero((shares > 0) & (self._computed[:count] == self._known[:count]))
         self._known[sampling] += 1
         handles = self._handles[sampling]
-        tokens = self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, len(handles), dtype=np.int32)
+        tokens = self._rng.integers(FIRST_TOKEN, self._vocab_size, len(handles), dtype=np.int32)
         if np.array_equal(handles, self._told) and not step.removed and not step.new_requests:
             return ModelRunnerOutput(step.step, tokens)
         self._told = handles
@@ -180,8 +182,7 @@ class Rig:
             async_scheduling=async_scheduling,
         )
         layout = kv_layout(_MODEL, BLOCK_SIZE, "bfloat16")
-        switches: dict[str, Any] = {} if cruise else {"cruise": False}
-        self.scheduler = Scheduler(self.config, layout, num_blocks, **switches)
+        self.scheduler = Scheduler(self.config, layout, num_blocks, cruise=cruise)
         self.worker = BatchWorker(max_num_seqs)
         self._steps: Codec[Any] = Codec(WorkerToScheduler)
         self._replies: Codec[Any] = Codec(SchedulerToFrontEnd)
@@ -264,15 +265,6 @@ class Rig:
             pass
 
 
-_MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=1 << 20,
-    eos_token_ids=[2],
+_MODEL = msgspec.structs.replace(
+    find_shape("llama-3.1-8b"), vocab_size=VOCAB_SIZE, max_position=1 << 20, eos_token_ids=[2]
 )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from quire.launch.bench.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.launch.bench.scheduler_rig import BatchWorker
 from quire.launch.bench.shapes import find_shape
 from quire.protocol.channel import Frames, Link
 from quire.protocol.config import EngineConfig
@@ -21,7 +22,6 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import kv_layout
 from quire.protocol.messages import (
     AddRequest,
-    ModelRunnerOutput,
     SchedulerOutput,
     SchedulerToFrontEnd,
     SchedulerToWorker,
@@ -77,45 +77,6 @@ class TimedLink:
         return decoded
 
 
-@dataclass(slots=True)
-class _Row:
-    known: int
-    computed: int
-    active: bool = True
-
-
-class SyntheticWorker:
-    """Holds what a worker would of each request but its tokens and blocks."""
-
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._vocab_size = vocab_size
-        self._rows: dict[int, _Row] = {}
-        self._last_handles: list[int] = []
-
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        for handle in step.removed:
-            del self._rows[handle]
-        for handle in step.parked:
-            self._rows[handle].active = False
-        for new in step.new_requests:
-            self._rows[new.handle] = _Row(new.num_tokens, new.num_computed_tokens)
-        for handle in step.unparked:
-            self._rows[handle].active = True
-        counts = dict(step.counts)
-        sampling: list[int] = []
-        for handle, row in self._rows.items():
-            if row.active:
-                row.computed += counts.get(handle, 1)
-                if row.computed == row.known:
-                    row.known += 1
-                    sampling.append(handle)
-        changed = sampling != self._last_handles or bool(step.removed or step.new_requests)
-        self._last_handles = sampling
-        tokens = self._rng.integers(3, self._vocab_size, len(sampling), dtype=np.int32)
-        return ModelRunnerOutput(step.step, tokens, np.array(sampling, np.int32) if changed else None)
-
-
 class WireEngine:
     """Scheduler, synthetic worker and the three links that a step crosses; asynchronous, two steps in flight."""
 
@@ -133,7 +94,7 @@ class WireEngine:
         )
         layout = kv_layout(model, self.config.block_size, "bfloat16")
         self.scheduler = Scheduler(self.config, layout, blocks + 1)
-        self.worker = SyntheticWorker(model.vocab_size, seed)
+        self.worker = BatchWorker(max_num_seqs, seed, model.vocab_size)
         self.to_worker = TimedLink(SchedulerToWorker)
         self.to_scheduler = TimedLink(WorkerToScheduler)
         self.to_front_end = TimedLink(SchedulerToFrontEnd)
