@@ -102,9 +102,10 @@ class StepsInFlight:
         counts = self._checked_counts(record, output, handles, tokens)
         if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:  # as unsigned, a negative id is a huge one
             raise WorkerFault(f"result of step {output.step}: a token id outside the vocabulary")
-        fault = fault_of_extras(output, handles, len(tokens), self._vocab_size)
-        if fault:
-            raise WorkerFault(f"result of step {output.step}: {fault}")
+        if output.bad or output.logprobs is not None:
+            fault = fault_of_extras(output, handles, len(tokens), self._vocab_size)
+            if fault:
+                raise WorkerFault(f"result of step {output.step}: {fault}")
         if output.handles is not None:
             self.handles, self._positions = output.handles, None
         self._verified = None if record.sampling else record.roster
