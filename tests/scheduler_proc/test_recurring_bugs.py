@@ -1,0 +1,431 @@
+"""Bugs that came back in other engines, each as a scenario, by their number in our list (issues are vllm-project/vllm's
+where no other repository is named).
+
+What does not exist here yet has no scenario: 9 (offsets of log probabilities with drafts; prompt log probabilities),
+10 (grammars with drafts), 17 (remote loads of KV), 18 (encoder cache), 23 (per-row state of the workers' processors).
+13 (a page of another group is read before it is written) needs real memory, which only workers have. Of 14, 16, 22
+and 24 it is the part that exists: no sessions, no transfers, no tiers.
+"""
+
+from collections import Counter, deque
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from kv_cases import chunked, full, layout_of, mamba, sliding
+from scheduler_driver import Driver, expected_tokens
+
+from quire.protocol.kv_layout import NULL_BLOCK_ID
+from quire.protocol.messages import EndReason, SchedulerOutput
+from quire.scheduler_proc.reasons import WaitReason
+from quire.scheduler_proc.trace.event_log import appended_blocks
+
+OLD, YOUNG = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]
+
+
+def short_of_blocks(**settings: Any) -> Driver:
+    """Two requests that end with 5 blocks each, of 8."""
+    driver = Driver(**{"num_blocks": 9, "async_scheduling": True, "enable_prefix_caching": False} | settings)
+    driver.add("old", OLD, max_tokens=13)
+    driver.add("young", YOUNG, max_tokens=13)
+    return driver
+
+
+def until_preemption(driver: Driver) -> SchedulerOutput:
+    """The diff that takes a request away; nothing of it was executed."""
+    for _ in range(300):
+        diff = driver.schedule()
+        if diff is not None and driver.scheduler.statistics().num_preemptions:
+            return diff
+        if diff is None:
+            driver.execute()
+            driver.deliver()
+    raise AssertionError("nobody was preempted")
+
+
+def finish(driver: Driver) -> None:
+    driver.run()
+    driver.check_drained()
+
+
+def test_bug_01_resumed_with_all_its_tokens() -> None:
+    """#26385: also with the token that came after it was put out."""
+    driver = short_of_blocks()
+    until_preemption(driver)
+    known = len(driver.answers["young"].tokens)
+    sent = len(driver.diffs)
+    finish(driver)
+    (diff,) = [d for d in driver.diffs[sent:] if d.new_requests]
+    assert diff.token_ids is not None
+    tokens = diff.token_ids.tolist()
+    assert tokens == (YOUNG + driver.answers["young"].tokens)[: len(tokens)] and len(tokens) == 7 + known + 1
+
+
+@pytest.mark.parametrize("num_blocks", range(6, 14))
+def test_bug_02_late_result_of_a_preempted_request(num_blocks: int) -> None:
+    """#48245 (after #46066, #47900, #38624): its placeholder is settled once, and never below zero."""
+    driver = short_of_blocks(num_blocks=num_blocks)
+    while driver.scheduler.table.requests:
+        while driver.schedule() is not None:
+            pass
+        for request in driver.scheduler.table.waiting:
+            assert request.num_output_placeholders == request.num_in_flight >= 0
+        driver.execute()
+        driver.deliver()
+    finish(driver)
+    assert driver.answers["young"].tokens == expected_tokens(YOUNG, 13)
+
+
+@pytest.mark.parametrize("budget", range(4, 40, 5))
+def test_bug_03_chunked_prefills_side_by_side(budget: int) -> None:
+    """#57562: no drafts, no preemption, and yet a placeholder too few: a chunk that does not sample counts none."""
+    driver = Driver(num_blocks=200, max_num_batched_tokens=max(budget, 8), async_scheduling=True)
+    for index in range(8):
+        driver.add(f"r{index}", list(range(index, index + 5 * index + 3)), max_tokens=4 + index)
+        driver.schedule()
+    while driver.scheduler.table.requests:
+        for request in driver.scheduler.table.unsteady.values():
+            assert 0 <= request.num_output_placeholders <= request.num_in_flight
+            if request.num_tokens_to_compute > 1:
+                assert request.num_output_placeholders == 0
+        driver.step()
+    finish(driver)
+    assert driver.scheduler.statistics().num_preemptions == 0
+    for index in range(8):
+        prompt = list(range(index, index + 5 * index + 3))
+        assert driver.answers[f"r{index}"].tokens == expected_tokens(prompt, 4 + index)
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
+def test_bug_04_no_placeholder_reaches_the_model(quality: float) -> None:
+    """#46899, #40768: what a resumed request is made of are its known tokens, and nothing for drafts in flight."""
+    driver = short_of_blocks(num_speculative_tokens=3)
+    driver.worker.draft_quality = quality
+    until_preemption(driver)
+    finish(driver)
+    for diff in driver.diffs:
+        if diff.token_ids is not None:
+            assert diff.token_ids.min() >= 0
+            assert len(diff.token_ids) == sum(n.num_tokens for n in diff.new_requests)
+    assert driver.answers["young"].tokens == expected_tokens(YOUNG, 13)
+
+
+@pytest.mark.parametrize("end", ["abort", "stop", "preempt"])
+def test_bug_05_blocks_freed_while_a_step_is_in_flight(end: str) -> None:
+    """vllm-ascend#14055: whoever gets them, gets them in the diff that takes them away, or later."""
+    driver = short_of_blocks()
+    driver.schedule()
+    driver.schedule()
+    young = driver.request("young").handle
+    held = set(driver.scheduler.kv.block_ids(driver.request("young"))[0])
+    if end == "preempt":
+        diff = until_preemption(driver)
+    else:
+        driver.execute()
+        driver.deliver()
+        (driver.abort("young") if end == "abort" else driver.stop("young", 1))
+        driver.add("next", list(range(50, 70)), max_tokens=2)
+        told = driver.schedule()
+        assert told is not None
+        diff = told
+        assert diff.block_ids is not None and held & set(diff.block_ids.tolist()), "a step that wrote them is in flight"
+    assert young in diff.removed
+    finish(driver)  # the worker runs all in order, and reads what it wrote
+
+
+@pytest.mark.parametrize("cruise", [True, False])
+@pytest.mark.parametrize("length", range(14, 30))
+def test_bug_06_scheduled_and_put_out_in_the_same_pass(length: int, cruise: bool) -> None:
+    """#23347: of a share or a block that was taken back, nothing is left in the diff."""
+    driver = Driver(num_blocks=9, cruise=cruise, long_prefill_token_threshold=7, enable_prefix_caching=False)
+    driver.add("old", list(range(length)), max_tokens=3)
+    driver.add("young", [50], max_tokens=25)
+    finish(driver)
+    for diff in driver.diffs:
+        named = {h for h, _ in diff.counts} | {h for h, _, _ in appended_blocks(diff)} | set(diff.unparked)
+        assert not named & (set(diff.removed) - {n.handle for n in diff.new_requests})
+    assert driver.answers["young"].tokens == expected_tokens([50], 25)
+
+
+def test_bug_07_a_better_one_does_not_wait_for_a_seat() -> None:
+    """#41951, #51574: priority inversion at max_num_seqs."""
+    driver = Driver(max_num_seqs=1, scheduling_policy="priority", async_scheduling=True)
+    driver.add("worse", [1, 2], max_tokens=60, priority=1)
+    for _ in range(3):
+        driver.step()
+    driver.add("better", [3, 4], max_tokens=3, priority=0)
+    for _ in range(8):
+        driver.step()
+    assert driver.answers["better"].reason is EndReason.LENGTH and driver.answers["worse"].ended is None
+    finish(driver)
+    assert driver.answers["worse"].tokens == expected_tokens([1, 2], 60)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_bug_07_equals_do_not_take_turns(policy: str) -> None:
+    """#40004, #54530: each that is put out makes room for good; nobody is starved."""
+    driver = Driver(num_blocks=9, max_num_seqs=4, scheduling_policy=policy, enable_prefix_caching=False)
+    for index in range(4):
+        driver.add(f"r{index}", [index] * 7, max_tokens=13)
+    finish(driver)
+    decisions = driver.scheduler.decisions.take()
+    put_out = Counter(d.request_id for d in decisions if d.kind == "preempt")
+    assert put_out["r0"] == 0 and max(put_out.values()) <= 3, put_out
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("reserve", [False, True])
+def test_bug_08_a_long_prefill_does_not_come_and_go(policy: str, reserve: bool) -> None:
+    """#25538: it does not fit beside the other to its end. Without the gate for whole sequences it is let in and put
+    out again, though not step after step; and the other gets its token in every step all the while."""
+    driver = Driver(
+        num_blocks=13,
+        max_num_batched_tokens=8,
+        scheduling_policy=policy,
+        reserve_full_sequence=reserve,
+        enable_prefix_caching=False,
+    )
+    driver.add("old", list(range(8)), max_tokens=30)
+    driver.add("long", list(range(50, 82)), max_tokens=4)
+    put_out: list[int] = []
+    while driver.scheduler.table.requests:
+        running = driver.answers["old"].ended is None
+        before = len(driver.answers["old"].tokens)
+        driver.step()
+        assert not running or len(driver.answers["old"].tokens) == before + 1
+        decisions = [d for d in driver.scheduler.decisions.take() if d.kind == "preempt"]
+        put_out += [d.step for d in decisions]
+    driver.check_drained()
+    assert all(later - earlier > 1 for earlier, later in pairwise(put_out))
+    assert len(put_out) <= (1 if reserve else 8)
+
+
+def test_bug_11_the_null_block_is_nobodys() -> None:
+    """#22209: chunked-local beside full attention: entries that are skipped, and hits with holes."""
+    layout = layout_of(full(4), chunked(8, 4))
+    driver = Driver(num_blocks=40, layout=layout, async_scheduling=True)
+    prompt = list(range(30))
+    for index, length in enumerate((30, 24, 27, 30, 8)):
+        driver.add(f"r{index}", [*prompt[:length], index], max_tokens=14)
+        for _ in range(3):
+            driver.step()
+            null = driver.scheduler.kv.pool.blocks[NULL_BLOCK_ID]
+            assert null.ref_cnt == 0 and null.block_hash is None
+    finish(driver)
+    assert driver.answers["r3"].num_cached_tokens > 0
+    assert NULL_BLOCK_ID not in [b.block_id for b in driver.scheduler.kv.pool.free_block_queue.blocks()]
+
+
+def test_bug_12_shared_window_blocks_are_freed_once() -> None:
+    """#42571: two requests share a window and leave it behind in the same step."""
+    driver = Driver(num_blocks=30, layout=layout_of(sliding(6, 4), full(4)))
+    prompt = list(range(12))
+    driver.add("first", prompt, max_tokens=1)
+    driver.run()
+    for name in ("a", "b", "c"):
+        driver.add(name, [*prompt, ord(name)], max_tokens=20)
+    finish(driver)  # ``check`` finds a block that is free twice
+    assert [driver.answers[n].num_cached_tokens for n in "abc"] == [12, 12, 12]
+    free = [b.block_id for b in driver.scheduler.kv.pool.free_block_queue.blocks()]
+    assert len(set(free)) == len(free) == 29
+
+
+def test_bug_14_no_hash_of_what_was_cut_off() -> None:
+    """#49377, #49449, #53156: a stop string cuts an answer; who goes on otherwise from there reads its own tokens."""
+    driver = Driver(async_scheduling=True)
+    prompt = list(range(6))
+    driver.add("a", prompt, max_tokens=40)
+    while len(driver.answers["a"].tokens) < 15:
+        driver.step()
+    driver.stop("a", 4)
+    kept = [*prompt, *expected_tokens(prompt, 4)]
+    driver.add("b", [*kept, 500, 501, 502, 503, 504, 505], max_tokens=8)
+    finish(driver)
+    assert driver.answers["b"].num_cached_tokens == 8
+    assert driver.answers["b"].tokens == expected_tokens([*kept, 500, 501, 502, 503, 504, 505], 8)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_bug_15_no_hit_on_a_state_of_this_very_step(asynchronous: bool) -> None:
+    """#29387: a layer reads all states before it writes any, so a state is found only once its step is answered."""
+    driver = Driver(num_blocks=60, layout=layout_of(full(4), mamba(4)), async_scheduling=asynchronous)
+    prompt = list(range(17))
+    for name in ("a", "b"):
+        driver.add(name, prompt, max_tokens=3)
+    diff = driver.schedule()
+    assert diff is not None and [n.num_computed_tokens for n in diff.new_requests] == [0, 0]
+    driver.add("c", prompt, max_tokens=3)
+    told = driver.schedule()
+    assert told is None or [n.num_computed_tokens for n in told.new_requests] == [0]
+    driver.run()
+    driver.add("d", prompt, max_tokens=3)
+    finish(driver)
+    assert driver.answers["d"].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("layout", [None, layout_of(full(4), sliding(6, 4)), layout_of(full(4), mamba(4))])
+def test_bug_16_a_bad_row_leaves_nothing_and_wakes_who_waits(layout: Any) -> None:
+    """#45474, #45138, #49250: placeholders, blocks, contents and its row go; the next in line runs."""
+    driver = Driver(num_blocks=12, layout=layout, max_num_seqs=1, async_scheduling=True)
+    prompt = list(range(10))
+    driver.worker.bad_from["bad"] = 3
+    driver.add("bad", prompt, max_tokens=12)
+    driver.add("next", prompt, max_tokens=5)
+    finish(driver)
+    assert driver.answers["bad"].reason is EndReason.ERROR
+    assert driver.answers["bad"].tokens == expected_tokens(prompt, 3)
+    assert driver.answers["next"].num_cached_tokens == 0, "nothing that the bad row wrote is found"
+    assert driver.answers["next"].tokens == expected_tokens(prompt, 5)
+
+
+def test_bug_19_a_held_head_does_not_park_the_queue() -> None:
+    """#45388, #45406, #45414, #53130, #53868: Running 0, waiting for ever."""
+    driver = Driver(max_num_seqs=1)
+    for name in "abc":
+        driver.add(name, [ord(name)], max_tokens=2)
+    driver.hold("a", "remote_kv")
+    for _ in range(6):
+        driver.step()
+    assert [driver.answers[n].ended is None for n in "abc"] == [True, False, False]
+    driver.release("a")
+    finish(driver)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reserve_full_sequence": True},
+        {"watermark": 0.9},
+        {"num_speculative_tokens": 3, "drop_last_cached_block": True},
+        {"num_speculative_tokens": 3, "drop_last_cached_block": True, "reserve_full_sequence": True, "watermark": 0.5},
+        {"max_prefill_share": 0.0},
+        {"layout": layout_of(chunked(9, 1))},
+        {"layout": layout_of(sliding(5, 2), full(4), mamba(2)), "watermark": 0.5},
+    ],
+)
+def test_bug_19_whatever_was_accepted_can_run_alone(settings: dict[str, Any]) -> None:
+    """A gate that no state of the pool opens would park the queue: the longest that is accepted gets through."""
+    driver = Driver(num_blocks=10, block_size=1, **settings)
+    longest = min(driver.scheduler.kv.max_tokens, 40)
+    driver.add("long", list(range(longest - 1)), max_tokens=None if longest < 40 else 3)
+    driver.add("next", [1], max_tokens=2)
+    finish(driver)
+    assert [driver.answers[n].reason for n in ("long", "next")] == [EndReason.LENGTH, EndReason.LENGTH]
+
+
+def kept_things(root: object) -> Counter[str]:
+    """How many things lie in each container that ``root`` can reach, by the class and name that holds it."""
+    found: Counter[str] = Counter()
+    seen: set[int] = set()
+    ahead: list[tuple[str, object]] = [("", root)]
+    while ahead:
+        where, thing = ahead.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, list | dict | set | deque):
+            found[where] += len(thing)
+        elif type(thing).__module__.startswith("quire.scheduler_proc"):
+            slots = [s for c in type(thing).__mro__ for s in getattr(c, "__slots__", ())]
+            names = [*getattr(thing, "__dict__", {}), *slots]
+            ahead += [(f"{type(thing).__name__}.{n}", getattr(thing, n)) for n in names if hasattr(thing, n)]
+    return found
+
+
+def test_bug_20_no_list_grows_from_step_to_step() -> None:
+    """#44490: after thousands of steps, all that lies about when idle is what lay about after the first hundreds."""
+    driver = Driver(num_blocks=12, async_scheduling=True, scheduling_policy="priority")
+    sizes = []
+    for turn in range(6):
+        for index in range(25):
+            name = f"t{turn}r{index}"
+            driver.add(name, [turn, index, 1, 2, 3], max_tokens=5 + index % 9, priority=index % 3, client=index % 2)
+            for _ in range(index % 4):
+                driver.step()
+            if index % 6 == 0:
+                driver.hold(name, client=index % 2)
+                driver.abort(name, client=index % 2)
+            if index % 25 == 20:
+                driver.begin_epoch()
+        driver.run()
+        driver.scheduler.decisions.take()
+        sizes.append(kept_things(driver.scheduler))
+    assert len(sizes[0]) > 15, "it looked into something"
+    grown = {name: (sizes[1][name], n) for name, n in sizes[-1].items() if n > sizes[1][name] + 20}
+    assert not grown, grown
+
+
+def test_bug_21_hits_are_counted_when_they_are_taken() -> None:
+    """#18957: a try that failed for want of blocks saw hits, which were gone when it got in."""
+    driver = Driver(num_blocks=9)
+    prompt = list(range(8))
+    driver.add("first", prompt, max_tokens=1)
+    driver.run()
+    driver.add("big", list(range(100, 117)), max_tokens=13)
+    driver.step()
+    driver.add("second", [*prompt, 1, 2, 3, 4, 5, 6, 7, 8], max_tokens=2)
+    driver.step()
+    second = driver.request("second")
+    assert second.wait_reason is WaitReason.KV_BLOCKS and second.num_cached_tokens == -1
+    assert driver.scheduler.kv.get_computed_blocks(second)[1] == 8
+    queries = driver.scheduler.statistics().prefix_cache_queries
+    assert queries == 8 + 17, "a failed try asked nothing that counts"
+    finish(driver)
+    (new,) = [n for d in driver.diffs for n in d.new_requests if n.request_id == "second"]
+    assert driver.answers["second"].num_cached_tokens == new.num_computed_tokens < 8
+
+
+def test_bug_22_released_but_no_blocks() -> None:
+    """#18631: what it waited for is there, the blocks are not: it waits in its place and takes nothing meanwhile."""
+    driver = Driver(num_blocks=9)
+    driver.add("big", list(range(100, 125)), max_tokens=6)
+    driver.add("remote", list(range(12)), max_tokens=3)
+    driver.add("later", [1], max_tokens=2)
+    driver.hold("remote", "remote_kv")
+    driver.step()
+    free = driver.scheduler.kv.pool.num_free_blocks
+    driver.release("remote")
+    driver.step()
+    assert driver.request("remote").wait_reason is WaitReason.KV_BLOCKS
+    assert driver.scheduler.kv.pool.num_free_blocks >= free - 1
+    finish(driver)
+    assert driver.answers["remote"].tokens == expected_tokens(list(range(12)), 3)
+
+
+def test_bug_24_an_admission_that_fails_holds_nothing() -> None:
+    """sglang#35270, #16067, #27586: hits were found, the rest did not fit: counts and queue are as before."""
+    driver = Driver(num_blocks=9)
+    prompt = list(range(8))
+    driver.add("first", prompt, max_tokens=1)
+    driver.run()
+    driver.add("big", list(range(100, 117)), max_tokens=3)
+    driver.step()
+    pool = driver.scheduler.kv.pool
+    driver.add("second", [*prompt, *range(200, 212)], max_tokens=2)
+    before = [(b.block_id, b.ref_cnt) for b in pool.blocks], [b.block_id for b in pool.free_block_queue.blocks()]
+    driver.schedule()
+    assert driver.request("second").wait_reason is WaitReason.KV_BLOCKS
+    assert before == (
+        [(b.block_id, b.ref_cnt) for b in pool.blocks],
+        [b.block_id for b in pool.free_block_queue.blocks()],
+    )
+    driver.execute()
+    driver.deliver()
+    finish(driver)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_bug_25_a_resumed_request_has_its_new_blocks_only(asynchronous: bool) -> None:
+    """rbln#676: block ids that were meant for its first life are not sent in its second."""
+    driver = short_of_blocks(async_scheduling=asynchronous)
+    until_preemption(driver)
+    while "young" not in [r.request_id for r in driver.scheduler.table.running.values()]:
+        driver.step()
+    diff = next(d for d in reversed(driver.diffs) if d.new_requests)
+    assert diff.block_ids is not None
+    request = driver.request("young")
+    held = driver.scheduler.kv.block_ids(request)[0]
+    assert held[: len(diff.block_ids)] == diff.block_ids.tolist()
+    sent = [block for handle, _, block in appended_blocks(diff) if handle == request.handle]
+    assert sent == []
+    finish(driver)
