@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_cases import full, layout_of, mamba
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
 from quire.protocol.messages import EndReason, ModelRunnerOutput, SchedulerOutput
@@ -221,6 +222,25 @@ def test_blocks_of_accepted_drafts_are_found_again(asynchronous: bool) -> None:
     finish(driver)
     assert driver.answers["b"].num_cached_tokens >= 20
     assert driver.answers["b"].tokens == expected_tokens(again, 3)
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(4))
+def test_a_state_after_accepted_drafts_is_named_only_where_it_is_one(asynchronous: bool, seed: int) -> None:
+    """Whether a chunk ended at a block's boundary, or ran across it, is known when its drafts are: a state from inside
+    the block must never be found under the boundary's name."""
+    settings = {"layout": layout_of(full(4), mamba(4)), "num_blocks": 200, "max_model_len": 100}
+    driver = drafting(asynchronous, 0.6, **settings)
+    driver.worker.draft_rng.seed(seed)
+    driver.add("a", PROMPT, max_tokens=80)
+    driver.run()
+    known = [*PROMPT, *driver.answers["a"].tokens]
+    for length in range(5, 80, 4):
+        driver.add(f"b{length}", [*known[:length], 999], max_tokens=2)
+    finish(driver)
+    assert sum(driver.answers[f"b{length}"].num_cached_tokens > 8 for length in range(5, 80, 4)) > 3
+    for length in range(5, 80, 4):
+        assert driver.answers[f"b{length}"].tokens == expected_tokens([*known[:length], 999], 2)
 
 
 @pytest.mark.parametrize(

@@ -375,6 +375,15 @@ def test_bug_21_hits_are_counted_when_they_are_taken() -> None:
     assert driver.answers["second"].num_cached_tokens == new.num_computed_tokens < 8
 
 
+def test_bug_21_a_resumed_request_is_counted_once() -> None:
+    """What it finds of its own when it comes back is no hit that anybody gained by."""
+    driver = short_of_blocks(enable_prefix_caching=True)
+    finish(driver)
+    statistics = driver.scheduler.statistics()
+    assert statistics.num_preemptions > 0
+    assert (statistics.prefix_cache_queries, statistics.prefix_cache_hit_tokens) == (14, 0)
+
+
 def test_bug_22_released_but_no_blocks() -> None:
     """#18631: what it waited for is there, the blocks are not: it waits in its place and takes nothing meanwhile."""
     driver = Driver(num_blocks=9)

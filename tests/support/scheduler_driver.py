@@ -236,6 +236,10 @@ class Driver:
         self.scheduler.consume(received.message)
         self.scheduler.check()
         self._collect()
+        if not self.scheduler.in_flight:
+            for request in self.scheduler.table.running.values():
+                told = self.scheduler.cruise.progress(request)
+                assert told.num_acknowledged_tokens == told.num_computed_tokens, f"{request!r}: all was answered"
         return received.message
 
     def deliver_damaged(self, damage: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> bool:
