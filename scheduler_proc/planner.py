@@ -4,13 +4,14 @@ from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
+from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.steady import SteadyBlocks
 from quire.scheduler_proc.reasons import Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.request import Request, RequestStatus
 from quire.scheduler_proc.request_table import RequestTable
 from quire.scheduler_proc.statistics import Counters, DecisionLog
-from quire.scheduler_proc.step import StepPlan
+from quire.scheduler_proc.step import Share, StepPlan
 
 _by_order = attrgetter("order")
 
@@ -108,15 +109,14 @@ class Planner:
         ahead = request.max_total_tokens - request.num_tokens - request.num_output_placeholders
         if ahead > 0 and plan.budget > 0:  # none ahead: it is done if all drafts in flight are accepted; wait and see
             drafts = max(min(request.num_drafts, ahead - 1, plan.budget - 1), 0)
-            self._share(plan, request, 1 + drafts, drafts)
+            self._share(plan, Share(request, 1 + drafts, None, drafts))
 
     def _share_prefill(self, plan: StepPlan, request: Request) -> None:
         most = min(request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
         most = min(most, self.config.long_prefill_token_threshold or most)
         if most > 0:
             num_tokens = self.kv.aligned_chunk(request, request.num_computed_tokens, most)
-            if self._share(plan, request, num_tokens):
-                plan.prefill_budget -= num_tokens
+            self._share(plan, Share(request, num_tokens, None, is_prefill=True))
 
     def _bound_prefill(self, plan: StepPlan) -> None:
         """While others decode, prefill gets a part of the step only, or their next token would wait for all of it."""
@@ -125,19 +125,19 @@ class Planner:
             part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
             plan.prefill_budget = min(plan.budget, max(part, 1))
 
-    def _share(self, plan: StepPlan, request: Request, num_tokens: int, num_drafts: int = 0) -> bool:
-        """Give a running request ``num_tokens`` positions, putting others out where blocks are short.
+    def _share(self, plan: StepPlan, share: Share) -> None:
+        """Find the blocks for a running request's share, putting others out where they are short.
 
-        False when it was put out itself, now or before.
+        Nothing is given to a request that was put out itself, now or before.
         """
+        request = share.request
         while request.status is RequestStatus.RUNNING:
-            lookahead = self._lookahead(request, request.num_computed_tokens + num_tokens)
-            new_blocks = self.kv.allocate_slots(request, num_tokens, num_lookahead_tokens=lookahead)
-            if new_blocks is not None:
-                plan.add(request, num_tokens, new_blocks, num_drafts)
-                return True
+            lookahead = self._lookahead(request, request.num_computed_tokens + share.num_tokens)
+            share.new_blocks = self.kv.allocate_slots(request, share.num_tokens, num_lookahead_tokens=lookahead)
+            if share.new_blocks is not None:
+                plan.add(share)
+                return
             self._preempt(self._victim(), plan, request)
-        return False
 
     def _lookahead(self, request: Request, end: int) -> int:
         """Slots for drafts after ``end``: none where the request never comes, or the last blocks could not be used."""
@@ -165,40 +165,27 @@ class Planner:
 
     def _admit(self, plan: StepPlan, request: Request) -> WaitReason | None:
         """Let the first of the queue run, or say why not."""
-        config, kv = self.config, self.kv
         if plan.preempted:
             return WaitReason.PREEMPTING
         if request.num_in_flight:  # preempted a moment ago: its token in flight belongs to what is recomputed
             return WaitReason.RESULT_IN_FLIGHT
-        if plan.budget <= 0:
-            return WaitReason.TOKEN_BUDGET
-        if plan.prefill_budget <= 0:
-            return WaitReason.PREFILL_SHARE
-        if len(self.table.running) >= config.max_num_seqs and not self._make_way(plan, request):
+        while plan.budget <= 0 or plan.prefill_budget <= 0:
+            if not self._make_way_for_tokens(plan, request):
+                return WaitReason.TOKEN_BUDGET if plan.budget <= 0 else WaitReason.PREFILL_SHARE
+        if len(self.table.running) >= self.config.max_num_seqs and not self._make_way(plan, request):
             return WaitReason.MAX_NUM_SEQS
-        evicted = kv.pool.num_evicted_blocks
-        hits, num_hit_tokens = kv.get_computed_blocks(request)
-        if config.reserve_full_sequence and not kv.can_fit_full_sequence(request, request.max_total_tokens - 1, hits):
-            return WaitReason.FULL_SEQUENCE
+        hits, num_hit_tokens = self.kv.get_computed_blocks(request)
         missing = request.num_tokens - num_hit_tokens
-        if not config.enable_chunked_prefill and missing > plan.budget:
-            return WaitReason.WHOLE_PROMPT
-        most = min(missing, config.long_prefill_token_threshold or missing, plan.budget, plan.prefill_budget)
-        num_tokens = kv.aligned_chunk(request, num_hit_tokens, most)
-        while True:
-            keep_free = kv.watermark_blocks if self.table.running else 0
-            new_blocks = kv.allocate_slots(
-                request,
-                num_tokens,
-                hits,
-                num_hit_tokens,
-                num_lookahead_tokens=self._lookahead(request, num_hit_tokens + num_tokens),
-                keep_free=keep_free,
-            )
-            if new_blocks is not None:
-                break
+        while missing > plan.budget and not self.config.enable_chunked_prefill:
+            if not self._make_way_for_tokens(plan, request):
+                return WaitReason.WHOLE_PROMPT
+        most = min(missing, plan.budget, plan.prefill_budget)
+        most = min(most, self.config.long_prefill_token_threshold or most)
+        num_tokens = self.kv.aligned_chunk(request, num_hit_tokens, most)
+        evicted = self.kv.pool.num_evicted_blocks
+        while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
             if not self._make_way(plan, request):
-                return WaitReason.KV_BLOCKS
+                return reason
         self._note_evictions(plan, evicted, request)
         self.table.begin_to_run(request)
         request.num_computed_tokens = request.num_acknowledged_tokens = num_hit_tokens
@@ -206,24 +193,56 @@ class Planner:
             request.num_cached_tokens = num_hit_tokens
             self._stats.prefix_cache_queries += request.num_tokens
             self._stats.prefix_cache_hit_tokens += num_hit_tokens
-        plan.add(request, num_tokens, None)
-        plan.prefill_budget -= num_tokens
+        plan.add(Share(request, num_tokens, None, is_prefill=True))
         self._cache_written(request, num_tokens)
         return None
 
-    def _make_way(self, plan: StepPlan, request: Request) -> bool:
+    def _lacks_blocks(
+        self, request: Request, hits: GroupBlocks, num_hit_tokens: int, num_tokens: int
+    ) -> WaitReason | None:
+        """Take the blocks for its first ``num_tokens`` positions after the hits, or say what is short.
+
+        There must be room for all its known tokens, or it would be put out again before its prefill is done, and so on.
+        """
+        kv = self.kv
+        if self.config.reserve_full_sequence and not kv.can_fit_full_sequence(
+            request, request.max_total_tokens - 1, hits
+        ):
+            return WaitReason.FULL_SEQUENCE
+        is_chunk = num_hit_tokens + num_tokens < request.num_tokens
+        if is_chunk and not kv.can_fit_full_sequence(request, request.num_tokens, hits):
+            return WaitReason.KV_BLOCKS
+        new_blocks = kv.allocate_slots(
+            request,
+            num_tokens,
+            hits,
+            num_hit_tokens,
+            num_lookahead_tokens=self._lookahead(request, num_hit_tokens + num_tokens),
+            keep_free=kv.watermark_blocks if self.table.running else 0,
+        )
+        return WaitReason.KV_BLOCKS if new_blocks is None else None
+
+    def _make_way(self, plan: StepPlan, request: Request, among: list[Request] | None = None) -> bool:
         """Under the priority policy a waiting request puts out a running one of a strictly worse number.
 
-        Otherwise a long answer of little worth would keep it waiting to the end (priority inversion); among equals
-        nobody gives way, or they would take turns for ever.
+        Otherwise a long answer, or a long prompt, of little worth would keep it waiting to the end (priority
+        inversion); among equals nobody gives way, or they would take turns for ever.
+
+        Args:
+            among: who may be put out; None: anybody.
         """
-        if self.config.scheduling_policy != "priority" or not self.table.running:
+        candidates = self.table.running.values() if among is None else among
+        if self.config.scheduling_policy != "priority" or not candidates:
             return False
-        victim = self._victim()
+        victim = max(candidates, key=self.table.waiting.key)
         if victim.priority <= request.priority:
             return False
         self._preempt(victim, plan, request)
         return True
+
+    def _make_way_for_tokens(self, plan: StepPlan, request: Request) -> bool:
+        """The same, among those whose prefill takes tokens of this step."""
+        return self._make_way(plan, request, [s.request for s in plan.shares.values() if s.is_prefill])
 
     def _victim(self) -> Request:
         """FCFS: the last admitted, so that the oldest always gets on. Priority: the worst, among equals the latest."""

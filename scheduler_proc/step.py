@@ -16,12 +16,14 @@ class Share:
     """What one request gets of a step: ``num_tokens`` positions, the last ``num_drafts`` of them drafts.
 
     ``new_blocks``: for a request that the workers hold already; None when they are to be told everything.
+    ``is_prefill``: it counts towards prefill's part of the step.
     """
 
     request: Request
     num_tokens: int
     new_blocks: GroupBlocks | None
     num_drafts: int = 0
+    is_prefill: bool = False
 
 
 class StepPlan:
@@ -48,15 +50,19 @@ class StepPlan:
         self.begun_blocks: list[int] = []
         self.last: list[Request] = []
 
-    def add(self, request: Request, num_tokens: int, new_blocks: GroupBlocks | None, num_drafts: int = 0) -> None:
-        self.shares[request.handle] = Share(request, num_tokens, new_blocks, num_drafts)
-        self.budget -= num_tokens
+    def add(self, share: Share) -> None:
+        self.shares[share.request.handle] = share
+        self.budget -= share.num_tokens
+        if share.is_prefill:
+            self.prefill_budget -= share.num_tokens
 
     def take_back(self, request: Request) -> None:
         """The request does not run in this step after all."""
         share = self.shares.pop(request.handle, None)
         if share is not None:
             self.budget += share.num_tokens
+            if share.is_prefill:
+                self.prefill_budget += share.num_tokens
         elif request.cruising:
             self.budget += 1
         if request in self.begun:

@@ -49,7 +49,7 @@ def test_the_runs_reached_what_they_are_for() -> None:
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
         pytest.skip("not all seeds ran")
     assert TOTALS["cruising"] > TOTALS["steps"] / 2, "hardly anybody cruised"
-    assert TOTALS["preemptions"] > 100 and TOTALS["epochs"] > 20 and TOTALS["several"] > 20
+    assert TOTALS["preemptions"] > 50 and TOTALS["epochs"] > 20 and TOTALS["several"] > 20
 
 
 @pytest.mark.parametrize("seed", range(100, 108))

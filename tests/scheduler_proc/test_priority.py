@@ -199,3 +199,43 @@ def test_priorities_outside_32_bits_are_refused() -> None:
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"scheduling_policy must be one of fcfs, priority, not 'lottery'"):
         Driver(scheduling_policy="lottery")
+
+
+@BOTH
+def test_a_better_one_does_not_wait_for_a_worse_ones_long_prompt(asynchronous: bool) -> None:
+    """Whose prefill takes all tokens of each step: the tokens of this step go to the better one."""
+    driver = by_priority(max_num_batched_tokens=16, async_scheduling=asynchronous)
+    driver.add("long", list(range(100)), max_tokens=3, priority=3)
+    driver.step()
+    driver.add("urgent", [1, 2, 3], max_tokens=4, priority=-1)
+    diff = driver.schedule() or driver.diffs[-1]
+    assert preempted(driver) == [("long", PreemptReason.LOWEST_PRIORITY, "urgent")]
+    assert [new.request_id for new in diff.new_requests] == ["urgent"]
+    finish(driver)
+    assert driver.answers["urgent"].tokens == expected_tokens([1, 2, 3], 4)
+    assert driver.answers["long"].tokens == expected_tokens(list(range(100)), 3)
+
+
+def test_a_prompt_that_must_come_whole_takes_a_worse_ones_tokens() -> None:
+    driver = by_priority(max_num_batched_tokens=24, enable_chunked_prefill=False)
+    driver.add("worse", list(range(20)), max_tokens=3, priority=3)
+    driver.add("better", list(range(22)), max_tokens=3, priority=1)
+    driver.add("best", [7] * 5, max_tokens=3, priority=0)
+    finish(driver)
+    for name, prompt in (("worse", list(range(20))), ("better", list(range(22))), ("best", [7] * 5)):
+        assert driver.answers[name].tokens == expected_tokens(prompt, 3)
+
+
+def test_a_taken_share_gives_its_tokens_back_to_prefill() -> None:
+    """While others decode, prefill has half of the step; what a victim gives back is part of that half."""
+    driver = by_priority(max_num_batched_tokens=16, max_prefill_share=0.5)
+    driver.add("decodes", [1], max_tokens=30)
+    driver.step()
+    driver.add("long", list(range(40)), max_tokens=2, priority=9)
+    driver.step()
+    driver.add("urgent", list(range(50, 62)), max_tokens=2, priority=-1)
+    diff = driver.schedule()
+    assert diff is not None and [(n.request_id, dict(diff.counts)[n.handle]) for n in diff.new_requests] == [
+        ("urgent", 8)
+    ]
+    finish(driver)

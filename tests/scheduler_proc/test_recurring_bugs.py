@@ -8,7 +8,6 @@ and 24 it is the part that exists: no sessions, no transfers, no tiers.
 """
 
 from collections import Counter, deque
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -176,8 +175,8 @@ def test_bug_07_equals_do_not_take_turns(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("reserve", [False, True])
 def test_bug_08_a_long_prefill_does_not_come_and_go(policy: str, reserve: bool) -> None:
-    """#25538: it does not fit beside the other to its end. Without the gate for whole sequences it is let in and put
-    out again, though not step after step; and the other gets its token in every step all the while."""
+    """#25538: it does not fit beside the other to its end. It waits until all its prompt has room; and the other gets
+    its token in every step all the while."""
     driver = Driver(
         num_blocks=13,
         max_num_batched_tokens=8,
@@ -196,8 +195,7 @@ def test_bug_08_a_long_prefill_does_not_come_and_go(policy: str, reserve: bool) 
         decisions = [d for d in driver.scheduler.decisions.take() if d.kind == "preempt"]
         put_out += [d.step for d in decisions]
     driver.check_drained()
-    assert all(later - earlier > 1 for earlier, later in pairwise(put_out))
-    assert len(put_out) <= (1 if reserve else 8)
+    assert len(put_out) <= 1
 
 
 def test_bug_11_the_null_block_is_nobodys() -> None:
