@@ -8,6 +8,7 @@ from collections import Counter
 from typing import assert_never
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import (
     Abort,
@@ -57,6 +58,13 @@ class Scheduler:
         Raises:
             ConfigError: a setting that is not known, or contradicts the layout.
         """
+        verified = 1 + config.num_speculative_tokens
+        for group in layout.groups:
+            if group.kind == "mamba" and group.block_size < verified:
+                raise ConfigError(
+                    f"num_speculative_tokens must be from 0 to {group.block_size - 1}: "
+                    f"a state block of {group.block_size} tokens must hold a chunk to verify"
+                )
         self.kv = KVCacheManager(
             layout,
             num_blocks,

@@ -7,6 +7,7 @@ import pytest
 from kv_cases import full, layout_of, mamba
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
+from quire.protocol.errors import ConfigError
 from quire.protocol.messages import EndReason, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.scheduler import WorkerFault
 
@@ -273,3 +274,10 @@ def test_several_tokens_without_drafts_are_refused() -> None:
     several = ModelRunnerOutput(1, np.array([1, 2], np.int32), np.array([0], np.int32), np.array([2], np.int32))
     with pytest.raises(WorkerFault, match="more tokens of a request than it had drafts for"):
         driver.scheduler.consume(several)
+
+
+def test_a_chunk_to_verify_fits_a_state_block() -> None:
+    layout = layout_of(full(4), mamba(4))
+    Driver(layout=layout, num_speculative_tokens=3)
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be from 0 to 3"):
+        Driver(layout=layout, num_speculative_tokens=4)
