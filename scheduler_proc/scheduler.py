@@ -146,7 +146,8 @@ class Scheduler:
         self.results.stale_until = self._step
         for request in [*self.table.leaving.values(), *self.table.running.values()]:
             self._note("preempt", request, PreemptReason.NEW_EPOCH)
-            self._put_out(request)
+            self.table.put_out(request)
+            self.kv.free(request)
         for request in self.table.requests.values():
             request.num_in_flight = request.num_output_placeholders = request.num_drafts_in_flight = 0
         for record in self.in_flight.drop_all():
@@ -233,10 +234,6 @@ class Scheduler:
         plan = self.planner.plan(self._step + 1, self.pause)
         return self._commit(plan) if plan.shares or self.cruise.roster else None
 
-    def _put_out(self, request: Request) -> None:
-        self.table.put_out(request)
-        self.kv.free(request)
-
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Fix the plan: build the diff, then advance what was scheduled."""
         table, step = self.table, plan.step
@@ -281,9 +278,8 @@ class Scheduler:
         """Tokens committed since the start."""
         return self._stats.generation_tokens
 
-    def _note(self, kind: str, request: Request, reason: str, beneficiary: Request | None = None) -> None:
-        whose = "" if beneficiary is None else beneficiary.request_id
-        self.decisions.note(Decision(self._step + 1, kind, request.request_id, reason, whose))
+    def _note(self, kind: str, request: Request, reason: str) -> None:
+        self.decisions.note(Decision(self._step + 1, kind, request.request_id, reason))
 
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
         """Gauges as of now, and counters since start."""

@@ -58,7 +58,7 @@ class SkippingManager(SingleTypeKVCacheManager):
         keys: Iterable[bytes] = block_hashes[end * self.granules - 1 :: -self.granules] if end else ()
         if self.group_id:
             keys = map(partial(group_key, group=self.group_id), keys)
-        return map(self.pool.cached_block_hash_to_block.get_one_block, keys)
+        return map(self.pool.get_cached_block, keys)
 
     def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         """By the acknowledged count, for a step that is not answered may yet be set back."""
