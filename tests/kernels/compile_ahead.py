@@ -6,23 +6,22 @@ A program of its own, because a process under TRITON_INTERPRET=1 cannot compile.
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.kernels import cache_write, paged_attention, slot_mapping
-from quire.kernels.cache_write_triton import cache_write_kernel
-from quire.kernels.paged_attention_triton import paged_attention_kernel
-from quire.kernels.slot_mapping_triton import slot_mapping_kernel
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "support"))
+
+from kernel_variant import Variant  # noqa: E402
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory bytes that one block of threads may have, by compute capability (CUDA programming guide)."""
@@ -30,19 +29,6 @@ SHARED_MEMORY_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 STACK_LIMIT = 64
 """Bytes of a thread's stack, which is where registers spill to. Compiler versions differ by a few; a tile that is too
 large for its threads spills hundreds."""
-
-TRITON_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One specialisation of a kernel; ``types`` are those of its arguments that are not 32-bit integers."""
-
-    name: str
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, int]
-    options: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -57,43 +43,9 @@ class Usage:
 
 
 def variants() -> Iterator[Variant]:
-    yield Variant(
-        name="slot_mapping",
-        kernel=slot_mapping_kernel,
-        types={"query_start_loc": "*i32", "positions": "*i64", "block_table": "*i32", "slot_mapping": "*i64"},
-        constants={"BLOCK_SIZE": 16, "TILE_TOKENS": slot_mapping.TILE_TOKENS, "PAD_SLOT": slot_mapping.PAD_SLOT_ID},
-        options={},
-    )
-    for num_kv_heads, head_dim in [(8, 128), (3, 80)]:
-        yield Variant(
-            name=f"cache_write bf16 {num_kv_heads}x{head_dim}",
-            kernel=cache_write_kernel,
-            types={"key": "*bf16", "value": "*bf16", "kv_cache": "*bf16", "slot_mapping": "*i64"},
-            constants=cache_write.launch_constants(num_kv_heads, head_dim, 16),
-            options={},
-        )
-    cases = [
-        # dtype, head dimension, query heads of a KV head, tokens of a tile
-        (torch.bfloat16, 64, 4, 64),
-        (torch.bfloat16, 128, 8, 1),
-        (torch.bfloat16, 80, 7, 64),
-        (torch.bfloat16, 256, 2, 64),
-        (torch.float16, 128, 4, 8),
-        (torch.float32, 64, 4, 64),
-        (torch.float32, 128, 4, 1),
-    ]
-    for dtype, head_dim, group, tile_tokens in cases:
-        element = "*" + TRITON_TYPES[dtype]
-        tensors = {"query": element, "kv_cache": element, "out": element, "scale_log2": "fp32"}
-        indices = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "tiles"), "*i32")
-        constants = paged_attention.launch_constants(dtype, head_dim, group, 16, tile_tokens)
-        yield Variant(
-            name=f"paged_attention {element[1:]} D={head_dim} G={group} tokens={tile_tokens}",
-            kernel=paged_attention_kernel,
-            types=tensors | indices,
-            constants=constants,
-            options=paged_attention.launch_options(dtype, constants),
-        )
+    """What every file in ``ahead`` lists."""
+    for path in sorted((HERE / "ahead").glob("*.py")):
+        yield from runpy.run_path(str(path))["variants"]()
 
 
 def compile_variant(variant: Variant, capability: int) -> Usage:
