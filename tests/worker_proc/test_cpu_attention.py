@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.worker_proc.attention import cpu_plan
-from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
+from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec, StepBatch
 from quire.worker_proc.attention.cpu import CpuBackend
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -36,7 +36,7 @@ class Case:
     key: torch.Tensor
     value: torch.Tensor
     expected: torch.Tensor
-    scale: float
+    spec: AttentionSpec
 
 
 def _batch(rows: list[tuple[int, int]], table: torch.Tensor, block_size: int) -> StepBatch:
@@ -72,6 +72,7 @@ def _naive(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, contex
 def _case(rows: list[tuple[int, int]], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> Case:
     backend = CpuBackend()
     num_heads, kv_heads, dim = heads
+    spec = AttentionSpec(num_heads, kv_heads, dim, dim**-0.5)
     generator = torch.Generator().manual_seed(3)
     blocks = [-(-(context + new) // block_size) for context, new in rows]
     # Entries that mean nothing hold an id far outside the pool; two blocks of nobody hold NaN as well.
@@ -94,10 +95,9 @@ def _case(rows: list[tuple[int, int]], heads: tuple[int, int, int], block_size: 
     if len(written):
         plan = backend.plan(_batch(before, table, block_size))
         old_values = torch.cat([v[:context] for v, (context, _) in zip(values, rows, strict=True)])
-        backend.forward(random(len(written), num_heads), written, old_values, cache, plan, 1.0)
-    scale = dim**-0.5
+        backend.forward(random(len(written), num_heads), written, old_values, cache, plan, spec)
     expected = [
-        _naive(q, k, v, context, scale) for q, k, v, (context, _) in zip(queries, keys, values, rows, strict=True)
+        _naive(q, k, v, context, spec.scale) for q, k, v, (context, _) in zip(queries, keys, values, rows, strict=True)
     ]
     return Case(
         _batch(rows, table, block_size),
@@ -106,7 +106,7 @@ def _case(rows: list[tuple[int, int]], heads: tuple[int, int, int], block_size: 
         torch.cat([k[context:] for k, (context, _) in zip(keys, rows, strict=True)]),
         torch.cat([v[context:] for v, (context, _) in zip(values, rows, strict=True)]),
         torch.cat(expected),
-        scale,
+        spec,
     )
 
 
@@ -118,7 +118,7 @@ def _by_slot(cache: torch.Tensor) -> torch.Tensor:
 def _run(case: Case) -> torch.Tensor:
     backend: AttentionBackend = CpuBackend()
     plan = backend.plan(case.batch)
-    return backend.forward(case.query, case.key, case.value, case.cache, plan, case.scale)
+    return backend.forward(case.query, case.key, case.value, case.cache, plan, case.spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -167,7 +167,7 @@ def test_padding_tokens_are_not_written_and_come_out_finite() -> None:
         4,
     )
     backend = CpuBackend()
-    out = backend.forward(*padded, case.cache, backend.plan(batch), case.scale)
+    out = backend.forward(*padded, case.cache, backend.plan(batch), case.spec)
     torch.testing.assert_close(out[:2].double(), case.expected, atol=2e-5, rtol=2e-5)
     assert torch.equal(out[2:], torch.zeros(3, 4, 16))
     changed = ~torch.isclose(_by_slot(before), _by_slot(case.cache), equal_nan=True).flatten(2).all(2).all(0)
@@ -187,7 +187,7 @@ def test_one_plan_serves_several_layers() -> None:
     backend = CpuBackend()
     plan = backend.plan(case.batch)
     caches = [case.cache.clone(), case.cache.clone()]
-    outs = [backend.forward(case.query, case.key, case.value, cache, plan, case.scale) for cache in caches]
+    outs = [backend.forward(case.query, case.key, case.value, cache, plan, case.spec) for cache in caches]
     assert torch.equal(outs[0], outs[1])
     torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=0, equal_nan=True)
 

@@ -1,4 +1,4 @@
-"""What a step tells attention, and what an attention backend is."""
+"""What a step tells attention, what a layer asks of it, and what an attention backend is."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,10 +16,13 @@ class StepBatch:
         query_start_loc: int32 ``[num_rows + 1]`` on the device: where each row's tokens start.
         seq_lens: int32 ``[num_rows]`` on the device: tokens of each row once this step's are written.
         block_table: int32 ``[num_rows, max_blocks]`` on the device; only the first ``ceil(seq_len / block_size)``
-            entries of a row mean anything.
+            entries of a row mean anything, and of those only the ones from ``first_visible // block_size`` on.
         slot_mapping: int64 ``[num_tokens]`` on the device: where each token's key and value go; negative: nowhere.
         query_lens_cpu, seq_lens_cpu: int32 ``[num_rows]``, the same lengths on the host.
         block_size: tokens in a block of this group.
+        window: tokens that a token of this group sees, itself included; 0: all before it. What lies left of the
+            window of a row's first query is undefined: its blocks may have been given away.
+        chunk: tokens of a chunk of this group (chunked local attention): a token sees those of its own chunk; 0: all.
     """
 
     query_start_loc: torch.Tensor
@@ -29,21 +32,61 @@ class StepBatch:
     query_lens_cpu: npt.NDArray[np.int32]
     seq_lens_cpu: npt.NDArray[np.int32]
     block_size: int
+    window: int = 0
+    chunk: int = 0
 
     @property
     def num_rows(self) -> int:
         return len(self.seq_lens_cpu)
+
+    @property
+    def first_visible(self) -> npt.NDArray[np.int32]:
+        """int32 ``[num_rows]``: the first position that any query of the row sees."""
+        context = self.seq_lens_cpu - self.query_lens_cpu
+        if self.window:
+            return np.maximum(context - (self.window - 1), 0)
+        if self.chunk:
+            return context // self.chunk * self.chunk
+        return np.zeros_like(context)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How one layer attends; fixed from the model's construction on.
+
+    Attributes:
+        num_heads, num_kv_heads: of this rank.
+        scale: factor on the scores.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before masking; 0: they stay (Gemma 2).
+        sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it (gpt-oss).
+        alibi_slopes: float32 ``[num_heads]``: ``slope * (key position - query position)`` is added (arXiv 2108.12409).
+        k_scale, v_scale: an fp8 cache holds ``key / k_scale`` and ``value / v_scale``.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class AttentionBackend(Protocol):
     """Writes keys and values into a paged cache and attends over it, causally.
 
     A backend makes one *plan* per step and KV group (index tensors, tiles: whatever all layers can share) and uses it
-    in every layer of the group. It never reads a block table past a row's length, and never reads slots that no
-    token of the row was written to (they may hold NaN).
+    in every layer of the group. It never reads a block table past a row's length or left of what is visible, and
+    never reads slots that no token of the row was written to (they may hold NaN).
+
+    Attributes:
+        needs_host_lengths: whether ``plan`` reads the lengths on the host, which a captured graph cannot offer.
     """
 
     name: str
+    needs_host_lengths: bool
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor, keys and values together. It is allocated zeroed."""
@@ -56,20 +99,22 @@ class AttentionBackend(Protocol):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         plan: Any,
-        scale: float,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
         """Write this step's keys and values, then attend.
 
         Args:
             query: ``[num_tokens, num_heads, head_dim]``.
-            key, value: ``[num_tokens, num_kv_heads, head_dim]``, same dtype.
-            kv_cache: this layer's cache, of ``kv_cache_shape``.
+            key, value: ``[num_tokens, num_kv_heads, head_dim]``, same dtype; None: the layer reads the cache of an
+                earlier one, which has written it.
+            kv_cache: this layer's cache, of ``kv_cache_shape``, in a dtype of its own (float8_e4m3fn and float8_e5m2
+                hold values divided by the spec's scales).
             plan: from ``plan()`` of this step and group.
-            scale: factor on the scores, ``head_dim ** -0.5`` for the models we have.
+            spec: what this layer asks for.
 
         Returns:
             ``[num_tokens, num_heads, head_dim]`` in the query's dtype.

@@ -8,7 +8,7 @@ is what ``scaled_dot_product_attention`` wants. Which stretches, and which rows 
 import torch
 import torch.nn.functional as F
 
-from quire.worker_proc.attention.backend import StepBatch
+from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
 from quire.worker_proc.attention.cpu_plan import QUERY_TILE, ChunkRow, CpuPlan, DecodeTile, LayerPlan
 
 
@@ -16,6 +16,7 @@ class CpuBackend:
     """``AttentionBackend`` on torch's CPU operators. Stateless: the cache is the caller's, the plan is per step."""
 
     name = "cpu"
+    needs_host_lengths = True
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_dim)
@@ -26,12 +27,14 @@ class CpuBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         plan: CpuPlan,
-        scale: float,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
+        assert key is not None and value is not None
+        scale = spec.scale
         layer = plan.of_layer(kv_cache, query.dtype)
         _write(kv_cache, key, value, layer)
         if layer.decode_tokens is None and layer.tiles and len(query) == layer.num_tokens:

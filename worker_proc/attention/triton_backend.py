@@ -7,7 +7,7 @@ import torch
 from quire.kernels.cache_write import write_cache
 from quire.kernels.paged_attention import QueryTiles, paged_attention, plan_tiles
 from quire.kernels.triton_runtime import require_launchable
-from quire.worker_proc.attention.backend import StepBatch
+from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    needs_host_lengths = True
 
     def __init__(self) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,21 +44,22 @@ class TritonBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         plan: TritonPlan,
-        scale: float,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
         """As ``AttentionBackend.forward``.
 
         Raises:
             ValueError: a tensor does not fit the batch or the cache.
         """
+        assert key is not None and value is not None
         batch = plan.batch
         if kv_cache.shape[2] != batch.block_size:
             raise ValueError(f"kv_cache: dimension 2 (block_size) is {kv_cache.shape[2]}, expected {batch.block_size}")
         write_cache(key, value, kv_cache, batch.slot_mapping)
         return paged_attention(
-            query, kv_cache, batch.block_table, batch.query_start_loc, batch.seq_lens, plan.tiles, scale
+            query, kv_cache, batch.block_table, batch.query_start_loc, batch.seq_lens, plan.tiles, spec.scale
         )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.protocol.model_config import ModelConfig
-from quire.worker_proc.attention.backend import AttentionBackend
+from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.rope import rope_table, rotate
 
@@ -130,7 +130,7 @@ class DecoderLayer(torch.nn.Module):
             return Linear(weight(outputs, inputs), weight(outputs) if bias else None)
 
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.attention = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
         self.eps = config.rms_norm_eps
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = self.num_heads + 2 * self.num_kv_heads
@@ -161,7 +161,9 @@ class DecoderLayer(torch.nn.Module):
         if self.qk_norm is not None:
             qk = rms_norm(qk, None, self.eps).mul_(self.qk_norm)
         qk = rotate(qk, cos, sin)
-        attended = backend.forward(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], kv_cache, plan, self.scale)
+        attended = backend.forward(
+            qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], kv_cache, plan, self.attention
+        )
         hidden += self.o(attended.reshape(tokens, heads * self.head_dim))
         gate, up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps)).chunk(2, -1)
         hidden += self.down(F.silu(gate).mul_(up))

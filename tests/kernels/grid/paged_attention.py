@@ -13,6 +13,7 @@ from quire.kernels.paged_attention import (
     paged_attention_reference,
     plan_tiles,
 )
+from quire.worker_proc.attention.backend import AttentionSpec
 from quire.worker_proc.attention.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def test_backend(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_cas
     batch, scale = case.batch, 0.2
     assert backend.kv_cache_shape(*case.kv_cache.shape[1:]) == case.kv_cache.shape
     plan = backend.plan(batch)
-    result = backend.forward(case.query, case.key, case.value, case.kv_cache, plan, scale)
+    result = backend.forward(case.query, case.key, case.value, case.kv_cache, plan, AttentionSpec(4, 2, 32, scale))
     torch.testing.assert_close(case.kv_cache, case.filled_cache, rtol=0, atol=0, equal_nan=True)
     expected = paged_attention_reference(
         case.query, case.filled_cache, batch.block_table, batch.query_start_loc, batch.seq_lens, scale
@@ -110,7 +111,7 @@ def test_backend_refuses_another_block_size(make_case: Any) -> None:
     backend = TritonBackend()
     cache = torch.zeros(2, 2, 16, 2, 32, device=case.query.device)
     with pytest.raises(ValueError, match=r"kv_cache: dimension 2 \(block_size\) is 16, expected 8"):
-        backend.forward(case.query, case.key, case.value, cache, backend.plan(case.batch), 1.0)
+        backend.forward(case.query, case.key, case.value, cache, backend.plan(case.batch), AttentionSpec(4, 2, 32, 1.0))
 
 
 def test_tiles_must_fit_the_query(make_case: Any) -> None:
