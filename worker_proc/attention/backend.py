@@ -1,6 +1,6 @@
 """What a step tells attention, what a layer asks of it, and what an attention backend is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,11 +42,11 @@ class StepBatch:
     @property
     def first_visible(self) -> npt.NDArray[np.int32]:
         """int32 ``[num_rows]``: the first position that any query of the row sees."""
-        context = self.seq_lens_cpu - self.query_lens_cpu
+        context: npt.NDArray[np.int32] = self.seq_lens_cpu - self.query_lens_cpu
         if self.window:
             return np.maximum(context - (self.window - 1), 0)
         if self.chunk:
-            return context // self.chunk * self.chunk
+            return context - context % self.chunk
         return np.zeros_like(context)
 
 
@@ -61,6 +61,9 @@ class AttentionSpec:
         sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it (gpt-oss).
         alibi_slopes: float32 ``[num_heads]``: ``slope * (key position - query position)`` is added (arXiv 2108.12409).
         k_scale, v_scale: an fp8 cache holds ``key / k_scale`` and ``value / v_scale``.
+        q_norm, k_norm: ``[head_dim]`` in the activations' dtype: each head's query and key is brought to a root mean
+            square of 1, times this, before it is rotated (Qwen3, Gemma 3).
+        norm_eps: of these two norms.
     """
 
     num_heads: int
@@ -72,6 +75,29 @@ class AttentionSpec:
     alibi_slopes: torch.Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+
+
+@dataclass(slots=True)
+class Rotary:
+    """The rotary embedding of one step's tokens; made once, used by every layer with the same table.
+
+    Attributes:
+        table: ``[2, max_position, rotary_dim]``: cosines, and sines whose first half is negated (``models/rope.py``).
+        positions: int64 ``[num_tokens]``.
+    """
+
+    table: torch.Tensor
+    positions: torch.Tensor
+    _gathered: torch.Tensor | None = field(default=None)
+
+    def cos_sin(self) -> torch.Tensor:
+        """``[2, num_tokens, 1, rotary_dim]``, gathered at the first call."""
+        if self._gathered is None:
+            self._gathered = self.table.index_select(1, self.positions).unsqueeze(2)
+        return self._gathered
 
 
 class AttentionBackend(Protocol):
@@ -94,6 +120,23 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: StepBatch) -> Any:
         """What all layers of a group share in this step."""
+        ...
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        """From a layer's projection to its attended values: head norms, rotation, cache write, attention.
+
+        ``attention/prologue.py`` has the plain way, ``normalise_and_rotate`` and then ``forward``; a backend may fuse.
+
+        Args:
+            qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
+                (``[num_tokens, num_heads, head_dim]``) where the layer reads an earlier one's cache; may be changed.
+            rotary: None: this layer does not rotate.
+
+        Returns:
+            ``[num_tokens, num_heads, head_dim]``.
+        """
         ...
 
     def forward(

@@ -8,8 +8,9 @@ is what ``scaled_dot_product_attention`` wants. Which stretches, and which rows 
 import torch
 import torch.nn.functional as F
 
-from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.cpu_plan import QUERY_TILE, ChunkRow, CpuPlan, DecodeTile, LayerPlan
+from quire.worker_proc.attention.prologue import attend_plainly
 
 
 class CpuBackend:
@@ -23,6 +24,11 @@ class CpuBackend:
 
     def plan(self, batch: StepBatch) -> CpuPlan:
         return CpuPlan(batch)
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: CpuPlan, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
 
     def forward(
         self,

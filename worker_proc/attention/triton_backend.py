@@ -7,7 +7,8 @@ import torch
 from quire.kernels.cache_write import write_cache
 from quire.kernels.paged_attention import QueryTiles, paged_attention, plan_tiles
 from quire.kernels.triton_runtime import require_launchable
-from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.prologue import attend_plainly
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class TritonBackend:
     def plan(self, batch: StepBatch) -> TritonPlan:
         """Cut the step's tokens into tiles; one small copy to the device."""
         return TritonPlan(batch, plan_tiles(batch.query_lens_cpu, batch.seq_lens.device))
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: TritonPlan, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
 
     def forward(
         self,

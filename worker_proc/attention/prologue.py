@@ -1,0 +1,39 @@
+"""What comes between a layer's projection and attention, in torch's own operators."""
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec, Rotary
+from quire.worker_proc.models.rope import rotate
+
+
+def attend_plainly(
+    backend: AttentionBackend,
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: object,
+    spec: AttentionSpec,
+    rotary: Rotary | None,
+) -> torch.Tensor:
+    """``AttentionBackend.attend`` step by step."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    qk, value = qkv, None
+    if qkv.shape[1] > heads:
+        qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+    qk = normalise_and_rotate(qk, spec, rotary)
+    key = None if value is None else qk[:, heads:]
+    return backend.forward(qk[:, :heads], key, value, kv_cache, plan, spec)
+
+
+def normalise_and_rotate(qk: torch.Tensor, spec: AttentionSpec, rotary: Rotary | None) -> torch.Tensor:
+    """``qk``: ``[num_tokens, num_heads (+ num_kv_heads), head_dim]``, queries first."""
+    if spec.q_norm is not None:
+        assert spec.k_norm is not None
+        parts = [F.rms_norm(qk[:, : spec.num_heads], qk.shape[-1:], spec.q_norm, spec.norm_eps)]
+        if qk.shape[1] > spec.num_heads:
+            parts.append(F.rms_norm(qk[:, spec.num_heads :], qk.shape[-1:], spec.k_norm, spec.norm_eps))
+        qk = torch.cat(parts, 1)
+    if rotary is None:
+        return qk
+    cos, sin = rotary.cos_sin()
+    return rotate(qk, cos, sin)
