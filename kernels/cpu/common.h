@@ -1,0 +1,84 @@
+// What every source here shares: vectors as wide as the CPU's registers, bfloat16, and the export mark.
+//
+// Vectors are the compilers' own extension, so that one source serves AVX2, AVX-512, NEON and whatever comes. A product
+// followed by a sum becomes a fused multiply-add where the CPU has one (-ffp-contract=fast).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define QUIRE_API extern "C" __attribute__((visibility("default")))
+#define QUIRE_INLINE inline __attribute__((always_inline))
+
+namespace quire {
+
+#if defined(__AVX512F__)
+constexpr int VF = 16;  // float32 lanes of a register
+#elif defined(__AVX__)
+constexpr int VF = 8;
+#else
+constexpr int VF = 4;
+#endif
+
+typedef float vfloat __attribute__((vector_size(4 * VF)));
+typedef int32_t vint __attribute__((vector_size(4 * VF)));
+typedef uint32_t vuint __attribute__((vector_size(4 * VF)));
+typedef uint16_t vbf16 __attribute__((vector_size(2 * VF)));
+
+// memcpy of a register's size is one unaligned load or store.
+template <class V, class T>
+QUIRE_INLINE V load(const T* from) {
+    V out;
+    std::memcpy(&out, from, sizeof(V));
+    return out;
+}
+
+template <class V, class T>
+QUIRE_INLINE void store(T* to, V value) {
+    std::memcpy(to, &value, sizeof(V));
+}
+
+QUIRE_INLINE vfloat splat(float x) { return x - vfloat{}; }  // a vector minus +0 keeps the sign of a zero
+
+QUIRE_INLINE float to_float(float x) { return x; }
+QUIRE_INLINE float to_float(uint16_t x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// Round to nearest, ties to even, as torch does; a NaN stays one (rounding may otherwise carry it into infinity).
+QUIRE_INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fc0;
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+QUIRE_INLINE vfloat load_floats(const float* from) { return load<vfloat>(from); }
+QUIRE_INLINE vfloat load_floats(const uint16_t* from) {
+    return (vfloat)(__builtin_convertvector(load<vbf16>(from), vuint) << 16);
+}
+
+QUIRE_INLINE void store_floats(float* to, vfloat x) { store(to, x); }
+QUIRE_INLINE void store_floats(uint16_t* to, vfloat x) {
+    const vuint bits = (vuint)x;
+    const vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const vuint quiet_nan = vuint{} + 0x7fc0;
+    store(to, __builtin_convertvector(x == x ? rounded : quiet_nan, vbf16));
+}
+
+// Always the same order of additions: lanes of one half to the other, down to one.
+QUIRE_INLINE float sum_lanes(vfloat x) {
+    float lanes[VF];
+    store(lanes, x);
+    for (int half = VF / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+QUIRE_INLINE void store_float(float* to, float x) { *to = x; }
+QUIRE_INLINE void store_float(uint16_t* to, float x) { *to = to_bf16(x); }
+
+}  // namespace quire

@@ -1,0 +1,89 @@
+"""The native CPU library: built once, loaded beside torch without a second OpenMP runtime, and never in the way."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.kernels.cpu.native import Native, load_native
+
+
+@pytest.fixture(scope="module")
+def native() -> Native:
+    found = load_native()
+    if found is None:
+        pytest.skip("no compiler here")
+    return found
+
+
+def _python(code: str, **env: str) -> str:
+    """What ``code`` prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | env
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+LOAD = "from quire.kernels.cpu.native import load_native; n = load_native(print); print(n and n.path)"
+
+
+def test_torchs_thread_count_governs_the_library_and_one_runtime_is_mapped(native: Native) -> None:
+    code = (
+        "import ctypes, torch, pathlib\n"
+        "from quire.kernels.cpu.native import load_native\n"
+        "threads = load_native().function('quire_threads', returns=ctypes.c_int)\n"
+        "torch.randn(512, 512) @ torch.randn(512, 512)\n"
+        "for count in (2, 1, 3):\n"
+        "    torch.set_num_threads(count)\n"
+        "    assert threads() == count, (threads(), count)\n"
+        "maps = pathlib.Path('/proc/self/maps').read_text().split()\n"
+        "print(len({word for word in maps if '/lib' in word and 'omp' in word.rsplit('/', 1)[1]}))\n"
+    )
+    assert _python(code, OMP_NUM_THREADS="2") == "1"
+
+
+def test_it_is_built_once(native: Native, tmp_path: Path) -> None:
+    """Two processes that start together share one build, in a folder that only its owner can write to."""
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", LOAD]
+    both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {process.communicate(timeout=300)[0].strip() for process in both}
+    assert len(paths) == 1 and Path(paths.pop()).parent == tmp_path / "quire"
+    assert [file.suffix for file in sorted((tmp_path / "quire").iterdir())] == [".so", ".lock"]
+    assert (tmp_path / "quire").stat().st_mode & 0o077 == 0
+
+
+def _reason(monkeypatch: pytest.MonkeyPatch, **env: str) -> str:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    assert load_native(said.append) is None
+    assert len(said) == 1
+    return said[0]
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "QUIRE_CPU_NATIVE is 0" in _reason(monkeypatch, QUIRE_CPU_NATIVE="0")
+
+
+def test_no_compiler_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "not there" in _reason(monkeypatch, CXX="no-such-compiler")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C++ compiler" in _reason(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
+
+
+def test_a_failing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.cpp:1: error: not today" >&2; exit 1\n')
+    broken.chmod(0o700)
+    assert "not today" in _reason(monkeypatch, CXX=str(broken), XDG_CACHE_HOME=str(tmp_path))
+
+
+def test_a_cache_that_others_may_write_to_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "quire").mkdir()
+    (tmp_path / "quire").chmod(0o777)
+    assert "written to by others" in _reason(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
