@@ -1,4 +1,4 @@
-"""The Triton kernel behind ``slot_mapping.compute_slot_mapping``; imports triton, so only that launcher imports it."""
+"""The Triton kernel behind ``slot_mapping.compute_slot_mappings``; imports triton, so only launchers import it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
 
@@ -6,33 +6,72 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def slots_of(
+    tables,
+    group,
+    row,
+    position,
+    valid,
+    CP_WORLD_SIZE: tl.constexpr,
+    CP_RANK: tl.constexpr,
+    CP_INTERLEAVE: tl.constexpr,
+    PAD_SLOT: tl.constexpr,
+):
+    """Slots of ``position`` int64 ``[TILE]`` in a group; ``row`` is int64, one or ``[TILE]``; PAD_SLOT unless valid.
+
+    ``tables`` are ``pointer_table.TableSet.descriptions``.
+    """
+    description = tables + group * 5
+    block_table = tl.load(description).to(tl.pointer_type(tl.int32))
+    row_stride = tl.load(description + 1)
+    num_rows = tl.load(description + 2)
+    max_blocks = tl.load(description + 3)
+    block_size = tl.load(description + 4)
+    block_index = position // (block_size * CP_WORLD_SIZE)
+    offset = position % (block_size * CP_WORLD_SIZE)
+    written = valid & (position >= 0) & (block_index < max_blocks) & (row >= 0) & (row < num_rows)
+    if CP_WORLD_SIZE > 1:
+        written = written & (offset // CP_INTERLEAVE % CP_WORLD_SIZE == CP_RANK)
+        offset = offset // (CP_WORLD_SIZE * CP_INTERLEAVE) * CP_INTERLEAVE + offset % CP_INTERLEAVE
+    block_id = tl.load(block_table + row * row_stride + block_index, mask=written, other=-1)
+    # In 64 bits: 2**31 slots are 128 M blocks of 16, which small models on large machines come near.
+    slot = block_id.to(tl.int64) * block_size + offset
+    return tl.where(written & (block_id >= 0), slot, PAD_SLOT)
+
+
 # These change from step to step, and Triton would compile anew for a 1 and for a multiple of 16.
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "slot_group_stride"])
 def slot_mapping_kernel(
     query_start_loc,
     positions,
-    block_table,
+    tables,
+    row_of,
     slot_mapping,
     num_rows,
     num_tokens,
-    max_blocks,
-    block_table_stride,
-    BLOCK_SIZE: tl.constexpr,
+    slot_group_stride,
+    HAS_ROW_OF: tl.constexpr,
+    CP_WORLD_SIZE: tl.constexpr,
+    CP_RANK: tl.constexpr,
+    CP_INTERLEAVE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     PAD_SLOT: tl.constexpr,
 ):
-    """Program ``r`` maps the tokens of row ``r``; program ``num_rows`` fills the padding."""
-    row = tl.program_id(0)
-    is_row = row < num_rows
-    start = tl.load(query_start_loc + row)
-    end = tl.load(query_start_loc + row + 1, mask=is_row, other=num_tokens)
+    """Program ``(r, g)`` maps the tokens of row ``r`` in group ``g``; ``r = num_rows`` is the padding."""
+    index = tl.program_id(0)
+    group = tl.program_id(1)
+    is_row = index < num_rows
+    start = tl.load(query_start_loc + index)
+    end = tl.load(query_start_loc + index + 1, mask=is_row, other=num_tokens)
+    row = index.to(tl.int64)
+    if HAS_ROW_OF:
+        row = tl.load(row_of + index, mask=is_row, other=-1).to(tl.int64)
+    target = slot_mapping + group.to(tl.int64) * slot_group_stride
     for tile_start in range(start, end, TILE_TOKENS):
         token = tile_start + tl.arange(0, TILE_TOKENS)
-        in_tile = token < end
-        position = tl.load(positions + token, mask=in_tile & is_row, other=0)
-        block_index = position // BLOCK_SIZE
-        in_table = in_tile & is_row & (position >= 0) & (block_index < max_blocks)
-        block_id = tl.load(block_table + row * block_table_stride + block_index, mask=in_table, other=0)
-        # In 64 bits: 2**31 slots are 128 M blocks of 16, which small models on large machines come near.
-        slot = block_id.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        tl.store(slot_mapping + token, tl.where(in_table, slot, PAD_SLOT), mask=in_tile)
+        in_tile = (token < end) & (token < num_tokens)
+        valid = in_tile & is_row
+        position = tl.load(positions + token, mask=valid, other=0)
+        slot = slots_of(tables, group, row, position, valid, CP_WORLD_SIZE, CP_RANK, CP_INTERLEAVE, PAD_SLOT)
+        tl.store(target + token, slot, mask=in_tile)

@@ -10,29 +10,10 @@ import torch
 from quire.kernels.cache_write import write_cache, write_cache_reference
 from quire.kernels.checks import check_tensor
 from quire.kernels.paged_attention import paged_attention, paged_attention_reference, plan_tiles
-from quire.kernels.slot_mapping import PAD_SLOT_ID, compute_slot_mapping, slot_mapping_reference
+from quire.kernels.slot_mapping import PAD_SLOT_ID
 from quire.kernels.triton_runtime import require_launchable
-from quire.protocol import kv_layout
 
 CPU = torch.device("cpu")
-
-
-def test_pad_slot_is_the_protocols() -> None:
-    assert PAD_SLOT_ID == kv_layout.PAD_SLOT_ID
-
-
-def test_slot_mapping_of_a_worked_example() -> None:
-    starts = torch.tensor([0, 3, 3, 4], dtype=torch.int32)
-    positions = torch.tensor([2, 3, 4, 0, 99])
-    block_table = torch.tensor([[5, 2], [1, 1], [9, 1]], dtype=torch.int32)
-    expected = [5 * 4 + 2, 5 * 4 + 3, 2 * 4, 9 * 4, PAD_SLOT_ID]
-    assert slot_mapping_reference(starts, positions, block_table, 4).tolist() == expected
-
-
-def test_slot_mapping_reference_raises_outside_the_table() -> None:
-    starts = torch.tensor([0, 1], dtype=torch.int32)
-    with pytest.raises(IndexError):
-        slot_mapping_reference(starts, torch.tensor([8]), torch.zeros(1, 2, dtype=torch.int32), 4)
 
 
 def test_write_cache_of_a_worked_example() -> None:
@@ -103,8 +84,6 @@ def test_launchers_refuse_wrong_tensors_before_anything_else() -> None:
     cache = torch.zeros(2, 3, 8, 2, 16)
     tokens = torch.zeros(5, 2, 16)
     tiles = plan_tiles(np.array([5, 0], dtype=np.int32), CPU)
-    with pytest.raises(ValueError, match=r"query_start_loc: dimension 0 \(num_rows \+ 1\) is 2, expected 3"):
-        compute_slot_mapping(starts[:2], torch.zeros(5, dtype=torch.int64), table, 8)
     with pytest.raises(ValueError, match=r"value: dimension 0 \(num_tokens\) is 4, expected 5"):
         write_cache(tokens, tokens[:4], cache, torch.zeros(5, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"query: dimension 1 \(num_heads\) is 3, not a multiple of 2 KV heads"):

@@ -4,15 +4,18 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels import slot_mapping
+from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel, launch_constants
 from quire.kernels.slot_mapping_triton import slot_mapping_kernel
 
 
 def variants() -> Iterator[Variant]:
-    yield Variant(
-        name="slot_mapping",
-        kernel=slot_mapping_kernel,
-        types={"query_start_loc": "*i32", "positions": "*i64", "block_table": "*i32", "slot_mapping": "*i64"},
-        constants={"BLOCK_SIZE": 16, "TILE_TOKENS": slot_mapping.TILE_TOKENS, "PAD_SLOT": slot_mapping.PAD_SLOT_ID},
-        options={},
-    )
+    pointers = {"query_start_loc": "*i32", "positions": "*i64", "tables": "*i64", "row_of": "*i32"}
+    cases = [(False, NO_CONTEXT_PARALLEL), (True, ContextParallel(world_size=3, rank=1, interleave=4))]
+    for has_row_of, context_parallel in cases:
+        yield Variant(
+            name=f"slot_mapping row_of={has_row_of} ranks={context_parallel.world_size}",
+            kernel=slot_mapping_kernel,
+            types=pointers | {"slot_mapping": "*i64"},
+            constants=launch_constants(has_row_of, context_parallel),
+            options={},
+        )

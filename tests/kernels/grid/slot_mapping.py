@@ -3,36 +3,99 @@
 import pytest
 import torch
 
-from quire.kernels.slot_mapping import PAD_SLOT_ID, TILE_TOKENS, compute_slot_mapping, slot_mapping_reference
+from quire.kernels.pointer_table import TableSet
+from quire.kernels.slot_mapping import (
+    PAD_SLOT_ID,
+    TILE_TOKENS,
+    ContextParallel,
+    compute_slot_mapping,
+    compute_slot_mappings,
+    slot_mappings_reference,
+)
 
 QUERY_LENS = [[1], [1, 1, 1], [5, 1, 20, 1], [0, 3, 0, 0, 2], [TILE_TOKENS, 1, 2 * TILE_TOKENS + 3], [0]]
+POISON = -(2**31)
+FAR = 2**40
 
 
-@pytest.mark.parametrize("padding", [0, 3, TILE_TOKENS + 1])
-@pytest.mark.parametrize("block_size", [1, 8, 12, 16, 32])
-@pytest.mark.parametrize("query_lens", QUERY_LENS, ids=str)
-def test_equals_reference(query_lens: list[int], block_size: int, padding: int, device: torch.device) -> None:
+def random_tables(rows: int, block_sizes: list[int], world_size: int, max_len: int, device: torch.device) -> TableSet:
+    """Strided tables, of ids up to the largest; what lies beside them must not be read."""
     rng = torch.Generator().manual_seed(1)
-    context_lens = torch.randint(0, 100, (len(query_lens),), generator=rng).tolist()
-    positions = [
-        torch.arange(context, context + query) for context, query in zip(context_lens, query_lens, strict=True)
-    ]
-    max_blocks = (100 + max(query_lens)) // block_size + 1
-    block_table = torch.randint(0, 2**31 - 1, (len(query_lens), max_blocks), generator=rng, dtype=torch.int32)
+    tables = []
+    for block_size in block_sizes:
+        columns = max_len // (block_size * world_size) + 1
+        table = torch.randint(0, 2**31 - 1, (rows, columns), generator=rng, dtype=torch.int32)
+        wide = torch.cat([table, torch.full_like(table, POISON)], dim=1).to(device)
+        tables.append(wide[:, :columns])
+    return TableSet.of(tables, block_sizes)
+
+
+def step(query_lens: list[int], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(2)
+    contexts = torch.randint(0, 100, (len(query_lens),), generator=rng).tolist()
+    spans = [torch.arange(context, context + query) for context, query in zip(contexts, query_lens, strict=True)]
     # Padding holds positions from nowhere: they must not be looked up.
-    padded = torch.cat([*positions, torch.full((padding,), 2**40)]).to(device)
-    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(device)
-    # A table is a slice of a wider one, so that its rows are strided.
-    table = torch.cat([block_table, block_table], dim=1).to(device)[:, :max_blocks]
-    expected = slot_mapping_reference(starts, padded, table, block_size)
-    result = compute_slot_mapping(starts, padded, table, block_size)
+    positions = torch.cat([*spans, torch.full((padding,), FAR)]).to(device)
+    return torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(device), positions
+
+
+@pytest.mark.parametrize("padding", [0, TILE_TOKENS + 1])
+@pytest.mark.parametrize("block_sizes", [[1], [12], [16, 8, 48]], ids=str)
+@pytest.mark.parametrize("query_lens", QUERY_LENS, ids=str)
+def test_equals_reference(query_lens: list[int], block_sizes: list[int], padding: int, device: torch.device) -> None:
+    starts, positions = step(query_lens, padding, device)
+    tables = random_tables(len(query_lens), block_sizes, 1, 100 + max(query_lens), device)
+    result = compute_slot_mappings(starts, positions, tables)
     assert result.dtype == torch.int64
-    assert torch.equal(result, expected)
-    assert (result[sum(query_lens) :] == PAD_SLOT_ID).all()
+    assert torch.equal(result, slot_mappings_reference(starts, positions, tables))
+    assert (result[:, sum(query_lens) :] == PAD_SLOT_ID).all()
 
 
-def test_position_outside_the_table_is_not_written(device: torch.device) -> None:
-    starts = torch.tensor([0, 3], dtype=torch.int32, device=device)
-    table = torch.tensor([[5, 6]], dtype=torch.int32, device=device)
-    positions = torch.tensor([7, 8, -1], device=device)
-    assert compute_slot_mapping(starts, positions, table, 4).tolist() == [6 * 4 + 3, PAD_SLOT_ID, PAD_SLOT_ID]
+@pytest.mark.parametrize(("world_size", "interleave"), [(2, 1), (3, 4), (4, 8)])
+def test_each_rank_maps_its_own(world_size: int, interleave: int, device: torch.device) -> None:
+    query_lens = [5, 1, 150, 1]
+    starts, positions = step(query_lens, 3, device)
+    tables = random_tables(4, [8, 16], world_size, 300, device)
+    ranks = []
+    for rank in range(world_size):
+        parallel = ContextParallel(world_size, rank, interleave)
+        ranks.append(compute_slot_mappings(starts, positions, tables, context_parallel=parallel))
+        assert torch.equal(ranks[-1], slot_mappings_reference(starts, positions, tables, context_parallel=parallel))
+    kept = (torch.stack(ranks) != PAD_SLOT_ID).sum(0)
+    assert (kept[:, : sum(query_lens)] == 1).all() and (kept[:, sum(query_lens) :] == 0).all()
+
+
+def test_rows_in_any_order_into_a_tensor_of_the_callers(device: torch.device) -> None:
+    starts, positions = step([2, 3, 4], 2, device)
+    tables = random_tables(6, [4, 8], 1, 110, device)
+    row_of = torch.tensor([4, -1, 0], dtype=torch.int32, device=device)
+    wide = torch.full((2, 32), 77, device=device)
+    result = compute_slot_mappings(starts, positions, tables, row_of, out=wide[:, :11])
+    assert torch.equal(result, slot_mappings_reference(starts, positions, tables, row_of))
+    assert (result[:, 2:5] == PAD_SLOT_ID).all() and (result[:, :2] >= 0).all()
+    assert (wide[:, 11:] == 77).all()
+
+
+def test_what_lies_outside_the_table_is_not_written(device: torch.device) -> None:
+    starts = torch.tensor([0, 4, 5], dtype=torch.int32, device=device)
+    tables = TableSet.of([torch.tensor([[5, 6, POISON]], dtype=torch.int32, device=device)], [4])
+    positions = torch.tensor([7, 12, -1, 8, 0], device=device)
+    row_of = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    assert compute_slot_mappings(starts, positions, tables, row_of).tolist() == [[6 * 4 + 3, *[PAD_SLOT_ID] * 4]]
+
+
+def test_more_tokens_than_fit_are_left_out(device: torch.device) -> None:
+    """``query_start_loc`` says five, there is memory for three."""
+    starts = torch.tensor([0, 5], dtype=torch.int32, device=device)
+    table = torch.tensor([[3, 4]], dtype=torch.int32, device=device)
+    out = torch.full((1, 5), 77, device=device)
+    positions = torch.arange(3, device=device)
+    compute_slot_mappings(starts, positions, TableSet.of([table], [4]), out=out[:, :3])
+    assert out.tolist() == [[12, 13, 14, 77, 77]]
+
+
+def test_one_group_is_one_table(device: torch.device) -> None:
+    starts = torch.tensor([0, 3, 3], dtype=torch.int32, device=device)
+    table = torch.tensor([[7, 3, 9], [1, 1, 1]], dtype=torch.int32, device=device)
+    positions = torch.tensor([6, 7, 8, FAR], device=device)
+    assert compute_slot_mapping(starts, positions, table, 4).tolist() == [14, 15, 36, PAD_SLOT_ID]
