@@ -20,6 +20,8 @@ from quire.protocol.model_config import ModelConfig, load_model_config
 
 # Names that users of other engines type, and ours for them.
 FOREIGN_NAMES = {
+    "tp": "--tensor-parallel-size",
+    "tp_size": "--tensor-parallel-size",
     "model_path": "MODEL (the first argument)",
     "max_running_requests": "--max-num-seqs",
     "chunked_prefill_size": "--long-prefill-token-threshold",
@@ -34,6 +36,15 @@ FOREIGN_NAMES = {
     "scheduler_reserve_full_isl": "--reserve-full-sequence",
 }
 
+KV_CACHE_DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
 # Of the settings whose range depends on no other.
 RANGES: dict[str, tuple[float, float]] = {
     "block_size": (1, 1024),
@@ -43,6 +54,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "long_prefill_token_threshold": (0, 2**24),
     "max_prefill_share": (0.01, 1.0),
     "max_num_queued_reqs": (0, 2**20),
+    "tensor_parallel_size": (1, 64),
     "watermark": (0, 0.5),
     "seed": (0, 2**63 - 1),
 }
@@ -63,6 +75,16 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Help("where the model runs")] = "auto"
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], Help("auto: the checkpoint's")] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"],
+        Help("of the KV cache; auto: as the weights; fp8 is fp8_e4m3"),
+    ] = "auto"
+    tensor_parallel_size: Annotated[int, Help("worker processes that share each layer, one per GPU")] = 1
+    attention_backend: Annotated[
+        Literal["auto", "cpu", "triton", "flashinfer", "flash_attn"], Help("auto: what suits the device")
+    ] = "auto"
+    enforce_eager: Annotated[bool, Help("no CUDA graphs")] = False
+    deterministic: Annotated[bool, Help("equal bits for a request whatever else runs; slower")] = False
     max_model_len: Annotated[int | None, Help("most tokens of one request, prompt and answer (the model's)")] = None
     max_num_seqs: Annotated[int | None, Help("most requests in one step (256; 64 on a CPU)")] = None
     max_num_batched_tokens: Annotated[int | None, Help("most tokens in one step (8192; 2048 on a CPU)")] = None
@@ -116,8 +138,6 @@ def parse_options(given: Mapping[str, Any], where: str) -> EngineOptions:
 
 def suggest(name: str, known: "tuple[str, ...] | list[str]") -> str:
     """``"; did you mean ...?"`` for a key that is not known, foreign names included."""
-    if name in ("tp", "tensor_parallel_size"):
-        return "; tensor parallel is not supported yet"
     foreign = FOREIGN_NAMES.get(name)
     return f"; did you mean {foreign}?" if foreign else did_you_mean(name, known)
 
@@ -139,6 +159,7 @@ def make_engine_config(
         if options.load_format != "dummy":
             stored_tensors(folder)  # a broken checkpoint fails here, before any process starts
     device = _device(options.device)
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
     max_model_len, max_num_seqs, batched = _sizes(options, model, on_cpu=device == "cpu")
     for name, (low, high) in RANGES.items():
         _check_range(name, getattr(options, name), low, high)
@@ -150,7 +171,12 @@ def make_engine_config(
         model_path=str(folder) if folder is not None else "",
         load_format="dummy" if folder is None else options.load_format,
         device=device,
-        dtype=model.dtype if options.dtype == "auto" else options.dtype,
+        dtype=dtype,
+        kv_cache_dtype=KV_CACHE_DTYPES.get(options.kv_cache_dtype, dtype),
+        tensor_parallel_size=options.tensor_parallel_size,
+        attention_backend=options.attention_backend,
+        enforce_eager=options.enforce_eager,
+        deterministic=options.deterministic,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,

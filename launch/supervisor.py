@@ -112,7 +112,7 @@ class ChildProcess:
 
 
 class Supervisor:
-    """The engine's processes: a scheduler, a worker, and for a server its front end.
+    """The engine's processes: a scheduler, a worker per rank, and for a server its front end.
 
     Owns the socket directory (mode 0700) and the children; a context manager that ends both.
     """
@@ -132,14 +132,17 @@ class Supervisor:
         self.stop(engine_died=kind is not None and issubclass(kind, EngineError))
 
     def start_engine(self) -> None:
-        """Spawn scheduler and worker; ``wait_ready`` tells when they can serve."""
+        """Spawn scheduler and workers; ``wait_ready`` tells when they can serve."""
         self._begun = time.monotonic()
         (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
         place = ["--directory", str(self.directory)]
         self.spawn("scheduler", "quire.scheduler_proc", place)
         quiet = ["--quiet"] if self._quiet else []
-        arguments = [*place, "--epoch", str(FIRST_EPOCH), "--rank", "0", *quiet]
-        self.spawn("worker", "quire.worker_proc", arguments, environment=WORKER_ENVIRONMENT)
+        for rank in range(self.config.tensor_parallel_size):
+            # Rank 0 speaks for the others, unless something goes wrong.
+            silent = ["--quiet"] if rank else quiet
+            arguments = [*place, "--epoch", str(FIRST_EPOCH), "--rank", str(rank), *silent]
+            self.spawn("worker", "quire.worker_proc", arguments, environment=WORKER_ENVIRONMENT)
 
     def spawn(
         self,

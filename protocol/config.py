@@ -16,7 +16,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model_path: checkpoint folder; empty for random weights of a named shape.
         device: cpu or cuda.
-        dtype: of weights, activations and KV cache.
+        dtype: of weights and activations.
+        kv_cache_dtype: of the KV cache: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        tensor_parallel_size: ranks, each a worker process, that every layer is cut among.
+        attention_backend: auto, or the name of one.
+        enforce_eager: never capture a step as a CUDA graph.
+        deterministic: a request's tokens do not depend, bit for bit, on what else runs or how its prompt was cut.
         max_model_len: most tokens of one request, prompt and answer together.
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most tokens in one step.
@@ -41,6 +46,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str = "auto"
     device: str = "cpu"
     dtype: str = "float32"
+    kv_cache_dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    deterministic: bool = False
     max_model_len: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

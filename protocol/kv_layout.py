@@ -10,7 +10,7 @@ NULL_BLOCK_ID = 0
 PAD_SLOT_ID = -1
 """A slot that is not written: padding, or a token that another rank keeps."""
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -48,7 +48,28 @@ class KVLayout(msgspec.Struct, frozen=True):
         return max(g.block_size * len(g.layers) for g in self.groups) * self.token_bytes
 
 
+GROUP_RATIO = 1.5
+"""Kinds of layers whose numbers are within this factor of each other make one group each."""
+
+
 def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    """The layout for a model of which every layer attends to everything: one group."""
-    group = KVGroup(kind="full_attention", block_size=block_size, layers=list(range(model.num_layers)))
-    return KVLayout(groups=[group], num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
+    """Layers grouped by what a token sees in them.
+
+    The pool's blocks are all of one size, that of the largest group's layers: a smaller group wastes the rest of each
+    of its blocks. So the layers of a numerous kind are cut into groups of as many layers as the rarest kind has
+    (Gemma 3's 22 layers with a window and 4 without: seven groups, the last of 2 layers), unless the numbers are near
+    enough to each other that more tables would cost more than they save. Layers that read another layer's cache have
+    no entry.
+    """
+    kinds: dict[int, list[int]] = {}
+    for layer in range(model.num_layers):
+        if model.cache_source(layer) == layer:
+            kinds.setdefault(model.window(layer), []).append(layer)
+    counts = [len(layers) for layers in kinds.values()]
+    size = max(counts) if max(counts) <= GROUP_RATIO * min(counts) else min(counts)
+    groups = []
+    for window, layers in sorted(kinds.items()):
+        kind = "sliding_window" if window else "full_attention"
+        cuts = [layers[start : start + size] for start in range(0, len(layers), size)]
+        groups += [KVGroup(kind=kind, block_size=block_size, layers=cut, window=window) for cut in cuts]
+    return KVLayout(groups=groups, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)

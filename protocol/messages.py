@@ -363,6 +363,16 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
     drafts: Int32 | None = None
 
 
+class Digest(Message, frozen=True, tag=44):
+    """From every rank of a group, after every step: ``value`` is 8 bytes, a hash over the diff and the sampled tokens.
+
+    A result is committed only when all ranks' digests of its step are equal.
+    """
+
+    step: int
+    value: bytes
+
+
 class OpaqueResult(Message, frozen=True, tag=43):
     """A result without its tokens, for replay: who got one, who ended, and hashes of blocks that became full."""
 
@@ -377,7 +387,7 @@ class OpaqueResult(Message, frozen=True, tag=43):
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
 SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Rejected | StepOutputs | Statistics | EngineState
 SchedulerToWorker: TypeAlias = Welcome | Refused | Configure | SchedulerOutput | Shutdown
-WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput
+WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Digest
 Consumed: TypeAlias = (
     AddRequest | OpaqueRequest | Abort | Stop | Control | Hold | Release | ModelRunnerOutput | OpaqueResult
 )

@@ -26,15 +26,24 @@ def main() -> None:
         config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
         context = zmq.Context()
         hub = ZmqHub(context, frontend_address(args.directory), FrontEndToScheduler)
-        link = Link(WorkerToScheduler, FIRST_EPOCH)
-        worker = ZmqChannel(context, zmq.PAIR, worker_address(args.directory, FIRST_EPOCH, 0), link, bind=True)
-        loop = SchedulerLoop(config, hub, worker, child)
+        workers = [
+            ZmqChannel(
+                context,
+                zmq.PAIR,
+                worker_address(args.directory, FIRST_EPOCH, rank),
+                Link(WorkerToScheduler, FIRST_EPOCH),
+                bind=True,
+            )
+            for rank in range(config.tensor_parallel_size)
+        ]
+        loop = SchedulerLoop(config, hub, workers, child)
         on_sigterm(loop.stop)
         child.report(Report("started"))
 
         loop.run()
-        for socket in (worker, hub):
-            socket.close()
+        for worker in workers:
+            worker.close()
+        hub.close()
         context.term()
     except Exception as error:
         child.fail(error)

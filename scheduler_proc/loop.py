@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -40,6 +40,7 @@ from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.trace.event_log import EventLog
+from quire.scheduler_proc.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -48,24 +49,24 @@ MAX_FAULTS_IN_A_ROW = 5
 
 
 class SchedulerLoop:
-    """Moves messages between the front ends, the Scheduler and the worker; decides nothing itself.
+    """Moves messages between the front ends, the Scheduler and the workers; decides nothing itself.
 
-    Owns the sockets, who is connected, and the event log. The Scheduler exists from the worker's Ready on, when the
-    number of blocks is known.
+    Owns the sockets, who is connected, and the event log. The Scheduler exists once every rank is ready,
+    when the number of blocks is known.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         hub: ZmqHub,
-        worker: ZmqChannel,
+        workers: Sequence[ZmqChannel],
         child: Child,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._layout = kv_layout(config.model, config.block_size, config.dtype)
+        self._layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
         self._hub = hub
-        self._worker = worker
+        self._workers = WorkerGroup(workers)
         self._child = child
         self._clock = clock
         self._log = EventLog()
@@ -76,8 +77,8 @@ class SchedulerLoop:
         self._faults_in_a_row = 0
         self._open = True
         self._poller = zmq.Poller()
-        self._poller.register(worker.socket, zmq.POLLIN)
-        self._poller.register(hub.socket, zmq.POLLIN)
+        for socket in (hub.socket, *(channel.socket for channel in workers)):
+            self._poller.register(socket, zmq.POLLIN)
         self._collector = Collector(clock)
         self._kv_events: KVEventPublisher | None = None
         if config.kv_events_endpoint:
@@ -88,12 +89,12 @@ class SchedulerLoop:
         try:
             while self._open:
                 self._wait()
-                self._take_from_worker()
+                self._take_from_workers()
                 self._take_from_front_ends()
                 self._send_steps()
                 self._reply()
                 self._serve_kv_events()
-            self._worker.send(Shutdown())
+            self._workers.send(Shutdown())
         except (QuireError, WorkerFault, ProtocolError) as error:
             self._give_up(str(error))
             raise
@@ -118,7 +119,7 @@ class SchedulerLoop:
             if step is None:
                 self._log.tick(now)
                 return
-            self._log.produced(now, self._worker.send(step))
+            self._log.produced(now, self._workers.send(step))
             if self._kv_events is not None:
                 self._kv_events.publish(now)
             self._collector.after_step()
@@ -150,24 +151,25 @@ class SchedulerLoop:
             self._kv_events.publish(self._clock())
             self._kv_events.answer()
 
-    # ---- the worker
+    # ---- the workers
 
-    def _take_from_worker(self) -> None:
-        while (received := self._worker.receive()) is not None:
-            self._on_worker_message(received)
+    def _take_from_workers(self) -> None:
+        while (received := self._workers.receive()) is not None:
+            self._on_worker_message(*received)
 
-    def _on_worker_message(self, received: Received) -> None:
+    def _on_worker_message(self, rank: int, received: Received) -> None:
         match received.message:
             case ModelRunnerOutput() as result if self._scheduler is not None:
                 self._take_result(self._scheduler, result, received)
             case Hello() as hello:
                 if hello.protocol_version != PROTOCOL_VERSION:
-                    self._worker.send(Refused(_versions(hello)))
+                    self._workers.send_to(rank, Refused(_versions(hello)))
                     raise EngineError(f"worker: {_versions(hello)}")
-                self._worker.send(Welcome(PROTOCOL_VERSION, self._config.digest))
-                self._worker.send(Configure(FIRST_EPOCH, self._layout, self._config))
+                self._workers.send_to(rank, Welcome(PROTOCOL_VERSION, self._config.digest))
+                self._workers.send_to(rank, Configure(FIRST_EPOCH, self._layout, self._config))
             case Ready() as ready:
-                self._begin(ready)
+                if (group := self._workers.ready(rank, ready)) is not None:
+                    self._begin(group)
             case Heartbeat():
                 pass
             case Fault() as fault:

@@ -19,9 +19,12 @@ def main() -> None:
         import zmq
 
         from quire.protocol.channel import Link
+        from quire.protocol.config import EngineConfig
         from quire.protocol.messages import SchedulerToWorker
         from quire.protocol.zmq_channel import ZmqChannel, check_socket_directory, worker_address
         from quire.worker_proc.loop import WorkerLoop
+        from quire.worker_proc.parallel.group import TensorParallel
+        from quire.worker_proc.parallel.join import join_group
         from quire.worker_proc.setup import say_on_stderr
 
         check_socket_directory(args.directory)
@@ -30,7 +33,12 @@ def main() -> None:
         link = Link(SchedulerToWorker, args.epoch)
         channel = ZmqChannel(context, zmq.PAIR, worker_address(args.directory, args.epoch, args.rank), link, bind=False)
         say = (lambda text: None) if args.quiet else say_on_stderr
-        WorkerLoop(channel, args.rank, os.getpid(), say, progress=not args.quiet and sys.stderr.isatty()).run()
+        progress = not args.quiet and sys.stderr.isatty()
+
+        def join(config: EngineConfig) -> TensorParallel:
+            return join_group(config, args.rank, args.directory / f"ranks-{args.epoch}")
+
+        WorkerLoop(channel, args.rank, os.getpid(), join, say, progress=progress).run()
         channel.close()
         context.term()
     except Exception as error:

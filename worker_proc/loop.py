@@ -1,15 +1,20 @@
 """The worker process' loop: take a step, run it, send its result."""
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 from quire.protocol.channel import Channel
 from quire.protocol.codec import ProtocolError
+from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.messages import (
     PROTOCOL_VERSION,
     Configure,
+    Digest,
     Fault,
     Hello,
+    ModelRunnerOutput,
     Refused,
     SchedulerOutput,
     Shutdown,
@@ -17,15 +22,21 @@ from quire.protocol.messages import (
 )
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.model_runner import ModelRunner, PendingResult
+from quire.worker_proc.parallel.group import TensorParallel
 from quire.worker_proc.setup import Say, make_runner
+
+JoinGroup = Callable[[EngineConfig], TensorParallel]
+DIGEST_BYTES = 8
 
 
 class WorkerLoop:
     """Owns the channel to the scheduler and, once configured, the ModelRunner."""
 
-    def __init__(self, channel: Channel, rank: int, pid: int, say: Say, *, progress: bool) -> None:
+    def __init__(self, channel: Channel, rank: int, pid: int, join: JoinGroup, say: Say, *, progress: bool) -> None:
+        """``join``: meets the other ranks, once the configuration says how many there are."""
         self._channel = channel
         self._rank = rank
+        self._join = join
         self._pid = pid
         self._say = say
         self._progress = progress
@@ -38,9 +49,11 @@ class WorkerLoop:
         """
         try:
             configure = self._handshake()
-            runner, ready = make_runner(configure.config, configure.kv_layout, self._say, progress=self._progress)
+            config = configure.config
+            group = self._join(config)
+            runner, ready = make_runner(config, configure.kv_layout, self._say, group=group, progress=self._progress)
             self._channel.send(ready)
-            self._steps(runner)
+            self._steps(runner, group)
         except Exception as error:
             self._channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
             raise
@@ -59,25 +72,41 @@ class WorkerLoop:
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of Configure")
 
-    def _steps(self, runner: ModelRunner) -> None:
+    def _steps(self, runner: ModelRunner, group: TensorParallel) -> None:
         """Launch each step as soon as it comes; send each result as soon as it is there.
 
         On a GPU a launched step is not waited for while the next one is at hand: then two are in flight.
         """
-        pending: deque[PendingResult] = deque()
+        pending: deque[tuple[PendingResult, Sequence[bytes | memoryview]]] = deque()
         while True:
             received = self._channel.receive(0.0 if pending else None)
             match received.message if received else None:
                 case SchedulerOutput() as step:
-                    pending.append(runner.execute(step))
+                    assert received is not None
+                    pending.append((runner.execute(step), received.frames))
                 case Shutdown():
                     return
                 case None:
                     pass
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of a step")
-            while pending and (pending[0].ready or len(pending) > 1 or received is None):
-                self._channel.send(pending.popleft().result())
+            while pending and (pending[0][0].ready or len(pending) > 1 or received is None):
+                launched, frames = pending.popleft()
+                result = launched.result()
+                if group.rank == 0:
+                    self._channel.send(result)
+                if group.size > 1:
+                    self._channel.send(Digest(result.step, _digest(frames, result)))
+
+
+def _digest(diff: Sequence[bytes | memoryview], result: ModelRunnerOutput) -> bytes:
+    """Over what a step was and what it gave: ranks that agree on it hold the same rows."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for frame in diff:
+        digest.update(frame)
+    if result.tokens is not None:
+        digest.update(result.tokens.tobytes())
+    return digest.digest()
 
 
 def _kind(error: Exception) -> str:

@@ -19,24 +19,29 @@ from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.parallel.group import Alone, TensorParallel
 
 Say = Callable[[str], None]
 
 ONE_THREAD_BELOW_BYTES = 16 * 2**20
 
 
-def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: bool) -> tuple[ModelRunner, Ready]:
+def make_runner(
+    config: EngineConfig, layout: KVLayout, say: Say, *, group: TensorParallel | None = None, progress: bool = False
+) -> tuple[ModelRunner, Ready]:
     """Everything a worker needs, in the order in which it can fail cheaply: headers, plan, then weights.
 
     Args:
         say: takes each line that a person should see.
+        group: the other ranks; None: there are none.
         progress: show a bar while weights load.
 
     Raises:
         ConfigError: the device, the checkpoint or the memory will not do.
     """
     started = time.monotonic()
-    device = pick_device(config)
+    group = group or Alone()
+    device = pick_device(config, group.rank)
     dtype, reason = _compute_dtype(config, device)
     if reason:
         say(f"running in {_name(dtype)} rather than {config.dtype}: {reason}")
@@ -44,7 +49,7 @@ def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: b
     model = build_model(config.model, dtype, "meta", config.max_model_len)
     size = sum(p.numel() for p in model.parameters()) * DTYPE_BYTES[_name(dtype)]
     if device.type == "cpu":
-        set_threads(size)
+        set_threads(size, group.size)
     plan = plan_memory(config, layout, size, device)
     say(describe_plan(plan, config.max_model_len))
     warning = pool_warning(plan, config.max_model_len)
@@ -65,22 +70,29 @@ def make_runner(config: EngineConfig, layout: KVLayout, say: Say, *, progress: b
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
 
 
-def pick_device(config: EngineConfig) -> torch.device:
+def pick_device(config: EngineConfig, rank: int) -> torch.device:
+    """The CPU, or the GPU of this rank's number."""
     if config.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device cuda: this torch finds no CUDA device; use --device cpu")
-    return torch.device("cuda", 0)
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: there are {torch.cuda.device_count()} GPUs"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
-def set_threads(weight_bytes: int) -> None:
+def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
     """One thread per physical core; one in all for a tiny model, whose steps are shorter than the threads' barriers.
 
-    Hyper-threads share the units that matter here. A user's own ``OMP_NUM_THREADS`` stands.
+    Hyper-threads share the units that matter here. Ranks share the cores: two threads that wait for each other on one
+    core cost milliseconds. A user's own ``OMP_NUM_THREADS`` stands.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(1 if weight_bytes < ONE_THREAD_BELOW_BYTES else max(1, cores))
+        torch.set_num_threads(1 if weight_bytes < ONE_THREAD_BELOW_BYTES else max(1, cores // num_ranks))
 
 
 def pick_backend(device: torch.device, say: Say) -> AttentionBackend:

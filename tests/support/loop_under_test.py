@@ -49,7 +49,7 @@ class LoopUnderTest:
         far = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, FIRST_EPOCH), bind=True)
         self.worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, FIRST_EPOCH), bind=False)
         self.client = ZmqChannel(context, zmq.DEALER, frontend_address(folder), Link(SchedulerToFrontEnd), bind=False)
-        self._loop = SchedulerLoop(config, hub, far, Child(status))
+        self._loop = SchedulerLoop(config, hub, [far], Child(status))
         self._fake = FakeWorker(33, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, 1000)
         self._sockets = [hub, far, self.worker, self.client]
         self._fds = [self.status, status]

@@ -69,7 +69,7 @@ def make_config(**settings: Any) -> EngineConfig:
 
 
 def make_layout(config: EngineConfig) -> KVLayout:
-    return kv_layout(config.model, config.block_size, config.dtype)
+    return kv_layout(config.model, config.block_size, config.kv_cache_dtype)
 
 
 def make_request(request_id: str, prompt: list[int], output: list[int] | None = None, **extra: Any) -> AddRequest:

@@ -1,0 +1,74 @@
+"""The ranks of one worker group, seen as one worker."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from quire.protocol.channel import Channel, Frames, Received
+from quire.protocol.errors import EngineError
+from quire.protocol.messages import Digest, ModelRunnerOutput, Ready
+
+
+class WorkerGroup:
+    """Sends every message to all ranks, and lets a result through when all of them agree on its step.
+
+    Owns the channels, and what single ranks have said that the group has not yet said: who is ready, digests, and
+    results of rank 0 that wait for digests. A rank alone sends none: there is nobody to disagree with.
+    """
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = list(channels)
+        self._ready: dict[int, Ready] = {}
+        self._held: deque[Received] = deque()
+        self._digests: dict[int, dict[int, bytes]] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self._channels)
+
+    def send(self, message: Any) -> Frames:
+        """To all ranks; returns what rank 0 is sent."""
+        sent = [channel.send(message) for channel in self._channels]
+        return sent[0]
+
+    def send_to(self, rank: int, message: Any) -> None:
+        self._channels[rank].send(message)
+
+    def receive(self) -> tuple[int, Received] | None:
+        """(rank, message) of the next message that can be acted on, without waiting.
+
+        Raises:
+            EngineError: the ranks disagree on a step. What they hold is not the same any more.
+            ProtocolError: a frame was damaged or lost.
+        """
+        for rank, channel in enumerate(self._channels):
+            while (received := channel.receive()) is not None:
+                match received.message:
+                    case Digest() as digest:
+                        self._digests.setdefault(digest.step, {})[rank] = digest.value
+                    case ModelRunnerOutput() if self.size > 1:
+                        self._held.append(received)
+                    case _:
+                        return rank, received
+        return self._agreed()
+
+    def ready(self, rank: int, ready: Ready) -> Ready | None:
+        """A rank is ready; what the group as a whole is ready with, once all are."""
+        self._ready[rank] = ready
+        if len(self._ready) < self.size:
+            return None
+        fewest = [min(counts) for counts in zip(*(r.num_blocks for r in self._ready.values()), strict=True)]
+        slowest = max(self._ready.values(), key=lambda r: sum(r.timings.values()))
+        return Ready(fewest, self._ready[0].plan, slowest.timings)
+
+    def _agreed(self) -> tuple[int, Received] | None:
+        if not self._held:
+            return None
+        step = self._held[0].message.step
+        digests = self._digests.get(step, {})
+        if len(digests) < self.size:
+            return None
+        if len(set(digests.values())) > 1:
+            raise EngineError(f"the ranks disagree on step {step}")
+        del self._digests[step]
+        return 0, self._held.popleft()

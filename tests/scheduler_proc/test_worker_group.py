@@ -1,0 +1,77 @@
+"""Several ranks seen as one worker: nothing is committed on which they do not agree."""
+
+import numpy as np
+import pytest
+
+from quire.protocol.channel import MemoryChannel, memory_pair
+from quire.protocol.errors import EngineError
+from quire.protocol.messages import (
+    Digest,
+    MemoryPlan,
+    ModelRunnerOutput,
+    Ready,
+    SchedulerOutput,
+    SchedulerToWorker,
+    WorkerToScheduler,
+)
+from quire.scheduler_proc.worker_group import WorkerGroup
+
+PLAN = MemoryPlan("cpu", 0, 0, 0, 0, 33, 4)
+
+
+def _group(size: int) -> tuple[WorkerGroup, list[MemoryChannel]]:
+    pairs = [memory_pair(WorkerToScheduler, SchedulerToWorker) for _ in range(size)]
+    return WorkerGroup([near for near, _ in pairs]), [far for _, far in pairs]
+
+
+def _result(step: int) -> ModelRunnerOutput:
+    return ModelRunnerOutput(step, np.array([7], np.int32), np.array([1], np.int32))
+
+
+def test_every_rank_is_sent_the_same_step() -> None:
+    group, ranks = _group(3)
+    group.send(SchedulerOutput(1, removed=[4]))
+    for rank in ranks:
+        received = rank.receive()
+        assert received is not None
+        assert received.message.removed == [4]
+
+
+def test_a_result_waits_for_the_slowest_rank() -> None:
+    group, ranks = _group(2)
+    ranks[0].send(_result(1))
+    ranks[0].send(Digest(1, b"x" * 8))
+    assert group.receive() is None
+    ranks[0].send(_result(2))
+    ranks[0].send(Digest(2, b"y" * 8))
+    ranks[1].send(Digest(1, b"x" * 8))
+    received = group.receive()
+    assert received is not None
+    assert received[1].message.step == 1
+    assert group.receive() is None
+    ranks[1].send(Digest(2, b"y" * 8))
+    received = group.receive()
+    assert received is not None
+    assert received[1].message.step == 2
+
+
+def test_ranks_that_disagree_end_the_group() -> None:
+    group, ranks = _group(2)
+    ranks[0].send(_result(1))
+    ranks[0].send(Digest(1, b"x" * 8))
+    ranks[1].send(Digest(1, b"z" * 8))
+    with pytest.raises(EngineError, match="the ranks disagree on step 1"):
+        group.receive()
+
+
+def test_a_rank_alone_needs_no_digest() -> None:
+    group, ranks = _group(1)
+    ranks[0].send(_result(1))
+    assert group.receive() is not None
+
+
+def test_the_group_is_ready_with_the_fewest_blocks() -> None:
+    group, _ = _group(2)
+    assert group.ready(1, Ready([40, 30], PLAN, {"load_s": 2.0})) is None
+    ready = group.ready(0, Ready([20, 50], PLAN, {"load_s": 1.0}))
+    assert ready == Ready([20, 30], PLAN, {"load_s": 2.0})
