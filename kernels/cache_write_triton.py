@@ -5,13 +5,36 @@
 import triton
 import triton.language as tl
 
+from quire.kernels.fp8_triton import encode_fp8
+
 
 @triton.jit
+def as_stored(x, scale, head, FP8: tl.constexpr, E5M2: tl.constexpr, PER_HEAD: tl.constexpr):
+    """What a cache holds of ``x``: its bytes if FP8, and otherwise ``x``, for ``tl.store`` to cast.
+
+    ``scale`` is None or a pointer; ``head`` has the number of each element's KV head, in a shape that broadcasts to
+    ``x``'s. All heads must exist.
+    """
+    if FP8:
+        x = x.to(tl.float32)
+        if scale is not None:
+            divisor = tl.load(scale + head) if PER_HEAD else tl.load(scale)
+            # Rounded as IEEE says: Triton's own division is not, and the cache would depend on who wrote it.
+            x = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+        x = encode_fp8(x, E5M2)
+    return x
+
+
+# This changes from step to step, and Triton would compile anew for a 1 and for a multiple of 16.
+@triton.jit(do_not_specialize=["num_tokens"])
 def cache_write_kernel(
     key,
     value,
     kv_cache,
+    k_scale,
+    v_scale,
     slot_mapping,
+    num_tokens,
     num_slots,
     key_token_stride,
     key_head_stride,
@@ -24,21 +47,35 @@ def cache_write_kernel(
     ELEMENTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
+    FP8: tl.constexpr,
+    E5M2: tl.constexpr,
+    K_SCALE_PER_HEAD: tl.constexpr,
+    V_SCALE_PER_HEAD: tl.constexpr,
 ):
-    """Program ``(t, i)`` copies the ``i``-th tile of token ``t``'s key and value; ELEMENTS is heads times head_dim."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    if (slot < 0) | (slot >= num_slots):
-        return
+    """Program ``(i, j)`` writes the ``j``-th part of the keys and values of TILE_TOKENS tokens.
+
+    ELEMENTS is heads times head_dim. ``kv_cache`` is in the order NHD by its strides, and bytes if FP8.
+    """
+    token = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    is_token = token < num_tokens
+    slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
     element = tl.program_id(1) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)
     in_token = element < ELEMENTS
-    head = element // HEAD_DIM
-    dim = element % HEAD_DIM
-    k = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=in_token)
-    v = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=in_token)
+    # Elements past the last are of head 0: a scale is read for them too.
+    head = tl.where(in_token, element // HEAD_DIM, 0)[None, :]
+    dim = (element % HEAD_DIM)[None, :]
+
+    # Loaded whatever the slot is, so that these loads need not wait for that one.
+    wide_token = token.to(tl.int64)[:, None]
+    loaded = is_token[:, None] & in_token[None, :]
+    k = tl.load(key + wide_token * key_token_stride + head * key_head_stride + dim, mask=loaded)
+    v = tl.load(value + wide_token * value_token_stride + head * value_head_stride + dim, mask=loaded)
+
     # The slot is 64 bits wide, and so is all that is computed from it: a cache has more than 2**31 elements.
-    key_slot = kv_cache + (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
-    target = key_slot + head * cache_head_stride + dim
-    tl.store(target, k, mask=in_token)
-    tl.store(target + cache_kv_stride, v, mask=in_token)
+    place = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
+    target = kv_cache + place[:, None] + head * cache_head_stride + dim
+    written = ((slot >= 0) & (slot < num_slots))[:, None] & in_token[None, :]
+    tl.store(target, as_stored(k, k_scale, head, FP8, E5M2, K_SCALE_PER_HEAD), mask=written)
+    tl.store(target + cache_kv_stride, as_stored(v, v_scale, head, FP8, E5M2, V_SCALE_PER_HEAD), mask=written)

@@ -1,8 +1,17 @@
 """Checks at a launcher's door: a wrong tensor is refused with an error that names the tensor and the dimension."""
 
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 import torch
+
+CacheLayout = Literal["NHD", "HND"]
+"""Order of a block's dimensions: slots, heads, head_dim; or heads, slots, head_dim, where a head's slots lie together."""
+
+CACHE_DIMS: Mapping[CacheLayout, tuple[str, str]] = {
+    "NHD": ("block_size", "num_kv_heads"),
+    "HND": ("num_kv_heads", "block_size"),
+}
 
 
 def check_tensor(
@@ -40,17 +49,42 @@ def check_tensor(
         )
 
 
-def check_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int | None, head_dim: int, like: torch.Tensor) -> None:
-    """Refuse a cache that is not ``[2, num_blocks, block_size, num_kv_heads, head_dim]`` in ``like``'s dtype and place.
+def check_kv_cache(
+    kv_cache: torch.Tensor,
+    num_kv_heads: int | None,
+    head_dim: int,
+    like: torch.Tensor,
+    layout: CacheLayout = "NHD",
+    dtypes: Collection[torch.dtype] | None = None,
+) -> None:
+    """Refuse a cache that is not ``[2, num_blocks, block_size, num_kv_heads, head_dim]`` in ``like``'s place.
+
+    Args:
+        layout: HND: dimensions 2 and 3 change places.
+        dtypes: that the kernel takes; None: ``like``'s alone.
+
+    Raises:
+        ValueError: as ``check_tensor``, or there is no such layout.
+    """
+    if layout not in CACHE_DIMS:
+        raise ValueError(f"layout is {layout!r}, expected one of {', '.join(CACHE_DIMS)}")
+    dims: dict[str, int | None] = {"keys and values": 2, "num_blocks": None}
+    dims |= {dim: num_kv_heads if dim == "num_kv_heads" else None for dim in CACHE_DIMS[layout]}
+    dims |= {"head_dim": head_dim}
+    check_tensor("kv_cache", kv_cache, dims, (like.dtype,) if dtypes is None else dtypes, like.device)
+
+
+def nhd_view(kv_cache: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
+    """The cache as ``[2, num_blocks, block_size, num_kv_heads, head_dim]``: to a kernel, a layout is only strides."""
+    return kv_cache if layout == "NHD" else kv_cache.transpose(2, 3)
+
+
+def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device: torch.device) -> None:
+    """Refuse a cache's scale that is not float32 ``[1]`` (of the whole tensor) or ``[num_kv_heads]``; None is 1.
 
     Raises:
         ValueError: as ``check_tensor``.
     """
-    dims = {
-        "keys and values": 2,
-        "num_blocks": None,
-        "block_size": None,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }
-    check_tensor("kv_cache", kv_cache, dims, (like.dtype,), like.device)
+    if scale is not None:
+        size = 1 if scale.shape == (1,) else num_kv_heads
+        check_tensor(name, scale, {"num_kv_heads or 1": size}, (torch.float32,), device)

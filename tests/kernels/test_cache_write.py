@@ -1,0 +1,78 @@
+"""The cache write's reference against worked examples, and what its launcher refuses. None of this needs triton."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels.cache_write import write_cache, write_cache_reference
+from quire.kernels.slot_mapping import PAD_SLOT_ID
+
+
+def test_a_worked_example() -> None:
+    cache = torch.zeros(2, 2, 4, 1, 1)
+    key = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+    write_cache_reference(key, -key, cache, torch.tensor([6, PAD_SLOT_ID, 0]))
+    assert cache[0].flatten().tolist() == [3, 0, 0, 0, 0, 0, 1, 0]
+    assert cache[1].flatten().tolist() == [-3, 0, 0, 0, 0, 0, -1, 0]
+
+
+def test_a_worked_example_by_heads() -> None:
+    cache = torch.zeros(2, 1, 2, 3, 1)
+    write_cache_reference(torch.tensor([[[1.0], [2.0]]]), torch.zeros(1, 2, 1), cache, torch.tensor([2]), "HND")
+    assert cache[0, 0, :, :, 0].tolist() == [[0, 0, 1], [0, 0, 2]]
+
+
+def test_8_bit_floats_hold_what_the_scale_leaves() -> None:
+    cache = torch.zeros(2, 1, 1, 2, 1, dtype=torch.float8_e4m3fn)
+    tokens = torch.tensor([[[3.0], [900.0]]])
+    write_cache_reference(
+        tokens, tokens, cache, torch.tensor([0]), "NHD", torch.tensor([2.0]), torch.tensor([0.5, 900.0])
+    )
+    assert cache.float().flatten().tolist() == [1.5, 448.0, 6.0, 1.0]
+
+
+def test_a_cache_may_be_of_another_dtype() -> None:
+    cache = torch.zeros(2, 1, 1, 1, 1, dtype=torch.bfloat16)
+    third = torch.full((1, 1, 1), 1 / 3)
+    write_cache_reference(third, third, cache, torch.tensor([0]))
+    assert cache.flatten().tolist() == [third.bfloat16().item()] * 2
+
+
+def test_the_reference_raises_behind_the_cache() -> None:
+    ones = torch.ones(1, 1, 1)
+    with pytest.raises(IndexError):
+        write_cache_reference(ones, ones, torch.zeros(2, 2, 4, 1, 1), torch.tensor([8]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"value": torch.zeros(4, 2, 16)}, r"value: dimension 0 \(num_tokens\) is 4, expected 5"),
+        ({"value": torch.zeros(5, 2, 16).half()}, r"value: dtype is torch.float16, expected torch.float32"),
+        ({"slot_mapping": torch.zeros(5).int()}, r"slot_mapping: dtype is torch.int32, expected torch.int64"),
+        ({"kv_cache": torch.zeros(2, 3, 8, 4, 16)}, r"kv_cache: dimension 3 \(num_kv_heads\) is 4, expected 2"),
+        ({"layout": "HND"}, r"kv_cache: dimension 2 \(num_kv_heads\) is 8, expected 2"),
+        ({"layout": "DNH"}, "layout is 'DNH', expected one of NHD, HND"),
+        ({"kv_cache": torch.zeros(2, 3, 8, 2, 16).int()}, r"kv_cache: dtype is torch.int32, expected .*float8_e5m2"),
+        ({"k_scale": torch.ones(1)}, r"k_scale: a cache of torch.float32 is not scaled, expected None"),
+        (
+            {"kv_cache": torch.zeros(2, 3, 8, 2, 16).to(torch.float8_e5m2), "v_scale": torch.ones(3)},
+            r"v_scale: dimension 0 \(num_kv_heads or 1\) is 3, expected 2",
+        ),
+        (
+            {"kv_cache": torch.zeros(2, 3, 8, 2, 16).to(torch.float8_e5m2), "k_scale": torch.ones(1).half()},
+            r"k_scale: dtype is torch.float16, expected torch.float32",
+        ),
+    ],
+)
+def test_a_launcher_refuses_wrong_tensors_before_anything_else(changed: dict[str, Any], message: str) -> None:
+    tokens = torch.zeros(5, 2, 16)
+    right = {
+        "key": tokens,
+        "value": tokens,
+        "kv_cache": torch.zeros(2, 3, 8, 2, 16),
+        "slot_mapping": torch.zeros(5, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        write_cache(**(right | changed))
