@@ -109,31 +109,29 @@ def check_write(
     check_tensor("key", key, key_dims, ACTIVATION_DTYPES, key.device)
     value_dims = dict(zip(key_dims, key.shape, strict=True))
     check_tensor("value", value, value_dims, (key.dtype,), key.device)
-    check_target(key, *key.shape, kv_cache, slot_mapping, layout, k_scale, v_scale)
+    check_target(key, kv_cache, slot_mapping, layout, k_scale, v_scale)
 
 
 def check_target(
-    like: torch.Tensor,
-    num_tokens: int,
-    num_kv_heads: int,
-    head_dim: int,
+    key: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     layout: CacheLayout,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """Refuse a cache, slots or scales that tokens of this shape, in ``like``'s place, cannot be written to.
+    """Refuse a cache, slots or scales that keys of this shape and place cannot be written to.
 
     Raises:
         ValueError: one of them does not have the shape, dtype or place that ``write_cache`` says.
     """
-    check_kv_cache(kv_cache, num_kv_heads, head_dim, like, layout, CACHE_DTYPES)
-    check_tensor("slot_mapping", slot_mapping, {"num_tokens": num_tokens}, (torch.int64,), like.device)
+    num_tokens, num_kv_heads, head_dim = key.shape
+    check_kv_cache(kv_cache, num_kv_heads, head_dim, key, layout, CACHE_DTYPES)
+    check_tensor("slot_mapping", slot_mapping, {"num_tokens": num_tokens}, (torch.int64,), key.device)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and kv_cache.dtype not in FP8_DTYPES:
             raise ValueError(f"{name}: a cache of {kv_cache.dtype} is not scaled, expected None")
-        check_scale(name, scale, num_kv_heads, like.device)
+        check_scale(name, scale, num_kv_heads, key.device)
 
 
 def launch_constants(num_kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 CacheLayout = Literal["NHD", "HND"]
-"""Order of a block's dimensions: slots, heads, head_dim; or heads, slots, head_dim, where a head's slots lie together."""
+"""Order of a block's dimensions: slots, heads, head_dim; or heads, slots, head_dim: a head's slots lie together."""
 
 CACHE_DIMS: Mapping[CacheLayout, tuple[str, str]] = {
     "NHD": ("block_size", "num_kv_heads"),

@@ -10,7 +10,6 @@ import torch
 from quire.kernels.cache_write import write_cache_reference
 from quire.kernels.checks import check_tensor
 from quire.kernels.paged_attention import paged_attention, paged_attention_reference, plan_tiles
-from quire.kernels.slot_mapping import PAD_SLOT_ID
 from quire.kernels.triton_runtime import require_launchable
 
 CPU = torch.device("cpu")
