@@ -1,8 +1,273 @@
-// Linear layers over weights packed in panels.
+// Linear layers, y = x W^T + bias, over weights packed in panels of PANEL outputs.
+//
+// A float32 or float16 panel is [inputs][PANEL]. A bfloat16 panel is [inputs / 2][PANEL] words, each with the weights of two
+// neighbouring inputs: a shift and a mask then widen two registers, where 16-bit loads would need two shuffles besides.
+//
+// The order of additions is part of the contract. An output is the sum, block by block of K_BLOCK inputs, of chains of
+// fused multiply-adds in ascending order of the input, whatever the number of rows, the row's place, the tile that it
+// falls into and the number of threads: a row's bits depend on that row alone.
+#include <algorithm>
+
+#include <omp.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 #include "common.h"
 
 using namespace quire;
 
-constexpr int PANEL = 2 * VF;  // outputs side by side: two registers
+namespace {
 
-QUIRE_API int quire_panel() { return PANEL; }
+constexpr int PANEL = 2 * VF;                // outputs side by side: two registers
+constexpr int K_BLOCK = 512;                 // inputs: a panel's block is 16 KB in bfloat16, half of it a usual L1
+constexpr int GROUP_BYTES = 192 * 1024;      // of weights that stay in L2 while the rows pass
+
+// MAX_ROWS: as many rows, two sums each, as leave registers for the operands. One more, and a spilt sum halves the speed.
+struct Bf16 {
+    static constexpr int MAX_ROWS = VF == 16 ? 10 : 5;
+    static long panel_bytes(long inputs) { return (inputs + 1) / 2 * PANEL * 4; }
+};
+struct Float32 {
+    static constexpr int MAX_ROWS = VF == 16 ? 12 : 6;
+    static long panel_bytes(long inputs) { return inputs * PANEL * 4; }
+};
+
+struct Float16 {
+    static constexpr int MAX_ROWS = Float32::MAX_ROWS;
+    static long panel_bytes(long inputs) { return inputs * PANEL * 2; }
+};
+
+// As in kernels/cpu/linear.py.
+enum Kind { FLOAT32, BFLOAT16, FLOAT16 };
+
+long panel_bytes(int kind, long inputs) {
+    return kind == BFLOAT16  ? Bf16::panel_bytes(inputs)
+           : kind == FLOAT16 ? Float16::panel_bytes(inputs)
+                             : Float32::panel_bytes(inputs);
+}
+
+#if defined(__AVX512F__) && defined(__F16C__)
+QUIRE_INLINE vfloat widen_halves(const char* from) { return (vfloat)_mm512_cvtph_ps(load<__m256i>(from)); }
+#elif defined(__F16C__)
+QUIRE_INLINE vfloat widen_halves(const char* from) { return (vfloat)_mm256_cvtph_ps(load<__m128i>(from)); }
+#elif defined(__aarch64__)
+typedef __fp16 vhalf __attribute__((vector_size(2 * VF)));
+QUIRE_INLINE vfloat widen_halves(const char* from) { return __builtin_convertvector(load<vhalf>(from), vfloat); }
+#else
+#define QUIRE_NO_FLOAT16
+#endif
+
+#ifdef QUIRE_NO_FLOAT16
+constexpr bool HAS_FLOAT16 = false;
+QUIRE_INLINE vfloat widen_halves(const char*) { return vfloat{}; }  // never called: the launcher refuses
+#else
+constexpr bool HAS_FLOAT16 = true;
+#endif
+
+struct Call {
+    const float* x;
+    long x_stride;
+    const char* packed;
+    const float* bias;  // or null
+    float* out;
+    long out_stride;
+    int outputs, inputs;
+    int accumulate;  // add to what is in out
+};
+
+template <int R, int P>
+struct Tile {
+    vfloat sums[R][P][2];
+};
+
+// One input of R rows times P panels' weights of it.
+template <int R, int P>
+QUIRE_INLINE void multiply(Tile<R, P>& tile, const float* x, long stride, const vfloat (&weights)[P][2]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        const vfloat value = splat(x[r * stride]);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            tile.sums[r][p][0] += value * weights[p][0];
+            tile.sums[r][p][1] += value * weights[p][1];
+        }
+    }
+}
+
+QUIRE_INLINE vfloat weights_at(Float32, const char* panel, int v) { return load<vfloat>(panel + v * VF * 4); }
+QUIRE_INLINE vfloat weights_at(Float16, const char* panel, int v) { return widen_halves(panel + v * VF * 2); }
+
+template <int R, int P, class W>
+QUIRE_INLINE void block(W, Tile<R, P>& tile, const float* x, long stride, const char* panel, long bytes, int count) {
+    for (int k = 0; k < count; k++, panel += W::panel_bytes(1)) {
+        vfloat weights[P][2];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; v++) weights[p][v] = weights_at(W{}, panel + p * bytes, v);
+        multiply<R, P>(tile, x + k, stride, weights);
+    }
+}
+
+template <int P>
+QUIRE_INLINE void widen(vfloat (&weights)[P][2], const char* panel, long bytes, bool odd) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) {
+            const vuint words = load<vuint>(panel + p * bytes + v * VF * 4);
+            weights[p][v] = (vfloat)(odd ? words & 0xffff0000u : words << 16);
+        }
+}
+
+template <int R, int P>
+QUIRE_INLINE void block(Bf16, Tile<R, P>& tile, const float* x, long stride, const char* panel, long bytes, int count) {
+    vfloat weights[P][2];
+    int k = 0;
+    for (; k + 1 < count; k += 2, panel += PANEL * 4) {
+        widen<P>(weights, panel, bytes, false);
+        multiply<R, P>(tile, x + k, stride, weights);
+        // The words are read again: kept until here, they would push sums out of the registers.
+        asm volatile("" : "+r"(panel));
+        widen<P>(weights, panel, bytes, true);
+        multiply<R, P>(tile, x + k + 1, stride, weights);
+    }
+    if (k < count) {
+        widen<P>(weights, panel, bytes, false);
+        multiply<R, P>(tile, x + k, stride, weights);
+    }
+}
+
+// Adds one block's sums to the output; the first block of a plain call finds nothing there yet.
+template <int R, int P>
+QUIRE_INLINE void finish(const Call& call, const Tile<R, P>& tile, float* out, int column, bool first) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            const int start = column + p * PANEL, here = std::min(PANEL, call.outputs - start);
+            float* to = out + r * call.out_stride + start;
+            float values[PANEL];
+            store(values, tile.sums[r][p][0]);
+            store(values + VF, tile.sums[r][p][1]);
+            if (first && call.bias)
+                for (int i = 0; i < here; i++) values[i] += call.bias[start + i];
+            if (!first || call.accumulate)
+                for (int i = 0; i < here; i++) to[i] += values[i];
+            else
+                for (int i = 0; i < here; i++) to[i] = values[i];
+        }
+}
+
+template <class W, int R, int P>
+void run_tile(const Call& call, int row, int panel, int k, int count) {
+    const long bytes = W::panel_bytes(call.inputs);
+    Tile<R, P> tile = {};
+    block<R, P>(W{}, tile, call.x + row * call.x_stride + k, call.x_stride,
+                call.packed + panel * bytes + W::panel_bytes(k), bytes, count);
+    finish<R, P>(call, tile, call.out + row * call.out_stride, panel * PANEL, k == 0);
+}
+
+template <class W, int R>
+struct Rows {
+    // Few rows leave registers free: more panels at once are more independent sums, and more streams from memory.
+    static constexpr int P = R == 1 ? 4 : R == 2 || (R == 3 && VF == 16) ? 2 : 1;
+    static void run(const Call& call, int rows, int row, int panel, int end, int k, int count) {
+        if (rows != R) return Rows<W, R - 1>::run(call, rows, row, panel, end, k, count);
+        for (; panel + P <= end; panel += P) run_tile<W, R, P>(call, row, panel, k, count);
+        for (; panel < end; panel++) run_tile<W, R, 1>(call, row, panel, k, count);
+    }
+};
+template <class W>
+struct Rows<W, 0> {
+    static void run(const Call&, int, int, int, int, int, int) {}
+};
+
+// Rows [row, row_end) times panels [panel, panel_end): a group of panels stays in the cache while the rows pass.
+template <class W>
+void run_part(const Call& call, int row, int row_end, int panel, int panel_end) {
+    const int tiles = (row_end - row + W::MAX_ROWS - 1) / W::MAX_ROWS;
+    const int depth = std::min(K_BLOCK, call.inputs);
+    const int group = tiles == 1 ? 4 : std::max(4, int(GROUP_BYTES / W::panel_bytes(depth)));
+    for (; panel < panel_end; panel += group) {
+        const int end = std::min(panel + group, panel_end);
+        for (int k = 0; k < call.inputs; k += K_BLOCK)
+            for (int tile = 0; tile < tiles; tile++) {
+                const int from = row + int(long(row_end - row) * tile / tiles);
+                const int rows = row + int(long(row_end - row) * (tile + 1) / tiles) - from;
+                Rows<W, W::MAX_ROWS>::run(call, rows, from, panel, end, k, std::min(K_BLOCK, call.inputs - k));
+            }
+    }
+}
+
+// Threads share the panels; a narrow layer with many rows is cut along its rows too.
+template <class W>
+void run(const Call& call, int rows) {
+    const int panels = (call.outputs + PANEL - 1) / PANEL;
+    const int threads = omp_get_max_threads();
+    const int row_parts = std::clamp(std::min((rows + 31) / 32, 8 * threads / panels), 1, threads);
+    const int panel_parts = std::min(panels, std::max(1, threads / row_parts));
+    const int parts = row_parts * panel_parts;
+#pragma omp parallel for schedule(static) if (parts > 1)
+    for (int part = 0; part < parts; part++) {
+        const long i = part / panel_parts, j = part % panel_parts;
+        run_part<W>(call, int(i * rows / row_parts), int((i + 1) * rows / row_parts), int(j * panels / panel_parts),
+                    int((j + 1) * panels / panel_parts));
+    }
+}
+
+}  // namespace
+
+QUIRE_API int quire_has_float16() { return HAS_FLOAT16; }
+
+QUIRE_API long quire_packed_bytes(int outputs, int inputs, int kind) {
+    return (outputs + PANEL - 1) / PANEL * panel_bytes(kind, inputs);
+}
+
+// weight: [outputs][inputs] contiguous, of the element type that packed will have. Outputs past the end are zeros.
+template <class T>
+void pack(const T* weight, char* packed, int outputs, int inputs, int kind) {
+    const int panels = (outputs + PANEL - 1) / PANEL;
+    const int pair = kind == BFLOAT16 ? 2 : 1;
+    const int padded = (inputs + pair - 1) / pair * pair;
+#pragma omp parallel for schedule(static)
+    for (int panel = 0; panel < panels; panel++) {
+        T* to = (T*)(packed + panel * panel_bytes(kind, inputs));
+        for (int i = 0; i < PANEL; i++) {
+            const int output = panel * PANEL + i;
+            const T* from = weight + long(output) * inputs;
+            for (int k = 0; k < padded; k++)
+                to[(k / pair * PANEL + i) * pair + k % pair] = output < outputs && k < inputs ? from[k] : T(0);
+        }
+    }
+}
+
+QUIRE_API void quire_pack(const void* weight, void* packed, int outputs, int inputs, int kind) {
+#ifdef MADV_HUGEPAGE
+    // Every step reads all of it: with small pages the page walks cost bandwidth. A refusal is no harm.
+    const uintptr_t page = 1 << 21, start = (uintptr_t(packed) + page - 1) & ~(page - 1);
+    const uintptr_t end = (uintptr_t(packed) + quire_packed_bytes(outputs, inputs, kind)) & ~(page - 1);
+    if (end > start) madvise((void*)start, end - start, MADV_HUGEPAGE);
+#endif
+    if (kind == FLOAT32)
+        pack((const uint32_t*)weight, (char*)packed, outputs, inputs, kind);
+    else
+        pack((const uint16_t*)weight, (char*)packed, outputs, inputs, kind);
+}
+
+// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], out_stride apart; overwritten, or added to.
+QUIRE_API void quire_linear(const float* x, long x_stride, const void* packed, const float* bias, float* out,
+                            long out_stride, int rows, int outputs, int inputs, int kind, int accumulate) {
+    const Call call{x, x_stride, (const char*)packed, bias, out, out_stride, outputs, inputs, accumulate};
+    if (kind == BFLOAT16)
+        run<Bf16>(call, rows);
+    else if (kind == FLOAT16)
+        run<Float16>(call, rows);
+    else
+        run<Float32>(call, rows);
+}

@@ -40,13 +40,13 @@ class Native:
     Attributes:
         path: the shared object.
         vector_floats: float32 lanes of a register (16 AVX-512, 8 AVX2, 4 elsewhere).
-        panel: outputs that a packed linear layer keeps side by side.
+        has_float16: this CPU widens float16 in hardware.
     """
 
     path: Path
     library: ctypes.CDLL = field(repr=False)
     vector_floats: int
-    panel: int
+    has_float16: bool
 
     def function(self, name: str, *arguments: Any, returns: Any = None) -> Any:
         """The library's function ``name`` with ctypes ``arguments``; look it up once and keep it: a call takes 1 µs."""
@@ -89,7 +89,7 @@ def _load() -> Native:
     # a second one would start threads of its own on the same cores.
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
-    return Native(path, library, library.quire_vector_floats(), library.quire_panel())
+    return Native(path, library, library.quire_vector_floats(), bool(library.quire_has_float16()))
 
 
 def _openmp_runtime() -> str:

@@ -1,0 +1,98 @@
+"""The native linear layer: right, and the same bits for a row however it is batched."""
+
+import pytest
+import torch
+
+from quire.kernels.cpu.linear import TOLERANCE, PackedLinear, linear_reference
+from quire.kernels.cpu.native import Native, load_native
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Outputs and inputs around the panel, the pair of inputs in a word, and the block of 512 inputs.
+SHAPES = [(1, 1), (16, 8), (31, 33), (100, 511), (48, 512), (65, 513), (40, 1027)]
+
+
+@pytest.fixture(scope="module")
+def native() -> Native:
+    found = load_native()
+    if found is None:
+        pytest.skip("no compiler here")
+    return found
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _assert_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    magnitude = linear_reference(x.abs(), weight.abs(), None if bias is None else bias.abs())
+    error = (out - linear_reference(x, weight, bias)).abs()
+    assert (error <= TOLERANCE * magnitude).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_it_computes_what_the_reference_computes(native: Native, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight, bias = _random(outputs, inputs).to(dtype), _random(outputs, seed=1)
+    plain, biased = PackedLinear(native, weight), PackedLinear(native, weight, bias)
+    for rows in [*range(14), 25, 33, 70]:
+        x = _random(rows, inputs, seed=rows)
+        _assert_close(plain(x), x, weight, None)
+        _assert_close(biased(x), x, weight, bias)
+
+
+def test_it_adds_to_rows_in_place(native: Native) -> None:
+    weight, bias = _random(50, 600).bfloat16(), _random(50, seed=1)
+    packed = PackedLinear(native, weight, bias)
+    for rows in (1, 3, 9):
+        x, wide = _random(rows, 600), _random(rows, 64, seed=2)
+        before = wide.clone()
+        packed.add_to(wide[:, 5:55], x)
+        torch.testing.assert_close(wide[:, 5:55], before[:, 5:55] + packed(x))
+        before[:, 5:55] = wide[:, 5:55]
+        assert torch.equal(wide, before)
+
+
+def test_rows_may_lie_apart_and_be_narrower(native: Native) -> None:
+    packed = PackedLinear(native, _random(20, 24))
+    wide = _random(7, 64)
+    assert torch.equal(packed(wide[:, 8:32]), packed(wide[:, 8:32].contiguous()))
+    assert torch.equal(packed(wide.T[:24, :5].T), packed(wide.T[:24, :5].T.contiguous()))
+    half = wide[:, :24].bfloat16()
+    assert torch.equal(packed(half), packed(half.float()).bfloat16())
+
+
+def test_a_value_that_is_not_a_number_stays_in_its_row_and_output(native: Native) -> None:
+    """Padding is multiplied too: it must be zeros that nobody reads, not what lay in memory."""
+    x, weight = _random(7, 33), _random(20, 33).bfloat16()
+    x[2, 32], weight[5, 32] = float("nan"), float("inf")
+    out = PackedLinear(native, weight)(x)
+    assert out[2].isnan().all() and not out[[0, 1, 3, 4, 5, 6]].isnan().any()
+    assert out[0, 5].isinf() and out[0].isfinite().sum() == 19
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_bits_do_not_depend_on_its_batch(native: Native, dtype: torch.dtype) -> None:
+    threads = torch.get_num_threads()
+    try:
+        packed = PackedLinear(native, _random(100, 1100).to(dtype), _random(100, seed=1))
+        x = _random(300, 1100, seed=2)
+        alone = torch.cat([packed(row) for row in x.split(1)])
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for rows in (2, 7, 33, 300):
+                assert torch.equal(torch.cat([packed(part) for part in x.split(rows)]), alone)
+                assert torch.equal(packed(x.flip(0)[:rows]), alone.flip(0)[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_does_not_fit_is_refused(native: Native) -> None:
+    packed = PackedLinear(native, _random(20, 24))
+    with pytest.raises(ValueError, match="x: expected"):
+        packed(_random(2, 23))
+    with pytest.raises(ValueError, match="out: expected"):
+        packed.add_to(_random(2, 21), _random(2, 24))
+    with pytest.raises(ValueError, match="not for packing"):
+        PackedLinear(native, _random(24, 20).T)
+    with pytest.raises(ValueError, match="not for packing"):
+        PackedLinear(native, _random(4, 4).double())
