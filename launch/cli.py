@@ -92,7 +92,7 @@ def _add_bench(under: Any, command: Any) -> None:
     engine.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (3)")
     engine.add_argument("--prompt-seed", type=int, default=0, help="of the prompts (0)")
     engine.add_argument("--threads", type=int, help="for ours and for peers (OMP_NUM_THREADS, else one per core)")
-    peers = ("transformers-static", "transformers-continuous")
+    peers = ("transformers-static", "transformers-continuous", "vllm")
     engine.add_argument("--peer", action="append", choices=peers, help="measure it in turns with ours; may be repeated")
     engine.add_argument("--peer-python", default=sys.executable, metavar="FILE", help="interpreter that has the peer")
     dtypes = ("auto", "bfloat16", "float32")

@@ -176,8 +176,7 @@ def _start_ours(config: EngineConfig, stack: ExitStack) -> tuple[LLM, Contestant
 def _start_peers(args: argparse.Namespace, config: EngineConfig, threads: int, stack: ExitStack) -> list[Contestant]:
     contestants = []
     for name in args.peer or []:
-        mode = name.removeprefix("transformers-")
-        peer = Peer(args.peer_python, Path(config.model_path), mode, args.peer_dtype, threads)
+        peer = Peer(args.peer_python, Path(config.model_path), name, args.peer_dtype, threads)
         stack.callback(peer.close)
         contestant = Contestant(name, peer.generate, 0.0)
         try:

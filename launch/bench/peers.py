@@ -10,8 +10,8 @@ from quire.launch.bench.shapes import checkpoint_config
 from quire.protocol.errors import ConfigError
 from quire.protocol.model_config import ModelConfig
 
-DRIVER = Path(__file__).with_name("peer_transformers.py")
-PEERS = ("transformers-static", "transformers-continuous")
+DRIVER = Path(__file__).with_name("peer_driver.py")
+PEERS = ("transformers-static", "transformers-continuous", "vllm")
 MAX_ERROR = 300
 
 

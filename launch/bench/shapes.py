@@ -3,7 +3,8 @@
 from typing import Any
 
 from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.model_config import ModelConfig, RopeConfig
+from quire.protocol.model_config import ModelConfig
+from quire.protocol.rope_config import RopeConfig
 
 SHAPES = {
     # As small as the built-in demo model: what remains is the engine's own cost.
@@ -47,7 +48,7 @@ SHAPES = {
         rope=RopeConfig(theta=1000000.0),
         max_position=40960,
         tie_word_embeddings=True,
-        qk_norm=True,
+        qk_norm="head",
     ),
     "llama-3.1-8b": ModelConfig(
         architecture="LlamaForCausalLM",

@@ -69,7 +69,7 @@ class TestPeers:
         return str(path)
 
     def peer(self, tmp_path: Path, body: str) -> Peer:
-        return Peer(self.script(tmp_path, body), tmp_path, "static", "auto", 1)
+        return Peer(self.script(tmp_path, body), tmp_path, "transformers-static", "auto", 1)
 
     def test_rounds(self, tmp_path: Path) -> None:
         peer = self.peer(
@@ -95,7 +95,7 @@ class TestPeers:
 
     def test_no_such_interpreter(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--peer-python"):
-            Peer(str(tmp_path / "none"), tmp_path, "static", "auto", 1)
+            Peer(str(tmp_path / "none"), tmp_path, "transformers-static", "auto", 1)
 
     def test_no_checkpoint(self, tmp_path: Path) -> None:
         python = self.script(tmp_path, "echo 'ModuleNotFoundError: transformers' >&2; exit 1")
