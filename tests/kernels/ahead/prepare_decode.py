@@ -1,0 +1,26 @@
+"""Variants of the prepare decode kernels to compile ahead."""
+
+from collections.abc import Iterator
+
+from kernel_variant import Variant
+
+from quire.kernels.prepare_decode import TILE_ROWS, launch_constants
+from quire.kernels.prepare_decode_triton import advance_decode_kernel, prepare_decode_kernel
+from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
+
+
+def variants() -> Iterator[Variant]:
+    state = {"row_of": "*i32", "last_sampled": "*i64", "num_computed": "*i32"}
+    inputs = dict.fromkeys(("input_ids", "positions", "slot_mapping", "tables"), "*i64")
+    inputs |= dict.fromkeys(("seq_lens", "query_start_loc"), "*i32")
+    for num_groups, context_parallel in ((1, NO_CONTEXT_PARALLEL), (3, ContextParallel(2, 1, 4))):
+        yield Variant(
+            name=f"prepare_decode groups={num_groups} ranks={context_parallel.world_size}",
+            kernel=prepare_decode_kernel,
+            types=state | inputs,
+            constants=launch_constants(num_groups, context_parallel),
+            options={},
+        )
+    yield Variant(
+        "advance_decode", advance_decode_kernel, state | {"sampled": "*i64"}, {"TILE_ROWS": TILE_ROWS}, options={}
+    )
