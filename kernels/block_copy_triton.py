@@ -1,0 +1,46 @@
+"""The Triton kernel behind ``block_copy``; imports triton, so only those launchers import it."""
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def block_copy_kernel(
+    pointers,
+    work,
+    num_parts,
+    words,
+    part_stride,
+    block_stride,
+    COLUMNS: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+):
+    """Program ``(i, p, t)``: the ``t``-th tile of line ``i`` of the work in part ``p`` of all parts of all caches.
+
+    A line is a source and a target, or with one COLUMN a block to zero. No program reads what another writes.
+    """
+    part = tl.program_id(1)
+    address = tl.load(pointers + part // num_parts)
+    if WORD_BYTES == 8:
+        cache = address.to(tl.pointer_type(tl.int64))
+    elif WORD_BYTES == 4:
+        cache = address.to(tl.pointer_type(tl.int32))
+    elif WORD_BYTES == 2:
+        cache = address.to(tl.pointer_type(tl.int16))
+    else:
+        cache = address.to(tl.pointer_type(tl.int8))
+    # Block ids are 64 bits wide, and so is all that is computed from them: a cache has more than 2**31 words.
+    cache += (part % num_parts).to(tl.int64) * part_stride
+    line = work + tl.program_id(0) * COLUMNS
+    target = tl.load(line + COLUMNS - 1)
+    word = tl.program_id(2) * TILE_WORDS + tl.arange(0, TILE_WORDS)
+    in_block = word < words
+    if COLUMNS == 2:
+        source = tl.load(line)
+        value = tl.load(cache + source * block_stride + word, mask=in_block)
+        tl.store(cache + target * block_stride + word, value, mask=in_block)
+    else:
+        tl.store(cache + target * block_stride + word, 0, mask=in_block)

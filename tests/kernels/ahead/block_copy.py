@@ -1,0 +1,20 @@
+"""Variants of the block copy kernel to compile ahead."""
+
+from collections.abc import Iterator
+
+from kernel_variant import Variant
+
+from quire.kernels.block_copy import launch_constants
+from quire.kernels.block_copy_triton import block_copy_kernel
+
+
+def variants() -> Iterator[Variant]:
+    types = {"pointers": "*i64", "work": "*i64"}
+    for columns, word_bytes in ((2, 8), (2, 1), (1, 8)):
+        yield Variant(
+            name=f"block_copy columns={columns} word={word_bytes}",
+            kernel=block_copy_kernel,
+            types=types,
+            constants=launch_constants(columns, word_bytes),
+            options={},
+        )
