@@ -348,6 +348,8 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
         bad: handles whose logits were not finite.
         counts: tokens of each such row (accepted drafts and one more); absent when all are 1.
         drafts: how many drafts the worker holds for each such row's next step; absent without a proposer.
+        failure: why nothing of the step was computed (the device's memory did not suffice); the worker has dropped its
+            rows, and answers steps with nothing until one has removed them all.
     """
 
     step: int
@@ -361,6 +363,7 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
     bad: list[int] = []
     seconds: float = 0.0
     drafts: Int32 | None = None
+    failure: str = ""
 
 
 class Digest(Message, frozen=True, tag=44):

@@ -17,6 +17,10 @@ class WorkerFault(Exception):
     """A worker's result cannot be what it computed: nothing of it was applied."""
 
 
+class StepTooLarge(WorkerFault):
+    """The worker's memory did not suffice for a step: nothing of it was computed."""
+
+
 @dataclass(slots=True)
 class InFlightStep:
     """A step sent and not yet answered.

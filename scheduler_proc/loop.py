@@ -38,7 +38,7 @@ from quire.protocol.zmq_channel import FromPeer, ZmqChannel, ZmqHub
 from quire.scheduler_proc.collect import Collector
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
-from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
+from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge, WorkerFault
 from quire.scheduler_proc.trace.event_log import EventLog
 from quire.scheduler_proc.worker_group import WorkerGroup
 
@@ -190,6 +190,8 @@ class SchedulerLoop:
             if self._faults_in_a_row == MAX_FAULTS_IN_A_ROW:
                 raise
             log.error("%s; what runs is computed again", fault)
+            if isinstance(fault, StepTooLarge) and scheduler.halve_steps():
+                log.error("steps have at most %d tokens from now on", scheduler.config.max_num_batched_tokens)
             scheduler.begin_epoch()
             self._log.epoch_began(self._clock())
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import EndReason, ModelRunnerOutput, OpaqueResult
-from quire.scheduler_proc.in_flight import InFlightStep, Sampled, StepsInFlight
+from quire.scheduler_proc.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.outputs import OutputCollector
 from quire.scheduler_proc.request import STATUS_OF_END, Request, RequestStatus
@@ -53,10 +53,13 @@ class Results:
         """Apply the result of the oldest step in flight: append tokens, end what ends, reply.
 
         Raises:
-            WorkerFault: it answers another step, or its tokens or handles cannot be right; nothing has changed.
+            WorkerFault: it answers another step, its tokens or handles cannot be right, or the step was too large
+                (StepTooLarge); nothing has changed.
         """
         if self._is_stale(output.step):
             return
+        if output.failure:
+            raise StepTooLarge(output.failure)
         record, sampled = self.in_flight.match(output)
         hits = self.table.stops.positions(sampled.last_tokens)
         may_end = sampled.handles[hits].tolist() if hits else []

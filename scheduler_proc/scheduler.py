@@ -7,6 +7,8 @@ Requests that only ever need one more token cruise meanwhile (cruise.py).
 from collections import Counter
 from typing import assert_never
 
+import msgspec
+
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import KVLayout
@@ -28,7 +30,7 @@ from quire.protocol.messages import (
 )
 from quire.scheduler_proc.admission import Refusal, admit
 from quire.scheduler_proc.cruise import Cruise
-from quire.scheduler_proc.in_flight import InFlightStep, StepsInFlight, WorkerFault
+from quire.scheduler_proc.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.planner import Planner
@@ -39,7 +41,7 @@ from quire.scheduler_proc.results import Results
 from quire.scheduler_proc.statistics import Counters, DecisionLog
 from quire.scheduler_proc.step import StepPlan, build_diff
 
-__all__ = ["Scheduler", "WorkerFault"]
+__all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
 
 
 class Scheduler:
@@ -154,6 +156,14 @@ class Scheduler:
             self.table.retire_later(record.retired)
         self.cruise.acknowledged = self._step
         self.kv.reset_prefix_cache()
+
+    def halve_steps(self) -> bool:
+        """From now on a step has half as many tokens at most; false when it cannot: each request needs one."""
+        fewer = max(self.config.max_num_batched_tokens // 2, self.config.max_num_seqs)
+        if fewer == self.config.max_num_batched_tokens:
+            return False
+        self.config = msgspec.structs.replace(self.config, max_num_batched_tokens=fewer)
+        return True
 
     def take_messages(self) -> list[tuple[int, SchedulerToFrontEnd]]:
         """(client, message) for the front ends, since the last call."""

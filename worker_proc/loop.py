@@ -21,8 +21,9 @@ from quire.protocol.messages import (
     Welcome,
 )
 from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.model_runner import ModelRunner, PendingResult
+from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.parallel.group import TensorParallel
+from quire.worker_proc.pending_result import PendingResult
 from quire.worker_proc.setup import Say, make_runner
 
 JoinGroup = Callable[[EngineConfig], TensorParallel]

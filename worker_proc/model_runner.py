@@ -1,87 +1,30 @@
 """One step: apply the diff, prepare inputs, run the model, sample, advance the rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
+from quire.protocol.messages import SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.block_table import BlockTable, MultiGroupBlockTable
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
+from quire.worker_proc.kv_cache import allocate_kv_caches
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.pending_result import HostCopies, NothingSampled, PendingResult, SampledResult
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
-
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class StepInputs:
-    """What the model is given: the rows that run and their tokens, flattened row by row.
-
-    Attributes:
-        rows: rows that run, ascending.
-        query_lens: tokens of each of them.
-        token_rows, positions: int64 ``[num_tokens]``.
-        sampling: which of ``rows`` reach their last known position, as indices into ``rows``.
-    """
-
-    rows: Ints
-    query_lens: npt.NDArray[np.int32]
-    token_rows: Ints
-    positions: Ints
-    sampling: Ints
-
-    @property
-    def last_tokens(self) -> Ints:
-        """Index, among the flattened tokens, of each row's last one."""
-        return np.cumsum(self.query_lens, dtype=np.int64) - 1
-
+from quire.worker_proc.step_inputs import Ints, StepInputs, prepare_inputs
+from quire.worker_proc.transfer import Transfer
 
 NEVER_TOLD = np.full(1, -1, np.int32)
 """Row order that equals no other, so that the next result tells it: always after a request came or went."""
 
 
-@dataclass(slots=True)
-class PendingResult:
-    """A step whose kernels are launched. On a CPU it is complete; on a GPU its tokens are on their way to the host."""
-
-    step: int
-    sampled: Sampled | None
-    handles: npt.NDArray[np.int32] | None
-    row_handles: npt.NDArray[np.int32]
-    copied: "torch.cuda.Event | None"
-
-    @property
-    def ready(self) -> bool:
-        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
-
-    def result(self) -> ModelRunnerOutput:
-        """The message; waits for the device if it must."""
-        if self.sampled is None:
-            return ModelRunnerOutput(self.step, handles=self.handles)
-        if self.copied is not None:
-            self.copied.synchronize()
-        sampled = self.sampled
-        bad = self.row_handles[sampled.bad.cpu().numpy()].tolist() if bool(sampled.bad.any()) else []
-        tokens = sampled.tokens.cpu().numpy().astype(np.int32)
-        if sampled.logprobs is None:
-            return ModelRunnerOutput(self.step, tokens, self.handles, bad=bad)
-        logprobs = sampled.logprobs
-        return ModelRunnerOutput(
-            step=self.step,
-            tokens=tokens,
-            handles=self.handles,
-            bad=bad,
-            logprobs=Logprobs(logprobs.rows, logprobs.token_ids.shape[1]),
-            logprob_token_ids=logprobs.token_ids.cpu().numpy().astype(np.int32).ravel(),
-            logprob_values=logprobs.values.cpu().numpy().ravel(),
-            logprob_ranks=logprobs.ranks.cpu().numpy().astype(np.int32),
-        )
+_CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
+"""What torch's plain RuntimeError has in it when the host's memory is at its end."""
 
 
 class ModelRunner:
@@ -95,8 +38,8 @@ class ModelRunner:
         model: Decoder,
         backend: AttentionBackend,
         device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
+        """``layout``: of this rank."""
         self._device = device
         self._model = model
         self._backend = backend
@@ -115,24 +58,22 @@ class ModelRunner:
         self.sampler = Sampler(self.batch)
         self._step = 0
         self._sampling_handles = NEVER_TOLD
-        self._group_of_layer = [0] * len(model.layers)
-        for index, group in enumerate(layout.groups):
-            for layer in group.layers:
-                self._group_of_layer[layer] = index
-        self._kv_caches = [
-            torch.zeros(
-                backend.kv_cache_shape(
-                    num_blocks, layout.groups[group].block_size, layout.num_kv_heads, layout.head_dim
-                ),
-                dtype=dtype,
-                device=device,
-            )
-            for group in self._group_of_layer
-        ]
+        self._groups = layout.groups
+        self._transfer = Transfer(device)
+        self._copies = HostCopies(device)
+        self._dropped: set[int] = set()
+        group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
+        sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)]
+        self._group_of_layer = [group_of[source] for source in sources]
+        caches = allocate_kv_caches(layout, num_blocks, layout.num_kv_heads, backend, device)
+        self._kv_caches = [caches[source] for source in sources]
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingResult:
         """Run one step.
+
+        A step for which the device's memory does not suffice is a result too: it says so, all rows are gone, and
+        further steps are answered with nothing until the scheduler has removed everyone that was held.
 
         Raises:
             StepRefused: the diff does not fit what is held; the worker must not go on.
@@ -140,12 +81,36 @@ class ModelRunner:
         if step.step != self._step + 1:
             raise StepRefused(f"step {step.step} after step {self._step}")
         self._step = step.step
+        if self._dropped:
+            self._dropped -= set(step.removed)
+            if self._dropped:
+                self._dropped |= {new.handle for new in step.new_requests}
+                return NothingSampled(step.step)
+            step = msgspec.structs.replace(step, removed=[])
+        try:
+            return self._run(step)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not _out_of_memory(error):
+                raise
+            return self._drop_everything(error)
+
+    def _run(self, step: SchedulerOutput) -> PendingResult:
         self._apply(step)
-        inputs = self._prepare(step)
+        inputs = prepare_inputs(self.batch, step.counts)
         hidden = self._forward(inputs)
         sampled = self._sample(hidden, inputs)
         self._advance(inputs, sampled)
         return self._pending(inputs, sampled)
+
+    def _drop_everything(self, error: BaseException) -> PendingResult:
+        tokens = int(self.batch.active[: self.batch.num_rows].sum())
+        self._dropped = set(self.batch.row_of)
+        self.batch.change_rows(list(self.batch.row_of), [], None)
+        self.sampler.update_state(self.batch.builder.take(0))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        words = " ".join(str(error).split())[:300] or "the host's memory is at its end"
+        return NothingSampled(self._step, failure=f"out of memory in a step of {tokens} requests: {words}")
 
     # ---- apply the diff
 
@@ -191,70 +156,42 @@ class ModelRunner:
 
     # ---- prepare inputs
 
-    def _prepare(self, step: SchedulerOutput) -> StepInputs:
-        batch = self.batch
-        counts = batch.active[: batch.num_rows].astype(np.int32)
-        for handle, count in step.counts:
-            row = batch.row(handle)
-            if not counts[row] or count < 1:
-                raise StepRefused(f"handle {handle} is parked, or is to compute {count} tokens")
-            counts[row] = count
-        rows = np.flatnonzero(counts)
-        if not len(rows):
-            raise StepRefused("nothing runs in this step")
-        query_lens = counts[rows]
-        computed, known = batch.num_computed[rows], batch.num_known[rows]
-        if (computed + query_lens > known).any():
-            raise StepRefused("a request is to compute tokens that nobody knows")
-        starts = np.cumsum(query_lens) - query_lens
-        token_rows = np.repeat(rows, query_lens)
-        offsets = np.arange(len(token_rows)) - np.repeat(starts, query_lens)
-        positions = np.repeat(computed, query_lens).astype(np.int64) + offsets
-        sampling = np.flatnonzero(computed + query_lens == known)
-        return StepInputs(rows, query_lens, token_rows, positions, sampling)
-
-    def _token_ids(self, inputs: StepInputs) -> torch.Tensor:
-        """Given tokens where there are any, else the row's last sample, which may only exist on the device."""
+    def _to_device(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, list[StepBatch]]:
+        """Token ids, positions, and what attention needs per KV group; one copy to the device."""
         tokens = self.batch.tokens
         given = inputs.positions < tokens.length[inputs.token_rows]
-        ids = torch.from_numpy(tokens.data[inputs.token_rows, np.where(given, inputs.positions, 0)].astype(np.int64))
-        ids = ids.to(self._device)
-        if given.all():
-            return ids
+        ids = tokens.data[inputs.token_rows, np.where(given, inputs.positions, 0)].astype(np.int64)
         sampled = np.flatnonzero(~given)
-        ids[self._index(sampled)] = self.last_sampled[self._index(inputs.token_rows[sampled])]
-        return ids
-
-    def _step_batches(self, inputs: StepInputs) -> list[StepBatch]:
-        """What attention needs, per KV group."""
-        seq_lens = (self.batch.num_computed[inputs.rows] + inputs.query_lens).astype(np.int32)
-        query_start_loc = np.zeros(len(inputs.rows) + 1, np.int32)
-        np.cumsum(inputs.query_lens, out=query_start_loc[1:])
-        start_loc = torch.from_numpy(query_start_loc).to(self._device)
-        lens = torch.from_numpy(seq_lens).to(self._device)
-        longest = int(seq_lens.max())
-        return [
+        slots = [table.slots(inputs.token_rows, inputs.positions) for table in self.tables.tables]
+        # Given tokens where there are any, else the row's last sample, which may only exist on the device.
+        arrays = (inputs.query_start_loc, inputs.seq_lens, inputs.positions, ids, sampled, inputs.token_rows[sampled])
+        starts, lens, positions, token_ids, places, rows, *group_slots = self._transfer(*arrays, *slots)
+        if len(sampled):
+            token_ids[places] = self.last_sampled[rows]
+        longest = int(inputs.seq_lens.max())
+        batches = [
             StepBatch(
-                query_start_loc=start_loc,
+                query_start_loc=starts,
                 seq_lens=lens,
                 block_table=table.rows(inputs.rows, longest),
-                slot_mapping=torch.from_numpy(table.slots(inputs.token_rows, inputs.positions)).to(self._device),
+                slot_mapping=own,
                 query_lens_cpu=inputs.query_lens,
-                seq_lens_cpu=seq_lens,
+                seq_lens_cpu=inputs.seq_lens,
                 block_size=table.block_size,
+                window=group.window if group.kind == "sliding_window" else 0,
+                chunk=group.window if group.kind == "chunked_local_attention" else 0,
             )
-            for table in self.tables.tables
+            for table, group, own in zip(self.tables.tables, self._groups, group_slots, strict=True)
         ]
+        return token_ids, positions, batches
 
     # ---- run, sample, advance
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        plans = [self._backend.plan(batch) for batch in self._step_batches(inputs)]
-        positions = torch.from_numpy(inputs.positions).to(self._device)
+        token_ids, positions, batches = self._to_device(inputs)
+        plans = [self._backend.plan(batch) for batch in batches]
         layer_plans = [plans[group] for group in self._group_of_layer]
-        hidden: torch.Tensor = self._model(
-            self._token_ids(inputs), positions, self._kv_caches, layer_plans, self._backend
-        )
+        hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, layer_plans, self._backend)
         return hidden
 
     def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Sampled | None:
@@ -273,15 +210,14 @@ class ModelRunner:
             self.last_sampled[self._index(rows)] = sampled.tokens
 
     def _pending(self, inputs: StepInputs, sampled: Sampled | None) -> PendingResult:
-        handles = self.batch.handles[inputs.rows[inputs.sampling]]
-        changed = not np.array_equal(handles, self._sampling_handles)
-        self._sampling_handles = handles
-        copied = None
-        if self._device.type == "cuda" and sampled is not None:
-            sampled.tokens = sampled.tokens.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-        return PendingResult(self._step, sampled, handles if changed else None, handles, copied)
+        row_handles = self.batch.handles[inputs.rows[inputs.sampling]]
+        changed = not np.array_equal(row_handles, self._sampling_handles)
+        self._sampling_handles = row_handles
+        handles = row_handles if changed else None
+        if sampled is None:
+            return NothingSampled(self._step, handles)
+        copy = self._copies.start(sampled.tokens, sampled.bad)
+        return SampledResult(self._step, sampled, handles, row_handles, copy)
 
     def _index(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -292,3 +228,7 @@ class ModelRunner:
         for table in self.tables.tables:
             held = table.num_blocks_per_row[: self.batch.num_rows] * table.block_size
             assert (held >= self.batch.num_computed[: self.batch.num_rows]).all(), "computed beyond the blocks held"
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in str(error)

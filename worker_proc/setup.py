@@ -45,7 +45,7 @@ def make_runner(
     dtype, reason = _compute_dtype(config, device)
     if reason:
         say(f"running in {_name(dtype)} rather than {config.dtype}: {reason}")
-    layout = KVLayout(layout.groups, layout.num_kv_heads, layout.head_dim, _name(dtype))
+    layout = _own_layout(config, layout, dtype, group)
     model = build_model(config.model, dtype, "meta", config.max_model_len)
     size = sum(p.numel() for p in model.parameters()) * DTYPE_BYTES[_name(dtype)]
     if device.type == "cpu":
@@ -65,9 +65,16 @@ def make_runner(
             model.prepack()
     loaded = time.monotonic()
     backend = pick_backend(device, say)
-    runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, dtype)
+    runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device)
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
+
+
+def _own_layout(config: EngineConfig, layout: KVLayout, dtype: torch.dtype, group: TensorParallel) -> KVLayout:
+    """What this rank keeps of each token: its share of the heads, and in its own dtype unless told which."""
+    follows = config.kv_cache_dtype == config.dtype
+    heads = max(1, layout.num_kv_heads // group.size)
+    return KVLayout(layout.groups, heads, layout.head_dim, _name(dtype) if follows else config.kv_cache_dtype)
 
 
 def pick_device(config: EngineConfig, rank: int) -> torch.device:

@@ -22,7 +22,7 @@ from quire.protocol.messages import (
 )
 from quire.protocol.model_config import load_model_config
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge
 from quire.worker_proc.setup import make_runner
 
 
@@ -85,7 +85,11 @@ class InProcessEngine:
                 self.runner.check()
             result = self.to_worker.receive()
             assert result is not None
-            self.scheduler.consume(result.message)
+            try:
+                self.scheduler.consume(result.message)
+            except StepTooLarge:  # as the scheduler's loop does
+                self.scheduler.begin_epoch()
+                self.scheduler.halve_steps()
             self._check()
         self._collect()
 

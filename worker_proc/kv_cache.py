@@ -1,0 +1,34 @@
+"""The memory behind the block ids: one tensor per layer of the largest KV group, which the groups' layers share."""
+
+from collections.abc import Mapping
+
+import torch
+
+from quire.protocol.kv_layout import KVLayout
+from quire.worker_proc.attention.backend import AttentionBackend
+
+
+def allocate_kv_caches(
+    layout: KVLayout, num_blocks: int, num_kv_heads: int, backend: AttentionBackend, device: torch.device
+) -> Mapping[int, torch.Tensor]:
+    """A cache for each layer that has one, by the layer's index; zeroed.
+
+    A block id belongs to one group at a time, so that the first layers of all groups can live in one tensor, the
+    second ones in another: a pool holds as many blocks as the largest group alone would have.
+
+    Args:
+        num_kv_heads: of this rank.
+    """
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    caches: dict[int, torch.Tensor] = {}
+    by_place: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+    for group in layout.groups:
+        shape = backend.kv_cache_shape(num_blocks, group.block_size, num_kv_heads, layout.head_dim)
+        for place, layer in enumerate(group.layers):
+            if (place, shape) not in by_place:
+                # Through bytes: not every device fills 8-bit floats.
+                size = torch.Size(shape).numel() * dtype.itemsize
+                zeroed = torch.zeros(size, dtype=torch.uint8, device=device)
+                by_place[place, shape] = zeroed.view(dtype).view(shape)
+            caches[layer] = by_place[place, shape]
+    return caches
