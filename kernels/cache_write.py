@@ -153,6 +153,7 @@ def stored_constants(
     """The constants by which a kernel knows what a cache holds of a number."""
     return {
         "FP8": kv_cache.dtype in FP8_DTYPES,
+        "SCALED": k_scale is not None or v_scale is not None,
         "E5M2": is_e5m2(kv_cache.dtype),
         "K_SCALE_PER_HEAD": k_scale is not None and len(k_scale) > 1,
         "V_SCALE_PER_HEAD": v_scale is not None and len(v_scale) > 1,

@@ -9,16 +9,23 @@ from quire.kernels.fp8_triton import encode_fp8
 
 
 @triton.jit
-def as_stored(x, scale, head, FP8: tl.constexpr, E5M2: tl.constexpr, PER_HEAD: tl.constexpr):
-    """What a cache holds of ``x``: its bytes if FP8, and otherwise ``x``, for ``tl.store`` to cast.
+def divisor_of(scale, head, PER_HEAD: tl.constexpr):
+    """What a cache's numbers are divided by: one number, or one for each of ``head``, all of which must exist.
 
-    ``scale`` is None or a pointer; ``head`` has the number of each element's KV head, in a shape that broadcasts to
-    ``x``'s. All heads must exist.
+    ``scale`` is a pointer, or None for 1.
     """
+    if scale is None:
+        return 1.0
+    else:
+        return tl.load(scale + head) if PER_HEAD else tl.load(scale)
+
+
+@triton.jit
+def as_stored(x, divisor, FP8: tl.constexpr, SCALED: tl.constexpr, E5M2: tl.constexpr):
+    """What a cache holds of ``x``: its bytes if FP8, and otherwise ``x``, for ``tl.store`` to cast."""
     if FP8:
         x = x.to(tl.float32)
-        if scale is not None:
-            divisor = tl.load(scale + head) if PER_HEAD else tl.load(scale)
+        if SCALED:
             # Rounded as IEEE says: Triton's own division is not, and the cache would depend on who wrote it.
             x = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
         x = encode_fp8(x, E5M2)
@@ -50,6 +57,7 @@ def cache_write_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
     FP8: tl.constexpr,
+    SCALED: tl.constexpr,
     E5M2: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr,
     V_SCALE_PER_HEAD: tl.constexpr,
@@ -77,5 +85,7 @@ def cache_write_kernel(
     place = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
     target = kv_cache + place[:, None] + head * cache_head_stride + dim
     written = ((slot >= 0) & (slot < num_slots))[:, None] & in_token[None, :]
-    tl.store(target, as_stored(k, k_scale, head, FP8, E5M2, K_SCALE_PER_HEAD), mask=written)
-    tl.store(target + cache_kv_stride, as_stored(v, v_scale, head, FP8, E5M2, V_SCALE_PER_HEAD), mask=written)
+    k_divisor = divisor_of(k_scale, head, K_SCALE_PER_HEAD)
+    v_divisor = divisor_of(v_scale, head, V_SCALE_PER_HEAD)
+    tl.store(target, as_stored(k, k_divisor, FP8, SCALED, E5M2), mask=written)
+    tl.store(target + cache_kv_stride, as_stored(v, v_divisor, FP8, SCALED, E5M2), mask=written)
