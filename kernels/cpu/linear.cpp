@@ -26,6 +26,7 @@ namespace {
 constexpr int PANEL = 2 * VF;                // outputs side by side: two registers
 constexpr int K_BLOCK = 512;                 // inputs: a panel's block is 16 KB in bfloat16, half of it a usual L1
 constexpr int GROUP_BYTES = 192 * 1024;      // of weights that stay in L2 while the rows pass
+constexpr int AHEAD = 2048;                  // bytes: the hardware looks no further than the end of a 4 KB page
 
 // MAX_ROWS: as many rows, two sums each, as leave registers for the operands. One more, and a spilt sum halves the speed.
 struct Bf16 {
@@ -99,13 +100,21 @@ QUIRE_INLINE void multiply(Tile<R, P>& tile, const float* x, long stride, const 
     }
 }
 
+template <int P>
+QUIRE_INLINE void prefetch(const char* panel, long bytes, int width) {
+    for (int p = 0; p < P; p++)
+        for (int line = 0; line < width; line += 64) __builtin_prefetch(panel + p * bytes + line + AHEAD);
+}
+
 QUIRE_INLINE vfloat weights_at(Float32, const char* panel, int v) { return load<vfloat>(panel + v * VF * 4); }
 QUIRE_INLINE vfloat weights_at(Float16, const char* panel, int v) { return widen_halves(panel + v * VF * 2); }
 
 template <int R, int P, class W>
 QUIRE_INLINE void block(W, Tile<R, P>& tile, const float* x, long stride, const char* panel, long bytes, int count) {
+#pragma GCC unroll 2
     for (int k = 0; k < count; k++, panel += W::panel_bytes(1)) {
         vfloat weights[P][2];
+        prefetch<P>(panel, bytes, int(W::panel_bytes(1)));
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++)
 #pragma GCC unroll 2
@@ -130,6 +139,7 @@ QUIRE_INLINE void block(Bf16, Tile<R, P>& tile, const float* x, long stride, con
     vfloat weights[P][2];
     int k = 0;
     for (; k + 1 < count; k += 2, panel += PANEL * 4) {
+        prefetch<P>(panel, bytes, PANEL * 4);
         widen<P>(weights, panel, bytes, false);
         multiply<R, P>(tile, x + k, stride, weights);
         // The words are read again: kept until here, they would push sums out of the registers.
@@ -143,25 +153,20 @@ QUIRE_INLINE void block(Bf16, Tile<R, P>& tile, const float* x, long stride, con
     }
 }
 
-// Adds one block's sums to the output; the first block of a plain call finds nothing there yet.
-template <int R, int P>
-QUIRE_INLINE void finish(const Call& call, const Tile<R, P>& tile, float* out, int column, bool first) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) {
-            const int start = column + p * PANEL, here = std::min(PANEL, call.outputs - start);
-            float* to = out + r * call.out_stride + start;
-            float values[PANEL];
-            store(values, tile.sums[r][p][0]);
-            store(values + VF, tile.sums[r][p][1]);
-            if (first && call.bias)
-                for (int i = 0; i < here; i++) values[i] += call.bias[start + i];
-            if (!first || call.accumulate)
-                for (int i = 0; i < here; i++) to[i] += values[i];
-            else
-                for (int i = 0; i < here; i++) to[i] = values[i];
+// Adds one block's sums, [rows][panels * PANEL], to the output; a plain call's first block finds nothing there yet.
+__attribute__((noinline)) void finish(const Call& call, const float* sums, int row, int rows, int column, int width,
+                                      bool first) {
+    const int here = std::min(width, call.outputs - column);
+    for (int r = 0; r < rows; r++) {
+        const float* from = sums + r * width;
+        float* to = call.out + (row + r) * call.out_stride + column;
+        const bool fresh = first && !call.accumulate;
+        const float* bias = first && call.bias ? call.bias + column : nullptr;
+        for (int i = 0; i < here; i++) {
+            const float sum = bias ? from[i] + bias[i] : from[i];
+            to[i] = fresh ? sum : to[i] + sum;
         }
+    }
 }
 
 template <class W, int R, int P>
@@ -170,7 +175,8 @@ void run_tile(const Call& call, int row, int panel, int k, int count) {
     Tile<R, P> tile = {};
     block<R, P>(W{}, tile, call.x + row * call.x_stride + k, call.x_stride,
                 call.packed + panel * bytes + W::panel_bytes(k), bytes, count);
-    finish<R, P>(call, tile, call.out + row * call.out_stride, panel * PANEL, k == 0);
+    static_assert(sizeof tile.sums == R * P * PANEL * 4, "the sums lie as finish reads them");
+    finish(call, (const float*)tile.sums, row, R, panel * PANEL, P * PANEL, k == 0);
 }
 
 template <class W, int R>
