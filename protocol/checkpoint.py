@@ -16,6 +16,8 @@ INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_PACKED_BYTES = {"U8": 1}
+_PACKED_NAMES = ("_blocks", "_scales")
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -42,17 +44,28 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         for tensor in tensors:
             if "rotary_emb." in tensor.name:
                 continue  # Tables that old checkpoints carry; they follow from config.json.
-            if tensor.dtype not in _DTYPE_BYTES:
+            packed = tensor.dtype in _PACKED_BYTES and tensor.name.endswith(_PACKED_NAMES)
+            if tensor.dtype not in _DTYPE_BYTES and not packed:
                 raise ConfigError(
                     f"{file}: tensor {tensor.name} has dtype {tensor.dtype}; supported: {', '.join(_DTYPE_BYTES)}"
                 )
-            name = tensor.name
-            if not name.startswith("model.") and name != HEAD:
-                name = f"model.{name}"  # Saved from the model without its head.
+            name = full_name(tensor.name)
             if name in stored:
                 raise ConfigError(f"{file}: tensor {tensor.name} is also in {stored[name].file.name}")
             stored[name] = tensor
     return stored
+
+
+def full_name(name: str) -> str:
+    """The name as a text model with its head would have it.
+
+    A model without a head is saved without ``model.``; of a model that sees images too, the text's part is nested.
+    """
+    for prefix in ("model.language_model.", "language_model.model.", "language_model."):
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix)
+            break
+    return name if name.startswith("model.") or name == HEAD else f"model.{name}"
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
@@ -127,7 +140,8 @@ def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
         count = 1
         for n in shape:
             count *= n
-        valid = valid and (dtype not in _DTYPE_BYTES or count * _DTYPE_BYTES[dtype] == end - begin)
+        width = (_DTYPE_BYTES | _PACKED_BYTES).get(dtype)
+        valid = valid and (width is None or count * width == end - begin)
     except (KeyError, TypeError, ValueError):
         valid = False
     if not valid:

@@ -1,34 +1,81 @@
 """What a checkpoint's ``config.json`` says, read once and checked, for every process.
 
 Field names differ between transformers 4 and 5 (``rope_theta`` and ``rope_scaling`` against ``rope_parameters``,
-``torch_dtype`` against ``dtype``); both are read.
+``torch_dtype`` against ``dtype``); both are read. What sets the families apart stands in ``families.py``.
 """
 
-import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from quire.protocol.config_fields import Fields, read_json, token_ids
 from quire.protocol.errors import ConfigError
+from quire.protocol.families import (
+    FAMILIES,
+    Family,
+    cache_sources,
+    layer_types,
+    layer_windows,
+    layers_without_rope,
+)
+from quire.protocol.rope_config import RopeConfig, parse_ropes
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 DTYPES = ("bfloat16", "float16", "float32")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Names in ``config.json`` → those of ``worker_proc/models/ops.py``."""
 
 
-class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding: ``kind`` is default, linear or llama3."""
+class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Feed-forward layers that send each token to a few experts.
 
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    Attributes:
+        intermediate_size: width of one expert.
+        layers: which layers have experts; the others are dense.
+        softmax_chosen: the softmax is over the chosen experts' scores, not over all and then cut.
+        renormalise: the chosen experts' shares are made to add up to 1.
+        bias: the router and the experts' projections have biases.
+        activation: as in ``ModelConfig``, or clamped_swiglu (gpt-oss) with ``swiglu_alpha`` and ``swiglu_limit``.
+        mxfp4: the checkpoint has the experts in blocks of 32 four-bit numbers.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    layers: list[int]
+    softmax_chosen: bool = False
+    renormalise: bool = True
+    bias: bool = False
+    activation: str = "silu"
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    mxfp4: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a decoder: everything that scheduler, worker and front end need, nothing of the weights."""
+    """The shape of a decoder: everything that scheduler, worker and front end need, nothing of the weights.
+
+    Attributes:
+        rope: of every layer but those of ``local_rope_layers``, which have ``local_rope``, and ``no_rope_layers``.
+        qk_norm: queries and keys are normalised: per head, over the projection's whole width, or not.
+        activation: silu, gelu or gelu_tanh.
+        norms: before each sublayer, after it (and before the residual sum), or both.
+        norm_offset: what is added to stored norm weights.
+        attention_scale: factor on the scores; None: ``head_dim ** -0.5``.
+        attention_soft_cap, final_soft_cap: of scores and logits: ``cap * tanh(x / cap)``; 0: none.
+        logits_scaling: logits are divided by it.
+        attention_sinks: each head has a learnt score without a value (gpt-oss).
+        windows: per layer, the tokens that a token sees, itself included; 0: all. Empty: all in every layer.
+        cache_sources: per layer, the layer whose KV cache it reads; it writes only its own. Empty: each reads its own.
+    """
 
     architecture: str
     vocab_size: int
@@ -45,9 +92,31 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "width"] = ""
     dtype: str = "bfloat16"
     eos_token_ids: list[int] = []
+    local_rope: RopeConfig | None = None
+    local_rope_layers: list[int] = []
+    no_rope_layers: list[int] = []
+    activation: str = "silu"
+    norms: Literal["before", "after", "both"] = "before"
+    norm_offset: float = 0.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    final_soft_cap: float = 0.0
+    logits_scaling: float = 1.0
+    attention_sinks: bool = False
+    windows: list[int] = []
+    cache_sources: list[int] = []
+    moe: MoeConfig | None = None
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def cache_source(self, layer: int) -> int:
+        return self.cache_sources[layer] if self.cache_sources else layer
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -61,11 +130,13 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{folder} is not a folder with a checkpoint")
     if not path.is_file():
         raise ConfigError(f"{folder} is not a checkpoint: it has no config.json")
-    raw = _read_json(path)
-    eos = _token_ids(raw.get("eos_token_id"), f"{path}: eos_token_id")
+    raw = read_json(path)
+    eos = token_ids(raw.get("eos_token_id"), f"{path}: eos_token_id")
+    if isinstance(raw.get("text_config"), dict):
+        eos += token_ids(raw["text_config"].get("eos_token_id"), f"{path}: text_config.eos_token_id")
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos += _token_ids(_read_json(generation).get("eos_token_id"), f"{generation}: eos_token_id")
+        eos += token_ids(read_json(generation).get("eos_token_id"), f"{generation}: eos_token_id")
     return parse_model_config(raw, str(path), eos)
 
 
@@ -75,114 +146,134 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     Raises:
         ConfigError: unsupported architecture or feature, or a field missing, of the wrong type or absurd.
     """
-    architectures = raw.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ConfigError(
-            f"{where}: architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{where}: quantization_config: quantised checkpoints are not supported")
-    if raw.get("use_sliding_window") or (architecture == "LlamaForCausalLM" and raw.get("sliding_window")):
-        raise ConfigError(f"{where}: use_sliding_window: sliding windows are not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
-    field = _Fields(raw, where)
+    architecture = _architecture(raw, where)
+    family = FAMILIES[architecture]
+    field = _merged(raw, family, where)
+    if field.raw.get("use_bidirectional_attention"):
+        raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
     hidden, heads = field.size("hidden_size"), field.size("num_attention_heads")
     kv_heads = field.size("num_key_value_heads", default=heads)
-    if raw.get("head_dim") is None and hidden % heads:
-        raise ConfigError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    num_layers = field.size("num_hidden_layers", high=4096)
+    head_dim = _head_dim(field, hidden, heads)
     if heads % kv_heads:
         raise ConfigError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
-        raise ConfigError(f"{where}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    qwen2 = architecture == "Qwen2ForCausalLM"
-    attention_bias = bool(raw.get("attention_bias", False))
-    head_dim = field.size("head_dim", default=hidden // heads, high=1024)
-    if head_dim % 2:
-        raise ConfigError(f"{where}: head_dim {head_dim} must be even")
+    max_position = field.size("max_position_embeddings", default=2048, high=2**31 - 1)
+    rope, local_rope = parse_ropes(field, head_dim, max_position)
+    types = layer_types(family, field, num_layers)
+    bias = field.flag("attention_bias")
     return ModelConfig(
         architecture=architecture,
         vocab_size=field.size("vocab_size", high=2**24),
         hidden_size=hidden,
         intermediate_size=field.size("intermediate_size"),
-        num_layers=field.size("num_hidden_layers", high=4096),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=field.number("rms_norm_eps", 1e-6),
-        rope=_rope(field),
-        max_position=field.size("max_position_embeddings", default=2048, high=2**31 - 1),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=qwen2 or attention_bias,
-        o_bias=attention_bias and not qwen2,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        dtype=dtype,
+        rope=rope,
+        local_rope=local_rope,
+        local_rope_layers=[i for i, name in enumerate(types) if local_rope and name == "sliding_attention"],
+        no_rope_layers=layers_without_rope(field, num_layers),
+        max_position=max_position,
+        tie_word_embeddings=field.flag("tie_word_embeddings"),
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=bias if family.o_bias is None else family.o_bias,
+        mlp_bias=field.flag("mlp_bias"),
+        dtype=_dtype(field),
         eos_token_ids=sorted(set(eos_token_ids or [])),
+        windows=_unless_trivial(layer_windows(family, field, types, max_position)),
+        cache_sources=cache_sources(field, types),
+        moe=_moe(field, num_layers, architecture) if family.experts else None,
+        **_scales(field, family, hidden),
+        **family.switches,
     )
 
 
-def _rope(field: "_Fields") -> RopeConfig:
-    """Rotary settings from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
-    raw, where = field.raw, field.where
-    new = raw.get("rope_parameters")
-    scaling = new if isinstance(new, dict) else (raw.get("rope_scaling") or {})
-    if not isinstance(scaling, dict):
-        raise ConfigError(f"{where}: rope_scaling must be an object")
-    inner = _Fields(scaling, f"{where}: rope_scaling")
-    theta = inner.number("rope_theta", field.number("rope_theta", 10000.0))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise ConfigError(f"{where}: rope type {kind!r} is not supported; supported: default, linear, llama3")
-    if any(source.get("partial_rotary_factor", 1.0) not in (1, 1.0, None) for source in (raw, scaling)):
-        raise ConfigError(f"{where}: partial_rotary_factor is not supported")
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=inner.number("factor", 1.0),
-        low_freq_factor=inner.number("low_freq_factor", 1.0),
-        high_freq_factor=inner.number("high_freq_factor", 4.0),
-        original_max_position=inner.size("original_max_position_embeddings", default=8192, high=2**31 - 1),
+def _architecture(raw: dict[str, Any], where: str) -> str:
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise ConfigError(
+            f"{where}: architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    quantised = raw.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    if quantised and not (method == "mxfp4" and architecture == "GptOssForCausalLM"):
+        raise ConfigError(
+            f"{where}: quantization_config: method {method!r} is not supported for {architecture}; "
+            f"supported: none, and mxfp4 for GptOssForCausalLM"
+        )
+    return architecture
+
+
+def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
+    """The decoder's own fields over those beside it, over the family's defaults. A null stays: it means none."""
+    inner = raw.get("text_config")
+    if family.nested and not isinstance(inner, dict):
+        raise ConfigError(f"{where}: text_config must be an object")
+    nested = inner if family.nested and inner else {}
+    told = {name: value for name, value in nested.items() if value is not None or name not in raw}
+    return Fields({**family.defaults, **raw, **told}, where)
+
+
+def _head_dim(field: Fields, hidden: int, heads: int) -> int:
+    if not field.has("head_dim") and hidden % heads:
+        raise ConfigError(f"{field.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = field.size("head_dim", default=max(hidden // heads, 1), high=1024)
+    if head_dim % 2:
+        raise ConfigError(f"{field.where}: head_dim {head_dim} must be even")
+    return head_dim
+
+
+def _dtype(field: Fields) -> str:
+    return field.choice("dtype", field.raw.get("dtype") or field.raw.get("torch_dtype") or "float32", DTYPES)
+
+
+def _activation(field: Fields) -> str:
+    # Gemma's first configs say hidden_act gelu and were trained with hidden_activation's.
+    name = "hidden_activation" if field.has("hidden_activation") else "hidden_act"
+    return ACTIVATIONS[field.choice(name, field.raw.get(name) or "silu", tuple(ACTIVATIONS))]
+
+
+def _scales(field: Fields, family: Family, hidden: int) -> dict[str, Any]:
+    """Multipliers, caps and the activation."""
+    scalar = field.optional_number("query_pre_attn_scalar")
+    scale = field.optional_number("attention_multiplier")
+    return {
+        "activation": _activation(field),
+        "attention_scale": scalar**-0.5 if scalar else scale,
+        "attention_soft_cap": field.optional_number("attn_logit_softcapping") or 0.0,
+        "final_soft_cap": field.optional_number("final_logit_softcapping") or 0.0,
+        "embedding_multiplier": math.sqrt(hidden)
+        if family.scaled_embedding
+        else field.number("embedding_multiplier", 1.0),
+        "residual_multiplier": field.number("residual_multiplier", 1.0),
+        "logits_scaling": field.number("logits_scaling", 1.0),
+    }
+
+
+def _moe(field: Fields, num_layers: int, architecture: str) -> MoeConfig:
+    names = ("num_experts", "num_local_experts")
+    count = field.size(names[0] if field.has(names[0]) else names[1], high=2**16)
+    chosen = field.size("num_experts_per_tok", high=count)
+    dense = set(field.integers("mlp_only_layers", high=num_layers - 1))
+    step = field.size("decoder_sparse_step", default=1)
+    gpt_oss = architecture == "GptOssForCausalLM"
+    return MoeConfig(
+        num_experts=count,
+        num_experts_per_token=chosen,
+        intermediate_size=field.size("moe_intermediate_size", default=field.size("intermediate_size")),
+        layers=[layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0],
+        softmax_chosen=gpt_oss,
+        renormalise=field.flag("norm_topk_prob", default=True),
+        bias=gpt_oss,
+        activation="clamped_swiglu" if gpt_oss else _activation(field),
+        swiglu_alpha=field.number("swiglu_alpha", 1.702),
+        swiglu_limit=field.number("swiglu_limit", 7.0),
+        mxfp4=gpt_oss and bool(field.raw.get("quantization_config")),
     )
 
 
-class _Fields:
-    """Typed look-ups in a decoded JSON object, with errors that name the file and the field."""
-
-    def __init__(self, raw: dict[str, Any], where: str) -> None:
-        self.raw = raw
-        self.where = where
-
-    def size(self, name: str, *, default: int | None = None, high: int = 2**20) -> int:
-        value = self.raw.get(name)
-        if value is None and default is not None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-            raise ConfigError(f"{self.where}: {name} must be an integer from 1 to {high}, not {value!r}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise ConfigError(f"{self.where}: {name} must be a positive number, not {value!r}")
-        return float(value)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return raw
-
-
-def _token_ids(value: Any, where: str) -> list[int]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ConfigError(f"{where} must be a token id or a list of token ids")
-    return list(ids)
+def _unless_trivial(windows: list[int]) -> list[int]:
+    return windows if any(windows) else []

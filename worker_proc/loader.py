@@ -1,9 +1,11 @@
 """Weights from a Hugging Face folder of safetensors files into a model: memory-mapped, every tensor accounted for.
 
 Everything that can be known from the files' headers (names, shapes, dtypes, truncation) is checked before the first
-tensor is read, so that a wrong checkpoint fails within a second. Pickled weights (``.bin``, ``.pt``) are never opened.
+tensor is read, so that a wrong checkpoint fails within a second. Of each tensor a rank reads only its own part.
+Pickled weights (``.bin``, ``.pt``) are never opened.
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +13,54 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from quire.protocol.checkpoint import HEAD, StoredTensor, stored_tensors
+from quire.protocol.checkpoint import HEAD, INDEX, StoredTensor, stored_tensors
+from quire.protocol.checksums import verify_checksums
 from quire.protocol.errors import ConfigError
-from quire.worker_proc.models.decoder import Decoder, WeightSlot
+from quire.worker_proc.models.checkpoint_names import Piece, find_pieces
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.mxfp4 import BLOCK, dequantise
+from quire.worker_proc.models.weights import WeightSlot
 
 _EMBEDDING = "model.embed_tokens.weight"
+_DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
 
 
 def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: bool) -> None:
     """Fill the model from ``model.safetensors`` or the shards of ``model.safetensors.index.json``.
 
+    Rank 0 compares the files with the folder's checksums, where it has some.
+
     Args:
-        model: its parameters are of ``dtype``; tensors stored in another floating dtype are converted.
+        model: its weights are of ``dtype``; tensors stored in another floating dtype are converted.
         progress: show a bar on stderr.
 
     Raises:
-        ConfigError: one line that names file and tensor: a file absent, truncated or with a bad header, a tensor
-            missing, unexpected, doubled, of the wrong shape or not of a floating dtype.
+        ConfigError: one line that names file and tensor: a file absent, truncated, damaged or with a bad header, a
+            tensor missing, unexpected, doubled, of the wrong shape or not of a floating dtype.
     """
+    if model.dtype is not dtype:
+        raise ValueError(f"the model's weights are {model.dtype}, not {dtype}")
     stored = stored_tensors(folder)
     slots = model.weight_slots()
     head = stored.pop(HEAD, None) if HEAD not in slots else None
-    _check(folder, stored, slots)
-    if any(slot.target.dtype is not dtype for slot in slots.values()):
-        raise ValueError(f"the model's parameters are not all {dtype}")
-    by_file: dict[Path, list[tuple[StoredTensor, WeightSlot]]] = {}
-    for name, tensor in stored.items():
-        by_file.setdefault(tensor.file, []).append((tensor, slots[name]))
-    total = sum(tensor.num_bytes for tensor in stored.values())
+    pieces = find_pieces(folder, stored, slots, model.config)
+    if model.build.parallel.rank == 0:
+        verify_checksums(folder, [*(t.file for t in stored.values()), *(folder / name for name in _DESCRIPTIONS)])
+    total = sum(_num_bytes(piece) for piece in pieces)
     bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress)
-    with bar:
-        for file, tensors in by_file.items():
-            _fill(file, tensors, bar)
-    if head is not None:
-        _check_tied(head, slots[_EMBEDDING].target)
+    with bar, _OpenFiles() as files:
+        for piece in pieces:
+            _fill(piece.slot, files.read(piece))
+            bar.update(_num_bytes(piece))
+        if head is not None:
+            _check_tied(head, slots[_EMBEDDING], files)
 
 
 def init_dummy_weights(model: Decoder, seed: int) -> None:
     """Random weights that depend on the seed and the model's shape only: norms 1, the rest normal, deviation 0.02.
 
-    One pool of random numbers is repeated through the parameters (its length is prime, so that rows differ):
-    drawing billions of numbers would take minutes.
+    One pool of random numbers is repeated through the checkpoint's tensors (its length is prime, so that rows differ):
+    drawing billions of numbers would take minutes. Each rank takes its part of what one rank alone would have.
     """
     generator = torch.Generator().manual_seed(seed)
     pool = torch.empty(1_048_573).normal_(0.0, 0.02, generator=generator)
@@ -60,61 +69,92 @@ def init_dummy_weights(model: Decoder, seed: int) -> None:
         if name.endswith("norm.weight"):
             slot.target.fill_(1.0)
             continue
-        flat = slot.target.view(-1)
+        whole = slot.target
+        if not whole.is_contiguous() or whole.shape != slot.shape:
+            whole = torch.empty(slot.shape, dtype=slot.target.dtype)
+        flat = whole.view(-1)
         done = 0
         while done < flat.numel():
             length = min(flat.numel() - done, pool.numel() - offset)
             flat[done : done + length] = pool[offset : offset + length]
             done += length
             offset = (offset + length) % pool.numel()
+        if whole is not slot.target and slot.target.numel():
+            slot.target.copy_(whole[slot.part])
 
 
-def _fill(file: Path, tensors: list[tuple[StoredTensor, WeightSlot]], bar: "tqdm[Any]") -> None:
-    """Copy one file's tensors to their places, in the order of the file's headers."""
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for stored, slot in tensors:
-                slot.target.copy_(opened.get_tensor(stored.name))
-                bar.update(stored.num_bytes)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: cannot be read: {_one_line(error)}") from None
+class _OpenFiles:
+    """Memory maps of a checkpoint's files, opened at the first tensor of each."""
 
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._opened: dict[Path, Any] = {}
 
-def _check(folder: Path, stored: dict[str, StoredTensor], slots: dict[str, WeightSlot]) -> None:
-    """Names and shapes agree with the model's."""
-    missing = [name for name in slots if name not in stored]
-    if missing:
-        raise ConfigError(f"{folder}: tensor {missing[0]} is missing{_and_others(missing)}")
-    unused = [tensor for name, tensor in stored.items() if name not in slots]
-    if unused:
-        raise ConfigError(f"{unused[0].file}: tensor {unused[0].name} is not part of the model{_and_others(unused)}")
-    for name, slot in slots.items():
-        tensor = stored[name]
-        if tensor.shape != slot.shape:
-            raise ConfigError(
-                f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, "
-                f"but config.json means {list(slot.shape)}"
+    def __enter__(self) -> "_OpenFiles":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """The slot's part of the checkpoint, in the stored dtype or, of MXFP4 blocks, in the slot's."""
+        slot = piece.slot
+        if not slot.target.numel():
+            return slot.target
+        part = [slot.part[i] if i < len(slot.part) else slice(0, size) for i, size in enumerate(slot.shape)]
+        last = piece.start + piece.step * (part[0].stop - 1)
+        rows = slice(piece.start + piece.step * part[0].start, last + 1, piece.step)
+        if piece.scales is not None:
+            return self._dequantised(piece, piece.scales, rows, part[1])
+        index = [rows, *part[1:]]
+        if piece.transposed:
+            index.reverse()
+        tensor = self._get(piece.stored, (*piece.lead, *index))
+        return tensor.T if piece.transposed else tensor
+
+    def _dequantised(self, piece: Piece, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
+        """Whole blocks are read; what a rank does not hold of the first and the last is cut off."""
+        groups = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
+        index: tuple[int | slice, ...] = (*piece.lead, rows, groups)
+        numbers = dequantise(self._get(piece.stored, index), self._get(scales, index), piece.slot.target.dtype)
+        first = groups.start * BLOCK
+        return numbers[:, columns.start - first : columns.stop - first]
+
+    def _get(self, stored: StoredTensor, index: tuple[int | slice, ...]) -> torch.Tensor:
+        try:
+            if stored.file not in self._opened:
+                self._opened[stored.file] = self._stack.enter_context(
+                    safe_open(stored.file, framework="pt", device="cpu")
+                )
+            opened = self._opened[stored.file]
+            whole = all(
+                isinstance(i, slice) and (i.start, i.stop) == (0, size) and i.step in (None, 1)
+                for i, size in zip(index, stored.shape, strict=False)
             )
+            # A whole tensor is a view of the map; a part is a copy.
+            tensor: torch.Tensor = opened.get_tensor(stored.name) if whole else opened.get_slice(stored.name)[index]
+            return tensor
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{stored.file}: cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _check_tied(head: StoredTensor, embedding: torch.Tensor) -> None:
+def _fill(slot: WeightSlot, values: torch.Tensor) -> None:
+    if slot.offset:
+        values = values.float() + slot.offset
+    slot.target.copy_(values)
+
+
+def _num_bytes(piece: Piece) -> int:
+    return piece.slot.target.numel() * piece.slot.target.element_size()
+
+
+def _check_tied(head: StoredTensor, embedding: WeightSlot, files: _OpenFiles) -> None:
     """A stored output head beside tied embeddings is redundant if equal, and an error if not."""
-    try:
-        with safe_open(head.file, framework="pt", device="cpu") as opened:
-            same = head.shape == embedding.shape and torch.equal(
-                opened.get_tensor(head.name).to(embedding.dtype), embedding.cpu()
-            )
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{head.file}: cannot be read: {_one_line(error)}") from None
+    same = head.shape == embedding.shape
+    if same:
+        stored = files.read(Piece(head, embedding))
+        same = torch.equal(stored.to(embedding.target.dtype), embedding.target.cpu())
     if not same:
         raise ConfigError(
             f"{head.file}: tensor {head.name} differs from the embedding, though config.json says tie_word_embeddings"
         )
-
-
-def _and_others(items: list[Any]) -> str:
-    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

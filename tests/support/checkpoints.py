@@ -30,26 +30,101 @@ LLAMA3_ROPE: dict[str, Any] = {
 }
 
 
-@functools.cache
-def _families() -> dict[str, tuple[type, type]]:
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+WINDOWED: dict[str, Any] = {"sliding_window": 8, "num_hidden_layers": 4, "head_dim": 8}
+ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
-    return {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "phi3": ("Phi3", {}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 2.0},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "gemma": ("Gemma", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2",
+        WINDOWED
+        | {
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        WINDOWED | {"tie_word_embeddings": True, "query_pre_attn_scalar": 12, "layer_types": ALTERNATING},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        WINDOWED
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+}
+FAMILIES["gemma3_vision"] = ("Gemma3Vision", FAMILIES["gemma3"][1])
+"""By name: transformers' name before ``Config`` and ``ForCausalLM``, and settings over ``TINY``."""
+
+TINY_EYES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+@functools.cache
+def _classes(name: str) -> tuple[Any, Any]:
+    import transformers
+
+    if name == "Gemma3":
+        return transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM
+    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+
+
+def _new_model(name: str, settings: dict[str, Any]) -> Any:
+    if name != "Gemma3Vision":
+        config_class, model_class = _classes(name)
+        return model_class(config_class(**settings))
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    config = Gemma3Config(text_config=settings, vision_config=TINY_EYES, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config)
 
 
 def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Any:
-    """Save a random checkpoint of a family (llama, qwen2, qwen3) and return transformers' model of it.
+    """Save a random checkpoint of a family (of ``FAMILIES``) and return transformers' model of it.
 
     Biases and norm weights are random too: transformers starts them at 0 and 1, where they would prove nothing.
 
@@ -58,16 +133,15 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
     """
     import torch
 
-    config_class, model_class = _families()[family]
+    name, settings = FAMILIES[family]
     dtype = overrides.pop("dtype", torch.float32)
-    settings = TINY | {"head_dim": 8} | overrides if family == "qwen3" else TINY | overrides
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config_class(**settings)).eval()
+        model = _new_model(name, TINY | settings | overrides).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):
+        for key, weight in model.named_parameters():
+            if key.endswith(("bias", "norm.weight", "sinks")):
                 weight.add_(torch.empty(weight.shape).normal_(0.0, 0.2, generator=generator))
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)

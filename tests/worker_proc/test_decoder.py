@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from model_steps import Rows
 
 from quire.protocol.model_config import SUPPORTED_ARCHITECTURES, load_model_config
-from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.loader import load_weights
 from quire.worker_proc.models.decoder import Decoder
@@ -17,7 +16,6 @@ from quire.worker_proc.models.registry import MODELS, build_model
 
 Factory = Callable[..., tuple[Path, Any]]
 
-BLOCK_SIZE = 4
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -42,47 +40,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-wide-heads-tied": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
 }
-
-
-class Rows:
-    """Sequences over one paged cache: the little of a model runner that feeding a decoder takes."""
-
-    def __init__(self, model: Decoder, lengths: list[int], seed: int = 0) -> None:
-        config = model.config
-        self.model = model
-        self.backend = CpuBackend()
-        self.done = np.zeros(len(lengths), dtype=np.int32)
-        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        ids = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)).int() + 1
-        self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
-        for row, own in enumerate(ids.split(blocks)):
-            self.tables[row, : len(own)] = own
-        shape = self.backend.kv_cache_shape(sum(blocks) + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.caches = [torch.zeros(shape) for _ in range(config.num_layers)]
-
-    def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Run the next tokens of some rows, by row; returns their logits, ``[tokens, vocab]`` each."""
-        rows = np.array(list(tokens), dtype=np.int64)
-        query_lens = np.array([len(t) for t in tokens.values()], dtype=np.int32)
-        positions = [torch.arange(self.done[row], self.done[row] + len(t)) for row, t in tokens.items()]
-        self.done[rows] += query_lens
-        slots = [self.tables[row][p // BLOCK_SIZE].long() * BLOCK_SIZE + p % BLOCK_SIZE
-                 for row, p in zip(rows, positions, strict=True)]  # fmt: skip
-        seq_lens = self.done[rows]
-        batch = StepBatch(
-            query_start_loc=torch.from_numpy(np.concatenate([[0], query_lens.cumsum()]).astype(np.int32)),
-            seq_lens=torch.from_numpy(seq_lens),
-            block_table=self.tables[torch.from_numpy(rows)],
-            slot_mapping=torch.cat(slots),
-            query_lens_cpu=query_lens,
-            seq_lens_cpu=seq_lens,
-            block_size=BLOCK_SIZE,
-        )
-        plans = [self.backend.plan(batch)] * self.model.config.num_layers
-        hidden = self.model(torch.cat(list(tokens.values())), torch.cat(positions), self.caches, plans, self.backend)
-        logits = self.model.logits(hidden)
-        assert logits.dtype is torch.float32
-        return dict(zip(tokens, logits.split(query_lens.tolist()), strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -112,26 +69,12 @@ def test_logits_equal_transformers_however_steps_are_cut(variant: str, checkpoin
     prompts = [torch.randint(0, 97, (length,), generator=generator) for length in lengths]
     expected = [reference(prompt[None]).logits[0] for prompt in prompts]
 
-    whole = Rows(model, lengths).step(dict(enumerate(prompts)))
+    whole = Rows(model, lengths, CpuBackend()).step(dict(enumerate(prompts)))
     for row, logits in whole.items():
         _assert_same(logits, expected[row])
 
-    # Chunks of 7 until ten tokens are left, which then come one by one; rows start late and end early.
-    rows = Rows(model, lengths, seed=2)
-    pieces: dict[int, list[torch.Tensor]] = {row: [] for row in range(len(lengths))}
-    for step in range(100):
-        now = {}
-        for row in reversed(range(len(lengths))):
-            left = lengths[row] - int(rows.done[row])
-            if left and step >= 2 * row:
-                now[row] = prompts[row][rows.done[row] :][: 7 if left > 10 else 1]
-        if not now and step > 10:
-            break
-        if now:
-            for row, logits in rows.step(now).items():
-                pieces[row].append(logits)
-    for row, parts in pieces.items():
-        _assert_same(torch.cat(parts), expected[row])
+    for row, logits in enumerate(Rows(model, lengths, CpuBackend(), seed=2).run_in_pieces(prompts)):
+        _assert_same(logits, expected[row])
 
 
 @pytest.mark.parametrize("variant", ["llama-biases", "qwen2-tied"])
@@ -148,10 +91,10 @@ def test_prepacked_weights_give_the_same_logits(
     if possible:
         with pytest.raises(RuntimeError, match="prepacked"):
             model.weight_slots()
-    assert (model.layers[0].qkv.weight.numel() == 0) is possible
+    assert (model.layers[0].attention.qkv.weight.numel() == 0) is possible
     prompt = torch.arange(20)
     expected = reference(prompt[None]).logits[0]
-    rows = Rows(model, [20])
+    rows = Rows(model, [20], CpuBackend())
     _assert_same(rows.step({0: prompt[:19]})[0], expected[:19])
     _assert_same(rows.step({0: prompt[19:]})[0], expected[19:])
     assert model.logits(torch.empty(0, model.config.hidden_size)).shape == (0, 97)
@@ -168,14 +111,8 @@ def test_greedy_decoding_gives_the_tokens_of_transformers(checkpoint_factory: Fa
         reference.generate(prompt[None], max_new_tokens=40, min_new_tokens=40, do_sample=False, eos_token_id=None)
         for prompt in prompts
     ]
-    rows = Rows(_load(folder), [len(prompt) + 40 for prompt in prompts])
-    tokens = [prompt.tolist() for prompt in prompts]
-    now = dict(enumerate(prompts))
-    for _ in range(40):
-        now = {row: logits[-1:].argmax(-1) for row, logits in rows.step(now).items()}
-        for row, token in now.items():
-            tokens[row].append(int(token))
-    assert tokens == [row[0].tolist() for row in wanted]
+    rows = Rows(_load(folder), [len(prompt) + 40 for prompt in prompts], CpuBackend())
+    assert rows.greedy(prompts, 40) == [row[0].tolist() for row in wanted]
 
 
 def test_bfloat16_stays_near_float32(checkpoint_factory: Factory) -> None:
@@ -183,9 +120,8 @@ def test_bfloat16_stays_near_float32(checkpoint_factory: Factory) -> None:
     prompt = torch.arange(20)
     low, high = _load(folder, torch.bfloat16), _load(folder)
     assert all(p.dtype is torch.bfloat16 for p in low.parameters())
-    rows = Rows(low, [20])
-    rows.caches = [cache.bfloat16() for cache in rows.caches]
-    exact = Rows(high, [20]).step({0: prompt})[0]
+    rows = Rows(low, [20], CpuBackend())
+    exact = Rows(high, [20], CpuBackend()).step({0: prompt})[0]
     error = (rows.step({0: prompt})[0] - exact).abs().mean() / exact.abs().mean()
     assert error < 0.05
 

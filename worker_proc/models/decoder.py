@@ -1,61 +1,85 @@
-"""The decoder that Llama, Qwen2 and Qwen3 share: pre-norm blocks of rotary attention and a gated MLP.
+"""The decoder that all families share: blocks of rotary attention and a gated MLP or experts.
 
 Owns the weights and the arithmetic between token ids and logits. It does not know what a request, a block or a
 batch is: where keys and values live, and who attends to what, is the attention backend's, which gets a plan per layer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from quire.protocol.model_config import ModelConfig
-from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec
+from quire.protocol.rope_config import RopeConfig
+from quire.worker_proc.attention.backend import AttentionBackend, Rotary
+from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.linear import Linear
-from quire.worker_proc.models.rope import rope_table, rotate
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSlot:
-    """Where one checkpoint tensor goes.
-
-    Attributes:
-        target: a view into a (perhaps fused) parameter; the checkpoint's tensor is broadcast into it.
-        shape: the shape that the checkpoint's tensor must have.
-    """
-
-    target: torch.Tensor
-    shape: tuple[int, ...]
+from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
+from quire.worker_proc.models.ops import Ops, TorchOps
+from quire.worker_proc.models.rope import rope_table
+from quire.worker_proc.models.weights import Build, WeightSlot
+from quire.worker_proc.parallel.group import Alone, TensorParallel
 
 
 class Decoder(torch.nn.Module):
-    """A decoder-only transformer with switches for the families in ``ModelConfig``.
+    """One rank's share of a decoder-only transformer, with switches for the families in ``ModelConfig``.
 
     Weights are allocated, not initialised: ``quire.worker_proc.loader`` fills them through ``weight_slots``.
 
     Args:
         config: shape and switches.
-        dtype: of weights and activations; norms, rotary tables and logits are computed in float32.
+        dtype: of weights and, unless ``activation_dtype`` says otherwise, of activations; logits are float32.
         device: where the weights live; ``meta`` works for counting.
         max_position: positions that the rotary table covers (the engine's longest request); by default the model's.
+        ops: the device's arithmetic; torch's by default.
+        parallel: the ranks among which the weights are cut; by default this one holds everything.
+        activation_dtype: of the residual stream, norm weights and rotary tables.
+
+    Raises:
+        ConfigError: the shape cannot be shared out among the ranks.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_position: int | None = None
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_position: int | None = None,
+        *,
+        ops: Ops | None = None,
+        parallel: TensorParallel | None = None,
+        activation_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.dtype = dtype
+        self.build = build = Build(
+            config, dtype, activation_dtype or dtype, device, ops or TorchOps(), parallel or Alone()
+        )
         self._prepacked = False
-        self.embed = _weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = torch.nn.ModuleList(DecoderLayer(config, dtype, device) for _ in range(config.num_layers))
-        self.norm = _weight(config.hidden_size, dtype=dtype, device=device)
-        tied = config.tie_word_embeddings
-        self.lm_head = Linear(self.embed if tied else _weight(*self.embed.shape, dtype=dtype, device=device))
-        rope = rope_table(config.rope, config.head_dim, max_position or config.max_position, device)
+        rank, size = build.parallel.rank, build.parallel.size
+        # Cut by vocabulary rather than copied: a quarter of a small model is its embedding, one sum per step is little,
+        # and tied weights stay one tensor. Ranks hold the same number of rows; what is past the vocabulary is zero.
+        rows = -(-config.vocab_size // size)
+        self.vocab = slice(min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
+        self.embed = self._vocab_weight(rows)
+        self.layers = torch.nn.ModuleList(DecoderLayer(build, layer) for layer in range(config.num_layers))
+        self.norm = build.norm()
+        self.lm_head = Linear(self.embed if config.tie_word_embeddings else self._vocab_weight(rows))
+        # Rounded as the weights are: Gemma was trained with sqrt(hidden_size) in bfloat16.
+        self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
+        length = max_position or config.max_position
         self.rope: torch.Tensor
-        self.register_buffer("rope", rope.to(dtype), persistent=False)
+        self.local_rope: torch.Tensor | None
+        self.register_buffer("rope", self._table(config.rope, length), persistent=False)
+        local = config.local_rope
+        self.register_buffer("local_rope", None if local is None else self._table(local, length), persistent=False)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads in this rank's caches."""
+        return self._layer(0).attention.heads.num_kv_heads
 
     def forward(
         self,
@@ -70,22 +94,33 @@ class Decoder(torch.nn.Module):
         Args:
             token_ids, positions: int64 ``[num_tokens]``, rows flattened in batch order.
             kv_caches: one cache per layer, of the backend's shape.
-            plans: one plan per layer: that of the layer's KV group.
+            plans: one plan per layer: that of the layer's KV group. Neither is looked at for a layer that reads
+                another's cache: it is given that layer's.
             backend: writes the caches and attends.
 
         Returns:
             ``[num_tokens, hidden_size]`` after the final norm.
         """
-        cos, sin = self.rope.index_select(1, positions).unsqueeze(2)
-        hidden = F.embedding(token_ids, self.embed)
-        for layer, cache, plan in zip(self.layers, kv_caches, plans, strict=True):
-            hidden = layer(hidden, cos, sin, cache, plan, backend)
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        config = self.config
+        rotary = Rotary(self.rope, positions)
+        local = rotary if self.local_rope is None else Rotary(self.local_rope, positions)
+        turns = {"": rotary, "local": local, "none": None}
+        residual = self._embed(token_ids)
+        pending: torch.Tensor | None = None
+        for index in range(config.num_layers):
+            layer, source = self._layer(index), config.cache_source(index)
+            pending = layer(residual, pending, kv_caches[source], plans[source], backend, turns[layer.rope])
+        return join(self.build, residual, pending, self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of every token of the vocabulary: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
-        scores: torch.Tensor = self.lm_head(hidden)
-        return scores.float()
+        config = self.config
+        scores: torch.Tensor = self.lm_head(hidden).float()
+        if config.logits_scaling != 1.0:
+            scores = scores / config.logits_scaling
+        if config.final_soft_cap:
+            scores = torch.tanh(scores / config.final_soft_cap) * config.final_soft_cap
+        return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
 
     def prepack(self) -> bool:
         """Once weights are loaded: lay them out for this CPU; false where that is not to be had.
@@ -99,7 +134,7 @@ class Decoder(torch.nn.Module):
         return all(packed)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Every tensor that a checkpoint must hold, by its Hugging Face name.
+        """Every tensor that a checkpoint must hold, by its Hugging Face name, fused ones taken apart.
 
         With tied embeddings ``lm_head.weight`` is not among them: the loader accepts it when it equals the embedding.
 
@@ -108,101 +143,122 @@ class Decoder(torch.nn.Module):
         """
         if self._prepacked:
             raise RuntimeError("the weights are prepacked: load them before")
-        slots = {"model.embed_tokens.weight": _whole(self.embed), "model.norm.weight": _whole(self.norm)}
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        held = self.vocab.stop - self.vocab.start
+        slots = {
+            "model.embed_tokens.weight": WeightSlot(self.embed.data[:held], shape, (self.vocab,)),
+            "model.norm.weight": self.build.norm_slot(self.norm),
+        }
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = _whole(self.lm_head.weight)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
+            slots["lm_head.weight"] = WeightSlot(self.lm_head.weight.data[:held], shape, (self.vocab,))
+        for index in range(self.config.num_layers):
+            layer = self._layer(index).weight_slots()
+            slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.items()}
         return slots
+
+    def _layer(self, index: int) -> "DecoderLayer":
+        layer = self.layers[index]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    def _vocab_weight(self, rows: int) -> torch.nn.Parameter:
+        weight = self.build.weight(rows, self.config.hidden_size)
+        weight.data[self.vocab.stop - self.vocab.start :].zero_()
+        return weight
+
+    def _table(self, rope: RopeConfig, length: int) -> torch.Tensor:
+        return rope_table(rope, self.config.head_dim, length, self.build.device).to(self.build.activation_dtype)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream's start, ``[num_tokens, hidden_size]``, in memory of its own."""
+        parallel = self.build.parallel
+        if parallel.size == 1:
+            hidden = F.embedding(token_ids, self.embed)
+        else:
+            row = token_ids - self.vocab.start
+            elsewhere = (row < 0) | (row >= self.vocab.stop - self.vocab.start)
+            hidden = F.embedding(row.masked_fill(elsewhere, 0), self.embed).masked_fill_(elsewhere[:, None], 0)
+            hidden = parallel.all_reduce(hidden)
+        hidden = hidden.to(self.build.activation_dtype)
+        return hidden if self._embedding_multiplier == 1.0 else hidden.mul_(self._embedding_multiplier)
 
 
 class DecoderLayer(torch.nn.Module):
-    """One block: attention and gated MLP, each behind a norm and added to the residual stream."""
+    """One block: attention and feed-forward, with norms before, after, or on both sides of each.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    Attributes:
+        rope: which table rotates this layer's queries and keys: ``""`` the model's, local, or none.
+    """
+
+    def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
-
-        def weight(*shape: int) -> torch.nn.Parameter:
-            return _weight(*shape, dtype=dtype, device=device)
-
-        def linear(outputs: int, inputs: int, bias: bool) -> Linear:
-            return Linear(weight(outputs, inputs), weight(outputs) if bias else None)
-
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.attention = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
-        self.eps = config.rms_norm_eps
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads = self.num_heads + 2 * self.num_kv_heads
-        self.input_norm = weight(hidden)
-        self.qkv = linear(heads * self.head_dim, hidden, config.qkv_bias)
-        # One row per query and key head: the two norms of Qwen3 are then one multiplication over neighbouring heads.
-        self.qk_norm = weight(self.num_heads + self.num_kv_heads, self.head_dim) if config.qk_norm else None
-        self.o = linear(hidden, self.num_heads * self.head_dim, config.o_bias)
-        self.post_norm = weight(hidden)
-        self.gate_up = linear(2 * inner, hidden, config.mlp_bias)
-        self.down = linear(hidden, inner, config.mlp_bias)
+        config = build.config
+        self.build = build
+        self.rope = "none" if layer in config.no_rope_layers else "local" if layer in config.local_rope_layers else ""
+        self.attention = Attention(build, layer)
+        moe = config.moe
+        self.mlp = SparseMlp(build, moe) if moe is not None and layer in moe.layers else GatedMlp(build)
+        before, after = config.norms != "after", config.norms != "before"
+        self.pre_attention_norm = build.norm() if before else None
+        self.post_attention_norm = build.norm() if after else None
+        self.pre_mlp_norm = build.norm() if before else None
+        self.post_mlp_norm = build.norm() if after else None
 
     def forward(
         self,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        residual: torch.Tensor,
+        pending: torch.Tensor | None,
         kv_cache: torch.Tensor,
         plan: Any,
         backend: AttentionBackend,
+        rotary: Rotary | None,
     ) -> torch.Tensor:
-        """``hidden`` ``[num_tokens, hidden_size]`` is the residual stream; it is updated in place and returned."""
-        tokens = hidden.shape[0]
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(rms_norm(hidden, self.input_norm, self.eps))
-        qkv = qkv.view(tokens, heads + 2 * kv_heads, self.head_dim)
-        qk = qkv[:, : heads + kv_heads]
-        if self.qk_norm is not None:
-            qk = rms_norm(qk, None, self.eps).mul_(self.qk_norm)
-        qk = rotate(qk, cos, sin)
-        attended = backend.forward(
-            qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], kv_cache, plan, self.attention
-        )
-        hidden += self.o(attended.reshape(tokens, heads * self.head_dim))
-        gate, up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps)).chunk(2, -1)
-        hidden += self.down(F.silu(gate).mul_(up))
-        return hidden
+        """Update the residual stream in place by all but this block's last sum, which is left to whoever comes next.
+
+        So that a sum and the norm that follows it are one operation, across blocks too.
+
+        Args:
+            residual: ``[num_tokens, hidden_size]``.
+            pending: what the block before has left to be added, of the same shape; None: nothing.
+
+        Returns:
+            What is left to be added.
+        """
+        build = self.build
+        x = join(build, residual, pending, self.pre_attention_norm)
+        x = self._leave(self.attention(x, kv_cache, plan, backend, rotary), self.post_attention_norm)
+        x = join(build, residual, x, self.pre_mlp_norm)
+        return self._leave(self.mlp(x), self.post_mlp_norm)
+
+    def _leave(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        config = self.build.config
+        if norm is not None:
+            x = self.build.ops.rms_norm(x, norm, config.rms_norm_eps)
+        return x if config.residual_multiplier == 1.0 else x * config.residual_multiplier
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """This layer's checkpoint tensors, by their names under ``model.layers.N.``."""
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        slots = {
-            "input_layernorm.weight": _whole(self.input_norm),
-            "post_attention_layernorm.weight": _whole(self.post_norm),
+        slots = self.attention.weight_slots() | self.mlp.weight_slots()
+        norms = {
+            "input_layernorm": self.pre_attention_norm,
+            "post_attention_layernorm": self.post_attention_norm,
+            "pre_feedforward_layernorm": self.pre_mlp_norm,
+            "post_feedforward_layernorm": self.post_mlp_norm,
         }
-        inner = self.down.weight.shape[1]
-        _split(slots, "self_attn.{}_proj", self.qkv, q=heads * dim, k=kv_heads * dim, v=kv_heads * dim)
-        _split(slots, "self_attn.{}_proj", self.o, o=len(self.o.weight))
-        _split(slots, "mlp.{}_proj", self.gate_up, gate=inner, up=inner)
-        _split(slots, "mlp.{}_proj", self.down, down=len(self.down.weight))
-        if self.qk_norm is not None:
-            slots["self_attn.q_norm.weight"] = WeightSlot(self.qk_norm.data[:heads], (dim,))
-            slots["self_attn.k_norm.weight"] = WeightSlot(self.qk_norm.data[heads:], (dim,))
+        if self.build.config.norms == "before":
+            # Llama's name tells where this norm stands, after attention, and not what it normalises.
+            norms = {"input_layernorm": self.pre_attention_norm, "post_attention_layernorm": self.pre_mlp_norm}
+        for name, weight in norms.items():
+            if weight is not None:
+                slots[f"{name}.weight"] = self.build.norm_slot(weight)
         return slots
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Divide by the root mean square over the last dimension, in float32, and scale (arXiv 1910.07467)."""
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def _weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def _whole(weight: torch.Tensor) -> WeightSlot:
-    return WeightSlot(weight.data, tuple(weight.shape))
-
-
-def _split(slots: dict[str, WeightSlot], name: str, fused: Linear, **rows: int) -> None:
-    """Add the slots of a fused layer, its weight and bias cut along their rows in the order given."""
-    for kind, tensor in (("weight", fused.weight), ("bias", fused.bias)):
-        if tensor is not None:
-            parts = torch.split(tensor.data, list(rows.values()))
-            slots |= {f"{name.format(key)}.{kind}": _whole(part) for key, part in zip(rows, parts, strict=True)}
+def join(build: Build, residual: torch.Tensor, pending: torch.Tensor | None, norm: torch.Tensor | None) -> torch.Tensor:
+    """Add what is pending to the residual stream, in place, and normalise the sum (if there is a norm here)."""
+    eps = build.config.rms_norm_eps
+    if norm is None:
+        return residual if pending is None else residual.add_(pending)
+    if pending is None:
+        return build.ops.rms_norm(residual, norm, eps)
+    return build.ops.add_rms_norm(pending, residual, norm, eps)

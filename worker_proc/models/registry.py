@@ -1,26 +1,33 @@
-"""Architecture name in ``config.json`` → the class that runs it. A new family is one line here."""
+"""Architecture name in ``config.json`` → the class that runs it. A family of another kind is one line here."""
 
 import torch
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.ops import Ops
+from quire.worker_proc.parallel.group import TensorParallel
 
-MODELS: dict[str, type[Decoder]] = {
-    "LlamaForCausalLM": Decoder,
-    "Qwen2ForCausalLM": Decoder,
-    "Qwen3ForCausalLM": Decoder,
-}
+MODELS: dict[str, type[Decoder]] = dict.fromkeys(SUPPORTED_ARCHITECTURES, Decoder)
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_position: int | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_position: int | None = None,
+    *,
+    ops: Ops | None = None,
+    parallel: TensorParallel | None = None,
+    activation_dtype: torch.dtype | None = None,
 ) -> Decoder:
-    """The model of a checkpoint, its weights allocated and not yet filled.
+    """The model of a checkpoint, its weights allocated and not yet filled; arguments as for ``Decoder``.
 
     Raises:
-        ConfigError: no class runs this architecture.
+        ConfigError: no class runs this architecture, or its shape cannot be shared out among the ranks.
     """
     if config.architecture not in MODELS:
         raise ConfigError(f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}")
-    return MODELS[config.architecture](config, dtype, device, max_position)
+    return MODELS[config.architecture](
+        config, dtype, device, max_position, ops=ops, parallel=parallel, activation_dtype=activation_dtype
+    )

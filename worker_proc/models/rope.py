@@ -4,48 +4,93 @@ import math
 
 import torch
 
-from quire.protocol.model_config import RopeConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.rope_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Angle per position of each pair of dimensions, float32 ``[head_dim / 2]`` on the CPU.
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> torch.Tensor:
+    """Angle per position of each pair of rotated dimensions, float32 ``[rotary_dim / 2]`` on the CPU.
 
     RoFormer (arXiv 2104.09864), section 3.2.2; *linear* is position interpolation (arXiv 2306.15595); *llama3* is
     the frequency-dependent stretch that Llama 3.1 ships in its ``config.json``: wavelengths beyond
     ``original_max_position / low_freq_factor`` are divided by ``factor``, those under
     ``original_max_position / high_freq_factor`` are kept, and between the two the share moves linearly.
+
+    *longrope* has one set of divisors for short contexts and one for long: which of them is decided by
+    ``max_position``, the longest that the engine will ever serve, and never by the context at hand: keys that lie in
+    the cache, or are shared as a prefix, were rotated long before anyone knew how long their request would grow.
+
+    Args:
+        max_position: positions that the engine serves.
+
+    Raises:
+        ConfigError: *dynamic* beyond the length of training, where frequencies would change as a request grows.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "dynamic" and max_position > rope.original_max_position:
+        raise ConfigError(
+            f"rope type dynamic serves up to max_position_embeddings ({rope.original_max_position}), "
+            f"not {max_position} positions: beyond it would rotate cached keys anew"
+        )
     if rope.kind == "llama3":
         turns = rope.original_max_position * frequencies / (2 * math.pi)
         kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        kept = kept.clamp(0.0, 1.0)
-        return (1 - kept) * frequencies / rope.factor + kept * frequencies
+        return _blend(frequencies, rope.factor, kept.clamp(0.0, 1.0))
+    if rope.kind == "yarn":
+        return _blend(frequencies, rope.factor, _kept_by_yarn(rope, dim))
+    if rope.kind == "longrope":
+        divisors = rope.long_factor if max_position > rope.original_max_position else rope.short_factor
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * rope.theta**exponents)
     return frequencies
 
 
-def rope_table(rope: RopeConfig, head_dim: int, max_position: int, device: torch.device | str) -> torch.Tensor:
-    """Cosines and signed sines of every position, float32 ``[2, max_position, head_dim]``.
+def _blend(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
+    """``kept`` of each frequency as it was, the rest of it divided by ``factor``."""
+    return (1 - kept) * frequencies / factor + kept * frequencies
 
-    The sines of the first half are negated, so that ``rotate`` needs no negation of its own.
+
+def _kept_by_yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
+    """arXiv 2309.00071, section 3.2: a ramp over the dimensions between those that turn ``beta_fast`` and ``beta_slow``
+    times within the original length."""
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    return 1 - ramp.clamp(0.0, 1.0)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, max_position: int, device: torch.device | str) -> torch.Tensor:
+    """Cosines and signed sines of every position, float32 ``[2, max_position, rotary_dim]``.
+
+    The sines of the first half are negated, so that ``rotate`` needs no negation of its own. Yarn's and longrope's
+    attention factor is in both.
     """
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim).to(device))
-    table = torch.empty(2, max_position, head_dim, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim, max_position).to(device))
+    table = torch.empty(2, max_position, 2 * angles.shape[1], dtype=torch.float32, device=device)
     cos, sin = angles.cos(), angles.sin()
     torch.cat((cos, cos), -1, out=table[0])
     torch.cat((-sin, sin), -1, out=table[1])
-    return table
+    return table if rope.attention_factor == 1.0 else table.mul_(rope.attention_factor)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate dimension ``i`` with dimension ``i + head_dim / 2`` by the position's angle.
+    """Rotate dimension ``i`` with dimension ``i + rotary_dim / 2`` by the position's angle; keep the other dimensions.
 
     Args:
         x: ``[num_tokens, heads, head_dim]``, any strides.
-        cos, sin: ``[num_tokens, 1, head_dim]`` rows of ``rope_table``, in ``x``'s dtype.
+        cos, sin: ``[num_tokens, 1, rotary_dim]`` rows of ``rope_table``, in ``x``'s dtype.
     """
-    return x.roll(x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), -1)
+    return x.roll(rotary_dim // 2, -1).mul_(sin).addcmul_(x, cos)

@@ -1,0 +1,74 @@
+"""Checksums that a checkpoint folder may bring along: ``SHA256SUMS``, as sha256sum writes it, or ``checksums.json``."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from quire.protocol.config_fields import read_json
+from quire.protocol.errors import ConfigError
+
+SUMS = "SHA256SUMS"
+JSON = "checksums.json"
+_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
+_CHUNK_BYTES = 1 << 22
+
+
+def verify_checksums(folder: Path, files: Iterable[Path]) -> int:
+    """Compare files with the folder's list of SHA-256 sums; files that it does not name are not looked at.
+
+    ``checksums.json`` is an object of file names and sums in hex, with or without ``sha256:`` before them.
+
+    Returns:
+        How many files were compared: 0 without a list.
+
+    Raises:
+        ConfigError: a sum differs, or the list cannot be read.
+    """
+    sums = _read_sums(folder)
+    compared = 0
+    for file in sorted(set(files)):
+        if file.name in sums and file.is_file():
+            compared += 1
+            if _sha256(file) != sums[file.name].lower():
+                raise ConfigError(f"{file}: its SHA-256 is not the one that {_list_of(folder).name} says")
+    return compared
+
+
+def _list_of(folder: Path) -> Path:
+    return folder / SUMS if (folder / SUMS).is_file() else folder / JSON
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    path = _list_of(folder)
+    if not path.is_file():
+        return {}
+    if path.name == JSON:
+        sums = {name: str(value).removeprefix("sha256:") for name, value in read_json(path).items()}
+        wrong = [name for name, value in sums.items() if not re.fullmatch(r"[0-9a-fA-F]{64}", value)]
+        if wrong:
+            raise ConfigError(f"{path}: has no SHA-256 in hex for {wrong[0]!r}")
+        return sums
+    sums = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        if match is None and line.strip():
+            raise ConfigError(f"{path}: line {number} is not a SHA-256 in hex and a file name")
+        if match is not None:
+            sums[match[2]] = match[1]
+    return sums
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as opened:
+            while chunk := opened.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    return digest.hexdigest()

@@ -1,0 +1,85 @@
+"""Typed look-ups in a decoded ``config.json``, with errors that name the file and the field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.protocol.errors import ConfigError
+
+
+class Fields:
+    """A JSON object; ``where`` starts every error. A field that is null counts as absent."""
+
+    def __init__(self, raw: dict[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def has(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def size(self, name: str, *, default: int | None = None, low: int = 1, high: int = 2**20) -> int:
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{self.where}: {name} must be an integer from {low} to {high}, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+            raise ConfigError(f"{self.where}: {name} must be a positive number, not {value!r}")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return self.number(name, 1.0) if self.has(name) else None
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {name} must be true or false, not {value!r}")
+        return value
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        """A list of ``count`` positive numbers."""
+        value = self.raw.get(name)
+        if not isinstance(value, list) or len(value) != count or not all(_is_number(n) and n > 0 for n in value):
+            raise ConfigError(f"{self.where}: {name} must be a list of {count} positive numbers")
+        return [float(n) for n in value]
+
+    def integers(self, name: str, high: int) -> list[int]:
+        """A list of integers from 0 to ``high``; absent: empty."""
+        value = self.raw.get(name)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(type(n) is int and 0 <= n <= high for n in value):
+            raise ConfigError(f"{self.where}: {name} must be a list of integers from 0 to {high}")
+        return list(value)
+
+    def choice(self, name: str, value: object, known: tuple[str, ...]) -> str:
+        if not isinstance(value, str) or value not in known:
+            raise ConfigError(f"{self.where}: {name} {value!r} is not supported; supported: {', '.join(known)}")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return raw
+
+
+def token_ids(value: Any, where: str) -> list[int]:
+    """An end token, a list of them, or none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ConfigError(f"{where} must be a token id or a list of token ids")
+    return list(ids)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

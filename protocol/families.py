@@ -1,0 +1,219 @@
+"""What sets the model families apart: defaults of ``config.json``, and switches of the one decoder.
+
+A checkpoint may leave out whatever equals the default of its class in transformers (Gemma 3's do), so that those
+defaults are part of the format.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.protocol.config_fields import Fields
+from quire.protocol.errors import ConfigError
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        defaults: of fields that a ``config.json`` may leave out.
+        slides: whether layer ``i`` has a window, where ``layer_types`` does not say; None: windows are not supported.
+        switches: fields of ``ModelConfig`` that the architecture alone decides.
+        qkv_bias, o_bias: whether the projections have biases; None: ``attention_bias`` says.
+        scaled_embedding: embeddings are multiplied by ``sqrt(hidden_size)``.
+        experts: the feed-forward layers choose among experts.
+        nested: the decoder's settings lie in ``text_config``.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    slides: Callable[[Fields, int], bool] | None = None
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    scaled_embedding: bool = False
+    experts: bool = False
+    nested: bool = False
+
+
+def _always(config: Fields, layer: int) -> bool:
+    return True
+
+
+def _when_asked(config: Fields, layer: int) -> bool:
+    return config.flag("use_sliding_window")
+
+
+def _last_layers(config: Fields, layer: int) -> bool:
+    return config.flag("use_sliding_window") and layer >= config.size("max_window_layers", low=0)
+
+
+def _without_rope(config: Fields, layer: int) -> bool:
+    return config.flag("use_sliding_window") and layer in layers_without_rope(config, layer + 1)
+
+
+def _every_other(config: Fields, layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def _pattern(config: Fields, layer: int) -> bool:
+    name = "sliding_window_pattern" if config.has("sliding_window_pattern") else "_sliding_window_pattern"
+    return (layer + 1) % config.size(name, default=6) != 0
+
+
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA3 = Family(
+    defaults=_GEMMA
+    | {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4096,
+    },
+    slides=_pattern,
+    switches={"norms": "both", "norm_offset": 1.0, "qk_norm": "head"},
+    scaled_embedding=True,
+)
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, slides=_always, qkv_bias=False, o_bias=False),
+    "Qwen2ForCausalLM": Family(
+        defaults={"sliding_window": 4096, "max_window_layers": 28}, slides=_last_layers, qkv_bias=True, o_bias=False
+    ),
+    "Qwen3ForCausalLM": Family(
+        defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+        slides=_last_layers,
+        switches={"qk_norm": "head"},
+    ),
+    "Phi3ForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, slides=_always, qkv_bias=False, o_bias=False
+    ),
+    "GraniteForCausalLM": Family(defaults={"attention_multiplier": 1.0}),
+    "Olmo2ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5}, switches={"norms": "after", "qk_norm": "width"}),
+    "SmolLM3ForCausalLM": Family(
+        defaults={
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+            "max_position_embeddings": 32768,
+        },
+        slides=_without_rope,
+    ),
+    "GemmaForCausalLM": Family(
+        defaults=_GEMMA | {"max_position_embeddings": 8192}, switches={"norm_offset": 1.0}, scaled_embedding=True
+    ),
+    "Gemma2ForCausalLM": Family(
+        defaults=_GEMMA
+        | {
+            "max_position_embeddings": 8192,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+        },
+        slides=_every_other,
+        switches={"norms": "both", "norm_offset": 1.0},
+        scaled_embedding=True,
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": Family(
+        _GEMMA3.defaults, _GEMMA3.slides, _GEMMA3.switches, scaled_embedding=True, nested=True
+    ),
+    "MixtralForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        slides=_always,
+        qkv_bias=False,
+        o_bias=False,
+        experts=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+        slides=_when_asked,
+        switches={"qk_norm": "head"},
+        experts=True,
+    ),
+    "GptOssForCausalLM": Family(
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "num_experts_per_tok": 4,
+            "max_position_embeddings": 131072,
+        },
+        slides=_every_other,
+        switches={"attention_sinks": True},
+        experts=True,
+    ),
+}
+
+
+def layer_types(family: Family, config: Fields, num_layers: int) -> list[str]:
+    """The kind of each layer's attention, from ``layer_types`` or by the family's rule."""
+    where = config.where
+    given = config.raw.get("layer_types")
+    if given is not None:
+        if not isinstance(given, list) or len(given) != num_layers:
+            raise ConfigError(f"{where}: layer_types must be a list of {num_layers} names")
+        types = [config.choice("layer_types", name, LAYER_TYPES) for name in given]
+        if "sliding_attention" not in types or family.slides is not None:
+            return types
+    if family.slides is None:
+        if given is not None or config.has("sliding_window") or config.raw.get("use_sliding_window"):
+            raise ConfigError(f"{where}: use_sliding_window: sliding windows are not supported for this architecture")
+        return ["full_attention"] * num_layers
+    windowed = [config.has("sliding_window") and family.slides(config, layer) for layer in range(num_layers)]
+    return ["sliding_attention" if slides else "full_attention" for slides in windowed]
+
+
+def layer_windows(family: Family, config: Fields, types: list[str], max_position: int) -> list[int]:
+    """Tokens that each layer's tokens see, themselves included; 0: all. A window that no context outgrows is none."""
+    switched_off = "use_sliding_window" in config.raw and not config.flag("use_sliding_window")
+    if "sliding_attention" not in types or switched_off or not config.has("sliding_window"):
+        return [0] * len(types)
+    window = config.size("sliding_window", high=2**31 - 1)
+    window = 0 if window >= max_position else window
+    return [window if name == "sliding_attention" else 0 for name in types]
+
+
+def layers_without_rope(config: Fields, num_layers: int) -> list[int]:
+    """SmolLM3's ``no_rope_layers`` has, against its name, a 1 for each layer that rotates."""
+    if config.has("no_rope_layers"):
+        rotates = config.integers("no_rope_layers", high=1)
+        if len(rotates) < num_layers:
+            raise ConfigError(f"{config.where}: no_rope_layers must have an entry for each of {num_layers} layers")
+        return [layer for layer in range(num_layers) if not rotates[layer]]
+    if not config.has("no_rope_layer_interval"):
+        return []
+    interval = config.size("no_rope_layer_interval")
+    return [layer for layer in range(num_layers) if (layer + 1) % interval == 0]
+
+
+def cache_sources(config: Fields, types: list[str]) -> list[int]:
+    """The layer whose cache each layer reads: its own, or with ``num_kv_shared_layers`` an earlier one's.
+
+    The last so many layers read that of the last earlier layer of their type.
+    """
+    num_layers = len(types)
+    shared = config.size("num_kv_shared_layers", default=0, low=0, high=num_layers)
+    owners = num_layers - shared
+    sources = list(range(owners))
+    for layer in range(owners, num_layers):
+        same = [other for other in range(owners) if types[other] == types[layer]]
+        if not same:
+            raise ConfigError(
+                f"{config.where}: num_kv_shared_layers {shared}: no layer before {owners} is of type {types[layer]}"
+            )
+        sources.append(same[-1])
+    return sources if shared else []

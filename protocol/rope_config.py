@@ -1,0 +1,142 @@
+"""Rotary embeddings as ``config.json`` tells them, in the words of transformers 4 and 5.
+
+transformers 4 has ``rope_theta`` beside ``rope_scaling``, and ``rope_local_base_freq`` for Gemma 3's layers with a
+window; transformers 5 has ``rope_parameters``, either flat or one object per type of layer.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from quire.protocol.config_fields import Fields
+from quire.protocol.errors import ConfigError
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OLD_NAMES = {"su": "longrope"}
+_KNOW_THEIR_ORIGIN = ("dynamic", "llama3", "yarn", "longrope")
+
+
+class RopeConfig(msgspec.Struct, frozen=True):
+    """One rotary embedding; what the numbers do stands in ``worker_proc/models/rope.py``.
+
+    Attributes:
+        kind: one of ``ROPE_KINDS``.
+        original_max_position: positions that the model was trained on before it was stretched.
+        partial_factor: share of each head's dimensions, from the first on, that is rotated.
+        attention_factor: factor on cosines and sines (yarn, longrope).
+        beta_fast, beta_slow: turns within the original length, above which yarn keeps a frequency and below which it
+            stretches it; ``truncate`` rounds the two bounds to whole dimensions.
+        short_factor, long_factor: longrope's divisors of each frequency, ``[rotary_dim / 2]``.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    partial_factor: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: list[float] = []
+    long_factor: list[float] = []
+
+    def rotary_dim(self, head_dim: int) -> int:
+        return int(head_dim * self.partial_factor)
+
+
+def parse_ropes(field: Fields, head_dim: int, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The model's rope, and that of its layers with a window where those have their own."""
+    new = field.raw.get("rope_parameters")
+    if isinstance(new, dict) and ("full_attention" in new or "sliding_attention" in new):
+        whole = _rope(field, _object(field, "full_attention", new), head_dim, max_position)
+        local = _rope(field, _object(field, "sliding_attention", new), head_dim, max_position)
+        return whole, (None if local == whole else local)
+    name = "rope_parameters" if new is not None else "rope_scaling"
+    whole = _rope(field, _object(field, name, field.raw), head_dim, max_position)
+    if not field.has("rope_local_base_freq"):
+        return whole, None
+    return whole, RopeConfig(theta=field.number("rope_local_base_freq", 1.0))
+
+
+def _object(field: Fields, name: str, raw: dict[str, Any]) -> Fields:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{field.where}: {name} must be an object")
+    return Fields(value or {}, f"{field.where}: {name}")
+
+
+def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> RopeConfig:
+    """From one object of settings (``inner``), and from what stands beside it in ``field``."""
+    raw = inner.raw
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    kind = _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
+    if kind == "yarn" and "short_factor" in raw:
+        kind = "longrope"  # The first Phi-3 called it so.
+    if kind not in ROPE_KINDS or raw.get("mrope_section"):
+        kind = "mrope" if raw.get("mrope_section") else kind
+        raise ConfigError(f"{field.where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    partial = inner.number("partial_rotary_factor", field.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * partial)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise ConfigError(
+            f"{field.where}: partial_rotary_factor {partial} rotates {rotary_dim} of {head_dim} dimensions: "
+            f"it must be an even number of them"
+        )
+    rope = RopeConfig(
+        theta=inner.number("rope_theta", field.number("rope_theta", 10000.0)),
+        kind=kind,
+        factor=inner.number("factor", 1.0),
+        low_freq_factor=inner.number("low_freq_factor", 1.0),
+        high_freq_factor=inner.number("high_freq_factor", 4.0),
+        original_max_position=_original(field, inner, kind, max_position),
+        partial_factor=partial,
+    )
+    if kind in ("yarn", "longrope"):
+        return _stretched(rope, inner, rotary_dim, max_position)
+    return rope
+
+
+def _original(field: Fields, inner: Fields, kind: str, max_position: int) -> int:
+    name = "original_max_position_embeddings"
+    if kind not in _KNOW_THEIR_ORIGIN:
+        return RopeConfig().original_max_position
+    if kind == "dynamic":
+        return max_position
+    # Phi-3 has it beside its rope settings, and there it counts.
+    return (field if field.has(name) else inner).size(name, default=max_position, high=2**31 - 1)
+
+
+def _stretched(rope: RopeConfig, inner: Fields, rotary_dim: int, max_position: int) -> RopeConfig:
+    """Yarn (arXiv 2309.00071, section 3.4) and longrope (arXiv 2402.13753) scale cosines and sines as well."""
+    factor = inner.number("factor", max_position / rope.original_max_position)
+    given = inner.optional_number("attention_factor")
+    replace = msgspec.structs.replace
+    if rope.kind == "longrope":
+        grown = math.sqrt(1 + math.log(factor) / math.log(rope.original_max_position)) if factor > 1 else 1.0
+        return replace(
+            rope,
+            factor=factor,
+            attention_factor=given or grown,
+            short_factor=inner.numbers("short_factor", rotary_dim // 2),
+            long_factor=inner.numbers("long_factor", rotary_dim // 2),
+        )
+    if inner.raw.get("mscale") and inner.raw.get("mscale_all_dim"):
+        derived = _mscale(factor, inner.number("mscale", 1.0)) / _mscale(factor, inner.number("mscale_all_dim", 1.0))
+    else:
+        derived = _mscale(factor, 1.0)
+    return replace(
+        rope,
+        factor=factor,
+        attention_factor=given or derived,
+        beta_fast=inner.number("beta_fast", 32.0),
+        beta_slow=inner.number("beta_slow", 1.0),
+        truncate=inner.flag("truncate", True),
+    )
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

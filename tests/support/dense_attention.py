@@ -1,0 +1,80 @@
+"""Attention over a paged cache done the plainest way, with every feature: what backends are compared with."""
+
+from typing import Any
+
+import torch
+
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.prologue import attend_plainly
+
+
+class DenseBackend:
+    """``AttentionBackend`` row by row, in float32. Cache of a layer: ``[2, blocks, block_size, heads, dim]``."""
+
+    name = "dense"
+    needs_host_lengths = True
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, num_kv_heads, head_dim)
+
+    def plan(self, batch: StepBatch) -> StepBatch:
+        return batch
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: StepBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        flat = kv_cache.flatten(1, 2)
+        if key is not None and value is not None:
+            kept = plan.slot_mapping >= 0
+            flat[0, plan.slot_mapping[kept]] = key[kept].to(flat.dtype)
+            flat[1, plan.slot_mapping[kept]] = value[kept].to(flat.dtype)
+        out = torch.zeros_like(query)
+        starts = plan.query_start_loc.tolist()
+        for row in range(plan.num_rows):
+            first, total = int(plan.first_visible[row]), int(plan.seq_lens_cpu[row])
+            seen = torch.arange(first, total)
+            slots = plan.block_table[row][seen // plan.block_size].long() * plan.block_size + seen % plan.block_size
+            own = slice(starts[row], starts[row + 1])
+            out[own] = _row(query[own].float(), flat[0, slots].float(), flat[1, slots].float(), seen, plan, spec)
+        return out
+
+
+def _row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    batch: StepBatch,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """One row's queries, ``[length, num_heads, head_dim]``, over keys at ``positions``, the last of which is the last
+    query's."""
+    own = positions[-1] - torch.arange(len(query) - 1, -1, -1)
+    distance = own[:, None] - positions
+    group = spec.num_heads // spec.num_kv_heads
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) * spec.scale
+    if spec.soft_cap:
+        scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+    if spec.alibi_slopes is not None:
+        scores = scores - spec.alibi_slopes[:, None, None] * distance
+    hidden = distance < 0
+    if batch.window:
+        hidden |= distance >= batch.window
+    if batch.chunk:
+        hidden |= positions < (own - own % batch.chunk)[:, None]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        scores = torch.cat((scores, spec.sinks[:, None, None].expand(-1, len(query), 1)), -1)
+    shares = scores.softmax(-1)[..., : len(positions)]
+    return torch.einsum("hqk,khd->qhd", shares, value.repeat_interleave(group, 1))

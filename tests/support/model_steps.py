@@ -1,0 +1,106 @@
+"""Feeding a decoder: the little of a model runner that it takes."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
+from quire.worker_proc.models.decoder import Decoder
+
+BLOCK_SIZE = 4
+
+
+class Rows:
+    """Sequences over one paged cache.
+
+    Where a layer has a window, the entries left of it point at the null block, as if their blocks had been given away.
+    """
+
+    def __init__(self, model: Decoder, lengths: list[int], backend: AttentionBackend, seed: int = 0) -> None:
+        config = model.config
+        self.model = model
+        self.backend = backend
+        self.done = np.zeros(len(lengths), dtype=np.int32)
+        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        ids = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)).int() + 1
+        self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        for row, own in enumerate(ids.split(blocks)):
+            self.tables[row, : len(own)] = own
+        shape = backend.kv_cache_shape(sum(blocks) + 1, BLOCK_SIZE, model.num_kv_heads, config.head_dim)
+        dtype = model.build.activation_dtype
+        self.caches: list[Any] = [
+            torch.zeros(shape, dtype=dtype) if config.cache_source(layer) == layer else None
+            for layer in range(config.num_layers)
+        ]
+
+    def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Run the next tokens of some rows, by row; returns their logits, ``[tokens, vocab]`` each."""
+        config = self.model.config
+        rows = np.array(list(tokens), dtype=np.int64)
+        query_lens = np.array([len(t) for t in tokens.values()], dtype=np.int32)
+        positions = [torch.arange(self.done[row], self.done[row] + len(t)) for row, t in tokens.items()]
+        self.done[rows] += query_lens
+        slots = [self.tables[row][p // BLOCK_SIZE].long() * BLOCK_SIZE + p % BLOCK_SIZE
+                 for row, p in zip(rows, positions, strict=True)]  # fmt: skip
+        by_window = {
+            window: self.backend.plan(self._batch(rows, query_lens, torch.cat(slots), window))
+            for window in {config.window(layer) for layer in range(config.num_layers)}
+        }
+        plans = [
+            by_window[config.window(layer)] if config.cache_source(layer) == layer else None
+            for layer in range(config.num_layers)
+        ]
+        hidden = self.model(torch.cat(list(tokens.values())), torch.cat(positions), self.caches, plans, self.backend)
+        logits = self.model.logits(hidden)
+        assert logits.dtype is torch.float32
+        return dict(zip(tokens, logits.split(query_lens.tolist()), strict=True))
+
+    def _batch(self, rows: Any, query_lens: Any, slots: torch.Tensor, window: int) -> StepBatch:
+        seq_lens = self.done[rows]
+        batch = StepBatch(
+            query_start_loc=torch.from_numpy(np.concatenate([[0], query_lens.cumsum()]).astype(np.int32)),
+            seq_lens=torch.from_numpy(seq_lens),
+            block_table=self.tables[torch.from_numpy(rows)],
+            slot_mapping=slots,
+            query_lens_cpu=query_lens,
+            seq_lens_cpu=seq_lens,
+            block_size=BLOCK_SIZE,
+            window=window,
+        )
+        for row, first in enumerate(batch.first_visible // BLOCK_SIZE):
+            batch.block_table[row, :first] = 0
+        return batch
+
+    def run_in_pieces(self, prompts: list[torch.Tensor], chunk: int = 7, single: int = 10) -> list[torch.Tensor]:
+        """Logits of prompts that come in chunks until ``single`` tokens are left, which come one by one.
+
+        Rows start late and end early, so that most steps mix chunks with single tokens.
+        """
+        pieces: dict[int, list[torch.Tensor]] = {row: [] for row in range(len(prompts))}
+        for step in range(1000):
+            now = {}
+            for row in reversed(range(len(prompts))):
+                left = len(prompts[row]) - int(self.done[row])
+                if left and step >= 2 * row:
+                    now[row] = prompts[row][self.done[row] :][: chunk if left > single else 1]
+            if not now and step > 2 * len(prompts):
+                break
+            if now:
+                for row, logits in self.step(now).items():
+                    pieces[row].append(logits)
+        return [torch.cat(parts) for parts in pieces.values()]
+
+    def greedy(self, prompts: list[torch.Tensor], num_tokens: int, chunk: int = 7) -> list[list[int]]:
+        """Prompts and what follows them, a token at a time, each row as soon as its own prompt is through."""
+        known = [prompt.tolist() for prompt in prompts]
+        wanted = [len(prompt) + num_tokens for prompt in prompts]
+        while any(len(tokens) < length for tokens, length in zip(known, wanted, strict=True)):
+            now = {}
+            for row, tokens in enumerate(known):
+                if len(tokens) < wanted[row]:
+                    now[row] = torch.tensor(tokens[self.done[row] :][:chunk])
+            for row, logits in self.step(now).items():
+                if self.done[row] == len(known[row]):
+                    known[row].append(int(logits[-1].argmax()))
+        return known

@@ -1,0 +1,102 @@
+"""The attention sublayer: fused projection, whatever the backend does with it, output projection."""
+
+from typing import Any
+
+import torch
+
+from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec, Rotary
+from quire.worker_proc.models.weights import Build, Heads, Rows, WeightSlot, column_slots, row_slots
+
+
+class Attention(torch.nn.Module):
+    """This rank's heads of one layer. Where a layer reads an earlier one's cache, it has queries alone.
+
+    Raises:
+        ConfigError: the heads cannot be shared out among the ranks.
+    """
+
+    def __init__(self, build: Build, layer: int) -> None:
+        super().__init__()
+        config = build.config
+        self.config = config
+        self.build = build
+        self.heads = heads = Heads.of_rank(config, build.parallel.rank, build.parallel.size)
+        self.owns_cache = config.cache_source(layer) == layer
+        self.num_projected = heads.num_heads + (2 * heads.num_kv_heads if self.owns_cache else 0)
+        dim = config.head_dim
+        self.qkv = build.linear(self.num_projected * dim, config.hidden_size, config.qkv_bias)
+        self.o = build.summed_linear(config.hidden_size, heads.num_heads * dim, config.o_bias)
+        self.q_norm: torch.nn.Parameter | None = None
+        self.k_norm: torch.nn.Parameter | None = None
+        if config.qk_norm:
+            per_head = config.qk_norm == "head"
+            self.q_norm = build.norm(dim if per_head else heads.num_heads * dim)
+            self.k_norm = build.norm(dim if per_head else heads.num_kv_heads * dim)
+        self.sinks = build.weight(heads.num_heads, dtype=torch.float32) if config.attention_sinks else None
+        in_backend = config.qk_norm == "head"
+        self.spec = AttentionSpec(
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=dim,
+            scale=dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+            sinks=self.sinks,
+            q_norm=self.q_norm if in_backend else None,
+            k_norm=self.k_norm if in_backend else None,
+            norm_eps=config.rms_norm_eps,
+        )
+
+    def forward(
+        self, x: torch.Tensor, kv_cache: torch.Tensor, plan: Any, backend: AttentionBackend, rotary: Rotary | None
+    ) -> torch.Tensor:
+        """``[num_tokens, hidden_size]`` → the same, summed over the ranks."""
+        qkv = self.qkv(x)
+        if self.config.qk_norm == "width":
+            self._normalise_width(qkv)
+        qkv = qkv.view(len(x), self.num_projected, self.config.head_dim)
+        attended = backend.attend(qkv, kv_cache, plan, self.spec, rotary)
+        return self.build.parallel.all_reduce(self.o(attended.reshape(len(x), -1)))
+
+    def _normalise_width(self, qkv: torch.Tensor) -> None:
+        """OLMo 2: queries and keys are each normalised over all heads together, those of other ranks included."""
+        assert self.q_norm is not None and self.k_norm is not None
+        config, parallel = self.config, self.build.parallel
+        pairs = [(qkv[:, : len(self.q_norm)], self.q_norm, config.num_heads)]
+        if self.owns_cache:
+            keys = qkv[:, len(self.q_norm) : len(self.q_norm) + len(self.k_norm)]
+            pairs.append((keys, self.k_norm, config.num_kv_heads * self.heads.kv_replicas))
+        if parallel.size == 1:
+            for x, weight, _ in pairs:
+                x.copy_(self.build.ops.rms_norm(x, weight, config.rms_norm_eps))
+            return
+        squares = torch.stack([x.float().square().sum(-1) for x, _, _ in pairs], -1)
+        squares = parallel.all_reduce(squares)
+        for (x, weight, heads), square in zip(pairs, squares.unbind(-1), strict=True):
+            scale = torch.rsqrt(square / (heads * config.head_dim) + config.rms_norm_eps)
+            x.copy_(x.float() * scale[:, None] * weight)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        config, heads, dim = self.config, self.heads, self.config.head_dim
+        mine = _stretch(heads.first_head, heads.num_heads, dim)
+        mine_kv = _stretch(heads.first_kv_head, heads.num_kv_heads, dim)
+        total, total_kv = config.num_heads * dim, config.num_kv_heads * dim
+        parts = [Rows("q", mine, total)]
+        if self.owns_cache:
+            parts += [Rows("k", mine_kv, total_kv), Rows("v", mine_kv, total_kv)]
+        slots = row_slots("self_attn.{}_proj", self.qkv, parts)
+        slots |= column_slots("self_attn.o_proj", self.o, mine, total, config.o_bias)
+        if self.q_norm is not None:
+            per_head = config.qk_norm == "head"
+            cut, size = ((), None) if per_head else ((mine,), total)
+            slots["self_attn.q_norm.weight"] = self.build.norm_slot(self.q_norm, cut, size)
+        if self.k_norm is not None and self.owns_cache:
+            cut, size = ((), None) if per_head else ((mine_kv,), total_kv)
+            slots["self_attn.k_norm.weight"] = self.build.norm_slot(self.k_norm, cut, size)
+        if self.sinks is not None:
+            own = slice(heads.first_head, heads.first_head + heads.num_heads)
+            slots["self_attn.sinks"] = WeightSlot(self.sinks.data, (config.num_heads,), (own,))
+        return slots
+
+
+def _stretch(first_head: int, count: int, head_dim: int) -> slice:
+    return slice(first_head * head_dim, (first_head + count) * head_dim)

@@ -1,0 +1,178 @@
+"""From the tensors that a checkpoint holds to the slots of a model: names, fused tensors, and experts in every form.
+
+Experts come one by one (Mixtral's ``w1``, ``w2``, ``w3``; Qwen's ``gate_proj``, ``up_proj``, ``down_proj``), as one
+tensor per layer (``[experts, 2 * width, hidden]``, rows of all gates before those of what is gated), or as gpt-oss has
+them: inputs before outputs, gates and gated taking turns, or in MXFP4 blocks.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.protocol.checkpoint import StoredTensor
+from quire.protocol.errors import ConfigError
+from quire.protocol.model_config import ModelConfig
+from quire.worker_proc.models.mxfp4 import BLOCK
+from quire.worker_proc.models.weights import WeightSlot
+
+_RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.router.", ".mlp.gate."))
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_MIXTRAL_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(w[123])\.weight")
+_FUSED = re.compile(r"(.*\.(?:self_attn|mlp))\.(qkv_proj|gate_up_proj)\.(weight|bias)")
+_ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+_PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+_VISION = ("model.vision_tower.", "model.multi_modal_projector.")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A slot, and where in the checkpoint its tensor lies.
+
+    Attributes:
+        lead: index into the stored tensor's leading dimensions (an expert).
+        start, step: the slot's row ``r`` is the stored row ``start + step * r``.
+        transposed: the stored tensor has rows last.
+        scales: of a tensor in MXFP4 blocks.
+    """
+
+    stored: StoredTensor
+    slot: WeightSlot
+    lead: tuple[int, ...] = ()
+    start: int = 0
+    step: int = 1
+    transposed: bool = False
+    scales: StoredTensor | None = None
+
+
+def find_pieces(
+    folder: Path, stored: Mapping[str, StoredTensor], slots: Mapping[str, WeightSlot], config: ModelConfig
+) -> list[Piece]:
+    """For every slot, where it is filled from, in the order of the stored tensors.
+
+    Raises:
+        ConfigError: a tensor is missing, not part of the model, doubled, or of the wrong shape.
+    """
+    pieces: dict[str, Piece] = {}
+    unused = []
+    for name, tensor in stored.items():
+        found = _pieces_of(_plain_name(name), tensor, stored, slots, config)
+        if not found and not _is_ignored(name, config):
+            unused.append(tensor)
+        for slot, piece in found.items():
+            if slot in pieces:
+                raise ConfigError(f"{tensor.file}: tensor {tensor.name} holds what {pieces[slot].stored.name} holds")
+            pieces[slot] = piece
+    missing = [name for name in slots if name not in pieces]
+    if missing:
+        raise ConfigError(f"{folder}: tensor {missing[0]} is missing{_and_others(missing)}")
+    if unused:
+        raise ConfigError(f"{unused[0].file}: tensor {unused[0].name} is not part of the model{_and_others(unused)}")
+    return list(pieces.values())
+
+
+def _plain_name(name: str) -> str:
+    for old, new in _RENAMED:
+        name = name.replace(old, new)
+    match = _MIXTRAL_EXPERT.fullmatch(name)
+    return f"{match[1]}.{_MIXTRAL[match[2]]}.weight" if match else name
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """What a checkpoint may hold without us: the eyes of a model that we only read texts with, keys and values of
+    layers that read an earlier layer's, and scales, which go with their blocks."""
+    if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
+        return True
+    match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)", name)
+    if match and int(match[1]) < config.num_layers:
+        return config.cache_source(int(match[1])) != int(match[1])
+    return bool(config.moe and config.moe.mxfp4 and name.endswith("_scales") and _ALL_EXPERTS.fullmatch(name))
+
+
+def _pieces_of(
+    name: str,
+    tensor: StoredTensor,
+    stored: Mapping[str, StoredTensor],
+    slots: Mapping[str, WeightSlot],
+    config: ModelConfig,
+) -> dict[str, Piece]:
+    """The slots that one stored tensor fills; none if it is not part of the model."""
+    if name in slots:
+        _check_shape(tensor, slots[name].shape)
+        return {name: Piece(tensor, slots[name])}
+    match = _FUSED.fullmatch(name)
+    if match:
+        names = [f"{match[1]}.{part}.{match[3]}" for part in _PARTS[match[2]]]
+        return _fused(tensor, names, slots) if all(part in slots for part in names) else {}
+    match = _ALL_EXPERTS.fullmatch(name)
+    if match is None or match[3] == "_scales" or config.moe is None or f"{match[1]}.0.down_proj.weight" not in slots:
+        return {}
+    if match[3] == "_blocks":
+        scales = stored.get(f"{match[1]}.{match[2]}_scales")
+        if scales is None:
+            raise ConfigError(f"{tensor.file}: tensor {tensor.name} has no {match[2]}_scales beside it")
+        return _all_experts(tensor, match, slots, config, scales)
+    return _all_experts(tensor, match, slots, config, None)
+
+
+def _fused(tensor: StoredTensor, names: list[str], slots: Mapping[str, WeightSlot]) -> dict[str, Piece]:
+    """Parts that stand one below the other."""
+    total = sum(slots[name].shape[0] for name in names)
+    _check_shape(tensor, (total, *slots[names[0]].shape[1:]))
+    pieces, start = {}, 0
+    for name in names:
+        pieces[name] = Piece(tensor, slots[name], start=start)
+        start += slots[name].shape[0]
+    return pieces
+
+
+def _all_experts(
+    tensor: StoredTensor,
+    match: re.Match[str],
+    slots: Mapping[str, WeightSlot],
+    config: ModelConfig,
+    scales: StoredTensor | None,
+) -> dict[str, Piece]:
+    """All experts of a layer in one tensor."""
+    base, fused, kind = match.groups()
+    moe = config.moe
+    assert moe is not None
+    of_gpt_oss = config.architecture == "GptOssForCausalLM"
+    parts = _PARTS[fused]
+    suffix = "bias" if kind == "_bias" else "weight"
+    if f"{base}.0.{parts[0]}.{suffix}" not in slots:
+        return {}
+    shape = slots[f"{base}.0.{parts[0]}.{suffix}"].shape
+    rows = shape[0]
+    matrix = (rows * len(parts), *shape[1:])
+    transposed = of_gpt_oss and kind == ""
+    if scales is not None:
+        groups = (moe.num_experts, matrix[0], -(-matrix[1] // BLOCK))
+        _check_shape(tensor, (*groups, BLOCK // 2))
+        _check_shape(scales, groups)
+    else:
+        _check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)))
+    pieces = {}
+    for expert in range(moe.num_experts):
+        for index, part in enumerate(parts):
+            name = f"{base}.{expert}.{part}.{suffix}"
+            start, step = (index, len(parts)) if of_gpt_oss else (index * rows, 1)
+            pieces[name] = Piece(tensor, slots[name], (expert,), start, step, transposed, scales)
+    return pieces
+
+
+def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
+    if tensor.shape != expected:
+        raise ConfigError(
+            f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, "
+            f"but config.json means {list(expected)}"
+        )
+
+
+def _and_others(items: list[Any]) -> str:
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

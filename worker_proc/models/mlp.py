@@ -1,0 +1,97 @@
+"""The feed-forward sublayers: one gated MLP for every token, or a few experts for each."""
+
+import torch
+
+from quire.protocol.model_config import MoeConfig
+from quire.worker_proc.models.ops import Experts
+from quire.worker_proc.models.weights import Build, Rows, WeightSlot, column_slots, row_slots, summed_bias_slot
+
+
+class GatedMlp(torch.nn.Module):
+    """``down(activation(gate(x)) * up(x))``, cut by its width.
+
+    Raises:
+        ConfigError: the width cannot be shared out among the ranks.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        self.build = build
+        self.part = build.share("intermediate_size", config.intermediate_size)
+        width = self.part.stop - self.part.start
+        self.gate_up = build.linear(2 * width, config.hidden_size, config.mlp_bias)
+        self.down = build.summed_linear(config.hidden_size, width, config.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[num_tokens, hidden_size]`` → the same, summed over the ranks."""
+        build = self.build
+        gated = build.ops.gate(self.gate_up(x), build.config.activation)
+        return build.parallel.all_reduce(self.down(gated))
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        config = self.build.config
+        width = config.intermediate_size
+        slots = row_slots("mlp.{}_proj", self.gate_up, [Rows("gate", self.part, width), Rows("up", self.part, width)])
+        return slots | column_slots("mlp.down_proj", self.down, self.part, width, config.mlp_bias)
+
+
+class SparseMlp(torch.nn.Module):
+    """Experts, each cut by its width; every rank routes every token.
+
+    Raises:
+        ConfigError: an expert's width cannot be shared out among the ranks.
+    """
+
+    def __init__(self, build: Build, moe: MoeConfig) -> None:
+        super().__init__()
+        self.build = build
+        self.moe = moe
+        hidden, count = build.config.hidden_size, moe.num_experts
+        self.part = build.share("expert width", moe.intermediate_size)
+        width = self.part.stop - self.part.start
+        self.router = build.linear(count, hidden, moe.bias)
+        self.gate_up = build.weight(count, 2 * width, hidden)
+        self.down = build.weight(count, hidden, width)
+        self.gate_up_bias = build.weight(count, 2 * width) if moe.bias else None
+        self.down_bias = build.weight(count, hidden) if moe.bias and build.parallel.rank == 0 else None
+        self.experts = Experts(
+            self.gate_up,
+            self.down,
+            self.gate_up_bias,
+            self.down_bias,
+            moe.activation,
+            moe.swiglu_alpha,
+            moe.swiglu_limit,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[num_tokens, hidden_size]`` → the same, summed over the ranks."""
+        ops, moe = self.build.ops, self.moe
+        shares, chosen = ops.route(
+            self.router(x),
+            moe.num_experts_per_token,
+            softmax_chosen=moe.softmax_chosen,
+            renormalise=moe.renormalise,
+        )
+        return self.build.parallel.all_reduce(ops.experts(x, self.experts, shares, chosen))
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Each expert's projections under names of their own, however the checkpoint has them."""
+        hidden, width = self.build.config.hidden_size, self.moe.intermediate_size
+        held = self.part.stop - self.part.start
+        slots = row_slots("mlp.{}", self.router, [Rows("gate", slice(0, self.moe.num_experts), self.moe.num_experts)])
+        for expert in range(self.moe.num_experts):
+            name = f"mlp.experts.{expert}"
+            gate_up, down = self.gate_up.data[expert], self.down.data[expert]
+            columns = (slice(0, hidden), self.part)
+            slots[f"{name}.gate_proj.weight"] = WeightSlot(gate_up[:held], (width, hidden), (self.part,))
+            slots[f"{name}.up_proj.weight"] = WeightSlot(gate_up[held:], (width, hidden), (self.part,))
+            slots[f"{name}.down_proj.weight"] = WeightSlot(down, (hidden, width), columns)
+            if self.gate_up_bias is not None:
+                bias = self.gate_up_bias.data[expert]
+                slots[f"{name}.gate_proj.bias"] = WeightSlot(bias[:held], (width,), (self.part,))
+                slots[f"{name}.up_proj.bias"] = WeightSlot(bias[held:], (width,), (self.part,))
+                own = None if self.down_bias is None else self.down_bias.data[expert]
+                slots[f"{name}.down_proj.bias"] = summed_bias_slot(own, hidden, self.down)
+        return slots

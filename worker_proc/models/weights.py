@@ -1,0 +1,146 @@
+"""How a decoder's parts allocate their weights, and how each rank's share of a checkpoint tensor is told."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.model_config import ModelConfig
+from quire.worker_proc.models.linear import Linear
+from quire.worker_proc.models.ops import Ops
+from quire.worker_proc.parallel.group import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Where one checkpoint tensor goes.
+
+    Attributes:
+        target: a view into a (perhaps fused) parameter; this rank's part of the checkpoint's tensor is broadcast into
+            it. Empty where another rank has it all.
+        shape: the shape that the checkpoint's tensor must have.
+        part: this rank's part of it, one slice with both ends for each of the leading dimensions; the others are whole.
+        offset: what is added to the stored values.
+    """
+
+    target: torch.Tensor
+    shape: tuple[int, ...]
+    part: tuple[slice, ...] = ()
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A rank's share of the attention heads.
+
+    With more ranks than KV heads, several ranks hold the same KV head: those whose query heads read it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    first_head: int
+    first_kv_head: int
+    kv_replicas: int
+
+    @classmethod
+    def of_rank(cls, config: ModelConfig, rank: int, size: int) -> "Heads":
+        num_heads, kv_heads = config.num_heads, config.num_kv_heads
+        if num_heads % size or (kv_heads % size and size % kv_heads):
+            raise ConfigError(
+                f"tensor_parallel_size {size} does not divide the model's {num_heads} heads and {kv_heads} KV heads"
+            )
+        own, own_kv = num_heads // size, max(kv_heads // size, 1)
+        replicas = max(size // kv_heads, 1)
+        return cls(own, own_kv, rank * own, rank // replicas * own_kv, replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What every part of a decoder is built with.
+
+    Attributes:
+        dtype: of the weights.
+        activation_dtype: of what flows between them, of norm weights and of rotary tables.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    activation_dtype: torch.dtype
+    device: torch.device | str
+    ops: Ops
+    parallel: TensorParallel
+
+    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return torch.nn.Parameter(tensor, requires_grad=False)
+
+    def norm(self, width: int | None = None) -> torch.nn.Parameter:
+        """A norm's weight: of the residual stream, unless told."""
+        return self.weight(width or self.config.hidden_size, dtype=self.activation_dtype)
+
+    def norm_slot(self, weight: torch.Tensor, part: tuple[slice, ...] = (), size: int | None = None) -> WeightSlot:
+        return WeightSlot(weight.data, (size or len(weight),), part, self.config.norm_offset)
+
+    def linear(self, outputs: int, inputs: int, bias: bool) -> Linear:
+        return Linear(self.weight(outputs, inputs), self.weight(outputs) if bias else None)
+
+    def summed_linear(self, outputs: int, inputs: int, bias: bool) -> Linear:
+        """A layer whose inputs are cut among the ranks, which then add up: the bias is rank 0's."""
+        return self.linear(outputs, inputs, bias and self.parallel.rank == 0)
+
+    def share(self, name: str, width: int) -> slice:
+        """This rank's stretch of ``width``; ``name`` is for the error."""
+        size = self.parallel.size
+        if width % size:
+            raise ConfigError(f"tensor_parallel_size {size} does not divide the model's {name} {width}")
+        own = width // size
+        return slice(self.parallel.rank * own, (self.parallel.rank + 1) * own)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a fused layer: the name under which a checkpoint has them, and which of its rows are held.
+
+    Attributes:
+        total: rows of the checkpoint's tensor.
+    """
+
+    name: str
+    part: slice
+    total: int
+
+
+def row_slots(name: str, fused: Linear, parts: Sequence[Rows]) -> dict[str, WeightSlot]:
+    """Slots of a layer cut by outputs: its parts stand one below the other, weight and bias alike.
+
+    Args:
+        name: of the checkpoint's tensors, with ``{}`` for the part's.
+    """
+    slots = {}
+    inputs = fused.weight.shape[1:]
+    first = 0
+    for rows in parts:
+        held = slice(first, first + rows.part.stop - rows.part.start)
+        first = held.stop
+        slots[f"{name.format(rows.name)}.weight"] = WeightSlot(
+            fused.weight.data[held], (rows.total, *inputs), (rows.part,)
+        )
+        if fused.bias is not None:
+            slots[f"{name.format(rows.name)}.bias"] = WeightSlot(fused.bias.data[held], (rows.total,), (rows.part,))
+    return slots
+
+
+def column_slots(name: str, linear: Linear, part: slice, total: int, bias: bool) -> dict[str, WeightSlot]:
+    """Slots of a layer cut by inputs, of which the checkpoint has ``total``; its bias is rank 0's alone."""
+    outputs = linear.weight.shape[0]
+    slots = {f"{name}.weight": WeightSlot(linear.weight.data, (outputs, total), (slice(0, outputs), part))}
+    if bias:
+        slots[f"{name}.bias"] = summed_bias_slot(linear.bias, outputs, linear.weight)
+    return slots
+
+
+def summed_bias_slot(bias: torch.Tensor | None, outputs: int, like: torch.Tensor) -> WeightSlot:
+    if bias is None:
+        return WeightSlot(like.data.new_empty(0), (outputs,), (slice(0, 0),))
+    return WeightSlot(bias.data, (outputs,), (slice(0, outputs),))
