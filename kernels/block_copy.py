@@ -106,7 +106,7 @@ def check_blocks(block_ids: torch.Tensor, num_blocks: int) -> None:
         return
     if not 0 <= int(block_ids.min()) <= int(block_ids.max()) < num_blocks:
         raise ValueError(f"block_ids: a target is not from 0 to {num_blocks - 1}")
-    if len(block_ids.unique()) < len(block_ids):
+    if len(set(block_ids.tolist())) < len(block_ids):
         raise ValueError("block_ids: a block is a target twice")
 
 

@@ -1,74 +1,195 @@
 """Which blocks each row holds, per KV group: host truth, and the copy that kernels read."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.kv_layout import NULL_BLOCK_ID
+from quire.kernels.pointer_table import TableSet
+from quire.kernels.slot_mapping import ContextParallel
+from quire.kernels.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
+from quire.protocol.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID
 from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.slot_owners import SlotOwners
+
+Ints = npt.NDArray[np.integer[Any]]
+
+NULL_KINDS = frozenset({"sliding_window", "chunked_local_attention", "mamba"})
+"""Kinds of KV groups in which the null block stands for blocks that no token reads any more."""
+
+POISON_BLOCK_ID = -(2**31)
+"""Past the rows' lengths, when a test asks for it: no kernel that reads there can go unnoticed."""
+
+KNOWN = np.iinfo(np.int32).max
+"""Where the part of a row begins that the device does not know: nowhere."""
 
 
 class BlockTable:
-    """One group's table: int32 ``[max_rows, max_blocks]``. Entries past a row's length are the null block.
+    """One group's table: int32 ``[max_rows, max_blocks]``. Only entries below a row's length mean anything.
 
-    Host truth and device copy are different tensors on a GPU, and only rows that changed are copied; on a CPU they
-    are one.
+    Host truth and the device's copy are one tensor on a CPU. On a GPU they are two, and what changed is sent by
+    ``MultiGroupBlockTable.commit``: of each row the entries from the first that the device does not know. A moved row
+    is sent anew rather than copied on the device: runs are written in no order, so that a copy could read what
+    another run of the same step has overwritten, and a row is a few KiB at most.
+
+    Blocks may be larger where they are given out than where kernels read them: block ``b`` of ``block_size`` then is
+    the kernel's blocks ``b * ratio`` up to ``b * ratio + ratio - 1``. Entries, and all names below that do not say
+    otherwise, are the kernel's.
+
+    Attributes:
+        block_size: positions in a kernel's block, per rank.
+        ratio: kernel's blocks in one that is given out.
+        span: positions that an entry stands for, on all ranks of context parallelism together.
+        num_blocks_per_row: int32 ``[max_rows]``.
+        device_copy: what kernels read.
     """
 
     def __init__(
-        self, block_size: int, max_rows: int, max_model_len: int, num_blocks: int, device: torch.device
+        self,
+        block_size: int,
+        max_rows: int,
+        max_model_len: int,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        kernel_block_size: int | None = None,
+        null_allowed: bool = False,
+        total_cp_world_size: int = 1,
+        cp_rank: int = 0,
+        cp_interleave: int = 1,
+        own_copy: bool | None = None,
     ) -> None:
-        self.block_size = block_size
-        self._num_pool_blocks = num_blocks
-        self._ids = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK_ID, np.int32)
-        self.num_blocks_per_row = np.zeros(max_rows, np.int32)
-        self._host = torch.from_numpy(self._ids)
-        self._device_copy = self._host if device.type == "cpu" else self._host.to(device)
-        self._dirty: set[int] = set()
-
-    def append_row(self, row: int, block_ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Add blocks at the end of a row.
+        """
+        Args:
+            block_size: positions in a block that the scheduler gives out, per rank.
+            num_blocks: blocks in the pool, the null block included.
+            kernel_block_size: that of the attention kernels; None: the same.
+            null_allowed: whether the null block may stand for blocks that are read no more (``NULL_KINDS``).
+            own_copy: whether the device's copy is another tensor; None: as the device needs it.
 
         Raises:
-            StepRefused: an id that is not a block requests may write to, or more blocks than a request can have.
+            ValueError: block sizes or ranks that do not go together.
         """
+        self.block_size = block_size if kernel_block_size is None else kernel_block_size
+        if self.block_size < 1 or block_size % self.block_size:
+            raise ValueError(f"blocks of {block_size} cannot be cut into blocks of {self.block_size}")
+        self.ratio = block_size // self.block_size
+        if num_blocks * self.ratio > 2**31:
+            raise ValueError(f"{num_blocks} blocks of {self.ratio} need more than 32 bits")
+        self.context_parallel = ContextParallel(total_cp_world_size, cp_rank, cp_interleave)
+        self.context_parallel.require_block_size(self.block_size)
+        self.span = self.block_size * total_cp_world_size
+        self._num_pool_blocks = num_blocks
+        self._lowest_id = NULL_BLOCK_ID if null_allowed else NULL_BLOCK_ID + 1
+        columns = -(-max_model_len // (self.span * self.ratio)) * self.ratio
+        self._ids = np.full((max_rows, columns), NULL_BLOCK_ID, np.int32)
+        self.num_blocks_per_row = np.zeros(max_rows, np.int32)
+        host = torch.from_numpy(self._ids)
+        self.has_own_copy = device.type != "cpu" if own_copy is None else own_copy
+        self.device_copy = host.to(device, copy=True) if self.has_own_copy else host
+        self._unknown_from = np.full(max_rows, KNOWN, np.int32)
+        self._changed = False
+
+    # ---- rows
+
+    def append_row(self, row: int, block_ids: Sequence[int] | Ints) -> None:
+        """Add blocks, as they are given out, at the end of a row.
+
+        Raises:
+            StepRefused: an id that is not a block requests may have, or more blocks than a request can have.
+        """
+        ids = self._require_blocks(block_ids)
         start = int(self.num_blocks_per_row[row])
-        end = start + len(block_ids)
-        if end > self._ids.shape[1]:
-            raise StepRefused(f"a request has {end} blocks, {self._ids.shape[1]} are the most")
-        if len(block_ids) and not (min(block_ids) > NULL_BLOCK_ID and max(block_ids) < self._num_pool_blocks):
-            raise StepRefused(f"a block id is not from 1 to {self._num_pool_blocks - 1}")
-        self._ids[row, start:end] = block_ids
+        end = start + len(ids) * self.ratio
+        self._require_room(end)
+        self._ids[row, start:end] = ids if self.ratio == 1 else self._kernel_blocks(ids).ravel()
         self.num_blocks_per_row[row] = end
-        self._dirty.add(row)
+        self._stage(row, start)
+
+    def append_rows(self, rows: Ints, block_ids: Ints) -> None:
+        """``append_row`` for many rows at once: a block for each of ``rows``, in the order in which rows get theirs.
+
+        Raises:
+            StepRefused: as ``append_row``; nothing is added then.
+        """
+        ids = self._require_blocks(block_ids)
+        if not len(ids):
+            return
+        columns = self.num_blocks_per_row[rows] + self.ratio * _rank_among_equals(rows)
+        self._require_room(int(columns.max()) + self.ratio)
+        self._ids[rows[:, None], columns[:, None] + np.arange(self.ratio)] = self._kernel_blocks(ids)
+        np.minimum.at(self._unknown_from, rows, columns.astype(np.int32))
+        np.maximum.at(self.num_blocks_per_row, rows, columns.astype(np.int32) + self.ratio)
+        self._changed = True
+
+    def _require_blocks(self, block_ids: Sequence[int] | Ints) -> Ints:
+        ids = np.asarray(block_ids, np.int64)
+        if len(ids) and not self._lowest_id <= ids.min() <= ids.max() < self._num_pool_blocks:
+            raise StepRefused(f"a block id is not from {self._lowest_id} to {self._num_pool_blocks - 1}")
+        return ids
+
+    def _require_room(self, end: int) -> None:
+        if end > self._ids.shape[1]:
+            most = self._ids.shape[1] // self.ratio
+            raise StepRefused(f"a request has {end // self.ratio} blocks, {most} are the most")
+
+    def _kernel_blocks(self, block_ids: Ints) -> Ints:
+        """``[len(block_ids), ratio]``"""
+        return block_ids[:, None] * self.ratio + np.arange(self.ratio)
 
     def move_row(self, source: int, target: int) -> None:
-        self._ids[target] = self._ids[source]
-        self.num_blocks_per_row[target] = self.num_blocks_per_row[source]
-        self._dirty.add(target)
+        if source == target:
+            return
+        end = int(self.num_blocks_per_row[source])
+        self._ids[target, :end] = self._ids[source, :end]
+        self._ids[target, end : self.num_blocks_per_row[target]] = NULL_BLOCK_ID
+        self.num_blocks_per_row[target] = end
+        self._stage(target, 0)
 
     def clear_row(self, row: int) -> None:
         self._ids[row, : self.num_blocks_per_row[row]] = NULL_BLOCK_ID
         self.num_blocks_per_row[row] = 0
-        self._dirty.discard(row)
+        self._unknown_from[row] = KNOWN
 
     def swap_row(self, a: int, b: int) -> None:
-        self._ids[[a, b]] = self._ids[[b, a]]
+        end = int(self.num_blocks_per_row[[a, b]].max())
+        self._ids[[a, b], :end] = self._ids[[b, a], :end]
         self.num_blocks_per_row[[a, b]] = self.num_blocks_per_row[[b, a]]
-        self._dirty |= {a, b}
+        self._stage(a, 0)
+        self._stage(b, 0)
 
-    def commit(self) -> None:
-        """Bring the device's copy up to date."""
-        if self._dirty and self._device_copy is not self._host:
-            rows = sorted(self._dirty)
-            self._device_copy[rows] = self._host[rows].to(self._device_copy.device)
-        self._dirty.clear()
+    def _stage(self, row: int, start: int) -> None:
+        self._unknown_from[row] = min(self._unknown_from[row], start)
+        self._changed = True
+
+    def take_staged(self) -> tuple[Ints, npt.NDArray[np.int32]] | None:
+        """What the device does not know yet, and is taken to know from now on; None: nothing.
+
+        Returns:
+            ``[num_runs, 3]``: row, first column, length; and the entries, one run behind the other.
+        """
+        if not self._changed:
+            return None
+        self._changed = False
+        rows = np.flatnonzero(self._unknown_from < self.num_blocks_per_row)
+        starts = self._unknown_from[rows].astype(np.int64)
+        lengths = self.num_blocks_per_row[rows] - starts
+        self._unknown_from[:] = KNOWN
+        first = np.cumsum(lengths) - lengths
+        columns = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
+        return np.stack((rows, starts, lengths), 1), self._ids[np.repeat(rows, lengths), columns]
+
+    # ---- reading
+
+    def block_ids(self, row: int) -> Ints:
+        """The blocks that a row holds, as they were given out."""
+        return self._ids[row, : self.num_blocks_per_row[row] : self.ratio] // self.ratio
 
     def rows(self, rows: npt.NDArray[np.int64], max_seq_len: int) -> torch.Tensor:
-        """``[len(rows), ceil(max_seq_len / block_size)]`` on the device, for a kernel."""
-        table = self._device_copy[:, : -(-max_seq_len // self.block_size)]
+        """``[len(rows), ceil(max_seq_len / span)]`` on the device, for a kernel."""
+        table = self.device_copy[:, : -(-max_seq_len // self.span)]
         if len(rows) and rows[-1] == len(rows) - 1:  # rows ascend: all of the first ones
             return table[: len(rows)]
         return table[torch.from_numpy(rows).to(table.device)]
@@ -76,44 +197,157 @@ class BlockTable:
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where each token's KV goes: ``block_id * block_size + offset`` for (row, position) pairs.
 
+        Positions that other ranks keep get ``PAD_SLOT_ID``.
+
         Raises:
-            StepRefused: a position whose block the row does not hold.
+            StepRefused: a position whose block the row does not hold, or for which it holds the null block.
         """
-        blocks = self._ids[rows, positions // self.block_size].astype(np.int64)
-        if not blocks.all():
+        index, offset = np.divmod(positions, self.span)
+        if (index < 0).any() or (index >= self.num_blocks_per_row[rows]).any():
             raise StepRefused("a token has no block to be written to")
-        return blocks * self.block_size + positions % self.block_size
+        blocks = self._ids[rows, index].astype(np.int64)
+        if (blocks < self.ratio).any():  # the null block is the kernel's blocks 0 to ratio - 1
+            raise StepRefused("a token has no block to be written to: its place holds the null block")
+        world, interleave = self.context_parallel.world_size, self.context_parallel.interleave
+        if world == 1:
+            return blocks * self.block_size + offset
+        turn, place = np.divmod(offset, interleave)
+        slots = blocks * self.block_size + turn // world * interleave + place
+        return np.where(turn % world == self.context_parallel.rank, slots, PAD_SLOT_ID)
+
+    # ---- invariants
+
+    def check(self) -> None:
+        """Raise AssertionError unless the device's copy holds every row's entries as the host does. Waits for it."""
+        assert not self._changed or not self.has_own_copy, "what changed is not committed"
+        assert (self.num_blocks_per_row % self.ratio == 0).all(), "a block is held in part"
+        held = np.arange(self._ids.shape[1]) < self.num_blocks_per_row[:, None]
+        ids = self._ids[held]
+        most = self._num_pool_blocks * self.ratio
+        assert ((ids >= self._lowest_id * self.ratio) & (ids < most)).all(), "an entry is no block of the pool"
+        assert np.isin(self._ids[~held], (NULL_BLOCK_ID, POISON_BLOCK_ID)).all(), "an id is left past a row's length"
+        known = self.device_copy.cpu().numpy()
+        assert (known[held] == ids).all(), "the device does not know what the host does"
+
+    def poison(self) -> None:
+        """Past every row's length put an id that is none, where kernels read: for tests. Lasts until rows change."""
+        past = torch.from_numpy(np.arange(self._ids.shape[1]) >= self.num_blocks_per_row[:, None])
+        self.device_copy[past.to(self.device_copy.device)] = POISON_BLOCK_ID
 
 
 class MultiGroupBlockTable:
-    """One BlockTable per KV group, moved together."""
+    """One BlockTable per KV group, moved together, committed in one launch; a ``RowStore``.
 
-    def __init__(self, tables: Sequence[BlockTable]) -> None:
+    Attributes:
+        table_set: all device copies, as ``slot_mapping`` and ``prepare_decode`` take them.
+    """
+
+    def __init__(self, tables: Sequence[BlockTable], owners: SlotOwners | None = None) -> None:
+        """
+        Args:
+            owners: refuses what would make two rows write to one block; None: nobody looks.
+        """
         self.tables = list(tables)
+        self._owners = owners
+        self.table_set = TableSet.of([t.device_copy for t in tables], [t.block_size for t in tables])
 
-    def add_row(self, row: int, block_ids: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Set a row's blocks, per group."""
-        for table, ids in zip(self.tables, block_ids, strict=True):
-            table.clear_row(row)
+    def add_row(self, row: int, block_ids: Sequence[Sequence[int] | Ints]) -> None:
+        """Set a row's blocks, per group. Its computed positions must be known by then.
+
+        Raises:
+            StepRefused: as ``BlockTable.append_row``, or a slot overlap.
+        """
+        self.clear_row(row)
+        for group, (table, ids) in enumerate(zip(self.tables, block_ids, strict=True)):
             table.append_row(row, ids)
+            if self._owners is not None:
+                self._owners.add_blocks(row, group, table.block_ids(row))
 
-    def append_row(self, row: int, group: int, block_ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    def append_row(self, row: int, group: int, block_ids: Sequence[int] | Ints) -> None:
+        """Raises StepRefused: as ``BlockTable.append_row``, or a slot overlap, or no such group."""
+        table = self._group(group)
+        held = int(table.num_blocks_per_row[row]) // table.ratio
+        table.append_row(row, block_ids)
+        if self._owners is not None and len(block_ids):
+            self._owners.claim(row, group, np.arange(held, held + len(block_ids)), np.asarray(block_ids))
+
+    def append_rows(self, rows: Ints, groups: Ints, block_ids: Ints) -> None:
+        """``append_row`` for all blocks of a step: one block each, in the order in which rows get theirs.
+
+        Raises:
+            StepRefused: as ``append_row``.
+        """
+        for group in np.unique(groups).tolist():
+            table = self._group(group)
+            own = groups == group
+            own_rows, ids = (rows, block_ids) if own.all() else (rows[own], block_ids[own])
+            held = table.num_blocks_per_row[own_rows] // table.ratio
+            table.append_rows(own_rows, ids)
+            if self._owners is not None:
+                self._owners.claim(own_rows, group, held + _rank_among_equals(own_rows), ids)
+
+    def _group(self, group: int) -> BlockTable:
         if not 0 <= group < len(self.tables):
             raise StepRefused(f"KV group {group} does not exist")
-        self.tables[group].append_row(row, block_ids)
+        return self.tables[group]
 
     def move_row(self, source: int, target: int) -> None:
         for table in self.tables:
             table.move_row(source, target)
+        if self._owners is not None:
+            self._owners.move_row(source, target)
 
     def clear_row(self, row: int) -> None:
         for table in self.tables:
             table.clear_row(row)
+        if self._owners is not None:
+            self._owners.clear_row(row)
 
     def swap_row(self, a: int, b: int) -> None:
         for table in self.tables:
             table.swap_row(a, b)
+        if self._owners is not None:
+            self._owners.swap_row(a, b)
 
     def commit(self) -> None:
+        """Bring the device's copies up to date: one small copy and one launch for all groups, or nothing."""
+        headers, values = [], []
+        for group, table in enumerate(self.tables):
+            staged = table.take_staged() if table.has_own_copy else None
+            if staged is not None and len(staged[0]):
+                runs, ids = staged
+                headers.append(np.insert(runs, 0, group, axis=1))
+                values.append(ids)
+        if not headers:
+            return
+        all_headers, all_values = np.concatenate(headers), np.concatenate(values)
+        on_gpu = self.table_set.device.type == "cuda"
+        # Pinned memory of torch's is not handed out again before the copies out of it are done.
+        size = len(all_headers) * HEADER_WORDS + len(all_values)
+        packed = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
+        pack_runs(all_headers, all_values, packed.numpy())
+        packed = packed.to(self.table_set.device, non_blocking=True)
+        write = write_runs if on_gpu else write_runs_reference
+        write(packed, len(all_headers), self.table_set)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every table's ``check`` holds and no two rows write to one block."""
         for table in self.tables:
-            table.commit()
+            table.check()
+        if self._owners is not None:
+            max_rows = len(self.tables[0].num_blocks_per_row)
+            self._owners.check([[table.block_ids(row) for table in self.tables] for row in range(max_rows)])
+
+    def poison(self) -> None:
+        for table in self.tables:
+            table.poison()
+
+
+def _rank_among_equals(values: Ints) -> Ints:
+    """How many equal values stand before each: of ``[3, 5, 3, 3]``, ``[0, 0, 1, 2]``."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(values) else order
+    ranks = np.empty(len(values), np.int64)
+    ranks[order] = np.arange(len(values)) - np.repeat(starts, np.diff(np.append(starts, len(values))))
+    return ranks

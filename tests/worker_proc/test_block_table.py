@@ -1,17 +1,25 @@
-"""Block tables and slots: the seeds' examples, bad ids refused, and no stale id after any move."""
+"""Block tables and slots: worked examples, bad ids refused, no stale id after any move, and a device that knows all."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.worker_proc.block_table import BlockTable, MultiGroupBlockTable
+from quire.kernels.slot_mapping import slot_mapping_reference, slot_mappings_reference
+from quire.worker_proc.block_table import POISON_BLOCK_ID, BlockTable, MultiGroupBlockTable
 from quire.worker_proc.input_batch import StepRefused
 
+CPU = torch.device("cpu")
 
-def table_of(block_size: int = 4, max_rows: int = 4, max_len: int = 32, num_blocks: int = 100) -> BlockTable:
-    return BlockTable(block_size, max_rows, max_len, num_blocks, torch.device("cpu"))
+
+def table_of(
+    block_size: int = 4, max_rows: int = 4, max_len: int = 32, num_blocks: int = 100, **options: Any
+) -> BlockTable:
+    return BlockTable(block_size, max_rows, max_len, num_blocks, CPU, **options)
 
 
 def slots(table: BlockTable, rows: list[int], positions: list[int]) -> list[int]:
@@ -22,20 +30,26 @@ def view(table: BlockTable, rows: list[int], max_seq_len: int) -> list[list[int]
     return table.rows(np.array(rows, np.int64), max_seq_len).tolist()
 
 
-def test_the_example_of_seed_000() -> None:
+def test_slots_of_one_row_and_of_a_chunk_that_crosses_a_block() -> None:
     table = table_of(block_size=4)
     table.append_row(0, [7, 3, 9])
     assert slots(table, [0] * 10, list(range(10))) == [28, 29, 30, 31, 12, 13, 14, 15, 36, 37]
     assert slots(table, [0, 0, 0], [6, 7, 8]) == [14, 15, 36]
 
 
-def test_the_example_of_seed_003() -> None:
-    """Its row 0 begins with block 0, which is never a request's here: all ids are one more."""
+def test_slots_of_three_prompts_of_small_blocks() -> None:
     table = table_of(block_size=2)
     for row, ids in enumerate(([1, 2], [6, 7, 8], [11, 12])):
         table.append_row(row, ids)
     rows, positions = [0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
     assert slots(table, rows, positions) == [2, 3, 12, 13, 14, 15, 16, 22, 23, 24]
+
+
+def test_slots_of_three_rows_in_the_middle_of_theirs() -> None:
+    table = table_of(block_size=4)
+    for row, ids in enumerate(([5, 8], [2, 3, 10], [12])):
+        table.append_row(row, ids)
+    assert slots(table, [0, 0, 1, 1, 1, 2], [3, 7, 2, 5, 9, 1]) == [23, 35, 10, 13, 41, 49]
 
 
 def test_slots_do_not_overflow_32_bits() -> None:
@@ -61,7 +75,7 @@ def test_more_blocks_than_a_request_can_have_are_refused() -> None:
     table.append_row(0, [3])
 
 
-@pytest.mark.parametrize(("row", "position"), [(0, 4), (0, 31), (1, 0)])
+@pytest.mark.parametrize(("row", "position"), [(0, 4), (0, 31), (0, 32), (0, 10**12), (0, -1), (1, 0)])
 def test_a_token_without_a_block_is_refused(row: int, position: int) -> None:
     table = table_of()
     table.append_row(0, [5])
@@ -78,7 +92,7 @@ def test_appending_goes_on_behind_what_is_there() -> None:
 
 
 def test_a_move_leaves_no_stale_id_in_its_target() -> None:
-    """Seeds 000 and 003 copy only the moved length, so that the target keeps ids of its former request behind it."""
+    """The target was the longer one."""
     table = table_of()
     table.append_row(0, [1, 2, 3, 4])
     table.append_row(1, [9])
@@ -122,7 +136,7 @@ def test_after_any_operations_a_table_equals_plain_lists(seed: int) -> None:
             case _:
                 table.clear_row(a)
                 plain[a] = []
-        table.commit()
+        table.check()
         assert view(table, list(range(5)), 32) == [row + [0] * (8 - len(row)) for row in plain]
         assert table.num_blocks_per_row.tolist() == [len(row) for row in plain]
 
@@ -161,3 +175,297 @@ def test_setting_a_row_replaces_what_it_held() -> None:
     groups.add_row(0, [np.array([1, 2, 3], np.int32)])
     groups.add_row(0, [np.array([9], np.int32)])
     assert view(groups.tables[0], [0], 12) == [[9, 0, 0]]
+
+
+def test_many_rows_get_blocks_at_once() -> None:
+    table = table_of(max_len=12)
+    table.append_row(2, [9])
+    table.append_rows(np.array([2, 0, 2, 1]), np.array([5, 6, 7, 8]))
+    table.append_rows(np.array([], np.int64), np.array([], np.int64))
+    assert view(table, [0, 1, 2], 12) == [[6, 0, 0], [8, 0, 0], [9, 5, 7]]
+    with pytest.raises(StepRefused, match="has 4 blocks, 3 are the most"):
+        table.append_rows(np.array([0, 2]), np.array([1, 1]))
+    with pytest.raises(StepRefused, match="not from 1 to 99"):
+        table.append_rows(np.array([0, 1]), np.array([1, 0]))
+    assert table.num_blocks_per_row[:3].tolist() == [1, 1, 3]
+
+
+# ---- blocks that are larger where they are given out
+
+
+def test_a_block_given_out_is_several_of_the_kernels() -> None:
+    table = table_of(block_size=32, max_len=96, kernel_block_size=16)
+    table.append_row(0, [1, 2])
+    table.append_row(0, [7])
+    assert table.block_size == 16 and table.num_blocks_per_row[0] == 6
+    assert view(table, [0], 96) == [[2, 3, 4, 5, 14, 15]]
+    assert table.block_ids(0).tolist() == [1, 2, 7]
+    assert slots(table, [0, 0, 0], [0, 31, 80]) == [32, 63, 15 * 16]
+    with pytest.raises(StepRefused, match="has 4 blocks, 3 are the most"):
+        table.append_row(0, [8])
+    with pytest.raises(StepRefused, match="not from 1 to 99"):
+        table.append_row(1, [100])
+
+
+@given(ids=st.lists(st.integers(1, 99), min_size=1, max_size=4), ratio=st.sampled_from([1, 2, 4]))
+def test_slots_do_not_depend_on_how_blocks_are_cut(ids: list[int], ratio: int) -> None:
+    """Kernel's blocks of a block lie one behind the other in memory: the same position has the same slot."""
+    whole, cut = table_of(8), table_of(8, kernel_block_size=8 // ratio)
+    for table in (whole, cut):
+        table.append_row(2, ids)
+    positions = list(range(8 * len(ids)))
+    assert slots(whole, [2] * len(positions), positions) == slots(cut, [2] * len(positions), positions)
+
+
+@pytest.mark.parametrize("kernel_block_size", [3, 16, 0])
+def test_blocks_that_cannot_be_cut_are_refused(kernel_block_size: int) -> None:
+    with pytest.raises(ValueError, match="cannot be cut"):
+        table_of(block_size=8, kernel_block_size=kernel_block_size)
+
+
+def test_ids_that_need_more_than_32_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="more than 32 bits"):
+        table_of(block_size=8, kernel_block_size=1, num_blocks=2**28 + 1)
+
+
+# ---- blocks that are read no more
+
+
+@pytest.mark.parametrize("kernel_block_size", [4, 2])
+def test_the_null_block_may_stand_left_of_a_window_and_is_not_written_to(kernel_block_size: int) -> None:
+    table = table_of(null_allowed=True, kernel_block_size=kernel_block_size)
+    table.append_row(0, [0, 0, 9])
+    assert slots(table, [0], [8]) == [36]
+    for position in (0, 3, 7):
+        with pytest.raises(StepRefused, match="null block"):
+            slots(table, [0, 0], [9, position])
+    with pytest.raises(StepRefused, match="not from 0 to 99"):
+        table.append_row(0, [-1])
+
+
+# ---- context parallelism
+
+
+def test_two_ranks_take_turns() -> None:
+    first, second = (table_of(max_len=16, total_cp_world_size=2, cp_rank=rank, cp_interleave=2) for rank in range(2))
+    for table in (first, second):
+        table.append_row(0, [7, 3])
+        with pytest.raises(StepRefused, match="has 3 blocks, 2 are the most"):
+            table.append_row(0, [4])
+        assert view(table, [0], 9) == [[7, 3]] and view(table, [0], 8) == [[7]]
+    assert slots(first, [0] * 10, list(range(10))) == [28, 29, -1, -1, 30, 31, -1, -1, 12, 13]
+    assert slots(second, [0] * 10, list(range(10))) == [-1, -1, 28, 29, -1, -1, 30, 31, -1, -1]
+
+
+def test_a_position_of_another_rank_needs_its_block_too() -> None:
+    table = table_of(total_cp_world_size=2, cp_rank=0)
+    table.append_row(0, [5])
+    with pytest.raises(StepRefused, match="no block"):
+        slots(table, [0], [9])
+
+
+@pytest.mark.parametrize("options", [{"cp_rank": 1}, {"total_cp_world_size": 2, "cp_interleave": 3}])
+def test_ranks_that_cannot_be_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"cannot be|not a multiple"):
+        table_of(**options)
+
+
+@st.composite
+def mapped_steps(draw: st.DrawFn) -> tuple[BlockTable, list[range]]:
+    """A table, and the positions that each of its rows computes."""
+    world_size = draw(st.integers(1, 4))
+    kernel_block_size, ratio = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([1, 2, 3]))
+    table = table_of(
+        kernel_block_size * ratio,
+        max_len=240 * world_size,
+        kernel_block_size=kernel_block_size,
+        total_cp_world_size=world_size,
+        cp_rank=draw(st.integers(0, world_size - 1)),
+        cp_interleave=draw(st.sampled_from([1, 2])),
+    )
+    held = draw(st.lists(st.lists(st.integers(1, 99), max_size=4), min_size=1, max_size=4))
+    spans = []
+    for row, ids in enumerate(held):
+        table.append_row(row, ids)
+        end = draw(st.integers(0, len(ids) * table.span * ratio))
+        spans.append(range(draw(st.integers(0, end)), end))
+    return table, spans
+
+
+@given(step=mapped_steps())
+def test_slots_equal_the_kernels_reference(step: tuple[BlockTable, list[range]]) -> None:
+    table, spans = step
+    rows = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
+    positions = np.array([position for span in spans for position in span], np.int64)
+    starts = torch.tensor([0, *map(len, spans)]).cumsum(0)
+    # Poison: neither may look past a row's length.
+    table.poison()
+    expected = slot_mapping_reference(
+        starts,
+        torch.from_numpy(positions),
+        table.device_copy,
+        table.block_size,
+        row_of=torch.arange(len(spans)),
+        context_parallel=table.context_parallel,
+    )
+    assert table.slots(rows, positions).tolist() == expected.tolist()
+
+
+# ---- a device's own copy
+
+
+def separate(**options: Any) -> BlockTable:
+    """A table whose device copy is another tensor, as on a GPU."""
+    return table_of(own_copy=True, max_rows=5, **options)
+
+
+def test_a_device_that_shares_the_hosts_memory_has_no_other() -> None:
+    assert not table_of().has_own_copy and separate().has_own_copy
+    shared = table_of()
+    groups = MultiGroupBlockTable([shared])
+    groups.append_row(0, 0, [5])
+    assert shared.device_copy[0, 0] == 5
+
+
+def test_nothing_reaches_the_device_before_it_is_committed() -> None:
+    groups = MultiGroupBlockTable([separate(), separate(block_size=8)])
+    groups.add_row(1, [[1, 2, 3], [4]])
+    assert not groups.tables[0].device_copy.any() and not groups.tables[1].device_copy.any()
+    with pytest.raises(AssertionError, match="not committed"):
+        groups.check()
+    groups.commit()
+    groups.check()
+    assert groups.tables[0].device_copy[1, :3].tolist() == [1, 2, 3] and groups.tables[1].device_copy[1, 0] == 4
+
+
+def test_only_what_changed_is_sent() -> None:
+    table = separate()
+    assert table.take_staged() is None
+    table.append_row(3, [1, 2, 3])
+    table.append_row(1, [4])
+    table.append_row(3, [5])
+    runs, ids = table.take_staged() or pytest.fail("nothing is staged")
+    assert runs.tolist() == [[1, 0, 1], [3, 0, 4]] and ids.tolist() == [4, 1, 2, 3, 5]
+    assert table.take_staged() is None
+    table.append_row(3, [6])
+    table.append_row(0, [7])
+    table.clear_row(0)
+    table.append_row(1, [])
+    runs, ids = table.take_staged() or pytest.fail("nothing is staged")
+    assert runs.tolist() == [[3, 4, 1]] and ids.tolist() == [6]
+    table.move_row(3, 0)
+    table.clear_row(3)
+    runs, ids = table.take_staged() or pytest.fail("nothing is staged")
+    assert runs.tolist() == [[0, 0, 5]] and ids.tolist() == [1, 2, 3, 5, 6]
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("append"), st.integers(0, 4), st.integers(0, 1), st.lists(st.integers(1, 99), max_size=3)),
+    st.tuples(st.just("add"), st.integers(0, 4), st.lists(st.integers(1, 99), max_size=4)),
+    st.tuples(st.sampled_from(["move", "swap"]), st.integers(0, 4), st.integers(0, 4)),
+    st.tuples(st.just("many"), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1)), max_size=4)),
+    st.tuples(st.just("clear"), st.integers(0, 4)),
+    st.tuples(st.just("commit")),
+)
+
+
+class PlainRows:
+    """What two groups should hold: lists of blocks, as they are given out; eight at most."""
+
+    def __init__(self) -> None:
+        self.held: list[list[list[int]]] = [[[] for _ in range(5)] for _ in range(2)]
+
+    def apply(self, groups: MultiGroupBlockTable, operation: Any) -> None:
+        match operation:
+            case "append", row, group, ids:
+                ids = ids[: 8 - len(self.held[group][row])]
+                groups.append_row(row, group, ids)
+                self.held[group][row] += ids
+            case "add", row, ids:
+                groups.add_row(row, [ids, ids[:1]])
+                self.held[0][row], self.held[1][row] = list(ids), list(ids[:1])
+            case "many", pairs:
+                pairs = [(row, group) for row, group in pairs if len(self.held[group][row]) < 5]
+                ids = list(range(50, 50 + len(pairs)))
+                rows, of_groups = np.array(pairs, np.int64).reshape(-1, 2).T
+                groups.append_rows(rows, of_groups, np.array(ids))
+                for (row, group), block_id in zip(pairs, ids, strict=True):
+                    self.held[group][row].append(block_id)
+            case "move", source, target:
+                groups.move_row(source, target)
+                for rows in self.held:
+                    rows[target] = list(rows[source])
+            case "swap", a, b:
+                groups.swap_row(a, b)
+                for rows in self.held:
+                    rows[a], rows[b] = rows[b], rows[a]
+            case "clear", row:
+                groups.clear_row(row)
+                for rows in self.held:
+                    rows[row] = []
+            case _:
+                groups.commit()
+
+
+@given(operations=st.lists(OPERATIONS, max_size=25))
+def test_after_any_operations_the_device_knows_every_row(operations: list[Any]) -> None:
+    """Poison past the lengths, before and after: nothing of it ever comes below a length."""
+    groups = MultiGroupBlockTable([separate(), separate(block_size=8, max_len=64, kernel_block_size=4)])
+    plain = PlainRows()
+    groups.poison()
+    for operation in operations:
+        plain.apply(groups, operation)
+    groups.commit()
+    groups.check()
+    groups.poison()
+    groups.check()
+    for table, rows in zip(groups.tables, plain.held, strict=True):
+        for row, ids in enumerate(rows):
+            kernels = [block_id * table.ratio + i for block_id in ids for i in range(table.ratio)]
+            padded = kernels + [POISON_BLOCK_ID] * (table.device_copy.shape[1] - len(kernels))
+            assert table.device_copy[row].tolist() == padded
+            assert table.block_ids(row).tolist() == ids
+
+
+def test_all_groups_are_mapped_from_the_device() -> None:
+    groups = MultiGroupBlockTable([separate(), separate(block_size=8, kernel_block_size=4)])
+    groups.add_row(0, [[7, 3], [2]])
+    groups.add_row(1, [[9], [5]])
+    groups.commit()
+    starts, positions = torch.tensor([0, 2, 3]), torch.tensor([3, 4, 1])
+    mapped = slot_mappings_reference(starts, positions, groups.table_set)
+    assert mapped.tolist() == [table.slots(np.array([0, 0, 1]), positions.numpy()).tolist() for table in groups.tables]
+    assert mapped.tolist() == [[31, 12, 37], [19, 20, 41]]
+
+
+# ---- what check finds
+
+
+def test_check_finds_a_device_that_does_not_know() -> None:
+    groups = MultiGroupBlockTable([separate()])
+    groups.add_row(0, [[1, 2]])
+    groups.commit()
+    groups.tables[0].device_copy[0, 2] = 5  # past the length: means nothing
+    groups.check()
+    groups.tables[0].device_copy[0, 1] = 5
+    with pytest.raises(AssertionError, match="does not know"):
+        groups.check()
+
+
+def test_check_finds_ids_where_none_should_be() -> None:
+    table = table_of()
+    table.append_row(0, [1, 2])
+    table.num_blocks_per_row[0] = 1
+    with pytest.raises(AssertionError, match="past a row's length"):
+        table.check()
+    table.num_blocks_per_row[0] = 3
+    with pytest.raises(AssertionError, match="no block of the pool"):
+        table.check()
+
+
+def test_check_finds_half_a_block() -> None:
+    table = table_of(block_size=8, kernel_block_size=4)
+    table.append_row(0, [1])
+    table.num_blocks_per_row[0] = 1
+    with pytest.raises(AssertionError, match="held in part"):
+        table.check()

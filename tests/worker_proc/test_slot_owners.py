@@ -1,0 +1,360 @@
+"""No two rows write the same slot: what a sound scheduler does is let through, every overlap is refused."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.protocol.kv_layout import KVGroup
+from quire.worker_proc.block_table import NULL_KINDS, BlockTable, MultiGroupBlockTable
+from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.slot_owners import SlotOwners
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 64
+FULL = KVGroup("full_attention", 4, [0])
+WINDOW = KVGroup("sliding_window", 4, [1], window=6)
+CHUNKS = KVGroup("chunked_local_attention", 4, [1], window=8)
+STATES = KVGroup("mamba", 4, [1])
+CROSS = KVGroup("cross_attention", 4, [1])
+
+
+class Rows:
+    """Tables with owners, and the column of computed positions that a batch would have."""
+
+    def __init__(self, *groups: KVGroup, max_rows: int = 4, world_size: int = 1) -> None:
+        self.num_computed = np.zeros(max_rows, np.int32)
+        tables = [
+            BlockTable(
+                g.block_size,
+                max_rows,
+                80 * world_size,
+                NUM_BLOCKS,
+                CPU,
+                null_allowed=g.kind in NULL_KINDS,
+                total_cp_world_size=world_size,
+            )
+            for g in groups
+        ]
+        self.tables = MultiGroupBlockTable(tables, SlotOwners(groups, NUM_BLOCKS, self.num_computed, world_size))
+
+    def add(self, row: int, *block_ids: list[int], computed: int = 0) -> None:
+        self.num_computed[row] = computed
+        self.tables.add_row(row, block_ids)
+
+    def move(self, source: int, target: int) -> None:
+        """As a batch does: columns and tables, and then the source is cleared."""
+        self.num_computed[target] = self.num_computed[source]
+        self.tables.move_row(source, target)
+        self.clear(source)
+
+    def clear(self, row: int) -> None:
+        self.num_computed[row] = 0
+        self.tables.clear_row(row)
+
+
+def refused() -> "pytest.RaisesExc[StepRefused]":
+    return pytest.raises(StepRefused, match="slot overlap")
+
+
+def test_a_block_that_another_row_writes_is_refused() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2])
+    rows.add(1, [3])
+    with refused():
+        rows.tables.append_row(1, 0, [2])
+
+
+def test_a_new_row_may_not_write_what_another_does() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2])
+    with refused():
+        rows.add(1, [3, 1])
+
+
+def test_hits_are_shared_and_what_comes_behind_them_is_not() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2, 3], computed=0)
+    rows.num_computed[0] = 9
+    rows.add(1, [1, 2, 4], computed=8)
+    rows.add(2, [1, 2, 5], computed=8)
+    rows.tables.check()
+    with refused():  # block 3 is half full: row 3 goes on in the middle of it
+        rows.add(3, [1, 2, 3], computed=9)
+
+
+def test_a_full_block_of_a_living_row_is_read_on_and_not_given_away() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2])
+    rows.num_computed[0] = 8
+    with refused():
+        rows.add(1, [1])
+
+
+def test_a_hit_is_not_written_to_after_its_writer_has_gone() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2])
+    rows.num_computed[0] = 5
+    rows.add(1, [1, 3], computed=4)
+    rows.add(2, [1, 4], computed=4)
+    rows.clear(0)
+    rows.clear(1)
+    rows.tables.check()
+    rows.tables.append_row(2, 0, [3, 2])  # nobody has these any more
+    with refused():
+        rows.add(0, [1])
+    rows.clear(0)
+    rows.clear(2)
+    rows.add(0, [1])
+    rows.tables.check()
+
+
+def test_blocks_of_a_removed_row_are_free_in_the_same_step() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2, 3])
+    rows.clear(0)
+    rows.add(0, [3, 1])
+    rows.add(1, [2])
+    rows.tables.check()
+
+
+def test_claims_move_with_their_row() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1])
+    rows.add(1, [2])
+    rows.add(2, [3])
+    rows.clear(0)
+    rows.move(2, 0)
+    rows.tables.check()
+    rows.tables.append_row(1, 0, [1])
+    with refused():
+        rows.tables.append_row(1, 0, [3])
+
+
+def test_claims_swap_with_their_rows() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1])
+    rows.add(1, [2])
+    rows.tables.swap_row(0, 1)
+    rows.tables.swap_row(1, 2)
+    rows.tables.check()
+    rows.clear(0)
+    rows.add(3, [2])
+    with refused():
+        rows.tables.append_row(3, 0, [1])
+
+
+def test_groups_share_one_pool() -> None:
+    rows = Rows(FULL, WINDOW)
+    rows.add(0, [1], [2])
+    with refused():
+        rows.tables.append_row(0, 1, [1])
+    with refused():
+        rows.add(1, [3], [3])
+
+
+@pytest.mark.parametrize("ids", [[5, 6, 5], [1]])
+def test_a_row_may_not_have_a_block_twice(ids: list[int]) -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1])
+    with refused():
+        rows.tables.append_row(0, 0, ids)
+
+
+def test_rows_that_get_the_same_block_at_once_are_refused() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1])
+    rows.add(1, [2])
+    rows.tables.append_rows(np.array([0, 1]), np.array([0, 0]), np.array([3, 4]))
+    rows.tables.check()
+    with refused():
+        rows.tables.append_rows(np.array([0, 1]), np.array([0, 0]), np.array([5, 5]))
+
+
+@pytest.mark.parametrize(
+    ("group", "computed"),
+    [
+        # The last position at which something still reads block 1, which holds positions 0 to 3.
+        (WINDOW, 8),  # a window of 6: sees 3 to 8
+        (CHUNKS, 7),
+        (STATES, 4),  # the state behind position 3
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_a_block_behind_the_window_is_given_to_another_row(group: KVGroup, computed: int) -> None:
+    rows = Rows(group)
+    rows.add(0, [1, 2, 3])
+    rows.num_computed[0] = computed
+    with refused():
+        rows.add(1, [1])
+    rows.clear(1)
+    rows.num_computed[0] = computed + 1
+    rows.add(1, [1])
+    rows.tables.check()
+    with refused():
+        rows.tables.append_row(0, 0, [1])
+
+
+def test_a_row_gets_back_what_it_gave_up() -> None:
+    rows = Rows(WINDOW)
+    rows.add(0, [1, 2, 3])
+    rows.num_computed[0] = 9
+    rows.tables.append_row(0, 0, [1])
+    rows.tables.check()
+    with refused():
+        rows.tables.append_row(0, 0, [1])
+
+
+def test_null_blocks_are_nobodys() -> None:
+    rows = Rows(WINDOW, STATES)
+    for row in range(3):
+        rows.add(row, [0, 0, 3 * row + 1], [0, 0, 3 * row + 2], computed=8)
+        rows.tables.append_row(row, 1, [0, 3 * row + 3])
+    rows.tables.check()
+
+
+def test_an_encoders_blocks_are_private_whatever_is_computed() -> None:
+    rows = Rows(FULL, CROSS)
+    rows.add(0, [1, 2], [3, 4])
+    rows.num_computed[0] = 8
+    with refused():
+        rows.add(1, [1, 5], [3, 6], computed=4)
+    rows.clear(1)
+    rows.add(1, [1, 5], [6, 7], computed=4)
+    rows.tables.check()
+
+
+def test_blocks_for_drafts_are_claimed_like_any() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2, 3])  # one token known, the rest for drafts
+    with refused():
+        rows.add(1, [3])
+
+
+def test_ranks_share_a_block_out_so_that_it_holds_more_positions() -> None:
+    rows = Rows(FULL, world_size=2)
+    rows.add(0, [1, 2])
+    rows.num_computed[0] = 9
+    rows.add(1, [1, 3], computed=8)
+    rows.tables.check()
+    with refused():
+        rows.add(2, [1, 4], computed=7)
+
+
+def test_check_finds_an_overlap() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2])
+    rows.add(1, [3])
+    rows.tables.tables[0].append_row(1, [2])  # past the owners
+    with pytest.raises(AssertionError, match="rows 0 and 1 write to block 2"):
+        rows.tables.check()
+
+
+def test_check_finds_a_block_without_a_claim() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1])
+    rows.tables.tables[0].append_row(0, [2])
+    with pytest.raises(AssertionError, match="has not claimed 2"):
+        rows.tables.check()
+
+
+def test_check_finds_a_writer_of_what_is_read() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2], computed=4)
+    rows.num_computed[0] = 0
+    with pytest.raises(AssertionError, match=r"has not claimed 1"):
+        rows.tables.check()
+
+
+# ---- a scheduler that is sound, and one that makes a mistake
+
+
+class Pool:
+    """A scheduler in small: rows of one full and one window group, hits, windows, removals. Counts references."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.rows = Rows(FULL, WINDOW, max_rows=5)
+        self.refs = [1] + [0] * (NUM_BLOCKS - 1)
+        self.held: list[tuple[list[int], list[int]]] = []
+        self.computed: list[int] = []
+
+    def free_blocks(self, count: int) -> list[int]:
+        free = [block_id for block_id, refs in enumerate(self.refs) if not refs]
+        taken = self.rng.sample(free, count)
+        for block_id in taken:
+            self.refs[block_id] = 1
+        return taken
+
+    def add(self) -> None:
+        """A new row; half of them begin with the full blocks of another."""
+        if len(self.held) == 5 or self.refs.count(0) < 4:
+            return
+        full, window, computed = [], [], 0
+        if self.held and self.rng.random() < 0.5:
+            other = self.rng.randrange(len(self.held))
+            hit = self.computed[other] // 4
+            full = self.held[other][0][:hit]
+            first = max(0, hit * 4 - WINDOW.window + 1) // 4
+            window = [0] * first + self.held[other][1][first:hit]
+            if 0 in window[first:]:
+                return
+            computed = hit * 4
+            for block_id in full + window[first:]:
+                self.refs[block_id] += 1
+        self.held.append((full + self.free_blocks(1), window + self.free_blocks(1)))
+        self.computed.append(computed)
+        self.rows.add(len(self.held) - 1, *self.held[-1], computed=computed)
+
+    def run(self) -> None:
+        """Every row computes a few positions; what falls behind its window is free for the next row already."""
+        for row, (full, window) in enumerate(self.held):
+            count = self.rng.randrange(4)
+            end = self.computed[row] + count
+            skipped = max(0, self.computed[row] - WINDOW.window + 1) // 4
+            for index, block_id in enumerate(window[:skipped]):
+                if block_id:
+                    self.refs[block_id] -= 1
+                    window[index] = 0
+            missing = -(-end // 4) - len(full)
+            if end > 80 or self.refs.count(0) < 2 * max(missing, 0):
+                continue
+            for group, blocks in enumerate((full, window)):
+                new = self.free_blocks(max(missing, 0))
+                blocks += new
+                self.rows.tables.append_row(row, group, new)
+            self.computed[row] = end
+        # The worker's column is behind until the step has run, as the scheduler's acknowledged count is.
+        self.rows.num_computed[: len(self.computed)] = self.computed
+
+    def remove(self) -> None:
+        if not self.held:
+            return
+        row, last = self.rng.randrange(len(self.held)), len(self.held) - 1
+        for block_id in filter(None, self.held[row][0] + self.held[row][1]):
+            self.refs[block_id] -= 1
+        self.rows.clear(row)
+        if row != last:
+            self.rows.move(last, row)
+        self.held[row], self.computed[row] = self.held[last], self.computed[last]
+        self.held.pop()
+        self.computed.pop()
+
+    def used_in_full_group(self) -> list[int]:
+        return [block_id for full, _ in self.held for block_id in full]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_sound_scheduler_is_never_refused_and_a_mistake_always(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = Pool(rng)
+    for _ in range(30):
+        rng.choice((pool.add, pool.run, pool.run, pool.remove))()
+        pool.rows.tables.check()
+    used = pool.used_in_full_group()
+    if used:
+        with refused():
+            pool.rows.tables.append_row(rng.randrange(len(pool.held)), rng.randrange(2), [rng.choice(used)])
