@@ -10,7 +10,8 @@ import pytest
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import kv_layout
-from quire.protocol.model_config import RopeConfig, load_model_config, parse_model_config
+from quire.protocol.model_config import SUPPORTED_ARCHITECTURES, load_model_config, parse_model_config
+from quire.protocol.rope_config import RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -87,8 +88,6 @@ def test_rope_is_read_in_its_old_and_its_new_form(changes: dict[str, Any], rope:
         ({"architectures": "LlamaForCausalLM"}, "architecture None"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 128}, "use_sliding_window"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": 65}, "hidden_size 65 is not a multiple"),
         ({"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim 7 must be even"),
@@ -102,11 +101,27 @@ def test_rope_is_read_in_its_old_and_its_new_form(changes: dict[str, Any], rope:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a positive number"),
         ({"rope_theta": -1}, "rope_theta must be a positive number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope type 'yarn'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "method 'awq' is not supported for LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "supported: none, and mxfp4 for GptOssForCausalLM"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported: silu"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be a list of 3 names"),
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "layer_types 'linear_attention'"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "use_sliding_window"),
+        ({"num_kv_shared_layers": 3}, "no layer before 0 is of type full_attention"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers must be an integer from 0 to 3"),
+        (
+            {"rope_scaling": {"rope_type": "proportional"}},
+            "supported: default, linear, dynamic, llama3, yarn, longrope",
+        ),
+        ({"rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]}}, "rope type 'mrope'"),
+        ({"rope_scaling": {"type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 4 positive"),
+        ({"partial_rotary_factor": 0.4}, "rotates 3 of 8 dimensions"),
+        ({"partial_rotary_factor": 2}, "rotates 16 of 8 dimensions"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a positive number"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],
 )
 def test_a_refusal_names_file_and_field_in_one_line(changes: dict[str, Any], told: str) -> None:
@@ -114,6 +129,12 @@ def test_a_refusal_names_file_and_field_in_one_line(changes: dict[str, Any], tol
         parse(**changes)
     text = str(caught.value)
     assert text.startswith("config.json: ") and told in text and "\n" not in text
+
+
+def test_the_refusal_of_an_architecture_lists_those_that_run() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(architectures=["MambaForCausalLM"])
+    assert all(name in str(caught.value) for name in SUPPORTED_ARCHITECTURES) and len(SUPPORTED_ARCHITECTURES) == 15
 
 
 def write(folder: Path, config: Any, generation: Any = None) -> Path:

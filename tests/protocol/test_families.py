@@ -1,0 +1,291 @@
+"""What each family's ``config.json`` means, in the forms in which public checkpoints have it."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model_config import ModelConfig, MoeConfig, parse_model_config
+from quire.protocol.rope_config import RopeConfig
+
+BASE: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def parse(architecture: str, **changes: Any) -> ModelConfig:
+    return parse_model_config({"architectures": [architecture]} | BASE | changes, "config.json")
+
+
+class TestWindows:
+    @pytest.mark.parametrize(
+        ("architecture", "changes", "windows"),
+        [
+            ("MistralForCausalLM", {"sliding_window": 64}, [64] * 6),
+            ("MistralForCausalLM", {"sliding_window": None}, []),
+            ("MistralForCausalLM", {"max_position_embeddings": 32768}, [4096] * 6),
+            ("MistralForCausalLM", {"sliding_window": 512}, []),
+            ("Phi3ForCausalLM", {"sliding_window": 511}, [511] * 6),
+            ("Phi3ForCausalLM", {}, []),
+            ("MixtralForCausalLM", {"sliding_window": None}, []),
+            ("Qwen2ForCausalLM", {"sliding_window": 64, "max_window_layers": 4}, []),
+            ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}, []),
+            (
+                "Qwen2ForCausalLM",
+                {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4},
+                [0] * 4 + [64] * 2,
+            ),
+            ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 64, "num_experts": 8}, [64] * 6),
+            (
+                "Qwen3ForCausalLM",
+                {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0,
+                 "layer_types": ["full_attention", "sliding_attention"] * 3},
+                [0, 64] * 3,
+            ),
+            ("Gemma2ForCausalLM", {"sliding_window": 64}, [64, 0] * 3),
+            ("Gemma3ForCausalLM", {"sliding_window": 64}, [64] * 5 + [0]),
+            ("Gemma3ForCausalLM", {"sliding_window": 64, "sliding_window_pattern": 3}, [64, 64, 0] * 2),
+            ("Gemma3ForCausalLM", {"sliding_window": 64, "_sliding_window_pattern": 2}, [64, 0] * 3),
+            ("GptOssForCausalLM", {"num_local_experts": 8}, [128, 0] * 3),
+            ("SmolLM3ForCausalLM", {}, []),
+            ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 64}, [0, 0, 0, 64, 0, 0]),
+        ],
+    )  # fmt: skip
+    def test_each_familys_rule(self, architecture: str, changes: dict[str, Any], windows: list[int]) -> None:
+        assert parse(architecture, **changes).windows == windows
+
+    def test_window_of_a_layer(self) -> None:
+        assert [parse("Gemma2ForCausalLM", sliding_window=64).window(i) for i in (0, 1)] == [64, 0]
+        assert parse("LlamaForCausalLM").window(3) == 0
+
+
+class TestRopes:
+    def test_yarn(self) -> None:
+        scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+        rope = parse("Qwen2ForCausalLM", rope_theta=1e6, rope_scaling=scaling).rope
+        assert rope == RopeConfig(
+            1e6, "yarn", 4.0, original_max_position=128, attention_factor=pytest.approx(0.1 * math.log(4) + 1)
+        )
+        scaling |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16, "truncate": False}
+        rope = parse("Qwen2ForCausalLM", rope_scaling=scaling).rope
+        assert (rope.attention_factor, rope.beta_fast, rope.truncate) == (1.0, 16.0, False)
+        assert parse("Qwen2ForCausalLM", rope_scaling=scaling | {"attention_factor": 2.5}).rope.attention_factor == 2.5
+
+    @pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+    def test_phi3s_longrope_under_its_three_names(self, kind: str) -> None:
+        scaling = {"type": kind, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        model = parse(
+            "Phi3ForCausalLM",
+            rope_scaling=scaling,
+            original_max_position_embeddings=64,
+            max_position_embeddings=2048,
+            rope_theta=1e4,
+        )
+        assert model.rope.kind == "longrope" and model.rope.original_max_position == 64 and model.rope.factor == 32
+        assert model.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(64)))
+        assert model.rope.long_factor == [2.0] * 4
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"partial_rotary_factor": 0.5},
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        ],
+    )
+    def test_partial_rotation(self, changes: dict[str, Any]) -> None:
+        assert parse("Phi3ForCausalLM", **changes).rope.rotary_dim(8) == 4
+
+    def test_dynamic_is_stretched_from_the_models_own_length(self) -> None:
+        rope = parse("LlamaForCausalLM", rope_scaling={"type": "dynamic", "factor": 2.0}).rope
+        assert (rope.kind, rope.original_max_position) == ("dynamic", 512)
+
+    def test_llama3_without_its_origin_counts_from_the_models_length(self) -> None:
+        scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        assert parse("LlamaForCausalLM", rope_scaling=scaling).rope.original_max_position == 512
+
+    def test_gemma3_in_old_and_new_words(self) -> None:
+        linear = {"rope_type": "linear", "factor": 8.0}
+        old = parse("Gemma3ForCausalLM", rope_scaling=linear, sliding_window=64)
+        new = parse(
+            "Gemma3ForCausalLM",
+            sliding_window=64,
+            rope_parameters={
+                "full_attention": linear | {"rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        )
+        assert old == new
+        assert old.rope == RopeConfig(1e6, "linear", 8.0) and old.local_rope == RopeConfig()
+        assert old.local_rope_layers == [0, 1, 2, 3, 4]
+
+    def test_one_rope_for_all_types_is_one_rope(self) -> None:
+        same = {"rope_type": "default", "rope_theta": 1e4}
+        ropes = {"full_attention": same, "sliding_attention": same}
+        model = parse("Gemma3ForCausalLM", rope_parameters=ropes, sliding_window=64)
+        assert model.local_rope is None and model.local_rope_layers == []
+
+    def test_layers_that_do_not_rotate(self) -> None:
+        assert parse("SmolLM3ForCausalLM").no_rope_layers == [3]
+        assert parse("SmolLM3ForCausalLM", no_rope_layers=[1, 0, 1, 1, 1, 0]).no_rope_layers == [1, 5]
+        assert parse("LlamaForCausalLM").no_rope_layers == []
+        with pytest.raises(ConfigError, match="an entry for each of 6 layers"):
+            parse("SmolLM3ForCausalLM", no_rope_layers=[1])
+
+
+class TestSwitches:
+    def test_gemma_2(self) -> None:
+        model = parse("Gemma2ForCausalLM", query_pre_attn_scalar=16)
+        assert (model.norms, model.norm_offset, model.activation) == ("both", 1.0, "gelu_tanh")
+        assert (model.attention_scale, model.attention_soft_cap, model.final_soft_cap) == (0.25, 50.0, 30.0)
+        assert model.embedding_multiplier == 8.0 and model.tie_word_embeddings and model.head_dim == 256
+        none = parse("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
+        assert none.attention_soft_cap == none.final_soft_cap == 0.0
+
+    def test_gemma_3_as_it_is_published_with_images(self) -> None:
+        raw = {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+        }
+        model = parse_model_config(raw, "config.json")
+        assert (model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads) == (2560, 34, 8, 4)
+        assert (model.head_dim, model.vocab_size, model.dtype, model.max_position) == (256, 262208, "bfloat16", 131072)
+        assert model.qk_norm == "head" and model.windows.count(1024) == 29 and model.attention_scale == 1 / 16
+        with pytest.raises(ConfigError, match="text_config must be an object"):
+            parse("Gemma3ForConditionalGeneration")
+
+    def test_granite(self) -> None:
+        model = parse(
+            "GraniteForCausalLM",
+            embedding_multiplier=12,
+            attention_multiplier=0.015625,
+            residual_multiplier=0.22,
+            logits_scaling=16.0,
+        )
+        assert (model.embedding_multiplier, model.attention_scale) == (12.0, 0.015625)
+        assert (model.residual_multiplier, model.logits_scaling) == (0.22, 16.0)
+
+    def test_olmo_2(self) -> None:
+        model = parse("Olmo2ForCausalLM")
+        assert (model.norms, model.qk_norm, model.rms_norm_eps) == ("after", "width", 1e-5)
+
+    def test_plain_ones(self) -> None:
+        assert parse("LlamaForCausalLM").attention_scale is None
+        assert parse("MistralForCausalLM", attention_bias=True).qkv_bias is False
+        assert parse("Qwen3ForCausalLM").head_dim == 128
+        assert parse("Qwen3ForCausalLM", head_dim=None).head_dim == 8
+
+
+class TestExperts:
+    @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+    def test_qwen3_moe(self, name: str) -> None:
+        model = parse(
+            "Qwen3MoeForCausalLM",
+            **{name: 16},
+            num_experts_per_tok=4,
+            moe_intermediate_size=32,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            norm_topk_prob=True,
+        )
+        assert model.moe == MoeConfig(
+            num_experts=16, num_experts_per_token=4, intermediate_size=32, layers=[1, 5], renormalise=True
+        )
+
+    def test_mixtral(self) -> None:
+        moe = parse("MixtralForCausalLM").moe
+        assert moe == MoeConfig(num_experts=8, num_experts_per_token=2, intermediate_size=128, layers=[*range(6)])
+
+    def test_gpt_oss_as_it_is_published(self) -> None:
+        model = parse(
+            "GptOssForCausalLM",
+            num_local_experts=32,
+            attention_bias=True,
+            swiglu_limit=7.0,
+            quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+            rope_scaling={
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                "rope_type": "yarn", "truncate": False,
+            },
+        )  # fmt: skip
+        assert model.moe == MoeConfig(
+            num_experts=32, num_experts_per_token=4, intermediate_size=128, layers=[*range(6)], softmax_chosen=True,
+            bias=True, activation="clamped_swiglu", mxfp4=True,
+        )  # fmt: skip
+        assert model.attention_sinks and model.qkv_bias and model.o_bias and model.head_dim == 64
+        assert model.rope.theta == 150000.0 and model.rope.kind == "yarn" and not model.rope.truncate
+
+    def test_more_chosen_than_there_are(self) -> None:
+        with pytest.raises(ConfigError, match="num_experts_per_tok must be an integer from 1 to 8"):
+            parse("MixtralForCausalLM", num_experts_per_tok=9)
+
+
+class TestGroups:
+    def test_one_kind_is_one_group(self) -> None:
+        assert [(g.kind, g.window, len(g.layers)) for g in _groups(parse("LlamaForCausalLM"))] == [
+            ("full_attention", 0, 6)
+        ]
+        assert [(g.kind, g.window, len(g.layers)) for g in _groups(parse("MistralForCausalLM", sliding_window=64))] == [
+            ("sliding_window", 64, 6)
+        ]
+
+    def test_a_numerous_kind_is_cut(self) -> None:
+        groups = _groups(parse("Gemma3ForCausalLM", num_hidden_layers=26, sliding_window=64))
+        assert [len(g.layers) for g in groups] == [4, 4, 4, 4, 4, 4, 2]
+        assert [g.kind for g in groups] == ["full_attention"] + ["sliding_window"] * 6
+        assert groups[0].layers == [5, 11, 17, 23]
+
+    def test_near_numbers_make_one_group_each(self) -> None:
+        types = ["full_attention"] * 2 + ["sliding_attention"] * 3
+        model = parse("Gemma2ForCausalLM", num_hidden_layers=5, layer_types=types, sliding_window=64)
+        assert [g.layers for g in _groups(model)] == [[0, 1], [2, 3, 4]]
+
+    @given(st.data())
+    def test_each_layer_that_writes_is_in_one_group(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, 40))
+        types = data.draw(st.lists(st.sampled_from(["full", "sliding"]), min_size=count, max_size=count))
+        shared = data.draw(st.integers(0, count - 1))
+        names = [f"{name}_attention" for name in types]
+        owners = count - shared
+        fits = all(name in names[:owners] for name in names[owners:])
+        raw = {"num_hidden_layers": count, "layer_types": names, "num_kv_shared_layers": shared, "sliding_window": 64}
+        if not fits:
+            with pytest.raises(ConfigError, match="num_kv_shared_layers"):
+                parse("Gemma3ForCausalLM", **raw)
+            return
+        model = parse("Gemma3ForCausalLM", **raw)
+        groups = _groups(model)
+        assert sorted(layer for g in groups for layer in g.layers) == list(range(owners))
+        for group in groups:
+            assert {model.window(layer) for layer in group.layers} == {group.window}
+        for layer in range(count):
+            source = model.cache_source(layer)
+            assert source == layer if layer < owners else source < owners
+            assert model.window(source) == model.window(layer)
+            assert types[source] == types[layer]
+        sizes = [len(g.layers) for g in groups]
+        # What smaller groups waste: less than one block of layers per kind, or half where kinds are near in number.
+        assert max(sizes) * len(sizes) <= 1.5 * owners or max(sizes) * len(sizes) - owners < 2 * max(sizes)
+
+
+def _groups(model: ModelConfig) -> Any:
+    return kv_layout(model, 16, "float32").groups
