@@ -1,0 +1,42 @@
+"""Variants of the sampling kernels to compile ahead."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kernel_variant import Variant
+
+from quire.kernels import sampling, sampling_noise_triton, sampling_stats, sampling_stats_triton, sampling_triton
+from quire.kernels.sampling_noise import TILE_ROWS
+
+TYPES = {
+    "logits": "*bf16",
+    "top_k": "*i32",
+    "chunk_keys": "*i32",
+    "chunk_tokens": "*i32",
+    "bad": "*i1",
+    "positions": "*i32",
+    **dict.fromkeys(("best", "temperature", "top_p", "log_min_p", "chunk_sums", "log_sum_exp"), "*fp32"),
+    **dict.fromkeys(("state", "histogram", "sums", "seeds", "tokens", "best_tokens"), "*i64"),
+    "noise": "*fp64",
+}
+
+
+def variant(name: str, kernel: Any, constants: dict[str, int], num_warps: int = 8) -> Variant:
+    return Variant(name, kernel, TYPES, constants, {"num_warps": num_warps})
+
+
+def variants() -> Iterator[Variant]:
+    chunk, bins = {"CHUNK": sampling_stats.CHUNK}, {"BINS": sampling.BINS}
+    chunks = {"TILE_CHUNKS": sampling_stats.tile_chunks(1 << 18)}
+    cuts = {"ANY_TOP_K": 1, "ANY_TOP_P": 1}
+    yield variant("sampling noise", sampling_noise_triton.uniform_kernel, {"TILE_ROWS": TILE_ROWS}, 4)
+    yield variant("sampling chunk statistics bf16", sampling_stats_triton.chunk_statistics_kernel, chunk)
+    yield variant("sampling row statistics", sampling_stats_triton.row_statistics_kernel, chunks, 4)
+    yield variant("sampling coarse bf16", sampling_triton.coarse_histogram_kernel, chunk | bins | cuts)
+    yield variant("sampling fine bf16", sampling_triton.fine_histogram_kernel, chunk | bins)
+    for selection in (sampling.TOP_K, sampling.TOP_P, sampling.DRAW):
+        which = bins | {"SELECTION": selection}
+        yield variant(f"sampling begin {selection}", sampling_triton.begin_selection_kernel, which | cuts, 4)
+    yield variant("sampling narrow", sampling_triton.narrow_kernel, bins | {"SELECTION": sampling.DRAW}, 4)
+    yield variant("sampling weights bf16", sampling_triton.chunk_weights_kernel, chunk | cuts)
+    yield variant("sampling pick bf16", sampling_triton.pick_token_kernel, chunk | chunks | cuts)

@@ -1,0 +1,88 @@
+"""The sampling references against the engine's CPU sampler, and what launchers refuse. None of this needs triton."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.sampling import sample, sample_reference
+from quire.kernels.sampling_noise import uniform, uniform_reference
+from quire.kernels.sampling_stats import MAX_VOCAB, row_statistics, row_statistics_reference
+from quire.protocol.messages import NewRequestData
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling import noise
+from quire.worker_proc.sampling.sampler import Sampler
+
+ROWS = 64
+
+
+def cpu_samplers(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of rows that know one token each and have the seeds 0, 1, ...; and the noise they were drawn with."""
+    rows = len(logits)
+    batch = InputBatch(rows, 4)
+    sampler = Sampler(batch)
+    new = [NewRequestData(row, str(row), 1, 1, 0, [1], params, row) for row in range(rows)]
+    batch.change_rows([], new, np.zeros(rows, np.int32))
+    sampler.update_state(batch.builder.take(rows))
+    numbers = noise.uniform(np.arange(rows, dtype=np.uint64), np.ones(rows, np.int32))
+    return sampler.sample(logits, np.arange(rows)).tokens, torch.from_numpy(numbers)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.1),
+        (1.0, 20, 1.0, 0.0),
+        (1.0, 0, 0.9, 0.0),
+        (1.5, 40, 0.95, 0.02),
+        (0.8, 5000, 0.5, 0.3),
+    ],
+)
+@pytest.mark.parametrize("equals", [False, True])
+def test_reference_is_the_cpu_samplers(
+    temperature: float, top_k: int, top_p: float, min_p: float, equals: bool
+) -> None:
+    logits = torch.randn(ROWS, 1000, generator=torch.Generator().manual_seed(0)) * 3
+    logits = logits.round() if equals else logits
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens, numbers = cpu_samplers(logits, params)
+    columns = [torch.full((ROWS,), value) for value in (temperature, top_k, top_p, min_p)]
+    columns[1] = columns[1].int()
+    assert torch.equal(sample_reference(logits, numbers, *columns), tokens)
+
+
+def test_statistics_of_a_worked_example() -> None:
+    logits = torch.tensor([[1.0, 3, 3], [0, torch.nan, 9], [-torch.inf] * 3])
+    result = row_statistics_reference(logits)
+    assert result.tokens.tolist() == [1, 1, 0]
+    assert result.bad.tolist() == [False, True, True]
+    assert result.log_sum_exp[0].item() == pytest.approx(3 + math.log(2 + math.exp(-2)))
+
+
+def test_noise_reference_is_the_cpu_samplers() -> None:
+    seeds = np.array([0, 1, 2**63, 2**64 - 1], dtype=np.uint64)
+    positions = np.array([0, 7, 2**31 - 1, 5], dtype=np.int32)
+    result = uniform_reference(torch.from_numpy(seeds), torch.from_numpy(positions))
+    assert result.tolist() == noise.uniform(seeds, positions).tolist()
+
+
+def test_refusals() -> None:
+    ones = torch.ones(2)
+    arguments = [torch.zeros(2, 8), ones.double(), ones, ones.int(), ones, ones]
+    for place, wrong, error in [
+        (0, torch.zeros(2, 8).double(), "logits: dtype"),
+        (0, torch.zeros(2, MAX_VOCAB + 1), "vocab"),
+        (1, ones, "noise: dtype"),
+        (2, torch.ones(3), "temperature: dimension 0"),
+        (3, ones.long(), "top_k: dtype"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            sample(*[wrong if i == place else argument for i, argument in enumerate(arguments)])
+    with pytest.raises(ValueError, match="logits"):
+        row_statistics(torch.zeros(8))
+    with pytest.raises(ValueError, match="positions"):
+        uniform(torch.zeros(2, dtype=torch.uint64), torch.zeros(2))
