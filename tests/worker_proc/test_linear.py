@@ -1,0 +1,118 @@
+"""Linear layers: the same product whoever multiplies, and on request the same bits for a row in any batch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.worker_proc.models.linear import TILE_ROWS, Linear, in_tiles
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=["native", "torch"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the native library (where there is a compiler), and without."""
+    monkeypatch.setenv("QUIRE_CPU_NATIVE", "1" if request.param == "native" else "0")
+    return str(request.param)
+
+
+@pytest.fixture
+def thread_count_restored() -> Iterator[None]:
+    """Leaves torch's thread count as it was."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _linear(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True) -> Linear:
+    weight = torch.nn.Parameter(_random(outputs, inputs, seed=1).to(dtype), requires_grad=False)
+    own = torch.nn.Parameter(_random(outputs, seed=2).to(dtype), requires_grad=False)
+    return Linear(weight, own if bias else None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_prepacking_changes_nothing_but_the_layout(
+    library: str, dtype: torch.dtype, deterministic: bool, bias: bool
+) -> None:
+    linear = _linear(40, 72, dtype, bias)
+    weight, own = linear.weight.data, linear.bias
+    changed = linear.prepack(deterministic=deterministic)
+    assert linear.weight.numel() == (0 if changed else weight.numel())
+    for rows in (1, 5, 40):
+        x = _random(rows, 72).to(dtype)
+        expected = F.linear(x.float(), weight.float(), None if own is None else own.float())
+        torch.testing.assert_close(
+            linear(x), expected.to(dtype), rtol=2e-2 if dtype is torch.bfloat16 else 1e-4, atol=1e-3
+        )
+        total = x.new_ones(rows, 40)
+        linear.add_to(total, x)
+        torch.testing.assert_close(total, 1 + linear(x), rtol=2e-2 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)
+
+
+def test_a_narrow_weight_multiplies_wide_activations_exactly() -> None:
+    """A bfloat16 checkpoint under float32 activations: what widening the weight would have given."""
+    x = _random(5, 72)
+    for prepack in (False, True):
+        linear = _linear(40, 72, torch.bfloat16)
+        expected = F.linear(x, linear.weight.float(), linear.bias.float() if linear.bias is not None else None)
+        if prepack:
+            linear.prepack(deterministic=True)
+        assert linear(x).dtype is torch.float32
+        torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_plain_weight_is_kept_for_who_reads_it(library: str) -> None:
+    linear = _linear(40, 72, torch.float32)
+    weight = linear.weight
+    linear.prepack(keep=True)
+    assert linear.weight is weight
+    assert linear.prepack() and linear.weight is weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (100, 1100)])
+def test_a_rows_bits_do_not_depend_on_its_batch(
+    library: str, dtype: torch.dtype, outputs: int, inputs: int, thread_count_restored: None
+) -> None:
+    torch.set_num_threads(2)
+    linear = _linear(outputs, inputs, dtype)
+    linear.prepack(deterministic=True)
+    x = _random(300, inputs).to(dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([linear(row) for row in x[:60].split(1)])
+    # Threads wait for each other at every barrier when cores are shared, so most of it runs on one.
+    for threads, batches in ((1, (2, 7, 33, 300)), (2, (33, 300))):
+        torch.set_num_threads(threads)
+        for rows in batches:
+            assert torch.equal(torch.cat([linear(part) for part in x.split(rows)])[:60], alone)
+            assert torch.equal(linear(x[:rows].flip(0)).flip(0)[:60], alone[:rows])
+
+
+def test_tiles_whose_rows_differ_are_computed_row_by_row() -> None:
+    weight = _random(8, 16)
+    shapes: list[int] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(len(x))
+        return F.linear(x, weight) + torch.arange(len(x)).unsqueeze(1)
+
+    tiled = in_tiles(product, weight)
+    assert set(shapes) == {TILE_ROWS}
+    shapes.clear()
+    x = _random(5, 16)
+    assert torch.equal(tiled(x), torch.cat([F.linear(row, weight) for row in x.split(1)]))
+    assert shapes == [1] * 5
+
+
+def test_other_devices_keep_the_plain_weight() -> None:
+    linear = Linear(torch.nn.Parameter(torch.empty(4, 4, device="meta")))
+    assert not linear.prepack()
+    assert linear.weight.shape == (4, 4)
