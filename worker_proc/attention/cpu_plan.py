@@ -36,14 +36,18 @@ class DecodeTile:
         rows: which of the decoding rows, in the plan's order.
         cache_rows: int64 ``[2 * rows * num_kv_heads * blocks]``, what to gather of a cache seen as
             ``[2 * num_blocks * num_kv_heads, block_size * head_dim]``.
-        mask: ``[rows, 1, 1, blocks * block_size]`` in the queries' dtype: 0, or -inf past the row's length.
-        tail: int64, places in ``[2 * rows * num_kv_heads * blocks * block_size]`` of unwritten slots.
+        mask: ``[rows, 1, 1, blocks * block_size]`` in the queries' dtype: 0, or -inf where the row's query sees
+            nothing: past its length and left of its window.
+        tail: int64, places in ``[2 * rows * num_kv_heads * blocks * block_size]`` of the slots in gathered blocks
+            that hold nothing the query sees.
+        distance: float32 ``[rows, blocks * block_size]``, the key's position less the query's.
     """
 
     rows: slice
     cache_rows: torch.Tensor
     mask: torch.Tensor
     tail: torch.Tensor
+    distance: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +55,41 @@ class ChunkRow:
     """A row with several new tokens, at ``tokens`` of the step, after ``context`` earlier ones.
 
     Attributes:
-        cache_rows: int64 ``[2 * num_kv_heads * blocks]``, as in a tile; empty without context, when the step's own
-            keys and values are all there is.
+        window, chunk: as in the batch.
+        fresh: the step's own keys and values are all that its queries see, and each sees all before it.
+        gathered_from: position of the first key that is gathered.
+        cache_rows: int64 ``[2 * num_kv_heads * blocks]``, as in a tile.
     """
 
     tokens: slice
     context: int
+    window: int
+    chunk: int
+    fresh: bool
+    gathered_from: int
     cache_rows: torch.Tensor
+
+    def first_key(self, query: int) -> int:
+        """The first position that the row's ``query``-th new token sees."""
+        position = self.context + query
+        if self.window:
+            return max(position - self.window + 1, 0)
+        return position - position % self.chunk if self.chunk else 0
+
+    def geometry(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries ``[first, last)`` against the keys from ``first_key(first)`` to the last query's own.
+
+        Returns:
+            float32 ``[queries, keys]``, the key's position less the query's; and bool, whether it is hidden.
+        """
+        query = torch.arange(self.context + first, self.context + last)[:, None]
+        key = torch.arange(self.first_key(first), self.context + last)
+        hidden = key > query
+        if self.window:
+            hidden |= key <= query - self.window
+        elif self.chunk:
+            hidden |= key < query - query % self.chunk
+        return (key - query).float(), hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +101,6 @@ class LayerPlan:
         written: int64, the tokens that are written, or None: all.
         decode_tokens: int64, tokens of the decoding rows in the tiles' order; None: one tile holds the whole step.
         num_tokens: tokens that belong to rows; what follows them in the flattened batch is padding.
-        band: ``[QUERY_TILE, longest]``, -inf above the diagonal that ends in the lower right corner. The lower right
-            part of it is the causal mask of any tile of queries at the end of its keys. None: no row needs it.
         scratch: for what is gathered, in the cache's dtype. Allocations this large come from the system page by page;
             once per step is enough.
     """
@@ -81,7 +111,6 @@ class LayerPlan:
     num_tokens: int
     tiles: list[DecodeTile]
     chunks: list[ChunkRow]
-    band: torch.Tensor | None
     scratch: torch.Tensor
 
 
@@ -111,7 +140,8 @@ def _layer_plan(batch: StepBatch, kv_cache: torch.Tensor, dtype: torch.dtype) ->
     blocks = _head_rows((slots // block_size)[:, None], kv_cache)[..., 0]
 
     decode = np.flatnonzero(query_lens == 1)
-    order, tile_rows = _cut_tiles(seq_lens[decode], 2 * kv_heads * head_dim * dtype.itemsize)
+    gathered_lens = seq_lens - batch.first_visible // block_size * block_size
+    order, tile_rows = _cut_tiles(gathered_lens[decode], 2 * kv_heads * head_dim * dtype.itemsize)
     decode = decode[order]
     tiles = [_tile(batch, decode[rows], rows, kv_cache, dtype) for rows in tile_rows]
     whole = len(tiles) == 1 and len(decode) == len(query_lens)
@@ -119,7 +149,6 @@ def _layer_plan(batch: StepBatch, kv_cache: torch.Tensor, dtype: torch.dtype) ->
     several = np.flatnonzero(query_lens > 1).tolist()
     spans = [(row, int(starts[row]), int(query_lens[row]), int(seq_lens[row])) for row in several]
     chunks = [_chunk(batch, row, start, length, total, kv_cache) for row, start, length, total in spans]
-    longest = max((total for _, _, length, total in spans if total > length), default=0)
     gathered = [len(tile.cache_rows) for tile in tiles] + [len(chunk.cache_rows) for chunk in chunks]
     return LayerPlan(
         write_rows=(blocks * block_size + (slots % block_size)[:, None]).view(-1),
@@ -128,7 +157,6 @@ def _layer_plan(batch: StepBatch, kv_cache: torch.Tensor, dtype: torch.dtype) ->
         num_tokens=int(query_lens.sum()),
         tiles=tiles,
         chunks=chunks,
-        band=_band(longest, dtype) if longest else None,
         scratch=torch.empty(max(gathered, default=0) * block_size * head_dim, dtype=kv_cache.dtype),
     )
 
@@ -177,32 +205,40 @@ def _cut_tiles(lengths: _Int, token_bytes: int) -> tuple[_Int, list[slice]]:
 def _tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Tensor, dtype: torch.dtype) -> DecodeTile:
     """The tile of some rows of the batch (``members``), which are the plan's decoding rows ``rows``."""
     _, _, kv_heads, block_size, _ = kv_cache.shape
-    lengths = batch.seq_lens_cpu[members].astype(np.int64)
-    num_blocks = -(-lengths // block_size)
+    lengths = batch.seq_lens_cpu[members].astype(np.int64)[:, None]
+    visible = batch.first_visible[members].astype(np.int64)[:, None]
+    first_block = visible // block_size
+    num_blocks = -(-lengths // block_size) - first_block
     width = int(num_blocks.max())
-    table = batch.block_table[torch.from_numpy(members), :width].long()
-    used = torch.from_numpy(np.arange(width) < num_blocks[:, None])
+    used = np.arange(width) < num_blocks
+    column = np.where(used, first_block + np.arange(width), 0)
+    table = batch.block_table[torch.from_numpy(members)[:, None], torch.from_numpy(column)].long()
     # Padding reads the null block, which is zeros for ever. A block of another row would do as well until that row's
     # values are not finite: NaN times a weight of 0 is NaN here too.
-    cache_rows = _head_rows(torch.where(used, table, NULL_BLOCK_ID), kv_cache)
+    cache_rows = _head_rows(torch.where(torch.from_numpy(used), table, NULL_BLOCK_ID), kv_cache)
 
     tokens = width * block_size
+    position = first_block * block_size + np.arange(tokens)
+    hidden = (position >= lengths) | (position < visible)
     mask = torch.zeros(len(members), 1, 1, tokens, dtype=dtype)
-    mask.masked_fill_(torch.from_numpy(np.arange(tokens) >= lengths[:, None])[:, None, None], float("-inf"))
-    in_last_block = (num_blocks[:, None] - 1) * block_size + np.arange(block_size)
-    member, place = np.nonzero(in_last_block >= lengths[:, None])
+    mask.masked_fill_(torch.from_numpy(hidden)[:, None, None], float("-inf"))
+    member, place = np.nonzero(hidden & (np.arange(tokens) < num_blocks * block_size))
     heads = np.arange(2)[:, None] * len(members) * kv_heads + np.arange(kv_heads)
-    tail = (heads[..., None] + member * kv_heads) * tokens + in_last_block[member, place]
-    return DecodeTile(rows, cache_rows.view(-1), mask, torch.from_numpy(tail.reshape(-1)))
+    tail = (heads[..., None] + member * kv_heads) * tokens + place
+    distance = torch.from_numpy((position - (lengths - 1)).astype(np.float32))
+    return DecodeTile(rows, cache_rows.view(-1), mask, torch.from_numpy(tail.reshape(-1)), distance)
 
 
 def _chunk(batch: StepBatch, row: int, start: int, length: int, total: int, kv_cache: torch.Tensor) -> ChunkRow:
-    blocks = -(-total // batch.block_size) if total > length else 0
-    block_ids = batch.block_table[row : row + 1, :blocks].long()
-    return ChunkRow(slice(start, start + length), total - length, _head_rows(block_ids, kv_cache).view(-1))
-
-
-def _band(longest: int, dtype: torch.dtype) -> torch.Tensor:
-    """-inf where a key comes after its query, for ``QUERY_TILE`` queries at the end of ``longest`` keys."""
-    width = max(longest, QUERY_TILE)
-    return torch.full((QUERY_TILE, width), float("-inf"), dtype=dtype).triu_(width - QUERY_TILE + 1)
+    first_block = int(batch.first_visible[row]) // batch.block_size
+    block_ids = batch.block_table[row : row + 1, first_block : -(-total // batch.block_size)].long()
+    reach = batch.window or batch.chunk or total
+    return ChunkRow(
+        tokens=slice(start, start + length),
+        context=total - length,
+        window=batch.window,
+        chunk=batch.chunk,
+        fresh=total == length <= reach,
+        gathered_from=first_block * batch.block_size,
+        cache_rows=_head_rows(block_ids, kv_cache).view(-1),
+    )

@@ -1,0 +1,361 @@
+// Causal attention over a paged cache, read in place through its block table.
+//
+// Cache of one layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values. The work is cut into items
+// of (a few tokens of a row, one key/value head, a stretch of keys), which threads take as they come.
+//
+// The order of every sum is part of the contract: tiles of TILE keys and splits of SPLIT keys stand at absolute
+// positions, a split starts from nothing, and splits are joined in ascending order. So a query's result depends on its
+// own query, keys and values, and not on the batch, on how its prompt was cut, or on the number of threads.
+#include <algorithm>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include <omp.h>
+
+#include "attention_rows.h"
+#include "attention_state.h"
+#include "attention_structs.h"
+#include "attention_write.h"
+
+using namespace quire;
+
+namespace {
+
+constexpr int64_t SPLIT = 4 * TILE;      // keys that one item at least takes whole
+constexpr int64_t BLOCK_ROWS = 32;       // query rows of an item, about
+constexpr int64_t ITEMS_PER_THREAD = 4;  // at least, where the keys allow: evens out rows of different length
+constexpr int64_t ONE_THREAD_MACS = 1 << 16;
+
+// Some tokens of one row against the keys of one head; or only some of its splits, and then `partial` says where the
+// result waits to be joined.
+struct Item {
+    int64_t row, token, count, position, head;
+    int64_t first_split, last_split, partial;
+};
+
+struct Call {
+    char* out;
+    const char* query;
+    int64_t token_stride, head_stride;  // of the query, in elements
+    const char* cache;
+    const QuireStep* step;
+    const QuireLayer* layer;
+    std::atomic<int64_t> error{0};
+
+    int64_t group() const { return layer->num_heads / layer->num_kv_heads; }
+    int64_t width() const { return padded(layer->head_dim); }
+    // First key that a query sees.
+    int64_t first_key(int64_t position) const {
+        if (step->window) return std::max<int64_t>(position - step->window + 1, 0);
+        return step->chunk ? position - position % step->chunk : 0;
+    }
+};
+
+// What a thread works in: grown once, kept.
+struct Workspace {
+    std::vector<float> memory;
+    std::vector<Row> rows;
+    float *query, *out, *joined, *most, *total, *scores, *keys, *values;
+
+    void fit(int64_t count, int64_t width) {
+        const int64_t needed = count * (3 * width + TILE + 2 * VF) + 2 * TILE * width;
+        if (int64_t(memory.size()) < needed) memory.resize(needed);
+        if (int64_t(rows.size()) < count) rows.resize(count);
+        float* at = memory.data();
+        auto take = [&at](int64_t floats) { return std::exchange(at, at + floats); };
+        query = take(count * width), out = take(count * width), joined = take(count * width);
+        scores = take(count * TILE), keys = take(TILE * width), values = take(TILE * width);
+        most = take(count * VF), total = take(count * VF);
+    }
+};
+
+// Where the keys (or values) of a tile stand, one pointer each; outside [first, last) the nearest one's.
+template <class T>
+void locate(Call& call, const Item& item, int64_t tile, int64_t first, int64_t last, bool values, const T** rows) {
+    const QuireLayer& layer = *call.layer;
+    const int64_t size = call.step->block_size, dim = layer.head_dim, base = tile * TILE;
+    const int32_t* table = call.step->block_table + item.row * call.step->table_stride;
+    const T* cache = reinterpret_cast<const T*>(call.cache);
+    first = std::max(first, base), last = std::min(last, base + TILE);
+    for (int64_t key = first; key < last;) {
+        int64_t id = table[key / size];
+        if (id < 0 || id >= layer.num_blocks) call.error = BAD_BLOCK, id = 0;
+        const int64_t head = ((values ? layer.num_blocks : 0) + id) * layer.num_kv_heads + item.head;
+        const T* at = cache + (head * size + key % size) * dim;
+        const int64_t end = std::min(last, key - key % size + size);
+        for (; key < end; key++, at += dim) rows[key - base] = at;
+    }
+    for (int64_t i = 0; i < first - base; i++) rows[i] = rows[first - base];
+    for (int64_t i = last - base; i < TILE; i++) rows[i] = rows[last - base - 1];
+}
+
+// One item under way, over a cache of one format.
+template <class F>
+class Attend {
+    typedef typename F::stored T;
+
+  public:
+    Attend(Call& call, const Item& item, Workspace& work)
+        : call_(call), item_(item), work_(work), width_(call.width()), rows_(item.count * call.group()) {
+        first_ = call.first_key(item.position);
+        last_ = item.position + item.count;
+        work.fit(rows_, width_);
+        // Widened copies pay where several passes would widen the same numbers, and where rows do not fill registers.
+        staged_ = width_ != call.layer->head_dim || (sizeof(T) < 4 && rows_ > QUERIES);
+    }
+
+    void run(float* partials, int64_t partial_size) {
+        load_query();
+        for (int64_t row = 0; row < rows_; row++) work_.most[row] = NOTHING, work_.total[row] = 0.0f;
+        std::fill(work_.joined, work_.joined + rows_ * width_, 0.0f);
+        const int64_t first_tile = std::max(first_, item_.first_split * SPLIT) / TILE;
+        locate(call_, item_, first_tile, first_, last_, false, keys_);
+        for (int64_t split = item_.first_split; split < item_.last_split; split++) {
+            run_split(split);
+            if (item_.partial < 0)
+                join_split();
+            else
+                keep_split(partials + (item_.partial + split - item_.first_split) * partial_size);
+        }
+        if (item_.partial < 0) finish();
+    }
+
+    // Joins what other items kept, [count] partials of them.
+    void join_kept(const float* partials, int64_t partial_size, int64_t count) {
+        for (int64_t row = 0; row < rows_; row++) work_.most[row] = NOTHING, work_.total[row] = 0.0f;
+        std::fill(work_.joined, work_.joined + rows_ * width_, 0.0f);
+        for (int64_t i = 0; i < count; i++, partials += partial_size)
+            for (int64_t row = 0; row < rows_; row++) {
+                const float* kept = partials + row * (width_ + 2);
+                join(work_.most[row], work_.total[row], work_.joined + row * width_, kept[0], kept[1], kept + 2, width_);
+            }
+        finish();
+    }
+
+  private:
+    void load_query() {
+        const QuireLayer& layer = *call_.layer;
+        const float factor = float(layer.scale * layer.k_scale) * F::FACTOR;
+        const int64_t group = call_.group(), bytes = format_bytes(layer.query_format);
+        for (int64_t row = 0; row < rows_; row++) {
+            const int64_t token = item_.token + row / group, head = item_.head * group + row % group;
+            const char* from = call_.query + (token * call_.token_stride + head * call_.head_stride) * bytes;
+            widen_row(layer.query_format, from, layer.head_dim, factor, work_.query + row * width_);
+        }
+    }
+
+    void run_split(int64_t split) {
+        for (int64_t row = 0; row < rows_; row++) work_.rows[row] = Row{NOTHING, vfloat{}};
+        std::fill(work_.out, work_.out + rows_ * width_, 0.0f);
+        const int64_t first = std::max(first_, split * SPLIT), last = std::min(last_, (split + 1) * SPLIT);
+        for (int64_t tile = first / TILE; tile * TILE < last; tile++) run_tile(tile);
+    }
+
+    void run_tile(int64_t tile) {
+        const int64_t base = tile * TILE;
+        const int first = int(std::max<int64_t>(first_ - base, 0)), last = int(std::min<int64_t>(last_ - base, TILE));
+        locate(call_, item_, tile, first_, last_, true, values_);
+        const int from = first / 4, groups = (last + 3) / 4 - from;
+        const Ahead value_rows{reinterpret_cast<const char* const*>(values_) + 4 * from, row_bytes()};
+        float* scores = work_.scores + 4 * from;
+        if (staged_)
+            score_tile<Float32>(work_.query, rows_, width_, widen(keys_, 4 * from, 4 * (from + groups), work_.keys,
+                                value_rows.rows) + 4 * from, groups, scores, Ahead{});
+        else
+            score_tile<F>(work_.query, rows_, width_, keys_ + 4 * from, groups, scores, value_rows);
+        weigh_rows(base, first, last);
+
+        const bool more = base + TILE < last_ && base + TILE < item_.last_split * SPLIT;
+        if (more) locate(call_, item_, tile + 1, first_, last_, false, keys_);
+        const Ahead next{more ? reinterpret_cast<const char* const*>(keys_) : nullptr, row_bytes()};
+        if (staged_)
+            add_tile<Float32>(work_.out, rows_, width_, work_.scores,
+                              widen(values_, first, last, work_.values, next.rows), first, last, Ahead{});
+        else
+            add_tile<F>(work_.out, rows_, width_, work_.scores, values_, first, last, next);
+    }
+
+    void weigh_rows(int64_t base, int first, int last) {
+        const int from = first / VF, to = (last + VF - 1) / VF;
+        const int64_t group = call_.group();
+        for (int64_t row = 0; row < rows_; row++) {
+            const int64_t position = item_.position + row / group;
+            Scores how;
+            how.soft_cap = float(call_.layer->soft_cap);
+            how.slope = call_.layer->alibi ? call_.layer->alibi[item_.head * group + row % group] : 0.0f;
+            how.distance = float(base - position);
+            how.first = int(std::clamp<int64_t>(call_.first_key(position) - base, 0, TILE));
+            how.last = int(std::clamp<int64_t>(position + 1 - base, 0, TILE));
+            float* scores = work_.scores + row * TILE;
+            if (how.first < how.last)
+                weigh(how, from, to, scores, work_.rows[row], work_.out + row * width_, width_);
+            else
+                std::fill(scores + from * VF, scores + to * VF, 0.0f);
+        }
+    }
+
+    // Rows [first, last) of a tile in float32, and pointers to them.
+    const float* const* widen(const T* const* rows, int first, int last, float* to, const char* const* ahead) {
+        const Ahead next{ahead, row_bytes()};
+        for (int i = first; i < last; i++) {
+            widen_row<F>(rows[i], call_.layer->head_dim, 1.0f, to + i * width_);
+            widened_[i] = to + i * width_;
+            if (ahead == nullptr) continue;
+            next.fetch(i, i + 1);
+        }
+        return widened_;
+    }
+
+    void join_split() {
+        for (int64_t row = 0; row < rows_; row++)
+            join(work_.most[row], work_.total[row], work_.joined + row * width_, work_.rows[row].most,
+                 sum(work_.rows[row].sums), work_.out + row * width_, width_);
+    }
+
+    void keep_split(float* partial) {
+        for (int64_t row = 0; row < rows_; row++, partial += width_ + 2) {
+            partial[0] = work_.rows[row].most;
+            partial[1] = sum(work_.rows[row].sums);
+            std::memcpy(partial + 2, work_.out + row * width_, width_ * sizeof(float));
+        }
+    }
+
+    void finish() {
+        const QuireLayer& layer = *call_.layer;
+        const int64_t group = call_.group(), bytes = format_bytes(layer.query_format);
+        for (int64_t row = 0; row < rows_; row++) {
+            const int64_t token = item_.token + row / group, head = item_.head * group + row % group;
+            float* out = work_.joined + row * width_;
+            if (layer.sinks) {
+                const vfloat nothing = {};
+                for (int64_t d = 0; d < width_; d += VF) store(work_.out + d, nothing);
+                join(work_.most[row], work_.total[row], out, layer.sinks[head], 1.0f, work_.out, width_);
+            }
+            const float factor = float(layer.v_scale) * F::FACTOR;
+            for (int64_t d = 0; d < width_; d++) out[d] = out[d] / work_.total[row] * factor;
+            narrow_row(layer.query_format, out, layer.head_dim, 1.0f,
+                       call_.out + (token * layer.num_heads + head) * layer.head_dim * bytes);
+        }
+    }
+
+    int64_t row_bytes() const { return call_.layer->head_dim * int64_t(sizeof(T)); }
+
+    Call& call_;
+    const Item& item_;
+    Workspace& work_;
+    int64_t width_, rows_, first_, last_;
+    bool staged_;
+    const T* keys_[TILE];
+    const T* values_[TILE];
+    const float* widened_[TILE];
+};
+
+// The items of a step; those that are whole but cut into pieces also stand in `joints`.
+struct Work {
+    std::vector<Item> items, joints;
+    int64_t partials = 0;
+
+    void plan(Call& call, int threads) {
+        items.clear(), joints.clear(), partials = 0;
+        std::vector<Item> whole;
+        int64_t splits = 0;
+        add_rows(call, whole, splits);
+        const int64_t most = std::max<int64_t>(1, splits / (threads * ITEMS_PER_THREAD));
+        for (Item& item : whole) {
+            const int64_t count = item.last_split - item.first_split;
+            if (threads == 1 || count <= most) {
+                items.push_back(item);
+                continue;
+            }
+            item.partial = partials;
+            joints.push_back(item);
+            const int64_t pieces = (count + most - 1) / most;
+            for (int64_t piece = 0; piece < pieces; piece++) {
+                Item part = item;
+                part.first_split = item.first_split + count * piece / pieces;
+                part.last_split = item.first_split + count * (piece + 1) / pieces;
+                part.partial = partials + part.first_split - item.first_split;
+                items.push_back(part);
+            }
+            partials += count;
+        }
+    }
+
+  private:
+    static void add_rows(Call& call, std::vector<Item>& whole, int64_t& splits) {
+        const QuireStep& step = *call.step;
+        const int64_t block = std::max<int64_t>(1, BLOCK_ROWS / call.group());
+        for (int64_t row = 0; row < step.num_rows; row++) {
+            const int64_t start = step.query_start_loc[row], end = step.query_start_loc[row + 1];
+            const int64_t length = step.seq_lens[row], context = length - (end - start);
+            if (context < 0 || length > step.table_width * step.block_size || end > step.num_tokens) {
+                call.error = BAD_LENGTH;
+                continue;
+            }
+            for (int64_t token = start; token < end; token += block)
+                for (int64_t head = 0; head < call.layer->num_kv_heads; head++) {
+                    const int64_t count = std::min(block, end - token), position = context + token - start;
+                    const int64_t first = call.first_key(position) / SPLIT, last = (position + count - 1) / SPLIT + 1;
+                    whole.push_back(Item{row, token, count, position, head, first, last, -1});
+                    splits += last - first;
+                }
+        }
+    }
+};
+
+template <class F>
+void attend(Call& call) {
+    static thread_local Work work;
+    static thread_local std::vector<float> partials;
+    const QuireStep& step = *call.step;
+    int64_t macs = 0;
+    for (int64_t i = 0; i < step.num_rows; i++)
+        macs += int64_t(step.seq_lens[i]) * (step.query_start_loc[i + 1] - step.query_start_loc[i]);
+    macs *= call.layer->num_heads * call.layer->head_dim;
+    const int threads = macs < ONE_THREAD_MACS ? 1 : omp_get_max_threads();
+    work.plan(call, threads);
+    const int64_t block = std::max<int64_t>(1, BLOCK_ROWS / call.group());
+    const int64_t partial_size = block * call.group() * (call.width() + 2);
+    if (int64_t(partials.size()) < work.partials * partial_size) partials.resize(work.partials * partial_size);
+    float* kept = partials.data();
+    const Item *items = work.items.data(), *joints = work.joints.data();
+    const int64_t num_items = int64_t(work.items.size()), num_joints = int64_t(work.joints.size());
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        static thread_local Workspace workspace;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_items; i++) Attend<F>(call, items[i], workspace).run(kept, partial_size);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_joints; i++)
+            Attend<F>(call, joints[i], workspace)
+                .join_kept(kept + joints[i].partial * partial_size, partial_size,
+                           joints[i].last_split - joints[i].first_split);
+    }
+}
+
+}  // namespace
+
+// Attention into `out`, contiguous [num_tokens, num_heads, head_dim]; tokens past the last row's become zero. Returns 0, or what was wrong (attention_structs.h): the results are then worth nothing.
+QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_stride, int64_t head_stride,
+                                  const void* cache, const QuireStep* step, const QuireLayer* layer) {
+    Call call{static_cast<char*>(out), static_cast<const char*>(query), token_stride, head_stride,
+              static_cast<const char*>(cache), step, layer};
+    const int64_t used = std::min<int64_t>(step->query_start_loc[step->num_rows], step->num_tokens);
+    const int64_t token_bytes = layer->num_heads * layer->head_dim * format_bytes(layer->query_format);
+    std::memset(call.out + used * token_bytes, 0, (step->num_tokens - used) * token_bytes);
+    switch (layer->cache_format) {
+        case FLOAT32: attend<Float32>(call); break;
+        case BFLOAT16: attend<BFloat16>(call); break;
+        case FLOAT16: attend<Float16>(call); break;
+        case FLOAT8_E4M3: attend<Float8E4M3>(call); break;
+        default: attend<Float8E5M2>(call);
+    }
+    return call.error;
+}
+
+// From a layer's projection to written keys and values, and queries normalised and rotated in place.
+QUIRE_API int64_t quire_attention_prologue(const QuireTokens* tokens, void* cache, const QuireStep* step,
+                                           const QuireLayer* layer) {
+    return prepare_tokens(*tokens, static_cast<char*>(cache), *step, *layer);
+}

@@ -1,0 +1,69 @@
+// The softmax over keys that arrive a tile at a time (Milakov and Gimelshein, arXiv 1805.02867).
+#pragma once
+
+#include <limits>
+
+#include "attention_tile.h"
+
+namespace quire {
+
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// What one query row has gathered; `out` [width] is the sum of exp(score - most) * value.
+struct Row {
+    float most;
+    vfloat sums;  // of exp(score - most), lane by lane
+};
+
+// How scores become weights.
+struct Scores {
+    float soft_cap;   // 0: none
+    float slope;      // of ALiBi; 0: none
+    float distance;   // position of the tile's first key less the query's
+    int first, last;  // keys of the tile that the query sees
+};
+
+// Scores, in place, into weights; what was gathered before is brought to the new largest score. Vectors [from, to) of
+// the tile hold every key that is seen; keys there that are not get the weight 0, whatever their score holds.
+inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, float* out, int64_t width) {
+    vfloat most = splat(NOTHING), lane = {};
+    for (int i = 0; i < VF; i++) lane[i] = float(i);
+    const bool whole = how.first <= from * VF && how.last >= to * VF;
+    for (int v = from; v < to; v++) {
+        vfloat s = load<vfloat>(scores + v * VF);
+        const vfloat key = lane + float(v * VF);
+        if (how.soft_cap != 0.0f) s = hyperbolic_tangent(s / how.soft_cap) * how.soft_cap;
+        if (how.slope != 0.0f) s += (key + how.distance) * how.slope;
+        if (!whole) s = key < float(how.first) ? splat(NOTHING) : key >= float(how.last) ? splat(NOTHING) : s;
+        store(scores + v * VF, s);
+        most = s > most ? s : most;
+    }
+    const float here = largest(most);
+    const float now = here > row.most ? here : row.most;
+    const float kept = exponential(splat(row.most - now))[0];
+    vfloat sums = {};
+    for (int v = from; v < to; v++) {
+        const vfloat weight = exponential(load<vfloat>(scores + v * VF) - now);
+        store(scores + v * VF, weight);
+        sums += weight;
+    }
+    row.most = now;
+    row.sums = row.sums * kept + sums;
+    if (kept != 1.0f)
+        for (int64_t d = 0; d < width; d += VF) store(out + d, load<vfloat>(out + d) * kept);
+}
+
+// A split's sums joined to those of the splits before it, always in ascending order of the keys.
+inline void join(float& most, float& total, float* out, float split_most, float split_total, const float* split_out,
+                 int64_t width) {
+    if (split_most == NOTHING && split_total == 0.0f) return;  // the query sees nothing there
+    const float now = split_most > most ? split_most : most;
+    const float kept = exponential(splat(most - now))[0];
+    const float added = exponential(splat(split_most - now))[0];
+    most = now;
+    total = total * kept + split_total * added;
+    for (int64_t d = 0; d < width; d += VF)
+        store(out + d, load<vfloat>(out + d) * kept + load<vfloat>(split_out + d) * added);
+}
+
+}  // namespace quire

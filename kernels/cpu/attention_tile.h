@@ -1,0 +1,120 @@
+// A tile: some query rows against up to TILE keys that stand wherever the block table says.
+//
+// Query rows are (token, query head) pairs that share one key/value head. Rows are taken QUERIES at a time, so that each
+// key or value that is loaded serves several; which rows stand together changes no bit of any row's result, because
+// each lane of each row is one chain of fused multiply-adds.
+#pragma once
+
+#include "attention_vec.h"
+
+namespace quire {
+
+constexpr int TILE = 64;                     // keys
+constexpr int QUERIES = VF == 16 ? 4 : 3;    // rows at once: four keys' accumulators for each fit the registers
+constexpr int LINE = 64;                     // bytes that one prefetch brings
+
+// Memory that will be needed soon: the row of each key. Null: nothing to fetch.
+struct Ahead {
+    const char* const* rows;
+    int64_t bytes;
+    QUIRE_INLINE void fetch(int first, int last) const {
+        if (rows == nullptr) return;
+        for (int i = first; i < last; i++)
+            for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(rows[i] + at);
+    }
+};
+
+// scores[i][key] = query i . key, for groups of four keys.
+template <class Format, int N>
+void score_rows(const float* query, int64_t width, const typename Format::stored* const* keys, int groups,
+                float* scores, Ahead ahead) {
+    for (int group = 0; group < groups; group++) {
+        const auto *k0 = keys[4 * group], *k1 = keys[4 * group + 1];
+        const auto *k2 = keys[4 * group + 2], *k3 = keys[4 * group + 3];
+        ahead.fetch(4 * group, 4 * group + 4);
+        vfloat acc[N][4] = {};
+        for (int64_t d = 0; d < width; d += VF) {
+            vfloat q[N];
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i++) q[i] = load<vfloat>(query + i * width + d);
+            const vfloat a = Format::value(k0 + d);
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i++) acc[i][0] += q[i] * a;
+            const vfloat b = Format::value(k1 + d);
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i++) acc[i][1] += q[i] * b;
+            const vfloat c = Format::value(k2 + d);
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i++) acc[i][2] += q[i] * c;
+            const vfloat e = Format::value(k3 + d);
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i++) acc[i][3] += q[i] * e;
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < N; i++)
+            store(scores + i * TILE + 4 * group, sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+    }
+}
+
+// out[i][d] += sum over keys of weights[i][key] * value[key][d], for D registers of d.
+template <class Format, int N, int D>
+void add_columns(float* out, int64_t width, const float* weights, const typename Format::stored* const* values,
+                 int64_t column, int first, int last, Ahead ahead) {
+    vfloat acc[N][D];
+    for (int i = 0; i < N; i++)
+        for (int d = 0; d < D; d++) acc[i][d] = load<vfloat>(out + i * width + d * VF);
+    for (int key = first; key < last; key++) {
+        const auto* value = values[key] + column;
+        ahead.fetch(key, key + 1);
+#pragma GCC unroll 8
+        for (int d = 0; d < D; d++) {
+            const vfloat v = Format::value(value + d * VF);
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i++) acc[i][d] += weights[i * TILE + key] * v;
+        }
+    }
+    for (int i = 0; i < N; i++)
+        for (int d = 0; d < D; d++) store(out + i * width + d * VF, acc[i][d]);
+}
+
+template <class Format, int N>
+void add_rows(float* out, int64_t width, const float* weights, const typename Format::stored* const* values,
+              int first, int last, Ahead ahead) {
+    constexpr int D = N == 1 ? 8 : 4;
+    int64_t d = 0;
+    for (; d + D * VF <= width; d += D * VF) {
+        add_columns<Format, N, D>(out + d, width, weights, values, d, first, last, ahead);
+        ahead.rows = nullptr;
+    }
+    for (; d < width; d += VF) add_columns<Format, N, 1>(out + d, width, weights, values, d, first, last, Ahead{});
+}
+
+template <class Format>
+void score_tile(const float* query, int rows, int64_t width, const typename Format::stored* const* keys, int groups,
+                float* scores, Ahead ahead) {
+    int row = 0;
+    for (; row + QUERIES <= rows; row += QUERIES) {
+        score_rows<Format, QUERIES>(query + row * width, width, keys, groups, scores + row * TILE, ahead);
+        ahead.rows = nullptr;
+    }
+    query += row * width, scores += row * TILE;
+    if (rows - row == 3) score_rows<Format, 3>(query, width, keys, groups, scores, ahead);
+    if (rows - row == 2) score_rows<Format, 2>(query, width, keys, groups, scores, ahead);
+    if (rows - row == 1) score_rows<Format, 1>(query, width, keys, groups, scores, ahead);
+}
+
+template <class Format>
+void add_tile(float* out, int rows, int64_t width, const float* weights, const typename Format::stored* const* values,
+              int first, int last, Ahead ahead) {
+    int row = 0;
+    for (; row + QUERIES <= rows; row += QUERIES) {
+        add_rows<Format, QUERIES>(out + row * width, width, weights + row * TILE, values, first, last, ahead);
+        ahead.rows = nullptr;
+    }
+    out += row * width, weights += row * TILE;
+    if (rows - row == 3) add_rows<Format, 3>(out, width, weights, values, first, last, ahead);
+    if (rows - row == 2) add_rows<Format, 2>(out, width, weights, values, first, last, ahead);
+    if (rows - row == 1) add_rows<Format, 1>(out, width, weights, values, first, last, ahead);
+}
+
+}  // namespace quire

@@ -1,0 +1,170 @@
+// What attention adds to common.h: the number formats of a cache, sums in one order, and an exponential.
+//
+// Nothing here may be compiled with -ffast-math: masks are infinities, and the order of every sum is part of the
+// contract.
+#pragma once
+
+#include "common.h"
+
+#if defined(__F16C__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__GNUC__) && !defined(__clang__)
+// Vectors never cross a call here: everything is inlined, so how they would be passed does not matter.
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+namespace quire {
+
+typedef uint16_t vu16 __attribute__((vector_size(2 * VF)));
+typedef uint8_t vu8 __attribute__((vector_size(VF)));
+typedef float vf4 __attribute__((vector_size(16)));
+
+// ---- number formats. `value` widens exactly; what is stored means FACTOR times the result.
+
+QUIRE_INLINE vfloat widen_half(vu16 half) {
+#if defined(__AVX512F__)
+    return (vfloat)_mm512_cvtph_ps((__m256i)half);
+#elif defined(__F16C__)
+    return (vfloat)_mm256_cvtph_ps((__m128i)half);
+#else
+    const vuint wide = __builtin_convertvector(half, vuint);
+    const vfloat magnitude = (vfloat)((wide & 0x7fff) << 13) * 5.192296858534828e33f;  // 2^112: the biases' difference
+    const vuint special = (vuint)((wide & 0x7c00) == 0x7c00) & 0x7f800000u;
+    return (vfloat)((vuint)magnitude | special | ((wide & 0x8000) << 16));
+#endif
+}
+
+QUIRE_INLINE vu16 widen_bytes(vu8 bytes) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m128i low = _mm_setzero_si128();
+    std::memcpy(&low, &bytes, sizeof(bytes));
+    return (vu16)_mm_cvtepu8_epi16(low);
+#else
+    return __builtin_convertvector(bytes, vu16);
+#endif
+}
+
+struct Float32 {
+    typedef float stored;
+    static constexpr float FACTOR = 1.0f;
+    static QUIRE_INLINE vfloat value(const stored* from) { return load<vfloat>(from); }
+};
+
+struct BFloat16 {
+    typedef uint16_t stored;
+    static constexpr float FACTOR = 1.0f;
+    static QUIRE_INLINE vfloat value(const stored* from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        // gcc 12 makes four instructions of this out of __builtin_convertvector.
+        return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)load<vu16>(from)), 16);
+#else
+        return load_floats(from);
+#endif
+    }
+};
+
+struct Float16 {
+    typedef uint16_t stored;
+    static constexpr float FACTOR = 1.0f;
+    static QUIRE_INLINE vfloat value(const stored* from) { return widen_half(load<vu16>(from)); }
+};
+
+// Exponent bias 7 where float16 has 15; no infinity, and 0x7f is NaN (OCP 8-bit floating point formats, 1.0).
+struct Float8E4M3 {
+    typedef uint8_t stored;
+    static constexpr float FACTOR = 256.0f;
+    static QUIRE_INLINE vfloat value(const stored* from) {
+        const vu16 wide = widen_bytes(load<vu8>(from));
+        const vu16 magnitude = wide & 0x7f;
+        const vu16 nan = (vu16)(magnitude == 0x7f) & 0x7e00;
+        return widen_half(((wide & 0x80) << 8) | (magnitude << 7) | nan);
+    }
+};
+
+// The upper half of a float16.
+struct Float8E5M2 {
+    typedef uint8_t stored;
+    static constexpr float FACTOR = 1.0f;
+    static QUIRE_INLINE vfloat value(const stored* from) {
+        return widen_half(widen_bytes(load<vu8>(from)) << 8);
+    }
+};
+
+// ---- reductions
+
+#if defined(__clang__)
+#define QUIRE_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define QUIRE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype((a) < (b)){__VA_ARGS__})
+#endif
+
+// Neighbours added: [a0+a1, a2+a3, b0+b1, b2+b3], in each run of four lanes.
+QUIRE_INLINE vf4 neighbours(vf4 a, vf4 b) {
+    return QUIRE_SHUFFLE(a, b, 0, 2, 4, 6) + QUIRE_SHUFFLE(a, b, 1, 3, 5, 7);
+}
+
+#ifdef __AVX__
+typedef float vf8 __attribute__((vector_size(32)));
+QUIRE_INLINE vf8 neighbours(vf8 a, vf8 b) {
+    return QUIRE_SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + QUIRE_SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+}
+#endif
+
+template <class Half, class Whole>
+QUIRE_INLINE Half fold(Whole v) {
+    Half halves[2];
+    std::memcpy(halves, &v, sizeof(v));
+    return halves[0] + halves[1];
+}
+
+// The sums of four vectors, each in the same order.
+QUIRE_INLINE vf4 sums(vfloat a, vfloat b, vfloat c, vfloat d) {
+#if defined(__AVX512F__)
+    return fold<vf4>(neighbours(neighbours(fold<vf8>(a), fold<vf8>(b)), neighbours(fold<vf8>(c), fold<vf8>(d))));
+#elif defined(__AVX__)
+    return fold<vf4>(neighbours(neighbours(a, b), neighbours(c, d)));
+#else
+    return neighbours(neighbours(a, b), neighbours(c, d));
+#endif
+}
+
+QUIRE_INLINE float sum(vfloat v) { return sums(v, v, v, v)[0]; }
+
+QUIRE_INLINE float largest(vfloat v) {
+    float lanes[VF];
+    store(lanes, v);
+    for (int half = VF / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
+    return lanes[0];
+}
+
+// ---- exponentials
+
+// For x <= 88. Below -87 it is 0 exactly, and exp(0) is 1 exactly; a NaN stays one. Relative error under 2e-7: the
+// range is cut to |r| <= ln(2)/2 around n*ln(2) (split in two, as Cody and Waite do), then Cephes' polynomial (expf).
+QUIRE_INLINE vfloat exponential(vfloat x) {
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which stands in the low bits
+    const vfloat bounded = x < -87.0f ? splat(-87.0f) : x;
+    const vfloat shifted = bounded * 1.44269504088896341f + shift;
+    const vfloat n = shifted - shift;
+    const vfloat r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+    vfloat p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = (p * (r * r) + r) + 1.0f;
+    const vint power = ((vint)shifted + 127) << 23;
+    return x < -87.0f ? vfloat{} : p * (vfloat)power;
+}
+
+// 1 - 2 / (exp(2x) + 1).
+QUIRE_INLINE vfloat hyperbolic_tangent(vfloat x) {
+    vfloat bounded = x > 15.0f ? splat(15.0f) : x;
+    bounded = bounded < -15.0f ? splat(-15.0f) : bounded;
+    return 1.0f - 2.0f / (exponential(bounded * 2.0f) + 1.0f);
+}
+
+}  // namespace quire

@@ -1,0 +1,145 @@
+"""Attention by torch's operators whose every sum has one order: slow, for a deterministic engine without a compiler.
+
+A matrix product's order of additions may change with its shape, with the number of threads and with where its memory
+starts. So each query token is attended alone, by calls of one shape, over tiles of keys at absolute positions.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from quire.protocol.kv_layout import NULL_BLOCK_ID
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.cpu_plan import CpuPlan
+from quire.worker_proc.attention.cpu_torch import write
+from quire.worker_proc.attention.prologue import normalise_and_rotate
+
+TILE_TOKENS = 256
+"""Keys of a tile, in whole blocks: more is fewer calls for long rows and wasted work for short ones."""
+
+
+@dataclass(slots=True)
+class FixedPlan:
+    """A step's batch, and where its keys and values are written."""
+
+    batch: StepBatch
+    writes: CpuPlan
+
+
+class FixedOrderAttention:
+    """One query token after the other. Stateless."""
+
+    def plan(self, batch: StepBatch) -> FixedPlan:
+        return FixedPlan(batch, CpuPlan(batch))
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: FixedPlan, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        qk = normalise_and_rotate(qkv[:, : heads + kv_heads], spec, None)
+        if rotary is not None:
+            qk = _rotate(qk, rotary)
+        if qkv.shape[1] == heads:
+            return self.forward(qk, None, None, kv_cache, plan, spec)
+        return self.forward(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], kv_cache, plan, spec)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: FixedPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if key is not None and value is not None:
+            write(kv_cache, key, value, plan.writes.of_layer(kv_cache, query.dtype), spec)
+        out = torch.zeros(query.shape, dtype=query.dtype)
+        batch = plan.batch
+        with _one_thread():
+            token = 0
+            for row, (length, total) in enumerate(zip(batch.query_lens_cpu, batch.seq_lens_cpu, strict=True)):
+                for position in range(int(total - length), int(total)):
+                    out[token] = _attend_token(query[token], kv_cache, batch, row, position, spec)
+                    token += 1
+        return out
+
+
+def _rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """As ``models/rope.py``, but no product and sum in one call: a fused multiply-add depends on where a value stands
+    in its vector register."""
+    cos, sin = rotary.cos_sin()
+    width = cos.shape[-1]
+    turning = x[..., :width]
+    turned = turning * cos + turning.roll(width // 2, -1) * sin
+    return torch.cat((turned, x[..., width:]), -1)
+
+
+def _attend_token(
+    query: torch.Tensor, kv_cache: torch.Tensor, batch: StepBatch, row: int, position: int, spec: AttentionSpec
+) -> torch.Tensor:
+    """``[num_heads, head_dim]`` of the query at ``position`` of a row."""
+    size = batch.block_size
+    tile_blocks = -(-TILE_TOKENS // size)
+    start = 0
+    if batch.window:
+        start = max(position - batch.window + 1, 0)
+    elif batch.chunk:
+        start = position - position % batch.chunk
+    by_head = (spec.num_kv_heads, -1, 1)
+    scaled = query.float().view(spec.num_kv_heads, -1, spec.head_dim) * (spec.scale * spec.k_scale)
+    most = torch.full((*scaled.shape[:2], 1), float("-inf"))
+    total, out = torch.zeros_like(most), torch.zeros_like(scaled)
+    for tile in range(start // (tile_blocks * size), position // (tile_blocks * size) + 1):
+        keys = torch.arange(tile * tile_blocks * size, (tile + 1) * tile_blocks * size)
+        hidden = (keys < start) | (keys > position)
+        seen_keys, seen_values = _tile(kv_cache, batch, row, tile * tile_blocks, tile_blocks, start, position, hidden)
+        scores = torch.bmm(scaled, seen_keys.transpose(1, 2))
+        if spec.soft_cap:
+            scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+        if spec.alibi_slopes is not None:
+            scores = scores + spec.alibi_slopes.float().view(by_head) * (keys - position).float()
+        scores = scores.masked_fill(hidden, float("-inf"))
+        now = torch.maximum(most, scores.amax(-1, keepdim=True))
+        kept, weights = torch.exp(most - now), torch.exp(scores - now)
+        most, total = now, total * kept + weights.sum(-1, keepdim=True)
+        out = out * kept + torch.bmm(weights, seen_values)
+    if spec.sinks is not None:
+        sinks = spec.sinks.float().view(by_head)
+        now = torch.maximum(most, sinks)
+        kept = torch.exp(most - now)
+        out, total = out * kept, total * kept + torch.exp(sinks - now)
+    return (out / total * spec.v_scale).view(query.shape).to(query.dtype)
+
+
+def _tile(
+    kv_cache: torch.Tensor,
+    batch: StepBatch,
+    row: int,
+    first_block: int,
+    num_blocks: int,
+    start: int,
+    position: int,
+    hidden: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a tile's blocks, float32 ``[num_kv_heads, tokens, head_dim]``, zero where ``hidden``."""
+    columns = torch.arange(first_block, first_block + num_blocks)
+    used = (columns >= start // batch.block_size) & (columns <= position // batch.block_size)
+    ids = batch.block_table[row].index_select(0, torch.where(used, columns, 0)).long()
+    ids = torch.where(used, ids, NULL_BLOCK_ID)
+    source = kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache
+    both = source.index_select(1, ids).view(kv_cache.dtype).float()
+    both = both.transpose(1, 2).flatten(2, 3).masked_fill(hidden[:, None], 0.0)
+    return both[0].clone(), both[1].clone()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

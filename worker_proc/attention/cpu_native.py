@@ -1,0 +1,218 @@
+"""Attention by our own C++ (``kernels/cpu/attention.cpp``): what it is handed, in its own layout."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.cpu.native import Native
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+
+FORMATS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+"""``Format`` of ``attention_rows.h``."""
+
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+ERRORS = {
+    1: "a block id is outside the cache",
+    2: "a row is longer than its block table, or than the step's tokens",
+    3: "a slot is outside the cache",
+    4: "a position is outside the rotary table",
+}
+
+
+class Step(ctypes.Structure):
+    """``QuireStep`` of ``attention_structs.h``, field by field; the next two likewise."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("block_table", "query_start_loc", "seq_lens", "slot_mapping")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "table_width", "table_stride")),
+        *((name, ctypes.c_int64) for name in ("block_size", "window", "chunk")),
+    )
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("sinks", "alibi")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "num_blocks")),
+        *((name, ctypes.c_int64) for name in ("cache_format", "query_format")),
+        *((name, ctypes.c_double) for name in ("scale", "soft_cap", "k_scale", "v_scale")),
+    )
+
+
+class Tokens(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "q_norm", "k_norm", "table", "positions")),
+        *((name, ctypes.c_int64) for name in ("token_stride", "head_stride", "value_token_stride")),
+        *((name, ctypes.c_int64) for name in ("value_head_stride", "table_format", "max_position", "rotary_dim")),
+        ("norm_eps", ctypes.c_double),
+    )
+
+
+@dataclass(slots=True)
+class NativePlan:
+    """A step in the library's layout, and the batch that keeps the memory alive which it points to."""
+
+    step: Step
+    batch: StepBatch
+
+
+class NativeAttention:
+    """Calls into the library. Stateless, like the functions behind it."""
+
+    def __init__(self, native: Native) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        step, layer, tokens = ctypes.POINTER(Step), ctypes.POINTER(Layer), ctypes.POINTER(Tokens)
+        self._attention = native.function(
+            "quire_attention", pointer, pointer, number, number, pointer, step, layer, returns=number
+        )
+        self._prologue = native.function("quire_attention_prologue", tokens, pointer, step, layer, returns=number)
+
+    def plan(self, batch: StepBatch) -> NativePlan:
+        """No more than pointers and sizes.
+
+        Raises:
+            ValueError: a tensor's dtype or layout is not what ``StepBatch`` promises.
+        """
+        table = batch.block_table
+        for name, tensor, dtype in (
+            ("block_table", table, torch.int32),
+            ("query_start_loc", batch.query_start_loc, torch.int32),
+            ("seq_lens", batch.seq_lens, torch.int32),
+            ("slot_mapping", batch.slot_mapping, torch.int64),
+        ):
+            if tensor.dtype is not dtype or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+                raise ValueError(f"{name}: {tensor.dtype} with strides {tensor.stride()}, expected {dtype}, dense")
+        step = Step(
+            table.data_ptr(),
+            batch.query_start_loc.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            batch.num_rows,
+            len(batch.slot_mapping),
+            table.shape[1],
+            table.stride(0),
+            batch.block_size,
+            batch.window,
+            batch.chunk,
+        )
+        return NativePlan(step, batch)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        plan: NativePlan,
+        spec: AttentionSpec,
+        rotary: Rotary | None,
+    ) -> torch.Tensor:
+        """Two calls: norms, rotation and write in one pass in float32, the queries in place; then attention."""
+        start, size = _dense(qkv).data_ptr(), qkv.element_size()
+        token_stride, head_stride, _ = qkv.stride()
+        tokens = Tokens(
+            token_stride=token_stride,
+            head_stride=head_stride,
+            value_token_stride=token_stride,
+            value_head_stride=head_stride,
+            norm_eps=spec.norm_eps,
+        )
+        if spec.q_norm is not None or rotary is not None:
+            tokens.query = start
+        if qkv.shape[1] > spec.num_heads:
+            tokens.key = start + spec.num_heads * head_stride * size
+            tokens.value = start + (spec.num_heads + spec.num_kv_heads) * head_stride * size
+        if spec.q_norm is not None:
+            assert spec.k_norm is not None
+            tokens.q_norm = _of(spec.q_norm, qkv.dtype)
+            tokens.k_norm = _of(spec.k_norm, qkv.dtype)
+        if rotary is not None:
+            _set_rotary(tokens, rotary, len(qkv))
+        layer = _layer(spec, kv_cache, qkv.dtype, plan)
+        _check(self._prologue(tokens, kv_cache.data_ptr(), plan.step, layer))
+        return self._attend(qkv[:, : spec.num_heads], kv_cache, plan, layer)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: NativePlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        layer = _layer(spec, kv_cache, query.dtype, plan)
+        if key is not None:
+            assert value is not None and key.dtype is value.dtype is query.dtype
+            tokens = Tokens(
+                key=_dense(key).data_ptr(),
+                value=_dense(value).data_ptr(),
+                token_stride=key.stride(0),
+                head_stride=key.stride(1),
+                value_token_stride=value.stride(0),
+                value_head_stride=value.stride(1),
+            )
+            _check(self._prologue(tokens, kv_cache.data_ptr(), plan.step, layer))
+        return self._attend(_dense(query), kv_cache, plan, layer)
+
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: NativePlan, layer: Layer) -> torch.Tensor:
+        """``query``: ``[num_tokens, num_heads, head_dim]``, strided."""
+        if len(query) != plan.step.num_tokens:
+            raise ValueError(f"query: {len(query)} tokens, the step has {plan.step.num_tokens}")
+        out = torch.empty(query.shape, dtype=query.dtype)
+        token_stride, head_stride, _ = query.stride()
+        cache = kv_cache.data_ptr()
+        _check(self._attention(out.data_ptr(), query.data_ptr(), token_stride, head_stride, cache, plan.step, layer))
+        return out
+
+
+def _set_rotary(tokens: Tokens, rotary: Rotary, num_tokens: int) -> None:
+    table, positions = rotary.table, rotary.positions
+    assert table.is_contiguous() and positions.is_contiguous()
+    assert positions.dtype is torch.int64 and len(positions) == num_tokens
+    tokens.table = table.data_ptr()
+    tokens.positions = positions.data_ptr()
+    tokens.table_format = FORMATS[table.dtype]
+    tokens.max_position, tokens.rotary_dim = table.shape[1:]
+
+
+def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan: NativePlan) -> Layer:
+    _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
+    if block_size != plan.step.block_size or kv_heads != spec.num_kv_heads or head_dim != spec.head_dim:
+        raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)} does not fit the step and the layer")
+    assert kv_cache.is_contiguous() and dtype in ACTIVATIONS
+    return Layer(
+        None if spec.sinks is None else _of(spec.sinks, torch.float32),
+        None if spec.alibi_slopes is None else _of(spec.alibi_slopes, torch.float32),
+        spec.num_heads,
+        kv_heads,
+        head_dim,
+        num_blocks,
+        FORMATS[kv_cache.dtype],
+        FORMATS[dtype],
+        spec.scale,
+        spec.soft_cap,
+        spec.k_scale,
+        spec.v_scale,
+    )
+
+
+def _of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    assert tensor.dtype is dtype and tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"the last dimension must be dense, strides are {tensor.stride()}")
+    return tensor
+
+
+def _check(error: int) -> None:
+    if error:
+        raise ValueError(ERRORS[error])

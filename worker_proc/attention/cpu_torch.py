@@ -1,0 +1,208 @@
+"""Attention over the CPU's paged cache by torch's operators: what a machine without a compiler runs.
+
+A block of one head is one contiguous stretch of the cache, so that one ``index_select`` over such stretches lays each
+head's keys of a row back to back, which is what ``scaled_dot_product_attention`` wants. Which stretches, and which rows
+together: ``cpu_plan``.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.cpu_plan import QUERY_TILE, ChunkRow, CpuPlan, DecodeTile, LayerPlan
+from quire.worker_proc.attention.prologue import attend_plainly
+
+SCORES_AT_ONCE = 1 << 23
+"""Scores of several queries that are written out (32 MiB), where torch has no fused operator for what a layer asks."""
+
+
+class TorchAttention:
+    """Tiles of decoding rows and, one by one, rows with several queries. Stateless."""
+
+    def plan(self, batch: StepBatch) -> CpuPlan:
+        return CpuPlan(batch)
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: CpuPlan, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: CpuPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        layer = plan.of_layer(kv_cache, query.dtype)
+        if key is not None and value is not None:
+            write(kv_cache, key, value, layer, spec)
+        if layer.decode_tokens is None and layer.tiles and len(query) == layer.num_tokens:
+            return _decode(query, kv_cache, layer, layer.tiles[0], spec).reshape(query.shape)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        out[layer.num_tokens :].zero_()
+        if layer.tiles:
+            _decode_rows(query, kv_cache, layer, spec, out)
+        for chunk in layer.chunks:
+            own = chunk.tokens
+            # Where the cache rounds, what is attended to is what was stored.
+            if key is None or value is None or key.dtype is not kv_cache.dtype or not (chunk.fresh and _fusable(spec)):
+                _attend_chunk(query[own], kv_cache, layer, chunk, spec, out[own])
+            else:
+                _attend_prompt(query[own], key[own], value[own], spec, out[own])
+        return out
+
+
+def write(
+    kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: LayerPlan, spec: AttentionSpec
+) -> None:
+    """Copy keys and values ``[num_tokens, num_kv_heads, head_dim]`` to their slots."""
+    if layer.written is not None:
+        key, value = key.index_select(0, layer.written), value.index_select(0, layer.written)
+    dtype, head_dim = kv_cache.dtype, kv_cache.shape[-1]
+    if spec.k_scale != 1.0 or spec.v_scale != 1.0:
+        key, value = key.float() / spec.k_scale, value.float() / spec.v_scale
+    both = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
+    if dtype.itemsize == 1:
+        # The cast alone makes NaN or infinity of what is out of range. Bytes, as torch moves no fp8 on the CPU.
+        most = torch.finfo(dtype).max
+        both, kv_cache = both.float().clamp(-most, most).to(dtype).view(torch.uint8), kv_cache.view(torch.uint8)
+    kv_cache.view(-1, head_dim).index_copy_(0, layer.write_rows, both.to(kv_cache.dtype))
+
+
+def _gather(kv_cache: torch.Tensor, cache_rows: torch.Tensor, layer: LayerPlan, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks of heads back to back, ``[len(cache_rows), block_size * head_dim]``, valid until the next gather."""
+    width = kv_cache.shape[-2] * kv_cache.shape[-1]
+    target = layer.scratch[: len(cache_rows) * width].view(-1, width)
+    if kv_cache.dtype.itemsize == 1:
+        source, raw = kv_cache.view(torch.uint8), target.view(torch.uint8)
+    else:
+        source, raw = kv_cache, target
+    torch.index_select(source.view(-1, width), 0, cache_rows, out=raw)
+    return target.to(dtype)
+
+
+def _fusable(spec: AttentionSpec) -> bool:
+    """Whether ``scaled_dot_product_attention`` can do it. It could add ALiBi, but in the queries' precision."""
+    return not spec.soft_cap and spec.sinks is None and spec.alibi_slopes is None
+
+
+def _attend_explicitly(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor,
+    distance: torch.Tensor,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Scores written out, in float32.
+
+    Args:
+        query: ``[.., num_kv_heads, group, queries, head_dim]``.
+        keys, values: ``[.., num_kv_heads, 1, tokens, head_dim]``.
+        hidden: bool, what no query may see; broadcast to the scores ``[.., num_kv_heads, group, queries, tokens]``,
+            as is ``distance``: the key's position less the query's.
+    """
+    by_head = (spec.num_kv_heads, -1, 1, 1)
+    scores = query.float() @ keys.float().transpose(-1, -2) * (spec.scale * spec.k_scale)
+    if spec.soft_cap:
+        scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+    if spec.alibi_slopes is not None:
+        scores = scores + spec.alibi_slopes.float().view(by_head) * distance
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        sinks = spec.sinks.float().view(by_head).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        scores = scores.softmax(-1)
+    return (scores @ values.float() * spec.v_scale).to(query.dtype)
+
+
+def _decode_rows(
+    query: torch.Tensor, kv_cache: torch.Tensor, layer: LayerPlan, spec: AttentionSpec, out: torch.Tensor
+) -> None:
+    """All decoding rows of ``query`` into their places in ``out``, both ``[num_tokens, num_heads, head_dim]``."""
+    kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+    tokens = layer.decode_tokens
+    mine = query[: layer.num_tokens] if tokens is None else query.index_select(0, tokens)
+    attended = out[: layer.num_tokens] if tokens is None else torch.empty(mine.shape, dtype=mine.dtype)
+    grouped = attended.view(len(mine), kv_heads, -1, head_dim)
+    for tile in layer.tiles:
+        grouped[tile.rows] = _decode(mine[tile.rows], kv_cache, layer, tile, spec)
+    if tokens is not None:
+        out.index_copy_(0, tokens, attended)
+
+
+def _decode(
+    query: torch.Tensor, kv_cache: torch.Tensor, layer: LayerPlan, tile: DecodeTile, spec: AttentionSpec
+) -> torch.Tensor:
+    """One query per row: ``[rows, num_heads, head_dim]`` → ``[rows, num_kv_heads, group, head_dim]``.
+
+    The query heads that share a KV head stand where the sequence usually does: each key is read once for all of them.
+    """
+    rows, kv_heads, head_dim = len(query), kv_cache.shape[2], kv_cache.shape[4]
+    gathered = _gather(kv_cache, tile.cache_rows, layer, query.dtype)
+    if len(tile.tail):
+        # Stale slots may hold NaN, which no additive mask removes.
+        gathered.view(-1, head_dim).index_fill_(0, tile.tail, 0)
+    keys, values = gathered.view(2, rows, kv_heads, -1, head_dim)
+    grouped = query.reshape(rows, kv_heads, -1, head_dim)
+    if _fusable(spec):
+        scale = spec.scale * spec.k_scale
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=tile.mask, scale=scale)
+        return out if spec.v_scale == 1.0 else out * spec.v_scale
+    hidden, distance = tile.mask.unsqueeze(1) != 0, tile.distance.view(rows, 1, 1, 1, -1)
+    out = _attend_explicitly(grouped.unsqueeze(3), keys.unsqueeze(2), values.unsqueeze(2), hidden, distance, spec)
+    return out.squeeze(3)
+
+
+def _by_head(tokens: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """``[length, num_heads, head_dim]`` seen as ``[num_kv_heads, group, length, head_dim]``."""
+    length, _, head_dim = tokens.shape
+    return tokens.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _attend_prompt(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, out: torch.Tensor
+) -> None:
+    """A row without context, in which every query sees all before it: the step's own keys are all there is."""
+    queries, target = _by_head(query, spec.num_kv_heads), _by_head(out, spec.num_kv_heads)
+    keys, values = (x.transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (key, value))
+    target.copy_(F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale))
+
+
+def _attend_chunk(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: LayerPlan,
+    chunk: ChunkRow,
+    spec: AttentionSpec,
+    out: torch.Tensor,
+) -> None:
+    """Several queries of one row, causally, over the cache: ``[length, num_heads, head_dim]`` into ``out``."""
+    kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+    queries, target = _by_head(query, kv_heads), _by_head(out, kv_heads)
+    gathered = _gather(kv_cache, chunk.cache_rows, layer, query.dtype).view(2, kv_heads, 1, -1, head_dim)
+    length, group = len(query), queries.shape[1]
+    size = QUERY_TILE
+    if not _fusable(spec):
+        size = max(1, min(size, SCORES_AT_ONCE // (spec.num_heads * (chunk.context + length))))
+    for first in range(0, length, size):
+        last = min(first + size, length)
+        start = chunk.first_key(first)
+        seen = gathered[:, :, :, start - chunk.gathered_from : chunk.context + last - chunk.gathered_from]
+        distance, hidden = chunk.geometry(first, last)
+        if _fusable(spec):
+            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+            keys, values = seen.expand(-1, -1, group, -1, -1)
+            scale = spec.scale * spec.k_scale
+            attended = F.scaled_dot_product_attention(
+                queries[:, :, first:last], keys, values, attn_mask=mask, scale=scale
+            )
+            if spec.v_scale != 1.0:
+                attended = attended * spec.v_scale
+        else:
+            attended = _attend_explicitly(queries[:, :, first:last], seen[0], seen[1], hidden, distance, spec)
+        target[:, :, first:last] = attended
