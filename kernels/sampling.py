@@ -1,8 +1,8 @@
 """One token per row by temperature, top-k, top-p and min-p, without a sort and without a word from the host.
 
 **Mass.** A token's weight ``exp((logit - best) / temperature)`` is cut to whole 2**-40ths of the best one's: its
-mass, an int64. So sums of masses are exact in any order, a row's token does not depend on how the vocabulary is cut into
-chunks, and "the token that holds unit ``t`` of the mass" is a selection that needs no order of summation. Weights
+mass, an int64. So sums of masses are exact in any order, a row's token does not depend on how the vocabulary is cut
+into chunks, and "the token that holds unit ``t`` of the mass" is a selection that needs no order of summation. Weights
 below 2**-40 of the best are 0: such a token is never drawn.
 
 **Order.** Scaled logits, best first; of equals the lower index. All that the cuts keep is a first part of this order:

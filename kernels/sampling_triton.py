@@ -286,7 +286,7 @@ def pick_token_kernel(
     CHUNK: tl.constexpr,
     TILE_CHUNKS: tl.constexpr,
 ):
-    """Program ``r``: the first token in the vocabulary's order at which row ``r``'s running weight passes its target."""
+    """Program ``r``: the first token, in the vocabulary's order, at which the running weight passes the target."""
     row = tl.program_id(0).to(tl.int64)
     if is_greedy(row, best, temperature):
         tl.store(tokens + row, tl.load(best_tokens + row))
