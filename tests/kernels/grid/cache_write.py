@@ -1,9 +1,12 @@
 """The cache write kernels against their reference; run by test_triton.py."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from quire.kernels.cache_write import CACHE_DTYPES, write_cache, write_cache_reference
+from quire.kernels.cache_write_cuda import write_cache_cuda
 from quire.kernels.checks import nhd_view
 from quire.kernels.fp8 import FP8_DTYPES, as_bits
 
@@ -12,9 +15,14 @@ CACHES = [(dtype, None) for dtype in CACHE_DTYPES]
 CACHES += [(dtype, scales) for dtype in FP8_DTYPES for scales in ("tensor", "head")]
 
 
-@pytest.fixture(params=["triton"])
-def write(request: pytest.FixtureRequest, device: torch.device):
-    return write_cache
+@pytest.fixture(params=["triton", "cuda"])
+def write(request: pytest.FixtureRequest, device: torch.device) -> Any:
+    """The launcher under test; both take the same arguments."""
+    if request.param == "triton":
+        return write_cache
+    if device.type != "cuda":
+        pytest.skip("CUDA C++ needs a GPU; test_cuda.py runs it on the CPU")
+    return write_cache_cuda
 
 
 def make_tokens(num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, num_tokens: int = 9):
