@@ -377,7 +377,7 @@ class Digest(Message, frozen=True, tag=44):
 
 
 class OpaqueResult(Message, frozen=True, tag=43):
-    """A result without its tokens, for replay: who got one, who ended, and hashes of blocks that became full."""
+    """A result without its tokens, for replay: who got one, who ended, who was bad, hashes of blocks that became full."""
 
     step: int
     handles: Int32
@@ -385,6 +385,7 @@ class OpaqueResult(Message, frozen=True, tag=43):
     block_hashes: list[tuple[int, bytes]]
     counts: Int32 | None = None
     drafts: Int32 | None = None
+    bad: list[int] = []
 
 
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control

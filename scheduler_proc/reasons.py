@@ -34,6 +34,8 @@ class PreemptReason(enum.StrEnum):
     LOWEST_PRIORITY = "lowest_priority"
     ITSELF = "itself"
     """It needed a block, and nobody was left to give one up for it."""
+    BAD_PREFIX = "bad_prefix"
+    """It read blocks of a request whose logits are not finite."""
     NEW_EPOCH = "new_epoch"
     """The workers lost what they held."""
 

@@ -104,6 +104,7 @@ class Request:
         max_total_tokens: prompt and output together can never be more.
         num_acknowledged_tokens: positions whose computing was answered.
         num_in_flight: steps sent and not yet answered in which it runs.
+        deaf_until: step up to which results are not this request's any more.
         num_cached_tokens: of the prompt, found in the prefix cache when first scheduled; -1 before.
         num_drafts: drafts that the workers hold, or will, for its next step.
         num_drafts_in_flight: drafts of the steps in flight; each is a placeholder that may come to nothing.
@@ -118,6 +119,7 @@ class Request:
         "block_step",
         "client",
         "cruising",
+        "deaf_until",
         "event_step",
         "handle",
         "introduced",
@@ -182,6 +184,7 @@ class Request:
         self.num_output_placeholders = 0
         self.num_in_flight = 0
         self.num_cached_tokens = -1
+        self.deaf_until = -1
         self.num_preemptions = 0
         self.num_drafts = self.num_drafts_in_flight = 0
         self.wait_reason = WaitReason.QUEUED

@@ -9,9 +9,10 @@ from quire.protocol.messages import EndReason, ModelRunnerOutput, OpaqueResult
 from quire.scheduler_proc.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.outputs import OutputCollector
+from quire.scheduler_proc.reasons import Decision, PreemptReason
 from quire.scheduler_proc.request import STATUS_OF_END, Request, RequestStatus
 from quire.scheduler_proc.request_table import RequestTable
-from quire.scheduler_proc.statistics import Counters
+from quire.scheduler_proc.statistics import Counters, DecisionLog
 
 
 class _Ending(NamedTuple):
@@ -37,6 +38,7 @@ class Results:
         kv: KVCacheManager,
         in_flight: StepsInFlight,
         stats: Counters,
+        decisions: DecisionLog,
     ) -> None:
         self.table = table
         self.cruise = table.cruise
@@ -46,6 +48,7 @@ class Results:
         self.stale_until = -1
         """Results of steps up to this one are not applied any more."""
         self._stats = stats
+        self._decisions = decisions
         self._drafts_are_told = not config.async_scheduling
         self._num_speculative_tokens = config.num_speculative_tokens
 
@@ -81,7 +84,7 @@ class Results:
             there = request.cruising or request.num_output_tokens >= lengths.get(request.handle, 0)
             return ended.get(request.handle) if there else None
 
-        bad = {handle: ending.detail for handle, ending in ended.items() if ending.reason is EndReason.ERROR}
+        bad = {handle: ended[handle].detail if handle in ended else "" for handle in event.bad}
         self._apply(record, sampled, ModelRunnerOutput(event.step, drafts=event.drafts), list(ended), bad, verdict)
 
     def _is_stale(self, step: int) -> bool:
@@ -104,6 +107,7 @@ class Results:
         for handle in bad:
             if handle in self.cruise.roster:
                 self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
+        self._send_back_readers(record, bad)
         self.in_flight.records.popleft()
         latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
@@ -169,6 +173,12 @@ class Results:
         if request.status.is_finished:
             self._stats.dropped_tokens += len(tokens)
             return 0
+        if request.handle in bad and request.status is RequestStatus.PREEMPTED:
+            # It computes all of it again, and may not be bad then. What is in flight came after a bad token.
+            request.deaf_until = self.cruise.sent
+        if record.step <= request.deaf_until:
+            self._stats.dropped_tokens += len(tokens)
+            return 0
         if request.handle in bad:
             self._finish_bad(request, bad[request.handle])
             return 0
@@ -205,9 +215,42 @@ class Results:
     def _end(self, request: Request, ending: _Ending) -> None:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)
 
+    def _send_back_readers(self, record: InFlightStep, bad: dict[int, str]) -> None:
+        """Whoever found a bad request's blocks in the prefix cache computes them itself (protocol law 6).
+
+        What the bad one wrote is forgotten first. A reader may be bad in the same result, for no fault of its own.
+        """
+        sampling = record.requests() if bad else {}
+        for handle in bad:
+            request = sampling[handle]
+            if request.status.is_finished:
+                continue
+            own = self._first_own_block(request)
+            self.kv.forget_content(request, own * self.kv.block_size)
+            for reader in [*self.table.running.values(), *self.table.leaving.values()]:
+                if reader is not request and self._read_from(reader, request, own, reader.handle in bad):
+                    self._decisions.note(Decision(record.step, "preempt", reader.request_id, PreemptReason.BAD_PREFIX))
+                    self.table.put_out(reader)
+                    self.kv.free(reader)
+
+    def _first_own_block(self, request: Request) -> int:
+        """From which block on it wrote itself. After a preemption that is not known any more: all may be its own."""
+        cached = 0 if request.num_preemptions else max(request.num_cached_tokens, 0)
+        return cached // self.kv.block_size
+
+    def _read_from(self, reader: Request, writer: Request, first: int, reader_is_bad: bool) -> bool:
+        """Whether ``reader`` may hold blocks that ``writer`` wrote, of which ``first`` is the first."""
+        if len(reader.block_hashes) <= first or len(writer.block_hashes) <= first:
+            return False
+        if reader.block_hashes[first] != writer.block_hashes[first]:
+            return False
+        if reader.num_preemptions:
+            return not reader_is_bad  # two of which neither is known to have written would send back each other
+        return reader.num_cached_tokens > first * self.kv.block_size
+
     def _finish_bad(self, request: Request, detail: str) -> None:
-        """What it wrote may be rotten. After a preemption it is not known any more which blocks were not its own."""
-        self.kv.forget_content(request, 0 if request.num_preemptions else max(request.num_cached_tokens, 0))
+        """What it wrote may be rotten."""
+        self.kv.forget_content(request, self._first_own_block(request) * self.kv.block_size)
         self.finish(request, EndReason.ERROR, detail=detail)
 
     def stop_at(self, request: Request, num_output_tokens: int) -> None:

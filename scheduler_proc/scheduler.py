@@ -85,7 +85,7 @@ class Scheduler:
         self.decisions = DecisionLog()
         self._stats = Counters()
         self.planner = Planner(config, layout, self.table, self.kv, self.decisions, self._stats)
-        self.results = Results(config, self.table, self.kv, self.in_flight, self._stats)
+        self.results = Results(config, self.table, self.kv, self.in_flight, self._stats, self.decisions)
         self._cruising_allowed = cruise
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, self.kv.block_size)
         self._step = 0

@@ -235,4 +235,4 @@ def _opaque_result(scheduler: Scheduler, event: ModelRunnerOutput) -> OpaqueResu
     scheduler.consume(event)
     ended = [e for _, m in scheduler.take_messages() if isinstance(m, StepOutputs) for e in m.ended]
     hashes = [(h, block_hash) for h, n in known.items() for block_hash in sampling[h].block_hashes[n:]]
-    return OpaqueResult(event.step, order, ended, hashes, event.counts, event.drafts)
+    return OpaqueResult(event.step, order, ended, hashes, event.counts, event.drafts, event.bad)

@@ -256,6 +256,30 @@ def test_a_bad_row_ends_alone_with_an_error() -> None:
     assert end_of(driver, "b") == (EndReason.LENGTH, expected_tokens([*PROMPT, ord("b")], 8))
 
 
+@pytest.mark.parametrize("reader_is_bad_too", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_who_read_a_bad_rows_blocks_computes_them_itself(asynchronous: bool, reader_is_bad_too: bool) -> None:
+    driver = Driver(async_scheduling=asynchronous)
+    prompt = [*range(3, 40)]
+    driver.add("writer", prompt, max_tokens=30)
+    driver.add("stranger", [99, *prompt], max_tokens=30)
+    for _ in range(3):
+        driver.step()
+    driver.add("reader", prompt, max_tokens=12)
+    driver.worker.bad_from["writer"] = 9
+    for _ in range(4):
+        driver.step()
+    assert driver.request("reader").num_cached_tokens > 0
+    if reader_is_bad_too:
+        now = driver.request("writer").num_output_tokens - driver.request("reader").num_output_tokens
+        driver.worker.bad_once.add(("reader", 10 - now))
+    finish(driver)
+    assert end_of(driver, "writer") == (EndReason.ERROR, expected_tokens(prompt, 9))
+    assert end_of(driver, "reader") == (EndReason.LENGTH, expected_tokens(prompt, 12))
+    assert end_of(driver, "stranger") == (EndReason.LENGTH, expected_tokens([99, *prompt], 30))
+    assert driver.scheduler.statistics().preemptions_by_reason["bad_prefix"] == 1
+
+
 def test_a_request_that_outgrows_the_pool_ends_as_length() -> None:
     driver = Driver(num_blocks=5, async_scheduling=True)
     driver.add("a", PROMPT, max_tokens=100)

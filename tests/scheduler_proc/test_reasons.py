@@ -185,10 +185,22 @@ def new_epoch() -> Driver:
     return driver
 
 
+def read_from_a_bad_one() -> Driver:
+    driver = Driver()
+    driver.add("writer", list(range(20)), max_tokens=9)
+    driver.step()
+    driver.add("reader", list(range(20)), max_tokens=9)
+    driver.step()
+    driver.worker.bad_from["writer"] = 2
+    driver.step()
+    return driver
+
+
 PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
     PreemptReason.YOUNGEST: (lambda: put_out("fcfs", 5), "young", "old"),
     PreemptReason.LOWEST_PRIORITY: (lambda: put_out("priority", 5), "old", "young"),
     PreemptReason.ITSELF: (itself, "young", "young"),
+    PreemptReason.BAD_PREFIX: (read_from_a_bad_one, "reader", ""),
     PreemptReason.NEW_EPOCH: (new_epoch, "first", ""),
 }
 

@@ -99,6 +99,7 @@ class FakeWorker:
         groups: what the layout says; one of full attention when not given.
         forced: (request id, index of the output token) → the token, instead of the function's.
         bad_from: request id → index of the output token from which its logits are not finite.
+        bad_once: (request id, output tokens with this one) that are not finite when first sampled.
         salt_of: request id → cache salt, which no slot may cross.
         num_speculative_tokens: most drafts per row and step; 0 for no proposer.
         tells_drafts: whether results say how many drafts there are; else there are always as many as may be.
@@ -131,6 +132,7 @@ class FakeWorker:
         self.slots = [[_NOTHING] * widest for _ in range(num_blocks)]
         self.forced: dict[tuple[str, int], int] = {}
         self.bad_from: dict[str, int] = {}
+        self.bad_once: set[tuple[str, int]] = set()
         self.salt_of: Callable[[str], str] = lambda request_id: ""
         self.draft_rng, self.draft_quality = random.Random(0), 0.6
         self.step = 0
@@ -358,7 +360,10 @@ class FakeWorker:
             row, sampled = chunk.row, self._settle(chunk)
             if not sampled:
                 continue
-            if len(row.tokens) - row.num_prompt_tokens > self.bad_from.get(row.request_id, 1 << 40):
+            num_output = len(row.tokens) - row.num_prompt_tokens
+            once = (row.request_id, num_output)
+            if num_output > self.bad_from.get(row.request_id, 1 << 40) or once in self.bad_once:
+                self.bad_once.discard(once)
                 bad.append(row.handle)
             handles.append(row.handle)
             counts.append(len(sampled))
