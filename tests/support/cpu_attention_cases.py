@@ -82,7 +82,7 @@ def make_case(
     block_size: int,
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
-    ask: Ask = Ask(),  # noqa: B008  (frozen)
+    ask: Ask = Ask(),
     shared: bool = False,
 ) -> Case:
     """Rows of standard normal keys and values; whatever lies left of what is visible is NaN, or in no block at all."""

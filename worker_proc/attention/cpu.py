@@ -1,7 +1,7 @@
 """Attention over a paged cache on the CPU: by our own C++ where there is a compiler, else by torch's operators."""
 
 import platform
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -10,28 +10,9 @@ from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.cpu_fixed import FixedOrderAttention
 from quire.worker_proc.attention.cpu_native import NativeAttention
 from quire.worker_proc.attention.cpu_torch import TorchAttention
+from quire.worker_proc.attention.prologue import attend_plainly
 
 INSTRUCTIONS = {16: "avx512", 8: "avx2"}
-
-
-class _Way(Protocol):
-    """One way to do it; the methods are those of ``AttentionBackend``."""
-
-    def plan(self, batch: StepBatch) -> Any: ...
-
-    def attend(
-        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
-    ) -> torch.Tensor: ...
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: Any,
-        spec: AttentionSpec,
-    ) -> torch.Tensor: ...
 
 
 class CpuBackend:
@@ -53,7 +34,7 @@ class CpuBackend:
     def __init__(self, native: bool = True, deterministic: bool = False) -> None:
         why = ["they were not asked for"]
         library = load_native(lambda line: why.append(line.split(": ", 1)[-1])) if native else None
-        self._way: _Way
+        self._way: NativeAttention | FixedOrderAttention | TorchAttention
         if library is not None:
             self._way = NativeAttention(library)
             self._description = f"native, {INSTRUCTIONS.get(library.vector_floats, platform.machine())}"
@@ -75,6 +56,8 @@ class CpuBackend:
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
+        if isinstance(self._way, TorchAttention):
+            return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
         return self._way.attend(qkv, kv_cache, plan, spec, rotary)
 
     def forward(

@@ -8,9 +8,8 @@ together: ``cpu_plan``.
 import torch
 import torch.nn.functional as F
 
-from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
 from quire.worker_proc.attention.cpu_plan import QUERY_TILE, ChunkRow, CpuPlan, DecodeTile, LayerPlan
-from quire.worker_proc.attention.prologue import attend_plainly
 
 SCORES_AT_ONCE = 1 << 23
 """Scores of several queries that are written out (32 MiB), where torch has no fused operator for what a layer asks."""
@@ -21,11 +20,6 @@ class TorchAttention:
 
     def plan(self, batch: StepBatch) -> CpuPlan:
         return CpuPlan(batch)
-
-    def attend(
-        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: CpuPlan, spec: AttentionSpec, rotary: Rotary | None
-    ) -> torch.Tensor:
-        return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
 
     def forward(
         self,
@@ -161,7 +155,7 @@ def _decode(
 def _by_head(tokens: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """``[length, num_heads, head_dim]`` seen as ``[num_kv_heads, group, length, head_dim]``."""
     length, _, head_dim = tokens.shape
-    return tokens.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    return tokens.view(length, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
 
 
 def _attend_prompt(
