@@ -8,9 +8,9 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.pointer_table import TableSet
-from quire.kernels.slot_mapping import ContextParallel
+from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from quire.kernels.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
-from quire.protocol.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID
+from quire.protocol.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID, KVGroup
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.slot_owners import SlotOwners
 
@@ -151,7 +151,6 @@ class BlockTable:
     def clear_row(self, row: int) -> None:
         self._ids[row, : self.num_blocks_per_row[row]] = NULL_BLOCK_ID
         self.num_blocks_per_row[row] = 0
-        self._unknown_from[row] = KNOWN
 
     def swap_row(self, a: int, b: int) -> None:
         end = int(self.num_blocks_per_row[[a, b]].max())
@@ -341,6 +340,42 @@ class MultiGroupBlockTable:
     def poison(self) -> None:
         for table in self.tables:
             table.poison()
+
+
+def make_block_tables(
+    groups: Sequence[KVGroup],
+    num_blocks: int,
+    max_model_len: int,
+    num_computed: npt.NDArray[np.int32],
+    device: torch.device,
+    kernel_block_size: int | None = None,
+    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+) -> MultiGroupBlockTable:
+    """A worker's tables, as a layout's groups need them, and the proof that no two rows write the same slot.
+
+    Args:
+        num_blocks: blocks in the pool that all groups share, the null block included.
+        num_computed: the batch's column, int32 ``[max_rows]``.
+
+    Raises:
+        ValueError: block sizes or ranks that do not go together.
+    """
+    tables = [
+        BlockTable(
+            group.block_size,
+            len(num_computed),
+            max_model_len,
+            num_blocks,
+            device,
+            kernel_block_size=kernel_block_size,
+            null_allowed=group.kind in NULL_KINDS,
+            total_cp_world_size=context_parallel.world_size,
+            cp_rank=context_parallel.rank,
+            cp_interleave=context_parallel.interleave,
+        )
+        for group in groups
+    ]
+    return MultiGroupBlockTable(tables, SlotOwners(groups, num_blocks, num_computed, context_parallel.world_size))
 
 
 def _rank_among_equals(values: Ints) -> Ints:

@@ -83,6 +83,13 @@ def test_a_token_without_a_block_is_refused(row: int, position: int) -> None:
         slots(table, [0, row], [0, position])
 
 
+def test_a_position_behind_a_full_table_is_refused() -> None:
+    table = table_of()
+    table.append_row(0, range(1, 9))
+    with pytest.raises(StepRefused, match="no block"):
+        slots(table, [0], [32])
+
+
 def test_appending_goes_on_behind_what_is_there() -> None:
     table = table_of()
     table.append_row(1, [5])

@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels.slot_mapping import ContextParallel
 from quire.protocol.kv_layout import KVGroup
-from quire.worker_proc.block_table import NULL_KINDS, BlockTable, MultiGroupBlockTable
+from quire.worker_proc.block_table import make_block_tables
 from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.slot_owners import SlotOwners
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
@@ -27,19 +27,8 @@ class Rows:
 
     def __init__(self, *groups: KVGroup, max_rows: int = 4, world_size: int = 1) -> None:
         self.num_computed = np.zeros(max_rows, np.int32)
-        tables = [
-            BlockTable(
-                g.block_size,
-                max_rows,
-                80 * world_size,
-                NUM_BLOCKS,
-                CPU,
-                null_allowed=g.kind in NULL_KINDS,
-                total_cp_world_size=world_size,
-            )
-            for g in groups
-        ]
-        self.tables = MultiGroupBlockTable(tables, SlotOwners(groups, NUM_BLOCKS, self.num_computed, world_size))
+        parallel = ContextParallel(world_size)
+        self.tables = make_block_tables(groups, NUM_BLOCKS, 80 * world_size, self.num_computed, CPU, None, parallel)
 
     def add(self, row: int, *block_ids: list[int], computed: int = 0) -> None:
         self.num_computed[row] = computed
@@ -132,6 +121,16 @@ def test_claims_move_with_their_row() -> None:
     rows.tables.append_row(1, 0, [1])
     with refused():
         rows.tables.append_row(1, 0, [3])
+
+
+def test_a_move_ends_what_its_target_claimed() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1])
+    rows.add(1, [2])
+    rows.tables.move_row(1, 0)
+    rows.tables.append_row(2, 0, [1])
+    with refused():
+        rows.tables.append_row(2, 0, [2])
 
 
 def test_claims_swap_with_their_rows() -> None:
@@ -347,6 +346,7 @@ class Pool:
         return [block_id for full, _ in self.held for block_id in full]
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_a_sound_scheduler_is_never_refused_and_a_mistake_always(seed: int) -> None:
     rng = random.Random(seed)
