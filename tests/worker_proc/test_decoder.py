@@ -78,30 +78,20 @@ def test_logits_equal_transformers_however_steps_are_cut(variant: str, checkpoin
 
 
 @pytest.mark.parametrize("variant", ["llama-biases", "qwen2-tied"])
-@pytest.mark.parametrize("possible", [True, False])
-def test_prepacked_weights_give_the_same_logits(
-    variant: str, possible: bool, checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepacked_weights_give_the_same_logits(variant: str, checkpoint_factory: Factory) -> None:
     family, overrides = VARIANTS[variant]
     folder, reference = checkpoint_factory(family, **overrides)
     model = _load(folder)
-    if not possible:
-        monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", _not_implemented)
-    assert model.prepack() is possible
-    if possible:
-        with pytest.raises(RuntimeError, match="prepacked"):
-            model.weight_slots()
-    assert (model.layers[0].attention.qkv.weight.numel() == 0) is possible
+    assert model.prepack() and model.prepack()
+    with pytest.raises(RuntimeError, match="prepacked"):
+        model.weight_slots()
+    assert model.layers[0].attention.qkv.weight.numel() == 0
     prompt = torch.arange(20)
     expected = reference(prompt[None]).logits[0]
     rows = Rows(model, [20], CpuBackend())
     _assert_same(rows.step({0: prompt[:19]})[0], expected[:19])
     _assert_same(rows.step({0: prompt[19:]})[0], expected[19:])
     assert model.logits(torch.empty(0, model.config.hidden_size)).shape == (0, 97)
-
-
-def _not_implemented(*args: Any) -> None:
-    raise NotImplementedError("this torch was built without oneDNN")
 
 
 def test_greedy_decoding_gives_the_tokens_of_transformers(checkpoint_factory: Factory) -> None:

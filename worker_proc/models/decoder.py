@@ -122,14 +122,20 @@ class Decoder(torch.nn.Module):
             scores = torch.tanh(scores / config.final_soft_cap) * config.final_soft_cap
         return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
 
-    def prepack(self) -> bool:
-        """Once weights are loaded: lay them out for this CPU; false where that is not to be had.
+    def prepack(self, *, deterministic: bool = False) -> bool:
+        """Once weights are loaded: lay them out for this CPU; false where that is not to be had for all of them.
 
         The plain weights are gone afterwards, and nothing can be loaded any more; memory grows only by one copy of
         the embedding, when it is tied.
+
+        Args:
+            deterministic: as in ``Linear.prepack``.
         """
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
-        packed = [linear.prepack(keep=linear.weight is self.embed) for linear in linears]
+        modules = list(self.modules())
+        packed = [m.prepack(deterministic=deterministic) for m in modules if isinstance(m, SparseMlp)]
+        for linear in modules:
+            if isinstance(linear, Linear):
+                packed.append(linear.prepack(keep=linear.weight is self.embed, deterministic=deterministic))
         self._prepacked = any(packed)
         return all(packed)
 

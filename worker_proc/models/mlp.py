@@ -1,8 +1,11 @@
 """The feed-forward sublayers: one gated MLP for every token, or a few experts for each."""
 
+from dataclasses import replace
+
 import torch
 
 from quire.protocol.model_config import MoeConfig
+from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.ops import Experts
 from quire.worker_proc.models.weights import Build, Rows, WeightSlot, column_slots, row_slots, summed_bias_slot
 
@@ -76,6 +79,24 @@ class SparseMlp(torch.nn.Module):
         )
         return self.build.parallel.all_reduce(ops.experts(x, self.experts, shares, chosen))
 
+    def prepack(self, *, deterministic: bool) -> bool:
+        """As ``Linear.prepack``, for every expert: all of them or none."""
+        if self.experts.packed:
+            return True
+        packed = []
+        for expert in range(self.moe.num_experts):
+            layers = (
+                _layer(self.gate_up, self.gate_up_bias, expert),
+                _layer(self.down, self.down_bias, expert),
+            )
+            if not all(layer.prepack(deterministic=deterministic) for layer in layers):
+                return False
+            packed.append(layers)
+        for name in ("gate_up", "down"):
+            setattr(self, name, torch.nn.Parameter(self.gate_up.new_empty(0), requires_grad=False))
+        self.experts = replace(self.experts, gate_up=self.gate_up, down=self.down, packed=packed)
+        return True
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Each expert's projections under names of their own, however the checkpoint has them."""
         hidden, width = self.build.config.hidden_size, self.moe.intermediate_size
@@ -95,3 +116,8 @@ class SparseMlp(torch.nn.Module):
                 own = None if self.down_bias is None else self.down_bias.data[expert]
                 slots[f"{name}.down_proj.bias"] = summed_bias_slot(own, hidden, self.down)
         return slots
+
+
+def _layer(weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> Linear:
+    weight = torch.nn.Parameter(weights.data[expert], requires_grad=False)
+    return Linear(weight, None if biases is None else torch.nn.Parameter(biases.data[expert], requires_grad=False))

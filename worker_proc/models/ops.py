@@ -1,10 +1,13 @@
 """The arithmetic between a decoder's matrix products and its attention, so that a device can bring its own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from quire.worker_proc.models.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,7 @@ class Experts:
         down: ``[num_experts, hidden_size, width]``.
         gate_up_bias: ``[num_experts, 2 * width]`` or None.
         down_bias: ``[num_experts, hidden_size]`` or None.
+        packed: each expert's two layers in the CPU's own layout, instead of the four tensors above, which are empty.
         activation: as in ``Ops.gate``, or clamped_swiglu: with the gate ``g`` at most ``limit`` and ``u`` within
             ``±limit``, ``g * sigmoid(alpha * g) * (u + 1)`` (gpt-oss).
     """
@@ -27,6 +31,11 @@ class Experts:
     activation: str = "silu"
     alpha: float = 1.702
     limit: float = 7.0
+    packed: Sequence[tuple[Linear, Linear]] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.packed) or len(self.down)
 
 
 class Ops(Protocol):
@@ -109,7 +118,7 @@ class TorchOps:
         order = flat.argsort(stable=True)
         tokens, shares = order // chosen.shape[1], shares.reshape(-1)[order]
         first = 0
-        for expert, count in enumerate(torch.bincount(flat, minlength=len(experts.down)).tolist()):
+        for expert, count in enumerate(torch.bincount(flat, minlength=experts.count).tolist()):
             if not count:
                 continue
             mine = tokens[first : first + count]
@@ -119,15 +128,22 @@ class TorchOps:
         return out.to(x.dtype)
 
     def _expert(self, x: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
-        bias_in = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
-        bias_out = None if experts.down_bias is None else experts.down_bias[expert]
-        dtype = experts.down.dtype  # Where activations are wider than weights, the product is in the weights' dtype.
-        gate_up = F.linear(x.to(dtype), experts.gate_up[expert], bias_in).to(x.dtype)
+        if experts.packed:
+            first, second = experts.packed[expert]
+            answer: torch.Tensor = second(self._gated(first(x), experts))
+            return answer
+        gated = self._gated(_linear(x, experts.gate_up, experts.gate_up_bias, expert), experts)
+        return _linear(gated, experts.down, experts.down_bias, expert)
+
+    def _gated(self, gate_up: torch.Tensor, experts: Experts) -> torch.Tensor:
         if experts.activation == "clamped_swiglu":
-            gated = clamped_swiglu(gate_up, experts.alpha, experts.limit)
-        else:
-            gated = self.gate(gate_up, experts.activation)
-        return F.linear(gated.to(dtype), experts.down[expert], bias_out)
+            return clamped_swiglu(gate_up, experts.alpha, experts.limit)
+        return self.gate(gate_up, experts.activation)
+
+
+def _linear(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
+    """As ``Linear``: weights narrower than ``x`` are widened."""
+    return F.linear(x, weights[expert].to(x.dtype), None if biases is None else biases[expert].to(x.dtype))
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
