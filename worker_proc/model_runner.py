@@ -10,12 +10,13 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.block_table import BlockTable, MultiGroupBlockTable
+from quire.worker_proc.block_table import NULL_KINDS, BlockTable, MultiGroupBlockTable
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.kv_cache import allocate_kv_caches
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.pending_result import HostCopies, NothingSampled, PendingResult, SampledResult
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.slot_owners import SlotOwners
 from quire.worker_proc.step_inputs import Ints, StepInputs, prepare_inputs
 from quire.worker_proc.transfer import Transfer
 
@@ -45,11 +46,20 @@ class ModelRunner:
         self._backend = backend
         self._num_blocks = num_blocks
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len)
+        owners = SlotOwners(layout.groups, num_blocks, self.batch.num_computed)
         self.tables = MultiGroupBlockTable(
             [
-                BlockTable(g.block_size, config.max_num_seqs, config.max_model_len, num_blocks, device)
-                for g in layout.groups
-            ]
+                BlockTable(
+                    group.block_size,
+                    config.max_num_seqs,
+                    config.max_model_len,
+                    num_blocks,
+                    device,
+                    null_allowed=group.kind in NULL_KINDS,
+                )
+                for group in layout.groups
+            ],
+            owners,
         )
         self.batch.register(self.tables)
         # The newest sample of each row stays on the device: it is the next step's input.
@@ -130,16 +140,15 @@ class ModelRunner:
         self.sampler.update_state(batch.builder.take(batch.num_rows))
 
     def _append_blocks(self, step: SchedulerOutput) -> None:
-        """Blocks for held requests, a run of the same request and group at a time."""
+        """Blocks for held requests, all of a step at once."""
         handles, ids = step.appended_handles, step.appended_block_ids
         if handles is None or ids is None:
             return
         groups = np.zeros_like(handles) if step.appended_groups is None else step.appended_groups
         if not len(handles) == len(ids) == len(groups):
             raise StepRefused("the appended blocks do not add up")
-        cuts = np.flatnonzero((handles[1:] != handles[:-1]) | (groups[1:] != groups[:-1])) + 1
-        for start, end in zip([0, *cuts], [*cuts, len(handles)], strict=True):
-            self.tables.append_row(self.batch.row(int(handles[start])), int(groups[start]), ids[start:end])
+        rows = np.array([self.batch.row(handle) for handle in handles.tolist()], np.int64)
+        self.tables.append_rows(rows, groups, ids)
 
     def _add_blocks(self, step: SchedulerOutput, rows: Sequence[int]) -> None:
         total = 0 if step.block_ids is None else len(step.block_ids)
@@ -225,6 +234,7 @@ class ModelRunner:
     def check(self) -> None:
         """Raise AssertionError unless rows are dense and every computed position has a block."""
         self.batch.check()
+        self.tables.check()
         for table in self.tables.tables:
             held = table.num_blocks_per_row[: self.batch.num_rows] * table.block_size
             assert (held >= self.batch.num_computed[: self.batch.num_rows]).all(), "computed beyond the blocks held"

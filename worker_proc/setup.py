@@ -9,15 +9,18 @@ from pathlib import Path
 import psutil
 import torch
 
+from quire.kernels.cpu.native import load_native
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import DTYPE_BYTES, KVLayout
+from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import Ready
 from quire.worker_proc.attention.backend import AttentionBackend
-from quire.worker_proc.device import cpu_compute_dtype
+from quire.worker_proc.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
 from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import Alone, TensorParallel
 
@@ -42,12 +45,23 @@ def make_runner(
     started = time.monotonic()
     group = group or Alone()
     device = pick_device(config, group.rank)
-    dtype, reason = _compute_dtype(config, device)
-    if reason:
-        say(f"running in {_name(dtype)} rather than {config.dtype}: {reason}")
-    layout = _own_layout(config, layout, dtype, group)
-    model = build_model(config.model, dtype, "meta", config.max_model_len)
-    size = sum(p.numel() for p in model.parameters()) * DTYPE_BYTES[_name(dtype)]
+    dtypes = _compute_dtypes(config, device, say)
+
+    def build(place: torch.device | str) -> Decoder:
+        """On ``place``; on meta there is nothing in it, and it says how much it will be."""
+        return build_model(
+            config.model,
+            dtypes.weights,
+            place,
+            config.max_model_len,
+            ops=pick_ops(device),
+            parallel=group,
+            activation_dtype=dtypes.activations,
+        )
+
+    model = build("meta")
+    layout = _own_layout(config, layout, model.num_kv_heads, dtypes.weights)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
     if device.type == "cpu":
         set_threads(size, group.size)
     plan = plan_memory(config, layout, size, device)
@@ -55,26 +69,25 @@ def make_runner(
     warning = pool_warning(plan, config.max_model_len)
     if warning:
         say(warning)
-    model = build_model(config.model, dtype, device, config.max_model_len)
+    model = build(device)
     with torch.inference_mode():
         if config.load_format == "dummy":
             init_dummy_weights(model, config.seed)
         else:
-            load_weights(model, Path(config.model_path), dtype, progress)
+            load_weights(model, Path(config.model_path), dtypes.weights, progress)
         if device.type == "cpu":
-            model.prepack()
+            model.prepack(deterministic=config.deterministic)
     loaded = time.monotonic()
-    backend = pick_backend(device, say)
+    backend = pick_backend(config, device, say)
     runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device)
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
 
 
-def _own_layout(config: EngineConfig, layout: KVLayout, dtype: torch.dtype, group: TensorParallel) -> KVLayout:
+def _own_layout(config: EngineConfig, layout: KVLayout, num_kv_heads: int, dtype: torch.dtype) -> KVLayout:
     """What this rank keeps of each token: its share of the heads, and in its own dtype unless told which."""
     follows = config.kv_cache_dtype == config.dtype
-    heads = max(1, layout.num_kv_heads // group.size)
-    return KVLayout(layout.groups, heads, layout.head_dim, _name(dtype) if follows else config.kv_cache_dtype)
+    return KVLayout(layout.groups, num_kv_heads, layout.head_dim, _name(dtype) if follows else config.kv_cache_dtype)
 
 
 def pick_device(config: EngineConfig, rank: int) -> torch.device:
@@ -102,21 +115,45 @@ def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
         torch.set_num_threads(1 if weight_bytes < ONE_THREAD_BELOW_BYTES else max(1, cores // num_ranks))
 
 
-def pick_backend(device: torch.device, say: Say) -> AttentionBackend:
+def pick_backend(config: EngineConfig, device: torch.device, say: Say) -> AttentionBackend:
+    """Who attends; said with the reason.
+
+    Raises:
+        ConfigError: the one asked for cannot run here.
+    """
+    wanted = config.attention_backend
     if device.type == "cpu":
+        if wanted not in ("auto", "cpu"):
+            raise ConfigError(f"--attention-backend {wanted} needs a GPU; on a CPU there is: cpu")
         from quire.worker_proc.attention.cpu import CpuBackend
 
-        say(f"attention backend cpu (the device is a CPU), threads: {torch.get_num_threads()}")
-        return CpuBackend()
+        backend = CpuBackend(deterministic=config.deterministic)
+        say(f"attention backend {backend.describe()}: the device is a CPU; threads: {torch.get_num_threads()}")
+        return backend
+    if wanted not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend {wanted} is not supported on a GPU yet; supported: triton")
     from quire.worker_proc.attention.triton_backend import TritonBackend
 
     say("attention backend triton: the device is a GPU")
     return TritonBackend()
 
 
-def _compute_dtype(config: EngineConfig, device: torch.device) -> tuple[torch.dtype, str]:
+def pick_ops(device: torch.device) -> Ops:
+    if device.type == "cpu":
+        return TorchOps()
+    from quire.worker_proc.models.triton_ops import TritonOps
+
+    return TritonOps()
+
+
+def _compute_dtypes(config: EngineConfig, device: torch.device, say: Say) -> ComputeDtypes:
     wanted: torch.dtype = getattr(torch, config.dtype)
-    return cpu_compute_dtype(wanted) if device.type == "cpu" else (wanted, "")
+    if device.type != "cpu":
+        return ComputeDtypes(wanted, wanted)
+    chosen = cpu_compute_dtypes(wanted, load_native(say))
+    if chosen.reason:
+        say(chosen.reason)
+    return chosen
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,5 +1,6 @@
 """transformers as a peer: ``static`` is one padded batch, ``continuous`` its paged scheduler."""
 
+import importlib
 from typing import Any
 
 
@@ -7,9 +8,8 @@ class Peer:
     """``static``: one padded batch through ``generate``. ``continuous``: ``generate_batch``, its paged scheduler."""
 
     def __init__(self, folder: str, mode: str, dtype: str, threads: int) -> None:
-        import torch
-        import transformers
-
+        torch: Any = importlib.import_module("torch")
+        transformers: Any = importlib.import_module("transformers")
         torch.set_num_threads(threads)
         self._torch, self._transformers = torch, transformers
         self.version = transformers.__version__
