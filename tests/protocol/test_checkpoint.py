@@ -1,0 +1,66 @@
+"""What is read of safetensors headers: names as a text model has them, sizes, and dtypes that are let through."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from quire.protocol.checkpoint import full_name, stored_tensors
+from quire.protocol.checksums import verify_checksums
+from quire.protocol.errors import ConfigError
+
+
+def write(folder: Path, tensors: dict[str, tuple[str, list[int], int]], name: str = "model.safetensors") -> Path:
+    """A file of zeros: name → (dtype, shape, bytes)."""
+    header, at = {}, 0
+    for key, (dtype, shape, size) in tensors.items():
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    encoded = json.dumps(header).encode()
+    (folder / name).write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(at))
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("stored", "full"),
+    [
+        ("model.norm.weight", "model.norm.weight"),
+        ("norm.weight", "model.norm.weight"),
+        ("layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("language_model.model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("vision_tower.probe", "model.vision_tower.probe"),
+    ],
+)
+def test_names(stored: str, full: str) -> None:
+    assert full_name(stored) == full
+
+
+def test_bytes_are_let_through_where_blocks_of_numbers_are_packed(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    write(tmp_path, {name: ("U8", [2, 3, 16], 96)})
+    assert stored_tensors(tmp_path)[name].num_bytes == 96
+    write(tmp_path, {"model.norm.weight": ("U8", [4], 4)})
+    with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight has dtype U8; supported"):
+        stored_tensors(tmp_path)
+    write(tmp_path, {name: ("U8", [2, 3, 16], 95)})
+    with pytest.raises(ConfigError, match="header is wrong for tensor"):
+        stored_tensors(tmp_path)
+
+
+def test_a_tensor_under_two_of_its_names(tmp_path: Path) -> None:
+    write(tmp_path, {"model.norm.weight": ("F32", [1], 4), "model.language_model.norm.weight": ("F32", [1], 4)})
+    with pytest.raises(ConfigError, match="is also in"):
+        stored_tensors(tmp_path)
+
+
+def test_only_named_files_are_compared(tmp_path: Path) -> None:
+    file, other = write(tmp_path, {"a": ("F32", [1], 4)}), write(tmp_path, {"a": ("F32", [1], 4)}, "b.safetensors")
+    assert verify_checksums(tmp_path, [file, other]) == 0
+    (tmp_path / "SHA256SUMS").write_text(f"\n{'0' * 64}  ./b.safetensors\n")
+    assert verify_checksums(tmp_path, [file, tmp_path / "absent"]) == 0
+    with pytest.raises(ConfigError, match=r"b\.safetensors: its SHA-256 is not the one that SHA256SUMS says"):
+        verify_checksums(tmp_path, [file, other])
