@@ -46,7 +46,8 @@ def route_kernel(
         chosen = tl.where(choice[None, :] == j, value[:, None], chosen)
         keys = tl.where(own, taken, keys)
     scores = chosen if RENORMALISE else x
-    maximum = tl.max(scores, 1)[:, None]
+    # A NaN is no maximum, but it makes the sum one.
+    maximum = tl.max(tl.where(scores == scores, scores, float("-inf")), 1)[:, None]
     total = tl.sum(tl.exp(scores - maximum), 1)[:, None]
     target = (token * TOP_K)[:, None] + choice[None, :]
     mask = in_tokens[:, None] & (choice < TOP_K)[None, :]

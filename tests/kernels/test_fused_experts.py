@@ -1,0 +1,40 @@
+"""The expert reference by a worked example, and what the launcher refuses. None of this needs triton."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.fused_experts import fused_experts, fused_experts_reference, pick_tile_pairs
+
+
+def test_reference_of_a_worked_example() -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, w13, w2 = (torch.randn(*shape, generator=rng) for shape in [(2, 6), (3, 8, 6), (3, 6, 4)])
+    ids = torch.tensor([[2, 0], [1, 9]], dtype=torch.int32)
+    weights = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+
+    def mlp(token: int, expert: int) -> torch.Tensor:
+        gate, up = (w13[expert] @ x[token]).chunk(2)
+        return w2[expert] @ (F.silu(gate) * up)
+
+    expected = torch.stack([0.25 * mlp(0, 2) + 0.75 * mlp(0, 0), 0.5 * mlp(1, 1)])
+    torch.testing.assert_close(fused_experts_reference(x, w13, w2, ids, weights), expected)
+
+
+def test_tiles_follow_the_pairs_of_an_expert() -> None:
+    assert [pick_tile_pairs(n, 8, torch.bfloat16) for n in (8, 128, 200, 512, 10**6)] == [16, 16, 32, 64, 128]
+
+
+def test_refusals() -> None:
+    x, w13, w2 = torch.zeros(2, 6), torch.zeros(3, 8, 6), torch.zeros(3, 6, 4)
+    ids, weights = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1)
+    with pytest.raises(ValueError, match="w13: dimension 1"):
+        fused_experts(x, torch.zeros(3, 10, 6), w2, ids, weights)
+    with pytest.raises(ValueError, match="w2: dtype"):
+        fused_experts(x, w13, w2.half(), ids, weights)
+    with pytest.raises(ValueError, match="weights: dimension 1"):
+        fused_experts(x, w13, w2, ids, torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="bias2: dimension 1"):
+        fused_experts(x, w13, w2, ids, weights, bias2=torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="relu"):
+        fused_experts(x, w13, w2, ids, weights, "relu")
