@@ -309,7 +309,12 @@ class MultiGroupBlockTable:
             self._owners.swap_row(a, b)
 
     def commit(self) -> None:
-        """Bring the device's copies up to date: one small copy and one launch for all groups, or nothing."""
+        """A step's changes are complete: bring the device's copies up to date.
+
+        One small copy and one launch for all groups, or nothing.
+        """
+        if self._owners is not None:
+            self._owners.end_step()
         headers, values = [], []
         for group, table in enumerate(self.tables):
             staged = table.take_staged() if table.has_own_copy else None

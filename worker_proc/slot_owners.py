@@ -59,6 +59,7 @@ class SlotOwners:
         self._place_of_row = np.full(max_rows, -1, np.int64)
         self._free_places = list(range(max_rows))
         self._reads: dict[int, list[Ints]] = {}  # by place
+        self._new_reads: list[tuple[int, Ints]] = []  # of this step: place, blocks
 
     def add_blocks(self, row: int, group: int, block_ids: Ints) -> None:
         """A new row's blocks of one group: it reads those before its computed position and claims the others.
@@ -71,8 +72,7 @@ class SlotOwners:
         own = 0 if self._private[group] else min(int(self._num_computed[row] // self._span[group]), len(block_ids))
         read = block_ids[:own]
         if len(read) and not self._window[group] and not self._chunk[group]:
-            np.add.at(self._readers, read, 1)
-            self._reads.setdefault(int(self._place_of_row[row]), []).append(read.copy())
+            self._new_reads.append((int(self._place_of_row[row]), read.copy()))
         self.claim(row, group, np.arange(own, len(block_ids)), block_ids[own:])
 
     def claim(self, rows: int | Ints, group: int, indices: Ints, block_ids: Ints) -> None:
@@ -82,7 +82,7 @@ class SlotOwners:
             rows: of each block, or one for all.
 
         Raises:
-            StepRefused: a block comes twice, or another row writes or reads it, or the row itself does elsewhere.
+            StepRefused: a block comes twice, or some row writes it elsewhere, or reads it since an earlier step.
         """
         of_block: Ints = np.broadcast_to(np.asarray(rows, np.int64), block_ids.shape)
         if not block_ids.all():
@@ -99,6 +99,16 @@ class SlotOwners:
         self._owner[block_ids] = self._key_of_place[places]
         self._group[block_ids] = group
         self._index[block_ids] = indices
+
+    def end_step(self) -> None:
+        """From now on nobody may claim what this step's new rows read.
+
+        Not before: a prefix is read in the very step that writes it, and the diff may name the reader first.
+        """
+        for place, read in self._new_reads:
+            np.add.at(self._readers, read, 1)
+            self._reads.setdefault(place, []).append(read)
+        self._new_reads.clear()
 
     def _require_free(self, block_ids: Ints) -> None:
         if len(block_ids) > 1 and len(np.unique(block_ids)) < len(block_ids):
@@ -135,6 +145,8 @@ class SlotOwners:
             return
         for read in self._reads.pop(place, ()):
             np.subtract.at(self._readers, read, 1)
+        if self._new_reads:
+            self._new_reads = [(other, read) for other, read in self._new_reads if other != place]
         self._key_of_place[place] = self._row_of_place[place] = self._place_of_row[row] = -1
         self._free_places.append(place)
 
@@ -170,7 +182,6 @@ class SlotOwners:
                     assert block_id not in writers, f"rows {writers[block_id]} and {row} write to block {block_id}"
                     writers[block_id] = row
                     assert self._owner[block_id] == self._key_of_place[place], f"row {row} has not claimed {block_id}"
-                    assert not self._readers[block_id], f"block {block_id} is read, and row {row} writes to it"
         used = np.flatnonzero(self._key_of_place >= 0)
         assert sorted([*self._free_places, *used]) == list(range(len(self._key_of_place))), "a place is lost"
         assert (self._place_of_row[self._row_of_place[used]] == used).all(), "a key's row does not have it"

@@ -89,6 +89,7 @@ def test_a_hit_is_not_written_to_after_its_writer_has_gone() -> None:
     rows.num_computed[0] = 5
     rows.add(1, [1, 3], computed=4)
     rows.add(2, [1, 4], computed=4)
+    rows.tables.commit()
     rows.clear(0)
     rows.clear(1)
     rows.tables.check()
@@ -99,6 +100,30 @@ def test_a_hit_is_not_written_to_after_its_writer_has_gone() -> None:
     rows.clear(2)
     rows.add(0, [1])
     rows.tables.check()
+
+
+def test_a_prefix_is_read_in_the_step_that_writes_it_whoever_is_named_first() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1])
+    rows.tables.commit()
+    rows.add(1, [1, 2, 4], computed=8)  # block 2 is full when this step is done
+    rows.tables.append_row(0, 0, [2, 3])
+    rows.tables.check()
+    rows.tables.commit()
+    rows.num_computed[0] = 9
+    rows.clear(0)
+    with refused():
+        rows.add(0, [2])
+
+
+def test_a_row_that_ends_in_the_step_that_adds_it_reads_nothing() -> None:
+    rows = Rows(FULL)
+    rows.add(0, [1, 2], computed=4)
+    rows.clear(0)
+    rows.add(0, [3])
+    rows.tables.commit()
+    rows.tables.check()
+    rows.add(1, [1])
 
 
 def test_blocks_of_a_removed_row_are_free_in_the_same_step() -> None:
@@ -353,6 +378,7 @@ def test_a_sound_scheduler_is_never_refused_and_a_mistake_always(seed: int) -> N
     pool = Pool(rng)
     for _ in range(30):
         rng.choice((pool.add, pool.run, pool.run, pool.remove))()
+        pool.rows.tables.commit()
         pool.rows.tables.check()
     used = pool.used_in_full_group()
     if used:
