@@ -68,9 +68,10 @@ def plan_launch(
         ValueError: a tensor is too large.
     """
     cache_view = nhd_view(kv_cache, layout)
-    num_slots = cache_view.shape[1] * cache_view.shape[2]
-    if max(key.numel(), num_slots) >= LIMIT:
-        raise ValueError(f"key, kv_cache: {key.numel()} elements and {num_slots} slots, expected less than {LIMIT}")
+    num_elements, block_size = key.numel(), cache_view.shape[2]
+    num_slots = cache_view.shape[1] * block_size
+    if max(num_elements, num_slots) >= LIMIT:
+        raise ValueError(f"key, kv_cache: {num_elements} elements and {num_slots} slots, expected less than {LIMIT}")
     width = run_width(key, value, cache_view)
     values = (
         key.data_ptr(),
@@ -84,12 +85,12 @@ def plan_launch(
         *value.stride()[:2],
         *cache_view.stride()[:4],
         *key.shape,
-        cache_view.shape[2],
+        block_size,
         int(k_scale is not None and len(k_scale) > 1),
         int(v_scale is not None and len(v_scale) > 1),
         int(width > 1),
     )
-    return Launch(kernel_name(key.dtype, kv_cache.dtype), -(-key.numel() // (width * THREADS)), values)
+    return Launch(kernel_name(key.dtype, kv_cache.dtype), -(-num_elements // (width * THREADS)), values)
 
 
 def run_width(key: torch.Tensor, value: torch.Tensor, nhd_cache: torch.Tensor) -> int:
@@ -98,9 +99,12 @@ def run_width(key: torch.Tensor, value: torch.Tensor, nhd_cache: torch.Tensor) -
     if key.shape[2] % width:
         return 1
     for tensor in (key, value, nhd_cache):
-        alignment = min(RUN_BYTES, width * tensor.element_size())
-        steps = (stride * tensor.element_size() for stride in tensor.stride()[:-1])
-        if tensor.data_ptr() % alignment or any(step % alignment for step in steps):
+        size = tensor.element_size()
+        # A number divides all of these if it is a power of two that divides their union of bits.
+        bits = tensor.data_ptr()
+        for stride in tensor.stride()[:-1]:
+            bits |= stride * size
+        if bits % min(RUN_BYTES, width * size):
             return 1
     return width
 

@@ -8,7 +8,7 @@ import torch
 from quire.kernels.cache_write import CACHE_DTYPES, write_cache, write_cache_reference
 from quire.kernels.cache_write_cuda import write_cache_cuda
 from quire.kernels.checks import nhd_view
-from quire.kernels.fp8 import FP8_DTYPES, as_bits
+from quire.kernels.fp8 import FP8_DTYPES, as_bits, to_fp8_reference
 
 SIZES = [(1, 16), (2, 80), (3, 48), (8, 128), (16, 96)]
 CACHES = [(dtype, None) for dtype in CACHE_DTYPES]
@@ -101,8 +101,9 @@ def test_offsets_are_64_bits_wide(write, device: torch.device) -> None:
     key, value = make_tokens(8, 128, torch.float16, device)
     slots = cache.shape[1] * 16 - 1 - torch.arange(9, device=device)
     write(key, value, cache, slots)
-    assert torch.equal(cache[0].flatten(0, 1)[slots].float(), key.float().to(cache.dtype).float())
-    assert torch.equal(cache[1].flatten(0, 1)[slots].float(), value.float().to(cache.dtype).float())
+    for part, tokens in enumerate((key, value)):
+        written = as_bits(cache[part]).flatten(0, 1)[slots]
+        assert torch.equal(written, as_bits(to_fp8_reference(tokens.float(), cache.dtype)))
 
 
 def test_cache_of_one_layer_among_many(write, dtype: torch.dtype, device: torch.device) -> None:
