@@ -1,9 +1,10 @@
 """One step: apply the diff, prepare inputs, run the model, sample, advance the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.protocol.config import EngineConfig
@@ -11,12 +12,15 @@ from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.block_table import NULL_KINDS, BlockTable, MultiGroupBlockTable
+from quire.worker_proc.decode_graphs import DecodeGraphs
+from quire.worker_proc.decode_step import DecodeStep
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.kv_cache import allocate_kv_caches
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.pending_result import HostCopies, NothingSampled, PendingResult, SampledResult
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.slot_owners import SlotOwners
+from quire.worker_proc.steady_decode import SteadyDecode
 from quire.worker_proc.step_inputs import Ints, StepInputs, prepare_inputs
 from quire.worker_proc.transfer import Transfer
 
@@ -77,6 +81,32 @@ class ModelRunner:
         self._group_of_layer = [group_of[source] for source in sources]
         caches = allocate_kv_caches(layout, num_blocks, layout.num_kv_heads, backend, device)
         self._kv_caches = [caches[source] for source in sources]
+        self.steady = self._make_steady(config)
+
+    def _make_steady(self, config: EngineConfig) -> SteadyDecode | None:
+        """Where attention needs no lengths from the host, decode steps are the device's own affair."""
+        if self._backend.needs_host_lengths:
+            return None
+        step = DecodeStep(
+            self._model,
+            self._backend,
+            self.tables,
+            self._groups,
+            self._kv_caches,
+            self._group_of_layer,
+            self.last_sampled,
+            self._transfer,
+        )
+        graphs = DecodeGraphs(step, eager=config.enforce_eager or self._device.type != "cuda")
+        return SteadyDecode(
+            graphs, self.batch, self.tables, self.sampler, self.last_sampled, self._transfer, self._copies
+        )
+
+    @torch.inference_mode()
+    def warm_up(self, say: Callable[[str], None]) -> None:
+        """Before the first step: capture graphs, if there are any."""
+        if self.steady is not None:
+            self.steady.graphs.capture(say)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingResult:
@@ -106,11 +136,15 @@ class ModelRunner:
 
     def _run(self, step: SchedulerOutput) -> PendingResult:
         self._apply(step)
+        if self.steady is not None:
+            if self.steady.takes(step):
+                return self._pending(self.batch.handles[: self.batch.num_rows].copy(), self.steady.run())
+            self.steady.leave()
         inputs = prepare_inputs(self.batch, step.counts)
         hidden = self._forward(inputs)
         sampled = self._sample(hidden, inputs)
         self._advance(inputs, sampled)
-        return self._pending(inputs, sampled)
+        return self._pending(self.batch.handles[inputs.rows[inputs.sampling]], sampled)
 
     def _drop_everything(self, error: BaseException) -> PendingResult:
         tokens = int(self.batch.active[: self.batch.num_rows].sum())
@@ -218,8 +252,7 @@ class ModelRunner:
             self.batch.num_known[rows] += 1
             self.last_sampled[self._index(rows)] = sampled.tokens
 
-    def _pending(self, inputs: StepInputs, sampled: Sampled | None) -> PendingResult:
-        row_handles = self.batch.handles[inputs.rows[inputs.sampling]]
+    def _pending(self, row_handles: npt.NDArray[np.int32], sampled: Sampled | None) -> PendingResult:
         changed = not np.array_equal(row_handles, self._sampling_handles)
         self._sampling_handles = row_handles
         handles = row_handles if changed else None

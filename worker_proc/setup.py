@@ -80,6 +80,7 @@ def make_runner(
     loaded = time.monotonic()
     backend = pick_backend(config, device, say)
     runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device)
+    runner.warm_up(say)
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
 

@@ -108,7 +108,8 @@ class AttentionBackend(Protocol):
     never reads slots that no token of the row was written to (they may hold NaN).
 
     Attributes:
-        needs_host_lengths: whether ``plan`` reads the lengths on the host, which a captured graph cannot offer.
+        needs_host_lengths: whether attention can only be planned from lengths on the host: then there is no
+            ``plan_decode``, and no step can be captured as a graph.
     """
 
     name: str
@@ -120,6 +121,14 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: StepBatch) -> Any:
         """What all layers of a group share in this step."""
+        ...
+
+    def plan_decode(self, batch: StepBatch) -> Any:
+        """As ``plan``, for rows of at most one token whose lengths are on the device alone; fit for a captured graph.
+
+        Raises:
+            NotImplementedError: this backend needs the lengths on the host.
+        """
         ...
 
     def attend(

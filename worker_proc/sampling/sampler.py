@@ -59,6 +59,11 @@ class Sampler:
         if update is not None:
             self._plan = None
 
+    def is_plain(self, rows: Rows) -> bool:
+        """Whether all of ``rows`` sample greedily, or by temperature and min-p alone: what a device can do unaided."""
+        plan = self._plan_for(rows)
+        return not len(plan.sorted) and not len(plan.with_logprobs)
+
     def sample(self, logits: torch.Tensor, rows: Rows) -> Sampled:
         """``logits``: float32 ``[len(rows), vocab]`` of the batch's ``rows``; not changed."""
         plan = self._plan_for(rows)

@@ -1,0 +1,189 @@
+"""The GPU's way through a step, kernels in Triton's interpreter, against the CPU's; run by test_gpu_step.py.
+
+The same diffs go to both runners. Without a device there are no graphs: the step that would be captured is launched.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import KVGroup, KVLayout
+from quire.protocol.messages import NewRequestData, SchedulerOutput
+from quire.protocol.model_config import ModelConfig
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.attention.backend import AttentionBackend
+from quire.worker_proc.attention.cpu import CpuBackend
+from quire.worker_proc.attention.triton_backend import TritonBackend
+from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
+from quire.worker_proc.decode_graphs import capture_sizes
+from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.loader import init_dummy_weights
+from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.models.ops import Ops, TorchOps
+from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.models.triton_ops import TritonOps
+
+NUM_BLOCKS = 40
+CPU = torch.device("cpu")
+MODEL = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    qk_norm="head",
+    windows=[0, 6],
+)
+LAYOUT = KVLayout(
+    [KVGroup("full_attention", 4, [0]), KVGroup("sliding_window", 4, [1], 6)],
+    num_kv_heads=2,
+    head_dim=16,
+    dtype="float32",
+)
+CONFIG = EngineConfig(
+    model=MODEL,
+    model_path="",
+    kv_cache_dtype="float32",
+    load_format="dummy",
+    max_model_len=48,
+    max_num_seqs=4,
+    block_size=4,
+)
+
+
+def _runner(backend: AttentionBackend, ops: Ops) -> ModelRunner:
+    model = build_model(MODEL, torch.float32, CPU, CONFIG.max_model_len, ops=ops)
+    init_dummy_weights(model, seed=3)
+    for name, slot in model.weight_slots().items():
+        if not name.endswith("norm.weight"):
+            slot.target.mul_(12)  # at the usual 0.02 every logit is nearly the same
+    return ModelRunner(CONFIG, LAYOUT, NUM_BLOCKS, model, backend, CPU)
+
+
+class Graphable(TritonBackend):
+    needs_host_lengths = False
+
+    def __init__(self):
+        super().__init__()
+        self.pool = DecodeBufferPool(4)
+
+    def plan_decode(self, batch):
+        return DecodePlan(batch, self.pool)
+
+
+class Both:
+    """Two runners that are told the same, and must answer the same."""
+
+    def __init__(self) -> None:
+        self.host = _runner(CpuBackend(native=False), TorchOps())
+        self.device = _runner(Graphable(), TritonOps())
+        self.steps = 0
+        self.steady_steps = 0
+        assert self.device.steady is not None
+        run = self.device.steady.run
+
+        def counted() -> Any:
+            self.steady_steps += 1
+            return run()
+
+        self.device.steady.run = counted  # type: ignore[method-assign]
+
+    def step(self, **fields: Any) -> list[int]:
+        self.steps += 1
+        results = []
+        for runner in (self.host, self.device):
+            results.append(runner.execute(SchedulerOutput(self.steps, **fields)).result())
+            runner.check()
+        want, got = results
+        assert (want.handles is None) == (got.handles is None)
+        if want.handles is not None:
+            np.testing.assert_array_equal(got.handles, want.handles)
+        assert got.bad == want.bad
+        if want.tokens is None:
+            assert got.tokens is None
+            return []
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        if want.logprob_values is not None:
+            np.testing.assert_allclose(got.logprob_values, want.logprob_values, rtol=1e-4, atol=1e-4)
+        return got.tokens.tolist()
+
+
+def adding(*rows: tuple[int, list[int], list[int]], computed: int = 0, **sampling: Any) -> dict[str, Any]:
+    """Fields that add (handle, tokens, blocks of group 0); group 1 has the blocks 20 later."""
+    params = SamplingParams(**{"temperature": 0.0} | sampling)
+    new = [NewRequestData(h, f"r{h}", len(t), len(t), computed, [len(b)] * 2, params, 70 + h) for h, t, b in rows]
+    return {
+        "new_requests": new,
+        "token_ids": np.array([t for _, tokens, _ in rows for t in tokens], np.int32),
+        "block_ids": np.array([b + shift for _, _, blocks in rows for shift in (0, 20) for b in blocks], np.int32),
+        "counts": [(h, len(t) - computed) for h, t, _ in rows if len(t) - computed != 1],
+    }
+
+
+def appending(handle: int, block: int) -> dict[str, Any]:
+    return {
+        "appended_handles": np.full(2, handle, np.int32),
+        "appended_groups": np.array([0, 1], np.int32),
+        "appended_block_ids": np.array([block, block + 20], np.int32),
+    }
+
+
+def test_steady_steps_arrivals_and_departures() -> None:
+    both = Both()
+    both.step(**adding((0, [5, 9, 2, 7, 7, 1], [1, 2, 3]), (1, [8, 8], [4, 5, 6])))
+    for _ in range(3):
+        both.step()
+    assert both.steady_steps == 3
+    both.step(**adding((2, [3, 1, 4], [7, 8, 9]), temperature=0.9, min_p=0.05))
+    both.step()
+    both.step(removed=[0])  # row 0 is filled by the last one, whose newest sample goes along
+    both.step()
+    both.step(**appending(1, 10))
+    both.step(**appending(2, 11))
+    assert both.steady_steps == 8
+    both.step(parked=[1])
+    both.step(unparked=[1])
+    both.step()
+    assert both.steady_steps == 10
+
+
+def test_a_request_that_comes_with_one_token_to_compute() -> None:
+    both = Both()
+    both.step(**adding((0, [5, 9, 2, 7, 7, 1], [1, 2])))
+    # Its first five tokens are in the blocks of the first one.
+    fields = adding((1, [5, 9, 2, 7, 6], [1, 3]), computed=4)
+    fields["block_ids"] = np.array([1, 3, 21, 23], np.int32)
+    both.step(**fields)
+    both.step()
+    assert both.steady_steps == 2
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.8}, {"logprobs": 2}], ids=str)
+def test_what_the_graph_does_not_sample_is_sampled_on_its_logits(sampling: dict[str, Any]) -> None:
+    both = Both()
+    both.step(**adding((0, [5, 9, 2], [1, 2, 3]), (1, [8, 8, 1], [4, 5]), temperature=0.8, **sampling))
+    for _ in range(3):
+        both.step()
+    assert both.steady_steps == 3
+
+
+def test_a_token_without_a_block_is_refused() -> None:
+    both = Both()
+    both.step(**adding((0, [5, 9, 2], [1])))
+    both.step()
+    for runner in (both.host, both.device):
+        with pytest.raises(StepRefused, match="a token has no block to be written to"):
+            runner.execute(SchedulerOutput(3))
+
+
+def test_sizes_grow_by_eight_and_hold_every_batch() -> None:
+    assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert capture_sizes(1) == [1]
+    sizes = capture_sizes(1000)
+    assert sizes[-1] == 1000 and sizes[:5] == [1, 2, 4, 8, 16] and max(np.diff(sizes)) <= 32

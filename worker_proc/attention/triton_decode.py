@@ -1,0 +1,42 @@
+"""Triton attention's plan for steps of which only the device knows the lengths: what a captured graph has in it."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.kernels.attention_decode import DecodeBuffers, allocate_decode, plan_decode
+from quire.kernels.attention_plan import AttentionPlan
+from quire.kernels.attention_tiles import AttentionShape
+from quire.worker_proc.attention.backend import StepBatch
+
+
+class DecodeBufferPool:
+    """The memory that plans are written to: one set for every kind of layer, the same in all steps and graphs."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._made: dict[tuple[AttentionShape, int, int], DecodeBuffers] = {}
+
+    def of(self, shape: AttentionShape, batch: StepBatch, device: torch.device) -> DecodeBuffers:
+        key = (shape, batch.window, batch.chunk)
+        if key not in self._made:
+            self._made[key] = allocate_decode(shape, self._max_rows, device)
+        return self._made[key]
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """As ``TritonPlan``, for rows of one token each; a launch at the first layer of each shape, no copy, no wait."""
+
+    batch: StepBatch
+    pool: DecodeBufferPool
+    _plans: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
+
+    def of_layer(self, shape: AttentionShape, num_tokens: int) -> AttentionPlan:
+        if shape not in self._plans:
+            batch = self.batch
+            buffers = self.pool.of(shape, batch, batch.seq_lens.device)
+            self._plans[shape] = plan_decode(
+                buffers, batch.query_start_loc, batch.seq_lens, window=batch.window, chunk=batch.chunk
+            )
+        return self._plans[shape]

@@ -1,0 +1,96 @@
+"""Steady decode steps as CUDA graphs: captured for a few batch sizes when the worker starts, then replayed.
+
+A launch costs the host 5 to 10 µs, and a step has hundreds; a replay is one. Without a GPU, or with
+``--enforce-eager``, the very same step is launched kernel by kernel.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quire.worker_proc.decode_step import DecodeStep
+
+_STEP_OF_SIZES = 8
+_WARM_UPS = 2
+"""Runs before a capture: kernels are compiled, and libraries take their workspaces, only when first used."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """``logits``: where a replay leaves them; None for a graph that samples too."""
+
+    graph: "torch.cuda.CUDAGraph"
+    logits: torch.Tensor | None
+
+
+def capture_sizes(max_rows: int) -> list[int]:
+    """Batch sizes with a graph of their own, ascending: 1, 2, 4, multiples of 8, and past 256 of 32."""
+    sizes = {1, 2, 4, max_rows, *range(_STEP_OF_SIZES, min(max_rows, 256) + 1, _STEP_OF_SIZES)}
+    sizes |= set(range(256, max_rows + 1, 4 * _STEP_OF_SIZES))
+    return sorted(size for size in sizes if size <= max_rows)
+
+
+class DecodeGraphs:
+    """Runs a ``DecodeStep`` for any number of rows, by replay where that was captured.
+
+    All graphs share one pool of memory: one runs at a time, and what one leaves behind (logits) is read before the
+    next is launched.
+    """
+
+    def __init__(self, step: DecodeStep, *, eager: bool) -> None:
+        self.step = step
+        self.eager = eager
+        self._sizes = capture_sizes(step.max_rows)
+        self._graphs: dict[tuple[int, bool], CapturedStep] = {}
+
+    def capture(self, say: Callable[[str], None]) -> None:
+        """Make all graphs. No row may be in the batch: a padded step reads and writes no slot."""
+        if self.eager:
+            say("CUDA graphs: none (--enforce-eager, or no GPU)")
+            return
+        begun, before = time.monotonic(), torch.cuda.memory_allocated()
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self._sizes):  # the largest first: the smaller ones find their memory in its pool
+            for sampling in (True, False):
+                for _ in range(_WARM_UPS):
+                    self._launch(size, sampling)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    logits = self._launch(size, sampling)
+                self._graphs[size, sampling] = CapturedStep(graph, logits)
+        taken = (torch.cuda.memory_allocated() - before) / 2**20
+        say(
+            f"CUDA graphs: {len(self._graphs)} for up to {self._sizes[-1]} requests, "
+            f"{taken:.0f} MiB, {time.monotonic() - begun:.1f} s"
+        )
+
+    def run(self, num_rows: int, sampling: bool) -> torch.Tensor | None:
+        """One step of the batch's ``num_rows`` rows.
+
+        Args:
+            sampling: choose tokens too, leave them in ``step.sampled`` and ``step.bad``, and advance.
+
+        Returns:
+            Logits ``[num_rows, vocab_size]`` when it did not sample, valid until the next step.
+        """
+        size = self._size_for(num_rows)
+        captured = self._graphs.get((size, sampling))
+        if captured is None:
+            logits = self._launch(size, sampling)
+        else:
+            captured.graph.replay()
+            logits = captured.logits
+        return None if logits is None else logits[:num_rows]
+
+    def _launch(self, size: int, sampling: bool) -> torch.Tensor | None:
+        logits = self.step.forward(size)
+        if not sampling:
+            return logits
+        self.step.sample(logits)
+        return None
+
+    def _size_for(self, num_rows: int) -> int:
+        return next(size for size in self._sizes if size >= num_rows)

@@ -1,0 +1,163 @@
+"""A steady decode step as the device does it alone: nothing in it waits for the host or reads from it.
+
+Every row of the batch computes one token, its last sample. What the host knows better (who is in which row, how they
+sample) stands in ``RowColumns``, and is sent when it changed. ``decode_graphs`` captures this step and replays it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.kernels.prepare_decode import DecodeInputs, advance_decode, prepare_decode
+from quire.kernels.sampling import sample
+from quire.kernels.sampling_noise import uniform
+from quire.kernels.sampling_stats import row_statistics
+from quire.protocol.kv_layout import KVGroup
+from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
+from quire.worker_proc.block_table import MultiGroupBlockTable
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.transfer import Transfer
+
+_NOTHING = np.zeros(0, np.int32)
+"""Lengths on the host, which has none to give."""
+
+
+class RowColumns:
+    """The batch's columns that a decode step reads, on the device: views of one buffer, sent in one copy.
+
+    Attributes:
+        row_of: int32 ``[max_rows]``: 0, 1, 2 .. up to the batch's rows, then -1.
+        num_computed, top_k: int32; seed: int64; temperature, top_p, min_p: float32; all ``[max_rows]``.
+    """
+
+    _DTYPES = (np.int64, np.int32, np.int32, np.int32, np.float32, np.float32, np.float32)
+
+    def __init__(self, max_rows: int, transfer: Transfer, device: torch.device) -> None:
+        self._transfer = transfer
+        self._host = [np.zeros(max_rows, dtype) for dtype in self._DTYPES]
+        self._host[1][:] = -1
+        widths = np.cumsum([0, *(column.nbytes for column in self._host)])
+        self._bytes = torch.zeros(int(widths[-1]), dtype=torch.uint8, device=device)
+        views = [
+            self._bytes[start:end].view(torch.from_numpy(column[:0]).dtype)
+            for start, end, column in zip(widths, widths[1:], self._host, strict=False)
+        ]
+        self.seed, self.row_of, self.num_computed, self.top_k, self.temperature, self.top_p, self.min_p = views
+        self.row_of.fill_(-1)
+
+    def refresh(self, batch: InputBatch) -> None:
+        """Make the device's columns equal to the batch's."""
+        n = batch.num_rows
+        source = (
+            batch.seed.view(np.int64),
+            np.arange(n, dtype=np.int32),
+            batch.num_computed,
+            batch.top_k,
+            batch.temperature,
+            batch.top_p,
+            batch.min_p,
+        )
+        for column, values in zip(self._host, source, strict=True):
+            column[:n] = values[:n]
+        self._host[1][n:] = -1
+        (sent,) = self._transfer(np.concatenate([column.view(np.uint8) for column in self._host]))
+        self._bytes.copy_(sent)
+
+
+class DecodeStep:
+    """Owns the step's inputs and outputs, the same memory in every step; everything else is lent to it.
+
+    Attributes:
+        sampled: int64 ``[max_rows]``, the tokens of the last step that sampled here.
+        bad: bool ``[max_rows]``, where its logits were not finite.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        tables: MultiGroupBlockTable,
+        groups: Sequence[KVGroup],
+        kv_caches: Sequence[torch.Tensor],
+        group_of_layer: Sequence[int],
+        last_sampled: torch.Tensor,
+        transfer: Transfer,
+    ) -> None:
+        self._model, self._backend = model, backend
+        self._tables, self._groups = tables, groups
+        self._kv_caches, self._group_of_layer = kv_caches, group_of_layer
+        self._last_sampled = last_sampled
+        device, max_rows = last_sampled.device, len(last_sampled)
+        self.max_rows = max_rows
+        self.columns = RowColumns(max_rows, transfer, device)
+        self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.bad = torch.zeros(max_rows, dtype=torch.bool, device=device)
+        self._inputs = DecodeInputs.empty(max_rows, len(groups), device)
+
+    def forward(self, size: int) -> torch.Tensor:
+        """Compute one token of each of the first rows, of which those past the batch are padding.
+
+        Returns:
+            Logits, float32 ``[size, vocab_size]``.
+        """
+        inputs = self._prepared(size)
+        prepare_decode(
+            self.columns.row_of[:size], self._last_sampled, self.columns.num_computed, self._tables.table_set, inputs
+        )
+        plans = [
+            self._backend.plan_decode(
+                StepBatch(
+                    query_start_loc=inputs.query_start_loc,
+                    seq_lens=inputs.seq_lens,
+                    block_table=table.device_copy[:size],
+                    slot_mapping=inputs.slot_mapping[index],
+                    query_lens_cpu=_NOTHING,
+                    seq_lens_cpu=_NOTHING,
+                    block_size=table.block_size,
+                    window=group.window if group.kind == "sliding_window" else 0,
+                    chunk=group.window if group.kind == "chunked_local_attention" else 0,
+                )
+            )
+            for index, (table, group) in enumerate(zip(self._tables.tables, self._groups, strict=True))
+        ]
+        layer_plans = [plans[group] for group in self._group_of_layer]
+        hidden = self._model(inputs.input_ids, inputs.positions, self._kv_caches, layer_plans, self._backend)
+        return self._model.logits(hidden)
+
+    def sample(self, logits: torch.Tensor) -> None:
+        """Greedily, or by temperature and min-p, and go on: top-k, top-p and all else are the host's ``Sampler``'s."""
+        size = len(logits)
+        columns = self.columns
+        statistics = row_statistics(logits)
+        noise = uniform(columns.seed[:size], self._inputs.seq_lens[:size])
+        tokens = sample(
+            logits,
+            noise,
+            columns.temperature[:size],
+            columns.top_k[:size],
+            columns.top_p[:size],
+            columns.min_p[:size],
+            any_top_k=False,
+            any_top_p=False,
+            statistics=statistics,
+        )
+        self.sampled[:size] = tokens
+        self.bad[:size] = statistics.bad
+        self.advance(tokens)
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Take ``tokens`` (int64, one per row) as the rows' next inputs."""
+        size = len(tokens)
+        advance_decode(self.columns.row_of[:size], tokens, self._last_sampled, self.columns.num_computed)
+
+    def _prepared(self, size: int) -> DecodeInputs:
+        whole = self._inputs
+        return DecodeInputs(
+            whole.input_ids[:size],
+            whole.positions[:size],
+            whole.seq_lens[:size],
+            whole.query_start_loc[: size + 1],
+            whole.slot_mapping[:, :size],
+        )

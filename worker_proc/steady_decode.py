@@ -1,0 +1,95 @@
+"""When a step is a steady decode step, and what the host does about one: next to nothing."""
+
+import numpy as np
+import torch
+
+from quire.protocol.messages import SchedulerOutput
+from quire.worker_proc.block_table import MultiGroupBlockTable
+from quire.worker_proc.decode_graphs import DecodeGraphs
+from quire.worker_proc.input_batch import InputBatch, StepRefused
+from quire.worker_proc.pending_result import HostCopies
+from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.transfer import Transfer
+
+
+class SteadyDecode:
+    """Runs the steps in which every row computes one token, its last; others make what the device holds stale.
+
+    Owns whether the device's columns are those of the batch. The host's own columns advance with every step, by
+    vector operations: no request is looked at.
+    """
+
+    def __init__(
+        self,
+        graphs: DecodeGraphs,
+        batch: InputBatch,
+        tables: MultiGroupBlockTable,
+        sampler: Sampler,
+        last_sampled: torch.Tensor,
+        transfer: Transfer,
+        copies: HostCopies,
+    ) -> None:
+        self.graphs = graphs
+        self._batch, self._tables, self._sampler = batch, tables, sampler
+        self._last_sampled, self._transfer, self._copies = last_sampled, transfer, copies
+        self._steady = False
+
+    def leave(self) -> None:
+        """A step is run in another way: what the device has of the rows is not theirs any more."""
+        self._steady = False
+
+    def takes(self, step: SchedulerOutput) -> bool:
+        """Whether the step, whose diff is applied, is one; it must be ``run`` then.
+
+        Raises:
+            StepRefused: it is, and a row has no block for its token.
+        """
+        changed = step.removed or step.new_requests or step.parked or step.unparked or step.counts or step.drafts
+        if changed or not self._steady:
+            self._steady = self._all_decode(step)
+            if not self._steady:
+                return False
+            self._send_rows()
+        self._require_blocks()
+        return True
+
+    def _all_decode(self, step: SchedulerOutput) -> bool:
+        batch, n = self._batch, self._batch.num_rows
+        one_each = not step.drafts and all(count == 1 for _, count in step.counts)
+        return bool(
+            n and one_each and batch.active[:n].all() and (batch.num_known[:n] - batch.num_computed[:n] == 1).all()
+        )
+
+    def _send_rows(self) -> None:
+        """Rows changed, or were computed otherwise: the device is told them anew."""
+        batch, n = self._batch, self._batch.num_rows
+        self.graphs.step.columns.refresh(batch)
+        # Who came with all but one of its tokens computed has not sampled here.
+        given = np.flatnonzero(batch.num_computed[:n] < batch.tokens.length[:n])
+        if len(given):
+            tokens = batch.tokens.data[given, batch.num_computed[given]].astype(np.int64)
+            rows, ids = self._transfer(given, tokens)
+            self._last_sampled[rows] = ids
+
+    def _require_blocks(self) -> None:
+        n = self._batch.num_rows
+        for table in self._tables.tables:
+            if (table.num_blocks_per_row[:n] * table.span <= self._batch.num_computed[:n]).any():
+                raise StepRefused("a token has no block to be written to")
+
+    def run(self) -> Sampled:
+        """Launch the step; its tokens are in memory that the next step overwrites, once their copy is done."""
+        batch, n = self._batch, self._batch.num_rows
+        rows = np.arange(n)
+        plain = self._sampler.is_plain(rows)
+        self._copies.before_next()
+        logits = self.graphs.run(n, sampling=plain)
+        step = self.graphs.step
+        if logits is None:
+            sampled = Sampled(step.sampled[:n], step.bad[:n], None)
+        else:
+            sampled = self._sampler.sample(logits, rows)
+            step.advance(sampled.tokens)
+        batch.num_computed[:n] += 1
+        batch.num_known[:n] += 1
+        return sampled
