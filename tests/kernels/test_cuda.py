@@ -76,7 +76,8 @@ def test_equals_reference_on_the_host(
     rng = torch.Generator().manual_seed(4)
     fused = (torch.randn(33, 7, head_dim, generator=rng) * 4).to(key_dtype)
     fused[0, :, :4] = torch.tensor([torch.inf, -1e4, 1e-4, -0.0])
-    key, value = fused[:, :3], fused[:, 3:6]
+    # The values lie head by head: their strides are not the keys'.
+    key, value = fused[:, :3], fused[:, 3:6].transpose(0, 1).contiguous().transpose(0, 1)
     slots = torch.randperm(8 * 6, generator=rng)[:33]
     slots[[3, 17]] = -1
     before = torch.randn(2, 8, 6, 3, head_dim, generator=rng).to(cache_dtype)
