@@ -2,19 +2,30 @@
 
 The softmax is accumulated tile by tile over the keys: Milakov and Gimelshein, "Online normalizer calculation for
 softmax" (2018), in the tiling of Dao et al., "FlashAttention" (2022). Keys are found through a block table as in Kwon
-et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023). Long rows are cut
+over their keys as in "Flash-Decoding" (Dao et al., 2023), by a work list, and what rows have in common is attended to
+once, both as in FlashInfer (Ye et al., arXiv 2501.01005).
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from quire.kernels.checks import check_kv_cache, check_tensor
+from quire.kernels.attention_plan import AttentionPlan, Section, local_kind
+from quire.kernels.attention_tiles import (
+    KEY_ALIGN,
+    MOST_HEAD_DIM,
+    AttentionShape,
+    Tiles,
+    lane_chunks,
+    launch_options,
+    next_power_of_two,
+    tiles_of,
+)
+from quire.kernels.checks import CacheLayout, check_kv_cache, check_scale, check_tensor, nhd_view
+from quire.kernels.fp8 import FP8_DTYPES, as_bits
 from quire.kernels.triton_runtime import require_launchable
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,9 +38,6 @@ TOLERANCES = {
 """How far an implementation may be from the reference, for standard normal inputs: the result is rounded to the dtype,
 and so are the softmax weights where they are multiplied with the values."""
 
-TILE_TOKENS = (1, 8, 64)
-"""Tokens in a query tile: pure decode, verification of drafts, prefill. Few choices, since each is compiled."""
-
 
 def paged_attention_reference(
     query: torch.Tensor,
@@ -38,48 +46,48 @@ def paged_attention_reference(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    layout: CacheLayout = "NHD",
 ) -> torch.Tensor:
-    """What ``paged_attention`` computes, in plain torch and float64; they agree within ``TOLERANCES``."""
-    block_size, num_kv_heads = kv_cache.shape[2:4]
+    """What ``paged_attention`` computes, in plain torch and float64; they agree within ``TOLERANCES``.
+
+    ``window`` and ``chunk`` are those of the plan.
+    """
+    cache = nhd_view(kv_cache, layout)
+    block_size, num_kv_heads = cache.shape[2:4]
     group = query.shape[1] // num_kv_heads
     out = torch.zeros_like(query)
     for row, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         seq_len = int(seq_lens[row])
-        position = torch.arange(seq_len, device=query.device)
+        at = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
+        lowest = at - window + 1 if window else at - at % chunk if chunk else torch.zeros_like(at)
+        first = max(0, int(lowest.min())) if len(at) else seq_len
+        position = torch.arange(first, seq_len, device=query.device)
         block_id = block_table[row, position // block_size].long()
-        key, value = kv_cache[:, block_id, position % block_size].double().repeat_interleave(group, dim=2)
+        gathered = as_bits(cache)[:, block_id, position % block_size].view(cache.dtype)
+        key, value = gathered.to(torch.float32).double() if cache.dtype in FP8_DTYPES else gathered.double()
+        key = key if k_scale is None else key * k_scale.double()[:, None]
+        value = value if v_scale is None else value * v_scale.double()[:, None]
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[start:end].double(), key) * scale
-        query_position = position[seq_len - (end - start) :]
-        scores = scores.masked_fill(position > query_position[:, None], -math.inf)
-        out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(query.dtype)
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.double()[:, None, None] * (position - at)
+        scores = scores.masked_fill((position > at) | (position < lowest), -math.inf)
+        if sinks is not None:
+            sink = sinks.double()[:, None, None].expand(-1, end - start, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(-1)[:, :, : len(position)]
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class QueryTiles:
-    """How the tokens of a step are cut into tiles; the same for all layers.
-
-    Attributes:
-        table: int32 ``[num_tiles, 2]`` on the device: the tile's row, and its first token counted within the row.
-        tile_tokens: tokens in a full tile; a row's last tile may have fewer.
-        num_tokens: tokens of all rows, without padding.
-    """
-
-    table: torch.Tensor
-    tile_tokens: int
-    num_tokens: int
-
-
-def plan_tiles(query_lens: npt.NDArray[np.int32], device: torch.device) -> QueryTiles:
-    """Cut rows of ``query_lens`` tokens (int32 ``[num_rows]``, on the host) into tiles. A row may be empty."""
-    longest = int(query_lens.max(initial=0))
-    tile_tokens = next((size for size in TILE_TOKENS if longest <= size), TILE_TOKENS[-1])
-    tiles_of_row = -(-query_lens.astype(np.int64) // tile_tokens)
-    first_tile_of_row = np.cumsum(tiles_of_row) - tiles_of_row
-    row_of_tile = np.repeat(np.arange(len(query_lens)), tiles_of_row)
-    index_in_row = np.arange(len(row_of_tile)) - first_tile_of_row[row_of_tile]
-    table = np.stack([row_of_tile, index_in_row * tile_tokens], axis=1).astype(np.int32)
-    return QueryTiles(torch.from_numpy(table).to(device), tile_tokens, int(query_lens.sum()))
 
 
 def paged_attention(
@@ -88,117 +96,214 @@ def paged_attention(
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    tiles: QueryTiles,
+    plan: AttentionPlan,
     scale: float,
+    *,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    layout: CacheLayout = "NHD",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend, by the Triton kernel. The last ``query_len`` of a row's ``seq_len`` tokens are its query.
+    """Attend, by the Triton kernels. The last ``query_len`` of a row's ``seq_len`` tokens are its query.
+
+    With a plan of ``fixed_split``, and on one device and compiler, a query's result is a function of its own keys,
+    bit for bit: whatever other rows the batch has, however the row's prompt came in chunks, wherever its blocks lie.
+    Each lane of a tile is computed by itself; every tile goes through the same compiled code with the same boundaries
+    between its keys; keys that only other lanes see add zeros; and pieces are added from left to right by the same
+    rounded operations, in a program's registers (``fold``) or in the merge.
 
     Args:
         query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_dim]``, tokens and heads possibly strided.
-        kv_cache: query's dtype, ``[2, num_blocks, block_size, num_kv_heads, head_dim]``, this step's tokens written.
-        block_table: int32 ``[num_rows, max_blocks]``, read up to each row's ``ceil(seq_len / block_size)``.
+        kv_cache: query's dtype, float8_e4m3fn or float8_e5m2, in ``layout``, with this step's tokens written.
+        block_table: int32 ``[num_rows, max_blocks]``, read up to each row's ``ceil(seq_len / block_size)``, and not
+            left of what the row's first query sees.
         query_start_loc: int32 ``[num_rows + 1]``.
         seq_lens: int32 ``[num_rows]``, each at least the row's query length.
-        tiles: ``plan_tiles`` of the same query lengths.
+        plan: of the same lengths, from ``plan_attention`` or ``plan_decode``; has the window.
         scale: factor on the scores.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay.
+        sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it.
+        alibi_slopes: float32 ``[num_heads]``: ``slope * (key position - query position)`` is added, after the cap.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``: factors on an fp8 cache; None: 1.
+        out: where to write, as the result; padding behind the last row is left as it is.
 
     Returns:
-        ``[num_tokens, num_heads, head_dim]`` in query's dtype, contiguous; zeros for padding behind the last row.
+        ``[num_tokens, num_heads, head_dim]`` in query's dtype; without ``out`` contiguous, with zeros for padding.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above, or the heads do not divide into groups.
+        ValueError: a tensor does not have the shape, dtype or place above, or the plan is for something else.
         RuntimeError: Triton cannot launch here.
     """
-    _check(query, kv_cache, block_table, query_start_loc, seq_lens, tiles)
-    kernel = _kernel(query.device)
-    num_tokens, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    allocate = torch.empty if tiles.num_tokens == num_tokens else torch.zeros
-    out = allocate(query.shape, dtype=query.dtype, device=query.device)
-    if len(tiles.table) == 0:
+    shape = _check_shape(query, kv_cache, layout)
+    _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
+    _check_extras(query, kv_cache, sinks, alibi_slopes, k_scale, v_scale, layout, out)
+    kernels = _kernels(query.device)
+    if out is None:
+        allocate = torch.empty if plan.num_tokens == len(query) else torch.zeros
+        out = allocate(query.shape, dtype=query.dtype, device=query.device)
+    if plan.num_rows == 0:
         return out
-    group = num_heads // num_kv_heads
-    constants = launch_constants(query.dtype, head_dim, group, block_size, tiles.tile_tokens)
-    chunks = -(-group * tiles.tile_tokens // constants["TILE_LANES"])
-    kernel[(len(tiles.table), num_kv_heads, chunks)](
-        query,
-        kv_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        tiles.table,
-        out,
-        scale * math.log2(math.e),
-        *query.stride()[:2],
-        *kv_cache.stride()[:4],
-        block_table.stride(0),
-        *out.stride()[:2],
-        **constants,
-        **launch_options(query.dtype, constants),
-    )
+    cache = nhd_view(kv_cache, layout)
+    cap = soft_cap * math.log2(math.e)
+    factor = 2 * math.log2(math.e) / soft_cap * scale if soft_cap else scale * math.log2(math.e)
+    stored = cache_constants(cache.dtype, k_scale, v_scale)
+    for section in plan.sections:
+        if len(section.pieces) == 0:
+            continue
+        tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
+        chunks = lane_chunks(shape, tiles, section.tile_tokens)
+        kernels.attention_kernel[(len(section.pieces) * shape.num_kv_heads * chunks,)](
+            query,
+            as_bits(cache),
+            block_table,
+            query_start_loc,
+            seq_lens,
+            plan.positions,
+            section.pieces,
+            out,
+            plan.scratch.acc,
+            plan.scratch.stats,
+            sinks,
+            alibi_slopes,
+            k_scale,
+            v_scale,
+            factor,
+            cap,
+            plan.visible.window or plan.visible.chunk,
+            plan.num_rows,
+            shape.num_kv_heads,
+            section.tile_tokens,
+            chunks,
+            *query.stride()[:2],
+            *cache.stride()[:4],
+            block_table.stride(0),
+            *out.stride()[:2],
+            **launch_constants(shape, cache.shape[2], section, tiles, plan),
+            SOFT_CAP=soft_cap > 0,
+            **stored,
+            **launch_options(tiles),
+        )
+    if len(plan.merges):
+        kernels.merge_kernel[(len(plan.merges), shape.num_heads)](
+            plan.scratch.acc,
+            plan.scratch.stats,
+            plan.merges,
+            out,
+            sinks,
+            shape.num_heads,
+            plan.num_prefix,
+            plan.prefix_stride,
+            *out.stride()[:2],
+            **merge_constants(shape.head_dim, plan.fixed_split),
+        )
     return out
 
 
 def launch_constants(
-    dtype: torch.dtype, head_dim: int, group: int, block_size: int, tile_tokens: int
-) -> dict[str, int]:
-    """What the kernel is compiled for; shared with the test that compiles it ahead.
-
-    A tensor core wants at least 16 in every dimension. Above that, the tiles are the largest with which next to
-    nothing spills from registers; exact float32 products are made outside the tensor cores, which takes more of them.
-    """
-    dims = max(16, _next_power_of_two(head_dim))
-    full = dtype == torch.float32
-    most_lanes = max(16, min(64, (4096 if full else 8192) // dims))
-    most_keys = max(16, min(64, (2048 if full else 8192) // dims))
+    shape: AttentionShape, block_size: int, section: Section, tiles: Tiles, plan: AttentionPlan
+) -> dict[str, Any]:
+    """What the attention kernel is compiled for; with ``cache_constants`` shared with the test that compiles ahead."""
     return {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
         "BLOCK_SIZE": block_size,
-        "TILE_TOKENS": tile_tokens,
-        "TILE_LANES": min(most_lanes, max(16, _next_power_of_two(group * tile_tokens))),
-        "TILE_KEYS": most_keys,
-        "TILE_DIMS": dims,
+        "LOCAL": local_kind(plan.visible),
+        "SHARED": section.shared,
+        "LEAD": local_kind(plan.visible) != "" or plan.visible.prefix_len % KEY_ALIGN != 0,
+        "WHOLE_TILES": section.regime == "prefill",
+        "SEGMENT": plan.fixed_split,
+        "TILE_LANES": tiles.lanes,
+        "TILE_KEYS": tiles.keys,
+        "TILE_DIMS": max(16, next_power_of_two(shape.head_dim)),
     }
 
 
-def launch_options(dtype: torch.dtype, constants: dict[str, int]) -> dict[str, int]:
-    """Warps that share a program's accumulator, and stages of keys and values in flight."""
-    large = dtype == torch.float32 or constants["TILE_LANES"] * constants["TILE_DIMS"] >= 8192
-    return {"num_warps": 8 if large else 4, "num_stages": 2}
+def cache_constants(
+    cache_dtype: torch.dtype, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+) -> dict[str, Any]:
+    """How the cache's elements become the query's."""
+    return {
+        "CACHE": {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(cache_dtype, "same"),
+        "K_SCALE_STRIDE": int(k_scale is not None and len(k_scale) > 1),
+        "V_SCALE_STRIDE": int(v_scale is not None and len(v_scale) > 1),
+    }
 
 
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def merge_constants(head_dim: int, fixed_split: int) -> dict[str, Any]:
+    """What the merge is compiled for. One partial at a time is slow, but depends on the partials' order alone."""
+    return {
+        "HEAD_DIM": head_dim,
+        "TILE_PARTIALS": 1 if fixed_split else 16,
+        "TILE_DIMS": max(16, next_power_of_two(head_dim)),
+    }
 
 
-def _check(
+def _check_shape(query: torch.Tensor, kv_cache: torch.Tensor, layout: CacheLayout) -> AttentionShape:
+    query_dims = {"num_tokens": None, "num_heads": None, "head_dim": None}
+    check_tensor("query", query, query_dims, QUERY_DTYPES, query.device)
+    _, num_heads, head_dim = query.shape
+    if not 0 < head_dim <= MOST_HEAD_DIM:
+        raise ValueError(f"query: dimension 2 (head_dim) is {head_dim}, not in [1, {MOST_HEAD_DIM}]")
+    check_kv_cache(kv_cache, None, head_dim, query, layout, (query.dtype, *FP8_DTYPES))
+    num_kv_heads = nhd_view(kv_cache, layout).shape[3]
+    if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
+        raise ValueError(f"query: dimension 1 (num_heads) is {num_heads}, not a multiple of {num_kv_heads} KV heads")
+    return AttentionShape(num_heads, num_kv_heads, head_dim, query.dtype)
+
+
+def _check_rows(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    tiles: QueryTiles,
+    plan: AttentionPlan,
+    shape: AttentionShape,
 ) -> None:
-    device = query.device
-    query_dims = {"num_tokens": None, "num_heads": None, "head_dim": None}
-    check_tensor("query", query, query_dims, QUERY_DTYPES, device)
-    num_tokens, num_heads, head_dim = query.shape
-    check_kv_cache(kv_cache, None, head_dim, like=query)
-    num_kv_heads = kv_cache.shape[3]
-    if num_heads % num_kv_heads != 0:
-        raise ValueError(f"query: dimension 1 (num_heads) is {num_heads}, not a multiple of {num_kv_heads} KV heads")
+    device, num_rows = query.device, len(seq_lens)
     check_tensor("seq_lens", seq_lens, {"num_rows": None}, (torch.int32,), device)
-    num_rows = len(seq_lens)
     check_tensor("query_start_loc", query_start_loc, {"num_rows + 1": num_rows + 1}, (torch.int32,), device)
     check_tensor("block_table", block_table, {"num_rows": num_rows, "max_blocks": None}, (torch.int32,), device)
-    check_tensor("tiles.table", tiles.table, {"num_tiles": None, "row and first token": 2}, (torch.int32,), device)
-    if tiles.num_tokens > num_tokens:
-        raise ValueError(f"query: dimension 0 (num_tokens) is {num_tokens}, but the tiles are of {tiles.num_tokens}")
+    if plan.shape != shape:
+        raise ValueError(f"plan: it is for {plan.shape}, not {shape}")
+    if plan.num_rows != num_rows:
+        raise ValueError(f"seq_lens: dimension 0 (num_rows) is {num_rows}, but the plan is for {plan.num_rows}")
+    if plan.num_tokens is not None and plan.num_tokens > len(query):
+        raise ValueError(f"query: dimension 0 (num_tokens) is {len(query)}, but the plan is for {plan.num_tokens}")
+    if plan.num_prefix and plan.prefix_stride != len(query):
+        raise ValueError(
+            f"query: dimension 0 (num_tokens) is {len(query)}, but the prefix is planned for {plan.prefix_stride}"
+        )
 
 
-def _kernel(device: torch.device) -> Any:
+def _check_extras(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    layout: CacheLayout,
+    out: torch.Tensor | None,
+) -> None:
+    per_head = {"num_heads": query.shape[1]}
+    for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if tensor is not None:
+            check_tensor(name, tensor, per_head, (torch.float32,), query.device)
+    if kv_cache.dtype not in FP8_DTYPES and not (k_scale is None and v_scale is None):
+        raise ValueError(f"k_scale, v_scale: a cache of {kv_cache.dtype} has no scales")
+    num_kv_heads = nhd_view(kv_cache, layout).shape[3]
+    check_scale("k_scale", k_scale, num_kv_heads, query.device)
+    check_scale("v_scale", v_scale, num_kv_heads, query.device)
+    if out is not None:
+        out_dims = dict(zip(("num_tokens", "num_heads", "head_dim"), query.shape, strict=True))
+        check_tensor("out", out, out_dims, (query.dtype,), query.device)
+
+
+def _kernels(device: torch.device) -> Any:
     require_launchable(device.type)
-    from quire.kernels.paged_attention_triton import paged_attention_kernel
+    from quire.kernels import paged_attention_triton
 
-    return paged_attention_kernel
+    return paged_attention_triton

@@ -1,34 +1,77 @@
-"""Variants of the paged attention kernel to compile ahead."""
+"""Variants of the attention kernel and of the merge to compile ahead."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from kernel_variant import TRITON_TYPES, Variant
 
-from quire.kernels import paged_attention
-from quire.kernels.paged_attention_triton import paged_attention_kernel
+from quire.kernels.attention_plan import AttentionPlan, Scratch, Section
+from quire.kernels.attention_tiles import AttentionShape, Regime, launch_options, tiles_of
+from quire.kernels.attention_work import Visible
+from quire.kernels.fp8 import FP8_DTYPES
+from quire.kernels.paged_attention import cache_constants, launch_constants, merge_constants
+from quire.kernels.paged_attention_triton import attention_kernel, merge_kernel
+
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+NONE = torch.empty(0)
+POINTERS = {"block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32", "positions": "*i32", "pieces": "*i32"}
+FLOATS = dict.fromkeys(("partial_acc", "partial_stats", "sinks", "alibi_slopes", "k_scale", "v_scale"), "*fp32")
+
+CASES: list[tuple[torch.dtype, int, int, Regime, int, dict[str, Any]]] = [
+    # dtype, head dimension, query heads of a KV head, regime, tokens of a tile, what else
+    (BF16, 64, 8, "decode", 1, {"window": 128, "sinks": True, "soft_cap": 50.0}),
+    (BF16, 128, 4, "decode", 1, {}),
+    (BF16, 128, 4, "decode", 1, {"cache": E4M3}),
+    (BF16, 256, 2, "decode", 1, {}),
+    (BF16, 64, 8, "prefill", 64, {}),
+    (BF16, 128, 4, "prefill", 64, {}),
+    (BF16, 256, 2, "prefill", 64, {"window": 1024, "soft_cap": 50.0}),
+    (BF16, 128, 4, "fixed", 64, {"fixed_split": 1024}),
+    (FP32, 64, 4, "prefill", 64, {}),
+]
 
 
 def variants() -> Iterator[Variant]:
-    cases = [
-        # dtype, head dimension, query heads of a KV head, tokens of a tile
-        (torch.bfloat16, 64, 4, 64),
-        (torch.bfloat16, 128, 8, 1),
-        (torch.bfloat16, 80, 7, 64),
-        (torch.bfloat16, 256, 2, 64),
-        (torch.float16, 128, 4, 8),
-        (torch.float32, 64, 4, 64),
-        (torch.float32, 128, 4, 1),
-    ]
-    for dtype, head_dim, group, tile_tokens in cases:
-        element = "*" + TRITON_TYPES[dtype]
-        tensors = {"query": element, "kv_cache": element, "out": element, "scale_log2": "fp32"}
-        indices = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "tiles"), "*i32")
-        constants = paged_attention.launch_constants(dtype, head_dim, group, 16, tile_tokens)
-        yield Variant(
-            name=f"paged_attention {element[1:]} D={head_dim} G={group} tokens={tile_tokens}",
-            kernel=paged_attention_kernel,
-            types=tensors | indices,
-            constants=constants,
-            options=paged_attention.launch_options(dtype, constants),
-        )
+    for dtype, head_dim, group, regime, tile_tokens, extras in CASES:
+        yield attention(dtype, head_dim, group, regime, tile_tokens, **extras)
+    for fixed_split in (0, 1024):
+        constants = merge_constants(128, fixed_split)
+        types = {"merges": "*i32", "out": "*bf16"} | {n: FLOATS[n] for n in ("partial_acc", "partial_stats", "sinks")}
+        yield Variant(f"attention merge D=128 split={fixed_split}", merge_kernel, types, constants, {})
+
+
+def attention(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    regime: Regime,
+    tile_tokens: int,
+    *,
+    cache: torch.dtype | None = None,
+    window: int = 0,
+    chunk: int = 0,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
+    alibi: bool = False,
+    shared: bool = False,
+    fixed_split: int = 0,
+) -> Variant:
+    shape = AttentionShape(8 * group, 8, head_dim, dtype)
+    section = Section(NONE, tile_tokens, regime, shared)
+    plan = AttentionPlan(shape, Visible(window, chunk), 1, 1, 90, (section,), NONE, Scratch(NONE, NONE))
+    plan = replace(plan, fixed_split=fixed_split)
+    tiles = tiles_of(shape, regime, tile_tokens, plan.capability)
+    scaled = cache in FP8_DTYPES
+    constants = launch_constants(shape, 16, section, tiles, plan) | cache_constants(cache or dtype, None, None)
+    constants |= {"SOFT_CAP": soft_cap > 0}
+    absent = {"positions": shared, "sinks": sinks, "alibi_slopes": alibi, "k_scale": scaled, "v_scale": scaled}
+    constants |= {name: None for name, present in absent.items() if not present}
+    element = "*" + TRITON_TYPES[dtype]
+    stored = "*u8" if scaled else element
+    types = POINTERS | FLOATS | {"query": element, "out": element, "kv_cache": stored, "factor": "fp32", "cap": "fp32"}
+    features = "".join(f" {name}" for name, on in [("shared", shared), ("sinks", sinks), ("alibi", alibi)] if on)
+    features += "".join(f" {name}" for name, on in [("window", window), ("chunk", chunk), ("cap", soft_cap)] if on)
+    name = f"attention {regime} {element[1:]}/{stored[1:]} D={head_dim} G={group} T={tile_tokens}{features}"
+    return Variant(name, attention_kernel, types, constants, launch_options(tiles))

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.attention_work import Visible
+from quire.kernels.checks import CacheLayout
 from quire.worker_proc.attention.backend import StepBatch
 
 UNREADABLE_BLOCK_ID = 2**30
-"""Stands in a block table past a row's end: a kernel that follows it leaves the cache's memory."""
+"""Stands in a block table past a row's end and left of its window: a kernel that follows it leaves the cache."""
 
 
 @dataclass(frozen=True)
 class PagedCase:
-    """A step, its fresh keys and values, and a cache which holds the rows' earlier tokens and otherwise NaN.
+    """A step, its fresh keys and values, and a cache which holds the rows' earlier visible tokens and otherwise NaN.
 
     ``filled_cache`` is ``kv_cache`` with the fresh keys and values written. ``num_tokens`` counts the rows' tokens;
     the tensors of the step are longer by ``padding``.
@@ -64,32 +66,48 @@ def make_case(device: torch.device) -> MakeCase:
         head_dim: int = 32,
         block_size: int = 16,
         padding: int = 0,
+        *,
+        window: int = 0,
+        chunk: int = 0,
+        prefix_len: int = 0,
+        cache_dtype: torch.dtype | None = None,
+        layout: CacheLayout = "NHD",
     ) -> PagedCase:
         rng = torch.Generator().manual_seed(7)
         blocks_of_row = [-(-seq_len // block_size) for seq_len in seq_lens]
         num_blocks = sum(blocks_of_row) + 3
         free = torch.randperm(num_blocks, generator=rng).tolist()
         block_table = torch.full((len(seq_lens), max(blocks_of_row) + 2), UNREADABLE_BLOCK_ID, dtype=torch.int32)
-        cache = torch.full((2, num_blocks * block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+        # In float32 until all is in place, since 8-bit floats cannot be indexed.
+        cache = torch.full((2, num_blocks * block_size, num_kv_heads, head_dim), torch.nan)
         filled = cache.clone()
         slot_mapping = torch.full((sum(query_lens) + padding,), -1, dtype=torch.int64)
         fresh = torch.zeros((2, len(slot_mapping), num_kv_heads, head_dim), dtype=dtype)
         start = 0
         for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
             block_ids = torch.tensor([free.pop() for _ in range(blocks_of_row[row])], dtype=torch.int64)
-            block_table[row, : len(block_ids)] = block_ids
-            position = torch.arange(seq_len)
-            slots = block_ids[position // block_size] * block_size + position % block_size
-            tokens = torch.randn(2, seq_len, num_kv_heads, head_dim, generator=rng).to(dtype)
-            filled[:, slots] = tokens
+            shared = prefix_len // block_size
+            if row:
+                block_ids[:shared] = block_table[0, :shared]
             cached_len = seq_len - query_len
-            cache[:, slots[:cached_len]] = tokens[:, :cached_len]
-            fresh[:, start : start + query_len] = tokens[:, cached_len:]
-            slot_mapping[start : start + query_len] = slots[cached_len:]
+            visible = Visible(window, chunk).first_key(np.array([cached_len])).item()
+            block_table[row, visible // block_size : len(block_ids)] = block_ids[visible // block_size :]
+            position = torch.arange(visible, seq_len)
+            slots = block_ids[position // block_size] * block_size + position % block_size
+            tokens = torch.randn(2, len(slots), num_kv_heads, head_dim, generator=rng).to(dtype)
+            filled[:, slots] = tokens.float()
+            cached = position < cached_len
+            cache[:, slots[cached]] = tokens[:, cached].float()
+            fresh[:, start : start + query_len] = tokens[:, ~cached]
+            slot_mapping[start : start + query_len] = slots[~cached]
             start += query_len
         query = torch.randn(len(slot_mapping), num_heads, head_dim, generator=rng).to(dtype)
         query[start:] = torch.nan
-        paged = (2, num_blocks, block_size, num_kv_heads, head_dim)
+
+        def as_cache(flat: torch.Tensor) -> torch.Tensor:
+            paged = flat.view(2, num_blocks, block_size, num_kv_heads, head_dim).to(cache_dtype or dtype)
+            return (paged if layout == "NHD" else paged.transpose(2, 3).contiguous()).to(device)
+
         batch = StepBatch(
             query_start_loc=torch.tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
@@ -98,14 +116,16 @@ def make_case(device: torch.device) -> MakeCase:
             query_lens_cpu=np.array(query_lens, dtype=np.int32),
             seq_lens_cpu=np.array(seq_lens, dtype=np.int32),
             block_size=block_size,
+            window=window,
+            chunk=chunk,
         )
         return PagedCase(
             batch=batch,
             query=query.to(device),
             key=fresh[0].to(device),
             value=fresh[1].to(device),
-            kv_cache=cache.view(paged).to(device),
-            filled_cache=filled.view(paged).to(device),
+            kv_cache=as_cache(cache),
+            filled_cache=as_cache(filled),
             num_tokens=start,
         )
 

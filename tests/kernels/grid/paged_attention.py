@@ -1,18 +1,16 @@
-"""The paged attention kernel against its reference, and the backend that uses it; run by test_triton.py."""
+"""The attention kernels against their reference, and the backend that uses them; run by test_triton.py."""
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
-from quire.kernels.paged_attention import (
-    TOLERANCES,
-    QueryTiles,
-    paged_attention,
-    paged_attention_reference,
-    plan_tiles,
-)
+from quire.kernels.attention_plan import AttentionPlan, plan_attention
+from quire.kernels.attention_tiles import AttentionShape
+from quire.kernels.cache_write import write_cache_reference
+from quire.kernels.checks import nhd_view
+from quire.kernels.fp8 import FP8_DTYPES, as_bits
+from quire.kernels.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
 from quire.worker_proc.attention.backend import AttentionSpec
 from quire.worker_proc.attention.triton_backend import TritonBackend
 
@@ -22,39 +20,66 @@ if TYPE_CHECKING:
 ROWS = {
     "decode": ([1, 1, 1], [1, 17, 70]),
     "drafts": ([4, 1, 3], [9, 40, 3]),
-    "prefill": ([33, 8], [33, 8]),
+    "prefill": ([33, 9], [33, 9]),
     "mixed": ([1, 37, 1, 5], [33, 37, 64, 50]),
     "two tiles of tokens": ([70, 1], [130, 9]),
     "empty row": ([1, 0, 2, 0], [5, 0, 2, 20]),
     "block ends": ([8, 16, 1, 1], [32, 16, 64, 65]),
 }
+LONG = ([1, 5, 10, 0], [300, 270, 400, 3])
+"""With ``min_piece`` 128 and room for that many programs, every row but the last is cut into pieces."""
+
+CUT = {"programs": 40, "min_piece": 128}
 
 
-def check_case(case: Any) -> None:
-    batch, dtype = case.batch, case.query.dtype
+def rows_of(case: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return case.batch.block_table, case.batch.query_start_loc, case.batch.seq_lens
+
+
+def plan_case(case: Any, layout: Any = "NHD", **options: Any) -> AttentionPlan:
+    num_tokens, num_heads, head_dim = case.query.shape
+    num_kv_heads = nhd_view(case.kv_cache, layout).shape[3]
+    batch = case.batch
+    return plan_attention(
+        batch.query_lens_cpu,
+        batch.seq_lens_cpu,
+        AttentionShape(num_heads, num_kv_heads, head_dim, case.query.dtype),
+        case.query.device,
+        window=batch.window,
+        chunk=batch.chunk,
+        num_tokens=num_tokens,
+        **options,
+    )
+
+
+def check_case(case: Any, plan_options: dict[str, Any] | None = None, **options: Any) -> None:
+    batch = case.batch
     scale = case.query.shape[-1] ** -0.5
-    step = (batch.block_table, batch.query_start_loc, batch.seq_lens)
-    expected = paged_attention_reference(case.query, case.filled_cache, *step, scale)
-    tiles = plan_tiles(batch.query_lens_cpu, case.query.device)
-    result = paged_attention(case.query, case.filled_cache, *step, tiles, scale)
+    step = (case.query, case.filled_cache, *rows_of(case))
+    expected = paged_attention_reference(*step, scale, window=batch.window, chunk=batch.chunk, **options)
+    plan = plan_case(case, options.get("layout", "NHD"), **(plan_options or {}))
+    result = paged_attention(*step, plan, scale, **options)
     assert expected.isfinite().all()
-    torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
+    torch.testing.assert_close(result, expected, **TOLERANCES[case.query.dtype])
     assert result[case.num_tokens :].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("block_size", [8, 32])  # the other tests use 16
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
-def test_rows(rows: tuple[list[int], list[int]], block_size: int, dtype: torch.dtype, make_case: Any) -> None:
-    check_case(make_case(*rows, dtype, block_size=block_size))
+def test_rows(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_case: Any) -> None:
+    check_case(make_case(*rows, dtype))
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 32, 48, 256])  # the other tests use 16
+def test_block_sizes(block_size: int, dtype: torch.dtype, make_case: Any) -> None:
+    check_case(make_case([1, 12, 3], [70, 80, 33], dtype, block_size=block_size))
 
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
-    [(2, 2, 80), (8, 2, 80), (7, 1, 80), (6, 2, 80), (20, 1, 80), (8, 2, 16), (6, 2, 48), (7, 1, 128)],
+    [(2, 2, 80), (8, 2, 64), (7, 1, 96), (20, 1, 80), (8, 2, 16), (6, 2, 48), (7, 1, 128), (2, 1, 192), (71, 1, 8)],
 )
 def test_heads(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, make_case: Any) -> None:
-    for rows in (ROWS["decode"], ([1, 11], [21, 40])):
-        check_case(make_case(*rows, dtype, num_heads, num_kv_heads, head_dim))
+    check_case(make_case([1, 2, 11], [1, 30, 40], dtype, num_heads, num_kv_heads, head_dim))
 
 
 @pytest.mark.parametrize("head_dim", [8, 256, 512])
@@ -62,47 +87,172 @@ def test_extreme_head_dims(head_dim: int, dtype: torch.dtype, make_case: Any) ->
     check_case(make_case([1, 20], [40, 20], dtype, head_dim=head_dim))
 
 
-def test_tiles_in_any_order(dtype: torch.dtype, make_case: Any) -> None:
-    # 8 tokens of 7 heads leave lanes over, which belong to the next tile: it must not matter which is stored last.
-    case = make_case([20], [30], dtype, num_heads=7, num_kv_heads=1)
-    batch, scale = case.batch, 0.2
-    step = (batch.block_table, batch.query_start_loc, batch.seq_lens)
-    table = torch.tensor([[0, 16], [0, 8], [0, 0]], dtype=torch.int32, device=case.query.device)
-    result = paged_attention(case.query, case.filled_cache, *step, QueryTiles(table, 8, 20), scale)
-    expected = paged_attention_reference(case.query, case.filled_cache, *step, scale)
-    torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
+@pytest.mark.parametrize("heads", [(4, 2, 32), (7, 1, 80)], ids=str)
+def test_rows_in_pieces(heads: tuple[int, int, int], dtype: torch.dtype, make_case: Any) -> None:
+    case = make_case(*LONG, dtype, *heads, padding=2)
+    plan = plan_case(case, **CUT)
+    assert [len(section.pieces) > 1 for section in plan.sections] == [True, True]
+    assert len(plan.merges) == 16
+    check_case(case, CUT)
 
 
-def test_padding_is_zero(dtype: torch.dtype, make_case: Any) -> None:
-    check_case(make_case([1, 3], [30, 3], dtype, padding=4))
+def options_of(case: Any, *names: str) -> dict[str, Any]:
+    num_heads, device = case.query.shape[1], case.query.device
+    values = torch.linspace(0.1, 2.0, num_heads, device=device)
+    options = {"soft_cap": 1.5, "sinks": values * 2 - 1, "alibi_slopes": values * 0.1}
+    return {name: options[name] for name in names}
+
+
+@pytest.mark.parametrize("plan_options", [{}, CUT, {"fixed_split": 128}], ids=["whole", "pieces", "fixed"])
+@pytest.mark.parametrize(
+    ("local", "names"),
+    [
+        ({"window": 1}, ()),
+        ({"window": 150}, ("sinks", "soft_cap")),
+        ({"chunk": 90}, ("alibi_slopes",)),
+        ({}, ("soft_cap", "alibi_slopes", "sinks")),
+    ],
+    ids=str,
+)
+def test_features(
+    local: dict[str, int], names: tuple[str, ...], plan_options: Any, dtype: torch.dtype, make_case: Any
+) -> None:
+    case = make_case(*LONG, dtype, **local)
+    check_case(case, plan_options, **options_of(case, *names))
+
+
+@pytest.mark.parametrize("window", [16, 64, 65])
+def test_windows_of_long_prompts(window: int, make_case: Any) -> None:
+    # Tiles with keys that only some of their tokens see at both ends, and with some that all see between.
+    check_case(make_case([150], [190], torch.float32, head_dim=16, window=window))
+    check_case(make_case([150], [190], torch.float32, head_dim=16, chunk=window))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
+def test_caches(cache_dtype: torch.dtype | None, layout: Any, dtype: torch.dtype, make_case: Any) -> None:
+    case = make_case([1, 12], [70, 40], dtype, cache_dtype=cache_dtype, layout=layout)
+    if cache_dtype is None:
+        check_case(case, layout=layout)
+        return
+    device = case.query.device
+    per_head = {"k_scale": torch.tensor([0.3, 1.7], device=device), "v_scale": torch.tensor([0.8], device=device)}
+    check_case(case, CUT, layout=layout, **per_head)
+    check_case(case, layout=layout)
 
 
 def test_large_scores_do_not_overflow(dtype: torch.dtype, make_case: Any) -> None:
     case = make_case([1, 20], [40, 60], dtype)
-    batch = case.batch
-    step = (batch.block_table, batch.query_start_loc, batch.seq_lens)
-    tiles = plan_tiles(batch.query_lens_cpu, case.query.device)
+    step = (case.filled_cache, *rows_of(case), plan_case(case))
     # exp of these scores is infinite in float32; only the differences to the largest are not.
-    result = paged_attention(case.query * 1000, case.filled_cache, *step, tiles, 1.0)
-    assert result.isfinite().all()
+    for options in ({}, options_of(case, "soft_cap"), {"sinks": torch.full((4,), 1e4, device=case.query.device)}):
+        assert paged_attention(case.query * 1000, *step, 1.0, **options).isfinite().all()
+
+
+def test_padding_is_zero_or_left_alone(dtype: torch.dtype, make_case: Any) -> None:
+    case = make_case([1, 3], [30, 3], dtype, padding=4)
+    check_case(case)
+    out = torch.full_like(case.query, 7)
+    result = paged_attention(case.query, case.filled_cache, *rows_of(case), plan_case(case), 0.2, out=out)
+    assert result is out
+    assert (out[4:] == 7).all()
 
 
 def test_no_tokens(make_case: Any) -> None:
     check_case(make_case([0], [5], torch.float32, padding=2))
 
 
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("prefix_len", [48, 256])
+def test_a_common_prefix_changes_nothing(prefix_len: int, dtype: torch.dtype, make_case: Any) -> None:
+    case = make_case([1, 3, 12, 0], [prefix_len + 1, 300, 290, 280], dtype, prefix_len=prefix_len, padding=1)
+    options = options_of(case, "alibi_slopes", "sinks")
+    check_case(case, CUT | {"common_prefix_len": prefix_len}, **options)
+
+
+def test_a_prompt_may_begin_inside_the_common_prefix(make_case: Any) -> None:
+    case = make_case([20, 1], [70, 90], torch.float32, prefix_len=64)
+    check_case(case, {"common_prefix_len": 64})
+
+
+DETERMINISTIC = {"fixed_split": 128}
+
+
+def attend_rows(case: Any, rows: list[tuple[int, int, int]], **options: Any) -> list[torch.Tensor]:
+    """Attend to rows of ``case``, cut to ``(row, query_len, seq_len)``; each row's result."""
+    table, starts, _ = rows_of(case)
+    ends = starts.tolist()[1:]
+    drop = [int(case.batch.seq_lens_cpu[row]) - seq_len for row, _, seq_len in rows]
+    query = torch.cat([case.query[ends[r] - d - n : ends[r] - d] for (r, n, _), d in zip(rows, drop, strict=True)])
+    lens = torch.tensor([n for _, n, _ in rows], dtype=torch.int32)
+    seqs = torch.tensor([seq_len for *_, seq_len in rows], dtype=torch.int32)
+    shape = AttentionShape(query.shape[1], case.filled_cache.shape[3], query.shape[2], query.dtype)
+    batch = case.batch
+    plan = plan_attention(
+        lens.numpy(), seqs.numpy(), shape, query.device, window=batch.window, chunk=batch.chunk, **DETERMINISTIC
+    )
+    step = (table[[row for row, *_ in rows]], torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)))
+    on_device = [tensor.to(query.device) for tensor in (*step, seqs)]
+    out = paged_attention(query, case.filled_cache, *on_device, plan, 0.2, **options)
+    return list(out.split(lens.tolist()))
+
+
+@pytest.mark.parametrize(("local", "name"), [({}, "sinks"), ({"window": 140}, "soft_cap"), ({"chunk": 130}, "")])
+def test_a_fixed_split_depends_on_the_row_alone(
+    local: dict[str, int], name: str, dtype: torch.dtype, make_case: Any
+) -> None:
+    # Sequences whose last 90 tokens are all there as queries; each is taken from there in several ways.
+    case = make_case([90, 1, 7], [300, 140, 410], dtype, num_heads=6, head_dim=16, **local)
+    options = options_of(case, name) if name else {}
+    whole, decoded, drafts = attend_rows(case, [(0, 90, 300), (1, 1, 140), (2, 7, 410)], **options)
+    chunked = [attend_rows(case, [(0, n, end)], **options)[0] for n, end in ((23, 233), (64, 297), (3, 300))]
+    assert torch.equal(torch.cat(chunked), whole)
+    for token in (0, 41, 89):
+        seq_len = 300 - 89 + token
+        others = attend_rows(case, [(2, 5, 408), (0, 1, seq_len), (1, 1, 140)], **options)
+        assert torch.equal(others[1], whole[token : token + 1])
+        assert torch.equal(others[2], decoded)
+        assert torch.equal(others[0], drafts[:5])
+
+
+@pytest.mark.parametrize("rows", [ROWS["mixed"], ROWS["empty row"]], ids=["mixed", "empty row"])
 def test_backend(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_case: Any) -> None:
     backend: AttentionBackend = TritonBackend()
-    case = make_case(*rows, dtype, padding=2)
+    case = make_case(*rows, dtype, padding=2, window=20)
     batch, scale = case.batch, 0.2
     assert backend.kv_cache_shape(*case.kv_cache.shape[1:]) == case.kv_cache.shape
     plan = backend.plan(batch)
-    result = backend.forward(case.query, case.key, case.value, case.kv_cache, plan, AttentionSpec(4, 2, 32, scale))
+    spec = AttentionSpec(4, 2, 32, scale, **options_of(case, "soft_cap", "sinks", "alibi_slopes"))
+    result = backend.forward(case.query, case.key, case.value, case.kv_cache, plan, spec)
     torch.testing.assert_close(case.kv_cache, case.filled_cache, rtol=0, atol=0, equal_nan=True)
     expected = paged_attention_reference(
-        case.query, case.filled_cache, batch.block_table, batch.query_start_loc, batch.seq_lens, scale
+        case.query,
+        case.filled_cache,
+        *rows_of(case),
+        scale,
+        window=20,
+        soft_cap=spec.soft_cap,
+        sinks=spec.sinks,
+        alibi_slopes=spec.alibi_slopes,
     )
+    torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
+    # A layer that reads another's cache writes nothing, and attends alike.
+    before = case.kv_cache.clone()
+    again = backend.forward(case.query, None, None, case.kv_cache, plan, spec)
+    assert torch.equal(again, result)
+    torch.testing.assert_close(case.kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_backend_with_scaled_cache(dtype: torch.dtype, make_case: Any) -> None:
+    case = make_case([1, 12], [70, 40], dtype, cache_dtype=torch.float8_e4m3fn)
+    k_scale, v_scale = (torch.tensor([scale], device=case.query.device) for scale in (0.5, 0.25))
+    expected_cache = case.kv_cache.clone()
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    write_cache_reference(case.key, case.value, expected_cache, case.batch.slot_mapping, **scales)
+    backend = TritonBackend()
+    spec = AttentionSpec(4, 2, 32, 0.2, k_scale=0.5, v_scale=0.25)
+    result = backend.forward(case.query, case.key, case.value, case.kv_cache, backend.plan(case.batch), spec)
+    assert torch.equal(as_bits(case.kv_cache), as_bits(expected_cache))
+    expected = paged_attention_reference(case.query, expected_cache, *rows_of(case), 0.2, **scales)
     torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
 
 
@@ -112,11 +262,3 @@ def test_backend_refuses_another_block_size(make_case: Any) -> None:
     cache = torch.zeros(2, 2, 16, 2, 32, device=case.query.device)
     with pytest.raises(ValueError, match=r"kv_cache: dimension 2 \(block_size\) is 16, expected 8"):
         backend.forward(case.query, case.key, case.value, cache, backend.plan(case.batch), AttentionSpec(4, 2, 32, 1.0))
-
-
-def test_tiles_must_fit_the_query(make_case: Any) -> None:
-    case = make_case([1], [9], torch.float32)
-    tiles = plan_tiles(np.array([5], dtype=np.int32), case.query.device)
-    step = (case.batch.block_table, case.batch.query_start_loc, case.batch.seq_lens)
-    with pytest.raises(ValueError, match=r"query: dimension 0 \(num_tokens\) is 1, but the tiles are of 5"):
-        paged_attention(case.query, case.filled_cache, *step, tiles, 1.0)

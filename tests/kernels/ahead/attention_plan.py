@@ -1,0 +1,16 @@
+"""Variants of the planning kernel to compile ahead."""
+
+from collections.abc import Iterator
+
+from kernel_variant import Variant
+
+from quire.kernels.attention_decode import plan_constants, plan_options
+from quire.kernels.attention_plan_triton import plan_kernel
+
+
+def variants() -> Iterator[Variant]:
+    types = dict.fromkeys(("query_start_loc", "seq_lens", "pieces", "merges"), "*i32")
+    for local, max_rows in (("", 256), ("window", 1024)):
+        constants = plan_constants(local, max_rows)
+        name = f"attention plan rows={max_rows} {local}".strip()
+        yield Variant(name, plan_kernel, types, constants, plan_options(max_rows))
