@@ -40,10 +40,9 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         intermediate_size: width of one expert.
         layers: which layers have experts; the others are dense.
-        softmax_chosen: the softmax is over the chosen experts' scores, not over all and then cut.
-        renormalise: the chosen experts' shares are made to add up to 1.
+        renormalise: the chosen experts' weights add up to 1: the softmax is over their scores alone.
         bias: the router and the experts' projections have biases.
-        activation: as in ``ModelConfig``, or clamped_swiglu (gpt-oss) with ``swiglu_alpha`` and ``swiglu_limit``.
+        activation: as in ``ModelConfig``, or swiglu_oai (gpt-oss).
         mxfp4: the checkpoint has the experts in blocks of 32 four-bit numbers.
     """
 
@@ -51,12 +50,9 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_experts_per_token: int
     intermediate_size: int
     layers: list[int]
-    softmax_chosen: bool = False
     renormalise: bool = True
     bias: bool = False
     activation: str = "silu"
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
     mxfp4: bool = False
 
 
@@ -260,17 +256,18 @@ def _moe(field: Fields, num_layers: int, architecture: str) -> MoeConfig:
     dense = set(field.integers("mlp_only_layers", high=num_layers - 1))
     step = field.size("decoder_sparse_step", default=1)
     gpt_oss = architecture == "GptOssForCausalLM"
+    if gpt_oss and (field.number("swiglu_alpha", 1.702), field.number("swiglu_limit", 7.0)) != (1.702, 7.0):
+        raise ConfigError(
+            f"{field.where}: swiglu_alpha and swiglu_limit must be 1.702 and 7: kernels have them built in"
+        )
     return MoeConfig(
         num_experts=count,
         num_experts_per_token=chosen,
         intermediate_size=field.size("moe_intermediate_size", default=field.size("intermediate_size")),
         layers=[layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0],
-        softmax_chosen=gpt_oss,
         renormalise=field.flag("norm_topk_prob", default=True),
         bias=gpt_oss,
-        activation="clamped_swiglu" if gpt_oss else _activation(field),
-        swiglu_alpha=field.number("swiglu_alpha", 1.702),
-        swiglu_limit=field.number("swiglu_limit", 7.0),
+        activation="swiglu_oai" if gpt_oss else _activation(field),
         mxfp4=gpt_oss and bool(field.raw.get("quantization_config")),
     )
 

@@ -228,11 +228,15 @@ class TestExperts:
             },
         )  # fmt: skip
         assert model.moe == MoeConfig(
-            num_experts=32, num_experts_per_token=4, intermediate_size=128, layers=[*range(6)], softmax_chosen=True,
-            bias=True, activation="clamped_swiglu", mxfp4=True,
+            num_experts=32, num_experts_per_token=4, intermediate_size=128, layers=[*range(6)],
+            bias=True, activation="swiglu_oai", mxfp4=True,
         )  # fmt: skip
         assert model.attention_sinks and model.qkv_bias and model.o_bias and model.head_dim == 64
         assert model.rope.theta == 150000.0 and model.rope.kind == "yarn" and not model.rope.truncate
+
+    def test_another_gate(self) -> None:
+        with pytest.raises(ConfigError, match="swiglu_alpha and swiglu_limit must be"):
+            parse("GptOssForCausalLM", num_local_experts=32, swiglu_limit=6.0)
 
     def test_more_chosen_than_there_are(self) -> None:
         with pytest.raises(ConfigError, match="num_experts_per_tok must be an integer from 1 to 8"):

@@ -78,7 +78,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "swiglu_limit": 1.5,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 100.0,
@@ -143,6 +142,8 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
         for key, weight in model.named_parameters():
             if key.endswith(("bias", "norm.weight", "sinks")):
                 weight.add_(torch.empty(weight.shape).normal_(0.0, 0.2, generator=generator))
+            if family == "gpt_oss" and key.endswith("gate_up_proj"):
+                weight.mul_(4)  # Or nothing reaches the clamp.
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model

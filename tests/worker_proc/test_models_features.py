@@ -1,5 +1,6 @@
 """Layers that read another layer's cache, experts, and proof that each switch of a family does something."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from quire.protocol.model_config import ModelConfig, load_model_config, parse_mo
 from quire.protocol.rope_config import RopeConfig
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.models.ops import Experts, TorchOps, clamped_swiglu
+from quire.worker_proc.models.ops import Experts, TorchOps, swiglu_oai
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import TensorParallel
 
@@ -112,8 +113,6 @@ def _rope_with(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
         ("qwen3_moe", _moe_with(renormalise=True)),
         ("mixtral", _moe_with(renormalise=False)),
         ("gpt_oss", _without_windows),
-        ("gpt_oss", _moe_with(swiglu_limit=7.0)),
-        ("gpt_oss", _moe_with(swiglu_alpha=1.0)),
         ("gpt_oss", _with(rope=RopeConfig(100.0))),
         ("gpt_oss", _rope_with(truncate=True)),
         ("gpt_oss", _rope_with(attention_factor=1.0)),
@@ -148,22 +147,21 @@ class TestExperts:
             normal(5, 12) if biases else None,
             normal(5, 8) if biases else None,
             activation,
-            limit=0.4,
         )
 
-    def _one_by_one(self, x: torch.Tensor, e: Experts, shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _one_by_one(self, x: torch.Tensor, e: Experts, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(x.shape)
         for token in range(len(x)):
             for share, expert in zip(shares[token], chosen[token].tolist(), strict=True):
                 hidden = e.gate_up[expert] @ x[token] + (0 if e.gate_up_bias is None else e.gate_up_bias[expert])
-                if e.activation == "clamped_swiglu":
-                    hidden = clamped_swiglu(hidden, e.alpha, e.limit)
+                if e.activation == "swiglu_oai":
+                    hidden = swiglu_oai(hidden)
                 else:
                     hidden = F.silu(hidden[:6]) * hidden[6:]
                 out[token] += share * (e.down[expert] @ hidden + (0 if e.down_bias is None else e.down_bias[expert]))
         return out
 
-    @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+    @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
     @pytest.mark.parametrize("biases", [True, False])
     @pytest.mark.parametrize("tokens", [0, 1, 9])
     def test_the_sum_of_the_chosen(self, activation: str, biases: bool, tokens: int) -> None:
@@ -172,32 +170,41 @@ class TestExperts:
         experts = self._experts(activation=activation, biases=biases)
         scores = torch.empty(tokens, 5).normal_(generator=generator)
         scores[:, 3] = -9.0  # Nobody's choice.
-        shares, chosen = TorchOps().route(scores, 2, softmax_chosen=False, renormalise=True)
+        chosen, shares = TorchOps().route(scores, 2, renormalise=True)
         assert shares.shape == chosen.shape == (tokens, 2) and not bool((chosen == 3).any())
-        answer = TorchOps().experts(x, experts, shares, chosen)
-        torch.testing.assert_close(answer, self._one_by_one(x, experts, shares, chosen))
+        answer = TorchOps().experts(x, experts, chosen, shares)
+        torch.testing.assert_close(answer, self._one_by_one(x, experts, chosen, shares))
 
     def test_a_tokens_answer_does_not_depend_on_its_neighbours(self) -> None:
         generator = torch.Generator().manual_seed(2)
         x, scores = torch.empty(9, 8).normal_(generator=generator), torch.empty(9, 5).normal_(generator=generator)
         experts, ops = self._experts(), TorchOps()
-        shares, chosen = ops.route(scores, 3, softmax_chosen=True, renormalise=False)
-        together = ops.experts(x, experts, shares, chosen)
+        chosen, shares = ops.route(scores, 3, renormalise=False)
+        together = ops.experts(x, experts, chosen, shares)
         for token in range(9):
             own = slice(token, token + 1)
-            torch.testing.assert_close(ops.experts(x[own], experts, shares[own], chosen[own]), together[own])
+            torch.testing.assert_close(ops.experts(x[own], experts, chosen[own], shares[own]), together[own])
 
-    def test_a_softmax_of_the_chosen_is_one_of_all_made_to_add_up(self) -> None:
+    def test_the_gate_of_gpt_oss(self) -> None:
+        gate_up = torch.tensor([[9.0, 9.0, -9.0, -9.0, 1.0, 0.5]])
+        sevens = 7 / (1 + math.exp(-1.702 * 7)) * 8
+        low = -9 / (1 + math.exp(1.702 * 9)) * -6
+        one = 1 / (1 + math.exp(-1.702)) * 1.5
+        torch.testing.assert_close(TorchOps().gate(gate_up, "swiglu_oai"), torch.tensor([[sevens, low, one]]))
+
+    def test_weights_add_up_or_are_shares_of_all(self) -> None:
         scores = torch.randn(7, 5, generator=torch.Generator().manual_seed(3))
-        first, _ = TorchOps().route(scores, 2, softmax_chosen=True, renormalise=False)
-        second, _ = TorchOps().route(scores, 2, softmax_chosen=False, renormalise=True)
-        raw, _ = TorchOps().route(scores.bfloat16(), 2, softmax_chosen=False, renormalise=False)
-        torch.testing.assert_close(first, second)
-        assert raw.dtype is torch.float32 and bool((raw.sum(-1) < 1).all())
+        experts, weights = TorchOps().route(scores, 2, renormalise=True)
+        same, shares = TorchOps().route(scores.bfloat16(), 2, renormalise=False)
+        assert experts.dtype is same.dtype is torch.int32 and weights.dtype is shares.dtype is torch.float32
+        torch.testing.assert_close(weights.sum(-1), torch.ones(7))
+        all_shares = scores.bfloat16().float().softmax(-1)
+        torch.testing.assert_close(shares, all_shares.topk(2).values)
+        assert TorchOps().route(torch.zeros(1, 5), 3, renormalise=True)[0].tolist() == [[0, 1, 2]]
 
     def test_activations_may_be_wider_than_weights(self) -> None:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(4))
-        shares, chosen = torch.full((4, 2), 0.5), torch.tensor([[0, 1]] * 4)
-        wide = TorchOps().experts(x, self._experts(torch.bfloat16), shares, chosen)
+        shares, chosen = torch.full((4, 2), 0.5), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
+        wide = TorchOps().experts(x, self._experts(torch.bfloat16), chosen, shares)
         assert wide.dtype is torch.float32
-        torch.testing.assert_close(wide, TorchOps().experts(x, self._experts(), shares, chosen), atol=0.1, rtol=0.1)
+        torch.testing.assert_close(wide, TorchOps().experts(x, self._experts(), chosen, shares), atol=0.1, rtol=0.1)

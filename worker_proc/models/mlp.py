@@ -64,20 +64,13 @@ class SparseMlp(torch.nn.Module):
             self.gate_up_bias,
             self.down_bias,
             moe.activation,
-            moe.swiglu_alpha,
-            moe.swiglu_limit,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` → the same, summed over the ranks."""
         ops, moe = self.build.ops, self.moe
-        shares, chosen = ops.route(
-            self.router(x),
-            moe.num_experts_per_token,
-            softmax_chosen=moe.softmax_chosen,
-            renormalise=moe.renormalise,
-        )
-        return self.build.parallel.all_reduce(ops.experts(x, self.experts, shares, chosen))
+        expert_ids, weights = ops.route(self.router(x), moe.num_experts_per_token, renormalise=moe.renormalise)
+        return self.build.parallel.all_reduce(ops.experts(x, self.experts, expert_ids, weights))
 
     def prepack(self, *, deterministic: bool) -> bool:
         """As ``Linear.prepack``, for every expert: all of them or none."""
@@ -99,20 +92,22 @@ class SparseMlp(torch.nn.Module):
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Each expert's projections under names of their own, however the checkpoint has them."""
-        hidden, width = self.build.config.hidden_size, self.moe.intermediate_size
+        hidden, width, count = self.build.config.hidden_size, self.moe.intermediate_size, self.moe.num_experts
         held = self.part.stop - self.part.start
-        slots = row_slots("mlp.{}", self.router, [Rows("gate", slice(0, self.moe.num_experts), self.moe.num_experts)])
-        for expert in range(self.moe.num_experts):
+        taking_turns = self.moe.activation == "swiglu_oai"
+        gates, ups = (slice(0, None, 2), slice(1, None, 2)) if taking_turns else (slice(0, held), slice(held, None))
+        slots = row_slots("mlp.{}", self.router, [Rows("gate", slice(0, count), count)])
+        for expert in range(count):
             name = f"mlp.experts.{expert}"
-            gate_up, down = self.gate_up.data[expert], self.down.data[expert]
             columns = (slice(0, hidden), self.part)
-            slots[f"{name}.gate_proj.weight"] = WeightSlot(gate_up[:held], (width, hidden), (self.part,))
-            slots[f"{name}.up_proj.weight"] = WeightSlot(gate_up[held:], (width, hidden), (self.part,))
-            slots[f"{name}.down_proj.weight"] = WeightSlot(down, (hidden, width), columns)
-            if self.gate_up_bias is not None:
-                bias = self.gate_up_bias.data[expert]
-                slots[f"{name}.gate_proj.bias"] = WeightSlot(bias[:held], (width,), (self.part,))
-                slots[f"{name}.up_proj.bias"] = WeightSlot(bias[held:], (width,), (self.part,))
+            slots[f"{name}.down_proj.weight"] = WeightSlot(self.down.data[expert], (hidden, width), columns)
+            for part, rows in (("gate_proj", gates), ("up_proj", ups)):
+                weight = self.gate_up.data[expert, rows]
+                slots[f"{name}.{part}.weight"] = WeightSlot(weight, (width, hidden), (self.part,))
+                if self.gate_up_bias is not None:
+                    bias = self.gate_up_bias.data[expert, rows]
+                    slots[f"{name}.{part}.bias"] = WeightSlot(bias, (width,), (self.part,))
+            if self.moe.bias:
                 own = None if self.down_bias is None else self.down_bias.data[expert]
                 slots[f"{name}.down_proj.bias"] = summed_bias_slot(own, hidden, self.down)
         return slots

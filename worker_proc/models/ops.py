@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.gated_activation import OAI_ALPHA, OAI_LIMIT
 from quire.worker_proc.models.linear import Linear
 
 
@@ -15,10 +16,14 @@ class Experts:
     """The experts of one layer, of this rank's width.
 
     Attributes:
-        gate_up: ``[num_experts, 2 * width, hidden_size]``: rows of the gate, then those of what is gated.
+        gate_up: ``[num_experts, 2 * width, hidden_size]``: rows of the gate, then those of what is gated; the two take
+            turns for swiglu_oai.
         down: ``[num_experts, hidden_size, width]``.
         gate_up_bias: ``[num_experts, 2 * width]`` or None.
         down_bias: ``[num_experts, hidden_size]`` or None.
+        activation: as of ``Ops.gate``.
+        packed: each expert's two layers in the CPU's own layout, instead of the four tensors above, which are empty.
+        activation: as of ``Ops.gate``.
         packed: each expert's two layers in the CPU's own layout, instead of the four tensors above, which are empty.
         activation: as in ``Ops.gate``, or clamped_swiglu: with the gate ``g`` at most ``limit`` and ``u`` within
             ``±limit``, ``g * sigmoid(alpha * g) * (u + 1)`` (gpt-oss).
@@ -29,8 +34,6 @@ class Experts:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     activation: str = "silu"
-    alpha: float = 1.702
-    limit: float = 7.0
     packed: Sequence[tuple[Linear, Linear]] = ()
 
     @property
@@ -53,35 +56,36 @@ class Ops(Protocol):
         """``activation(gate) * up`` of ``[num_tokens, 2 * width]``: ``[num_tokens, width]``.
 
         Args:
-            activation: silu, gelu (exact) or gelu_tanh.
+            activation: silu, gelu (exact), gelu_tanh, or swiglu_oai, which alone has gates in even and what is gated in
+                odd columns (``kernels/gated_activation.py``).
         """
         ...
 
-    def route(
-        self, scores: torch.Tensor, num_chosen: int, *, softmax_chosen: bool, renormalise: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose each token's experts: the highest scores.
+    def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose each token's experts: the highest scores, best first; of equals the lower expert.
 
         Args:
             scores: ``[num_tokens, num_experts]``.
-            softmax_chosen: the softmax is over the chosen scores alone; else over all, before the choice.
-            renormalise: the chosen shares are divided by their sum.
+            renormalise: a token's weights sum up to 1: the softmax over the chosen scores. Otherwise they are their
+                shares of the softmax over all.
 
         Returns:
-            Shares, float32, and experts, int64, both ``[num_tokens, num_chosen]``.
+            Expert ids, int32, and weights, float32, both ``[num_tokens, top_k]``.
         """
         ...
 
-    def experts(self, x: torch.Tensor, experts: Experts, shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Sum of the chosen experts' answers times their shares, ``[num_tokens, hidden_size]``, in ``x``'s dtype.
+    def experts(
+        self, x: torch.Tensor, experts: Experts, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum of the chosen experts' answers times their weights, ``[num_tokens, hidden_size]``, in ``x``'s dtype.
 
         Args:
-            shares, chosen: of ``route``.
+            expert_ids, weights: of ``route``.
         """
         ...
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
 class TorchOps:
@@ -95,35 +99,37 @@ class TorchOps:
         return self.rms_norm(residual, weight, eps)
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        if activation == "swiglu_oai":
+            return swiglu_oai(gate_up)
         gate, up = gate_up.chunk(2, -1)
         if activation == "silu":
             return F.silu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
 
-    def route(
-        self, scores: torch.Tensor, num_chosen: int, *, softmax_chosen: bool, renormalise: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         scores = scores.float()
-        if softmax_chosen:
-            highest, chosen = scores.topk(num_chosen)
-            return highest.softmax(-1), chosen
-        shares, chosen = scores.softmax(-1).topk(num_chosen)
-        return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
+        # A stable sort: ``topk`` leaves open which of equals it takes.
+        chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        if renormalise:
+            return chosen.int(), scores.gather(-1, chosen).softmax(-1)
+        return chosen.int(), scores.softmax(-1).gather(-1, chosen)
 
-    def experts(self, x: torch.Tensor, experts: Experts, shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, x: torch.Tensor, experts: Experts, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """One pair of products per expert that anyone chose. Sums run in the experts' order: neighbours in the batch
         do not change a token's."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        flat = chosen.reshape(-1)
+        flat = expert_ids.reshape(-1)
         order = flat.argsort(stable=True)
-        tokens, shares = order // chosen.shape[1], shares.reshape(-1)[order]
+        tokens, weights = order // expert_ids.shape[1], weights.reshape(-1)[order]
         first = 0
         for expert, count in enumerate(torch.bincount(flat, minlength=experts.count).tolist()):
             if not count:
                 continue
             mine = tokens[first : first + count]
             answer = self._expert(x.index_select(0, mine), experts, expert)
-            out.index_add_(0, mine, answer.float().mul_(shares[first : first + count, None]))
+            out.index_add_(0, mine, answer.float().mul_(weights[first : first + count, None]))
             first += count
         return out.to(x.dtype)
 
@@ -136,9 +142,8 @@ class TorchOps:
         return _linear(gated, experts.down, experts.down_bias, expert)
 
     def _gated(self, gate_up: torch.Tensor, experts: Experts) -> torch.Tensor:
-        if experts.activation == "clamped_swiglu":
-            return clamped_swiglu(gate_up, experts.alpha, experts.limit)
-        return self.gate(gate_up, experts.activation)
+        # Not by ``self.gate``: a device's own need not know this one, which no other layer has.
+        return swiglu_oai(gate_up) if experts.activation == "swiglu_oai" else self.gate(gate_up, experts.activation)
 
 
 def _linear(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
@@ -146,8 +151,8 @@ def _linear(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None,
     return F.linear(x, weights[expert].to(x.dtype), None if biases is None else biases[expert].to(x.dtype))
 
 
-def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gpt-oss's gate, ``[rows, 2 * width]`` → ``[rows, width]``, as ``Experts.activation`` says."""
-    gate, up = gate_up.chunk(2, -1)
-    gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+def swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's gate ``g`` and gated ``u``: ``g * sigmoid(alpha * g) * (u + 1)``, both clamped before."""
+    gate = gate_up[..., 0::2].clamp(max=OAI_LIMIT)
+    up = gate_up[..., 1::2].clamp(-OAI_LIMIT, OAI_LIMIT)
+    return gate * torch.sigmoid(OAI_ALPHA * gate) * (up + 1)
