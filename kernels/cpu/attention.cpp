@@ -25,7 +25,7 @@ namespace {
 constexpr int64_t SPLIT = 4 * TILE;      // keys that one item at least takes whole
 constexpr int64_t BLOCK_ROWS = 32;       // query rows of an item, about
 constexpr int64_t ITEMS_PER_THREAD = 4;  // at least, where the keys allow: evens out rows of different length
-constexpr int64_t ONE_THREAD_MACS = 1 << 16;
+constexpr int64_t ONE_THREAD_MACS = 1 << 18;  // tens of microseconds: less than waking the others may cost
 
 // Some tokens of one row against the keys of one head; or only some of its splits, and then `partial` says where the
 // result waits to be joined.
@@ -78,12 +78,13 @@ void locate(Call& call, const Item& item, int64_t tile, int64_t first, int64_t l
     const int32_t* table = call.step->block_table + item.row * call.step->table_stride;
     const T* cache = reinterpret_cast<const T*>(call.cache);
     first = std::max(first, base), last = std::min(last, base + TILE);
-    for (int64_t key = first; key < last;) {
-        int64_t id = table[key / size];
+    int64_t block = first / size, offset = first - block * size;
+    for (int64_t key = first; key < last; block++, offset = 0) {
+        int64_t id = table[block];
         if (id < 0 || id >= layer.num_blocks) call.error = BAD_BLOCK, id = 0;
         const int64_t head = ((values ? layer.num_blocks : 0) + id) * layer.num_kv_heads + item.head;
-        const T* at = cache + (head * size + key % size) * dim;
-        const int64_t end = std::min(last, key - key % size + size);
+        const T* at = cache + (head * size + offset) * dim;
+        const int64_t end = std::min(last, key + size - offset);
         for (; key < end; key++, at += dim) rows[key - base] = at;
     }
     for (int64_t i = 0; i < first - base; i++) rows[i] = rows[first - base];
@@ -107,8 +108,7 @@ class Attend {
 
     void run(float* partials, int64_t partial_size) {
         load_query();
-        for (int64_t row = 0; row < rows_; row++) work_.most[row] = NOTHING, work_.total[row] = 0.0f;
-        std::fill(work_.joined, work_.joined + rows_ * width_, 0.0f);
+        std::fill(work_.total, work_.total + rows_, 0.0f);
         const int64_t first_tile = std::max(first_, item_.first_split * SPLIT) / TILE;
         locate(call_, item_, first_tile, first_, last_, false, keys_);
         for (int64_t split = item_.first_split; split < item_.last_split; split++) {
@@ -123,8 +123,7 @@ class Attend {
 
     // Joins what other items kept, [count] partials of them.
     void join_kept(const float* partials, int64_t partial_size, int64_t count) {
-        for (int64_t row = 0; row < rows_; row++) work_.most[row] = NOTHING, work_.total[row] = 0.0f;
-        std::fill(work_.joined, work_.joined + rows_ * width_, 0.0f);
+        std::fill(work_.total, work_.total + rows_, 0.0f);
         for (int64_t i = 0; i < count; i++, partials += partial_size)
             for (int64_t row = 0; row < rows_; row++) {
                 const float* kept = partials + row * (width_ + 2);
@@ -156,24 +155,26 @@ class Attend {
         const int64_t base = tile * TILE;
         const int first = int(std::max<int64_t>(first_ - base, 0)), last = int(std::min<int64_t>(last_ - base, TILE));
         locate(call_, item_, tile, first_, last_, true, values_);
-        const int from = first / 4, groups = (last + 3) / 4 - from;
-        const Ahead value_rows{reinterpret_cast<const char* const*>(values_) + 4 * from, row_bytes()};
-        float* scores = work_.scores + 4 * from;
-        if (staged_)
-            score_tile<Float32>(work_.query, rows_, width_, widen(keys_, 4 * from, 4 * (from + groups), work_.keys,
-                                value_rows.rows) + 4 * from, groups, scores, Ahead{});
-        else
-            score_tile<F>(work_.query, rows_, width_, keys_ + 4 * from, groups, scores, value_rows);
+        const int from = first / 4 * 4, groups = (last - from + 3) / 4;
+        const Ahead value_rows{reinterpret_cast<const char* const*>(values_), row_bytes()};
+        float* scores = work_.scores + from;
+        if (staged_) {
+            const float* const* keys = widen(keys_, from, from + 4 * groups, work_.keys, value_rows);
+            score_tile<Float32>(work_.query, rows_, width_, keys + from, groups, scores, Ahead{});
+        } else {
+            score_tile<F>(work_.query, rows_, width_, keys_ + from, groups, scores, value_rows.from(from));
+        }
         weigh_rows(base, first, last);
 
         const bool more = base + TILE < last_ && base + TILE < item_.last_split * SPLIT;
         if (more) locate(call_, item_, tile + 1, first_, last_, false, keys_);
         const Ahead next{more ? reinterpret_cast<const char* const*>(keys_) : nullptr, row_bytes()};
-        if (staged_)
-            add_tile<Float32>(work_.out, rows_, width_, work_.scores,
-                              widen(values_, first, last, work_.values, next.rows), first, last, Ahead{});
-        else
+        if (staged_) {
+            const float* const* values = widen(values_, first, last, work_.values, next);
+            add_tile<Float32>(work_.out, rows_, width_, work_.scores, values, first, last, Ahead{});
+        } else {
             add_tile<F>(work_.out, rows_, width_, work_.scores, values_, first, last, next);
+        }
     }
 
     void weigh_rows(int64_t base, int first, int last) {
@@ -196,12 +197,10 @@ class Attend {
     }
 
     // Rows [first, last) of a tile in float32, and pointers to them.
-    const float* const* widen(const T* const* rows, int first, int last, float* to, const char* const* ahead) {
-        const Ahead next{ahead, row_bytes()};
+    const float* const* widen(const T* const* rows, int first, int last, float* to, Ahead next) {
         for (int i = first; i < last; i++) {
             widen_row<F>(rows[i], call_.layer->head_dim, 1.0f, to + i * width_);
             widened_[i] = to + i * width_;
-            if (ahead == nullptr) continue;
             next.fetch(i, i + 1);
         }
         return widened_;
@@ -228,12 +227,11 @@ class Attend {
             const int64_t token = item_.token + row / group, head = item_.head * group + row % group;
             float* out = work_.joined + row * width_;
             if (layer.sinks) {
-                const vfloat nothing = {};
-                for (int64_t d = 0; d < width_; d += VF) store(work_.out + d, nothing);
+                std::fill(work_.out, work_.out + width_, 0.0f);
                 join(work_.most[row], work_.total[row], out, layer.sinks[head], 1.0f, work_.out, width_);
             }
-            const float factor = float(layer.v_scale) * F::FACTOR;
-            for (int64_t d = 0; d < width_; d++) out[d] = out[d] / work_.total[row] * factor;
+            const float factor = float(layer.v_scale) * F::FACTOR / work_.total[row];
+            for (int64_t d = 0; d < width_; d += VF) store(out + d, load<vfloat>(out + d) * factor);
             narrow_row(layer.query_format, out, layer.head_dim, 1.0f,
                        call_.out + (token * layer.num_heads + head) * layer.head_dim * bytes);
         }

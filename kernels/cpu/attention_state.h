@@ -40,7 +40,7 @@ inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, 
     }
     const float here = largest(most);
     const float now = here > row.most ? here : row.most;
-    const float kept = exponential(splat(row.most - now))[0];
+    const float kept = now == row.most ? 1.0f : exponential(splat(row.most - now))[0];
     vfloat sums = {};
     for (int v = from; v < to; v++) {
         const vfloat weight = exponential(load<vfloat>(scores + v * VF) - now);
@@ -53,10 +53,16 @@ inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, 
         for (int64_t d = 0; d < width; d += VF) store(out + d, load<vfloat>(out + d) * kept);
 }
 
-// A split's sums joined to those of the splits before it, always in ascending order of the keys.
+// A split's sums joined to those of the splits before it, always in ascending order of the keys. While `total` is 0
+// there was none, and `out` holds nothing yet.
 inline void join(float& most, float& total, float* out, float split_most, float split_total, const float* split_out,
                  int64_t width) {
-    if (split_most == NOTHING && split_total == 0.0f) return;  // the query sees nothing there
+    if (split_total == 0.0f) return;  // the query sees nothing there
+    if (total == 0.0f) {
+        most = split_most, total = split_total;
+        std::memcpy(out, split_out, width * sizeof(float));
+        return;
+    }
     const float now = split_most > most ? split_most : most;
     const float kept = exponential(splat(most - now))[0];
     const float added = exponential(splat(split_most - now))[0];

@@ -17,10 +17,17 @@ constexpr int LINE = 64;                     // bytes that one prefetch brings
 struct Ahead {
     const char* const* rows;
     int64_t bytes;
+    QUIRE_INLINE Ahead from(int first) const { return Ahead{rows + first, bytes}; }
     QUIRE_INLINE void fetch(int first, int last) const {
         if (rows == nullptr) return;
-        for (int i = first; i < last; i++)
-            for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(rows[i] + at);
+        for (int i = first; i < last; i++) {
+            int64_t at = 0;
+            for (; at + 2 * LINE <= bytes; at += 2 * LINE) {
+                __builtin_prefetch(rows[i] + at);
+                __builtin_prefetch(rows[i] + at + LINE);
+            }
+            if (at < bytes) __builtin_prefetch(rows[i] + at);
+        }
     }
 };
 
@@ -36,7 +43,7 @@ void score_rows(const float* query, int64_t width, const typename Format::stored
         for (int64_t d = 0; d < width; d += VF) {
             vfloat q[N];
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) q[i] = load<vfloat>(query + i * width + d);
+            for (int i = 0; i < N; i++) q[i] = in_register(load<vfloat>(query + i * width + d));
             const vfloat a = Format::value(k0 + d);
 #pragma GCC unroll 8
             for (int i = 0; i < N; i++) acc[i][0] += q[i] * a;

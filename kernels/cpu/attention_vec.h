@@ -55,8 +55,10 @@ struct BFloat16 {
     typedef uint16_t stored;
     static constexpr float FACTOR = 1.0f;
     static QUIRE_INLINE vfloat value(const stored* from) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-        // gcc 12 makes four instructions of this out of __builtin_convertvector.
+        // gcc 12 makes four instructions of it out of __builtin_convertvector.
+#if defined(__AVX512F__)
+        return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)load<vu16>(from)), 16);
+#elif defined(__AVX2__)
         return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)load<vu16>(from)), 16);
 #else
         return load_floats(from);
@@ -90,6 +92,14 @@ struct Float8E5M2 {
         return widen_half(widen_bytes(load<vu8>(from)) << 8);
     }
 };
+
+// Loaded once: gcc would rather load a value again for each of its uses, and loads are what limits here.
+QUIRE_INLINE vfloat in_register(vfloat v) {
+#ifdef __AVX__
+    __asm__("" : "+v"(v));
+#endif
+    return v;
+}
 
 // ---- reductions
 

@@ -11,7 +11,7 @@
 
 namespace quire {
 
-constexpr int64_t ONE_THREAD_NUMBERS = 1 << 14;
+constexpr int64_t ONE_THREAD_NUMBERS = 1 << 15;
 
 // Dimension i with dimension i + rotary_dim / 2; the table's sines carry the sign.
 inline void rotate(float* x, const float* cosine, const float* sine, int64_t rotary_dim) {
