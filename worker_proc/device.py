@@ -43,12 +43,6 @@ def cpu_compute_dtypes(dtype: torch.dtype, native: Native | None) -> ComputeDtyp
     return ComputeDtypes(dtype, torch.float32, f"{lacks}; weights stay {name}, the rest is float32")
 
 
-def cpu_compute_dtype(dtype: torch.dtype) -> tuple[torch.dtype, str]:
-    """One dtype for weights and activations on this CPU, and why it is not the one asked for (empty when it is)."""
-    chosen = cpu_compute_dtypes(dtype, None)
-    return chosen.weights, chosen.reason
-
-
 def has_matrix_instructions(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies 16-bit ``dtype`` as such, and oneDNN uses it; false for wider dtypes."""
     return dtype in _PROBES and _supported(_PROBES[dtype])

@@ -70,15 +70,22 @@ QUIRE_INLINE vfloat widen_halves(const char*) { return vfloat{}; }  // never cal
 constexpr bool HAS_FLOAT16 = true;
 #endif
 
+// As in kernels/cpu/linear.py, which keeps one per layer: a call then has few arguments to convert.
+struct Layer {
+    const char* packed;
+    const float* bias;  // or null
+    int32_t outputs, inputs, kind;
+};
+
 struct Call {
     const float* x;
     long x_stride;
     const char* packed;
-    const float* bias;  // or null
+    const float* bias;
     float* out;
     long out_stride;
     int outputs, inputs;
-    int accumulate;  // add to what is in out
+    bool accumulate;  // add to what is in out
 };
 
 template <int R, int P>
@@ -266,14 +273,22 @@ QUIRE_API void quire_pack(const void* weight, void* packed, int outputs, int inp
         pack((const uint16_t*)weight, (char*)packed, outputs, inputs, kind);
 }
 
-// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], out_stride apart; overwritten, or added to.
-QUIRE_API void quire_linear(const float* x, long x_stride, const void* packed, const float* bias, float* out,
-                            long out_stride, int rows, int outputs, int inputs, int kind, int accumulate) {
-    const Call call{x, x_stride, (const char*)packed, bias, out, out_stride, outputs, inputs, accumulate};
-    if (kind == BFLOAT16)
+void run_layer(const Layer& layer, const float* x, long x_stride, float* out, long out_stride, int rows, bool add) {
+    const Call call{x, x_stride, layer.packed, layer.bias, out, out_stride, layer.outputs, layer.inputs, add};
+    if (layer.kind == BFLOAT16)
         run<Bf16>(call, rows);
-    else if (kind == FLOAT16)
+    else if (layer.kind == FLOAT16)
         run<Float16>(call, rows);
     else
         run<Float32>(call, rows);
+}
+
+// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], contiguous.
+QUIRE_API void quire_linear(const Layer* layer, const float* x, long x_stride, float* out, int rows) {
+    run_layer(*layer, x, x_stride, out, layer->outputs, rows, false);
+}
+
+// The same, added to out, whose rows are out_stride apart.
+QUIRE_API void quire_linear_add(const Layer* layer, const float* x, long x_stride, float* out, int rows, long out_stride) {
+    run_layer(*layer, x, x_stride, out, out_stride, rows, true);
 }

@@ -20,6 +20,18 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return out if bias is None else out + bias.double()
 
 
+class _Layer(ctypes.Structure):
+    """As in linear.cpp."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+    )
+
+
 class PackedLinear:
     """A weight in the library's layout, in its own element type, and the product with it.
 
@@ -36,22 +48,21 @@ class PackedLinear:
 
     def __init__(self, native: Native, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         if not self.accepts(native, weight):
-            raise ValueError(
-                f"weight: {weight.dtype} on {weight.device} of shape {tuple(weight.shape)} is not for packing"
-            )
+            raise ValueError(f"weight: {weight.dtype} on {weight.device}, {tuple(weight.shape)}: not for packing")
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         size = native.function("quire_packed_bytes", integer, integer, integer, returns=long)
         pack = native.function("quire_pack", pointer, pointer, integer, integer, integer)
-        self._linear = native.function(
-            "quire_linear", pointer, long, pointer, pointer, pointer, long, integer, integer, integer, integer, integer
-        )
+        rows = (pointer, pointer, long, pointer, integer)
+        self._run = native.function("quire_linear", *rows)
+        self._run_add = native.function("quire_linear_add", *rows, long)
         self.outputs, self.inputs = weight.shape
-        self._kind = KINDS[weight.dtype]
-        self._packed = torch.empty(size(*weight.shape, self._kind), dtype=torch.uint8)
-        pack(weight.data_ptr(), self._packed.data_ptr(), *weight.shape, self._kind)
-        self._bias = None if bias is None else bias.detach().float().contiguous().clone()
-        self._packed_at = self._packed.data_ptr()
-        self._bias_at = None if self._bias is None else self._bias.data_ptr()
+        kind = KINDS[weight.dtype]
+        self._packed = torch.empty(size(*weight.shape, kind), dtype=torch.uint8)
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
+        pack(weight.data_ptr(), self._packed.data_ptr(), *weight.shape, kind)
+        bias_at = None if self._bias is None else self._bias.data_ptr()
+        self._layer = _Layer(self._packed.data_ptr(), bias_at, *weight.shape, kind)
+        self._layer_at = ctypes.addressof(self._layer)
 
     @staticmethod
     def accepts(native: Native, weight: torch.Tensor) -> bool:
@@ -65,38 +76,33 @@ class PackedLinear:
         return self._packed.numel()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, inputs]`` → ``[rows, outputs]`` of ``x``'s dtype, computed in float32."""
-        self._check(x)
-        out = torch.empty(len(x), self.outputs)
-        self._run(x, out, 0)
-        return out if x.dtype is torch.float32 else out.to(x.dtype)
+        """``[rows, inputs]``, rows may be strided → contiguous ``[rows, outputs]`` of ``x``'s dtype.
+
+        Raises:
+            ValueError: ``x`` is not of that shape, or not on the CPU.
+        """
+        wide = self._rows(x)
+        rows = wide.shape[0]
+        out = torch.empty(rows, self.outputs, dtype=torch.float32)
+        self._run(self._layer_at, wide.data_ptr(), wide.stride(0), out.data_ptr(), rows)
+        return out if wide is x else out.to(x.dtype)
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """``out += self(x)``, in place; ``out`` float32 ``[rows, outputs]``."""
-        self._check(x)
-        if out.shape != (len(x), self.outputs) or out.dtype is not torch.float32 or out.stride(-1) != 1:
-            raise ValueError(
-                f"out: expected float32 rows [{len(x)}, {self.outputs}], got {out.dtype} {tuple(out.shape)}"
-            )
-        self._run(x, out, 1)
+        """``out += self(x)``, in place; ``out`` float32 ``[rows, outputs]``, rows may be strided.
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor, accumulate: int) -> None:
-        if x.dtype is not torch.float32 or x.stride(1) != 1:
-            x = x.float().contiguous()
-        self._linear(
-            x.data_ptr(),
-            x.stride(0),
-            self._packed_at,
-            self._bias_at,
-            out.data_ptr(),
-            out.stride(0),
-            len(x),
-            self.outputs,
-            self.inputs,
-            self._kind,
-            accumulate,
-        )
+        Raises:
+            ValueError: a tensor is not of that shape and dtype, or not on the CPU.
+        """
+        wide = self._rows(x)
+        rows = wide.shape[0]
+        if out.shape != (rows, self.outputs) or out.dtype is not torch.float32 or out.stride(1) != 1 or not out.is_cpu:
+            raise ValueError(f"out: expected float32 rows [{rows}, {self.outputs}], got {out.dtype} {tuple(out.shape)}")
+        self._run_add(self._layer_at, wide.data_ptr(), wide.stride(0), out.data_ptr(), rows, out.stride(0))
 
-    def _check(self, x: torch.Tensor) -> None:
-        if x.dim() != 2 or x.shape[1] != self.inputs or x.device.type != "cpu":
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` as the library reads it: itself where it can be."""
+        if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
             raise ValueError(f"x: expected [rows, {self.inputs}] on the CPU, got {tuple(x.shape)} on {x.device}")
+        if x.dtype is torch.float32 and x.stride(1) == 1:
+            return x
+        return x.to(torch.float32).contiguous()

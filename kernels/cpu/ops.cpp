@@ -1,9 +1,190 @@
-// The element-wise steps between a decoder's matrix products.
+// The element-wise steps between a decoder's matrix products: norms and gates. A row's bits depend on that row alone.
 #include <omp.h>
 
 #include "common.h"
 
 using namespace quire;
+
+namespace {
+
+constexpr long THREADS_FROM = 1 << 16;  // elements: below, waiting for the threads costs more than they save
+
+// The last lanes of a row whose width is not a multiple of a register's go through the same arithmetic, beside zeros.
+template <class T>
+QUIRE_INLINE vfloat load_some(const T* from, int count) {
+    if (count >= VF) return load_floats(from);
+    float lanes[VF] = {};
+    for (int i = 0; i < count; i++) lanes[i] = to_float(from[i]);
+    return load<vfloat>(lanes);
+}
+
+template <class T>
+QUIRE_INLINE void store_some(T* to, vfloat x, int count) {
+    if (count >= VF) return store_floats(to, x);
+    float lanes[VF];
+    store(lanes, x);
+    for (int i = 0; i < count; i++) store_float(to + i, lanes[i]);
+}
+
+// e^x within 2 units in the last place; 0 below -104, infinity above 88.72, NaN stays. The polynomial is Cephes' expf,
+// over the remainder after a multiple of ln 2 that is subtracted in two parts.
+QUIRE_INLINE vfloat exp_of(vfloat x) {
+    const vfloat low = splat(-104.f), high = splat(88.8f);
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+    const vfloat magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const vfloat n = (x * 1.44269504f + magic) - magic;
+    const vfloat r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vfloat p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    // 2^n in two factors: one would leave float32's range before the product does.
+    const vint whole = __builtin_convertvector(n, vint), half = whole >> 1;
+    return p * (vfloat)((half + 127) << 23) * (vfloat)((whole - half + 127) << 23);
+}
+
+enum Activation { SILU, GELU, GELU_TANH, SWIGLU_OAI };  // as in kernels/gated_activation.py
+
+QUIRE_INLINE vfloat silu(vfloat x) { return x / (exp_of(-x) + 1.f); }
+
+// 0.5 x erfc(-x / sqrt 2), with erfc's Chebyshev fit of Numerical Recipes (6.2, erfcc): 1.2e-7 of its value everywhere.
+QUIRE_INLINE vfloat gelu(vfloat x) {
+    const vfloat z = x * 0.70710678f;
+    const vfloat a = z < 0.f ? -z : z;
+    const vfloat t = 1.f / (a * 0.5f + 1.f);
+    vfloat p = splat(0.17087277f);
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    p = p * t - 1.26551223f;
+    const vfloat tail = t * exp_of(p - a * a);  // erfc(|z|)
+    const vfloat both = z < 0.f ? tail : 2.f - tail;
+    return x * 0.5f * both;
+}
+
+// x sigmoid(2 u), which is 0.5 x (1 + tanh u).
+QUIRE_INLINE vfloat gelu_tanh(vfloat x) {
+    const vfloat u = (x * x * x * 0.044715f + x) * 0.79788456f;
+    return x / (exp_of(u * -2.f) + 1.f);
+}
+
+template <int A>
+QUIRE_INLINE vfloat activate(vfloat x) {
+    return A == SILU ? silu(x) : A == GELU ? gelu(x) : gelu_tanh(x);
+}
+
+// gpt-oss's gate, and what is gated, each in its limits; NaN stays.
+QUIRE_INLINE vfloat swiglu_oai(vfloat gate, vfloat up) {
+    const vfloat limit = splat(7.f);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    return (up + 1.f) * (gate / (exp_of(gate * -1.702f) + 1.f));
+}
+
+template <class T>
+void gate_oai(const T* from, long stride, T* out, int rows, int width) {
+#pragma omp parallel for schedule(static) if (long(rows) * width > THREADS_FROM)
+    for (int row = 0; row < rows; row++)
+        for (int i = 0; i < width; i += VF) {
+            float gates[VF] = {}, ups[VF] = {};
+            for (int lane = 0; lane < VF && i + lane < width; lane++) {
+                gates[lane] = to_float(from[row * stride + 2 * (i + lane)]);
+                ups[lane] = to_float(from[row * stride + 2 * (i + lane) + 1]);
+            }
+            const vfloat gated = swiglu_oai(load<vfloat>(gates), load<vfloat>(ups));
+            store_some(out + long(row) * width + i, gated, width - i);
+        }
+}
+
+template <int A, class T>
+void gate(const T* from, long stride, T* out, int rows, int width) {
+#pragma omp parallel for schedule(static) if (long(rows) * width > THREADS_FROM)
+    for (int row = 0; row < rows; row++) {
+        const T *gates = from + row * stride, *ups = gates + width;
+        T* to = out + long(row) * width;
+        for (int i = 0; i < width; i += VF)
+            store_some(to + i, activate<A>(load_some(gates + i, width - i)) * load_some(ups + i, width - i), width - i);
+    }
+}
+
+template <class T>
+void gate_of(const void* from, long stride, void* out, int rows, int width, int activation) {
+    if (activation == SILU)
+        gate<SILU>((const T*)from, stride, (T*)out, rows, width);
+    else if (activation == GELU)
+        gate<GELU>((const T*)from, stride, (T*)out, rows, width);
+    else if (activation == SWIGLU_OAI)
+        gate_oai((const T*)from, stride, (T*)out, rows, width);
+    else
+        gate<GELU_TANH>((const T*)from, stride, (T*)out, rows, width);
+}
+
+// Four sums side by side hide the additions' latency.
+template <class T>
+QUIRE_INLINE float sum_of_squares(const T* from, int width) {
+    vfloat sums[4] = {};
+    int i = 0;
+    for (; i + 4 * VF <= width; i += 4 * VF)
+        for (int s = 0; s < 4; s++) {
+            const vfloat x = load_floats(from + i + s * VF);
+            sums[s] += x * x;
+        }
+    for (; i < width; i += VF) {
+        const vfloat x = load_some(from + i, width - i);
+        sums[0] += x * x;
+    }
+    return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <class T, class W>
+QUIRE_INLINE void norm_row(const T* from, const W* weight, T* to, int width, float eps) {
+    const float scale = 1.f / __builtin_sqrtf(sum_of_squares(from, width) / float(width) + eps);
+    for (int i = 0; i < width; i += VF) {
+        vfloat x = load_some(from + i, width - i) * scale;
+        if (weight) x *= load_some(weight + i, width - i);
+        store_some(to + i, x, width - i);
+    }
+}
+
+struct Norm {
+    const void* x;
+    long outer_stride, inner_stride;
+    int rows, inner;  // row r is at r / inner and r % inner
+    void* residual;   // or null; [rows][width], changed
+    const void* weight;
+    void* out;  // [rows][width]
+    int width;
+    float eps;
+};
+
+template <class T, class W>
+void norm(const Norm& call) {
+    const int width = call.width;
+#pragma omp parallel for schedule(static) if (long(call.rows) * width > THREADS_FROM)
+    for (int row = 0; row < call.rows; row++) {
+        const T* from = (const T*)call.x + row / call.inner * call.outer_stride + row % call.inner * call.inner_stride;
+        T* to = (T*)call.out + long(row) * width;
+        if (call.residual) {
+            T* sum = (T*)call.residual + long(row) * width;
+            for (int i = 0; i < width; i += VF)
+                store_some(sum + i, load_some(sum + i, width - i) + load_some(from + i, width - i), width - i);
+            from = sum;
+        }
+        norm_row(from, (const W*)call.weight, to, width, call.eps);
+    }
+}
+
+}  // namespace
 
 QUIRE_API int quire_vector_floats() { return VF; }
 
@@ -16,4 +197,25 @@ QUIRE_API int quire_threads() {
         threads = omp_get_num_threads();
     }
     return threads;
+}
+
+// from: [rows][2 * width], rows stride apart: gates, then what is gated; by turns for SWIGLU_OAI. out: [rows][width].
+QUIRE_API void quire_gate(const void* from, long stride, void* out, int rows, int width, int is_bf16, int activation) {
+    if (is_bf16)
+        gate_of<uint16_t>(from, stride, out, rows, width, activation);
+    else
+        gate_of<float>(from, stride, out, rows, width, activation);
+}
+
+QUIRE_API void quire_rms_norm(const void* x, long outer_stride, long inner_stride, int rows, int inner, void* residual,
+                              const void* weight, void* out, int width, float eps, int is_bf16, int weight_is_bf16) {
+    const Norm call{x, outer_stride, inner_stride, rows, inner, residual, weight, out, width, eps};
+    if (is_bf16 && weight_is_bf16)
+        norm<uint16_t, uint16_t>(call);
+    else if (is_bf16)
+        norm<uint16_t, float>(call);
+    else if (weight_is_bf16)
+        norm<float, uint16_t>(call);
+    else
+        norm<float, float>(call);
 }

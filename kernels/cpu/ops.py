@@ -1,0 +1,101 @@
+"""Norms and gates by the native library: the checked launcher.
+
+What they compute is written down in ``kernels.rms_norm`` and ``kernels.gated_activation``: the references and
+tolerances there hold here. A row's bits depend on that row alone, which torch's own gates do not promise.
+"""
+
+import ctypes
+
+import torch
+
+from quire.kernels.checks import check_tensor
+from quire.kernels.cpu.native import Native
+from quire.kernels.gated_activation import ACTIVATIONS
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_CPU = torch.device("cpu")
+
+
+class CpuKernels:
+    """The library's element-wise functions, looked up once. Threads only where rows times width pass 65,536."""
+
+    def __init__(self, native: Native) -> None:
+        pointer, long, integer, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+        self._gate = native.function("quire_gate", pointer, long, pointer, integer, integer, integer, integer)
+        ends = (pointer, pointer, pointer, integer, number, integer, integer)
+        self._norm = native.function("quire_rms_norm", pointer, long, long, integer, integer, *ends)
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """As ``kernels.gated_activation.gate``, for float32 and bfloat16.
+
+        Raises:
+            ValueError: the tensor does not have that shape, is not float32 or bfloat16, or is not on the CPU.
+        """
+        _check_rows("gate_up", gate_up)
+        rows, columns = gate_up.shape
+        if columns % 2 != 0:
+            raise ValueError(f"gate_up: dimension 1 (2 * width) is {columns}, expected an even number")
+        width, dtype = columns // 2, gate_up.dtype
+        out = gate_up.new_empty(rows, width)
+        at, stride, number = gate_up.data_ptr(), gate_up.stride(0), ACTIVATIONS[activation]
+        self._gate(at, stride, out.data_ptr(), rows, width, dtype is torch.bfloat16, number)
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """As ``kernels.rms_norm.rms_norm``, for float32 and bfloat16.
+
+        Args:
+            x: ``[num_tokens, width]`` or ``[num_tokens, heads, head_dim]``; all but the last dimension may be strided.
+
+        Raises:
+            ValueError: a tensor does not have the shape, dtype or place above.
+        """
+        if x.dim() == 3:
+            check_tensor("x", x, {"num_tokens": None, "heads": None, "head_dim": None}, DTYPES, _CPU)
+            rows, heads, width = x.shape
+            outer, inner = x.stride(0), x.stride(1)
+        else:
+            _check_rows("x", x)
+            (rows, width), heads = x.shape, 0
+            outer, inner = x.stride(0), 0
+        dtype = x.dtype
+        out = x.new_empty(rows, width) if heads == 0 else x.new_empty(rows, heads, width)
+        at, kind = _weight(weight, width)
+        count = (rows * (heads or 1), heads or 1, None, at, out.data_ptr(), width)
+        self._norm(x.data_ptr(), outer, inner, *count, eps, dtype is torch.bfloat16, kind)
+        return out
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Add ``x`` to ``residual``, in place, and return the norm of the sum. Both ``[num_tokens, width]``.
+
+        Raises:
+            ValueError: a tensor does not have that shape, the dtypes differ, or the residual is not contiguous.
+        """
+        _check_rows("x", x)
+        shape, dtype = x.shape, x.dtype
+        rows, width = shape
+        if residual.shape != shape or residual.dtype is not dtype or not residual.is_contiguous():
+            raise ValueError(
+                f"residual: expected contiguous {dtype} {tuple(shape)}, got {residual.dtype} {tuple(residual.shape)}"
+            )
+        out = x.new_empty(rows, width)
+        at, kind = _weight(weight, width)
+        count = (rows, 1, residual.data_ptr(), at, out.data_ptr(), width)
+        self._norm(x.data_ptr(), x.stride(0), 0, *count, eps, dtype is torch.bfloat16, kind)
+        return out
+
+
+def _check_rows(name: str, x: torch.Tensor) -> None:
+    """``check_tensor`` for ``[rows, width]``, which for a decode step's few rows would take longer than the kernel."""
+    if x.dim() != 2 or x.dtype not in DTYPES or not x.is_cpu or x.stride(1) != 1:
+        check_tensor(name, x, {"num_tokens": None, "width": None}, DTYPES, _CPU)
+
+
+def _weight(weight: torch.Tensor | None, width: int) -> tuple[int | None, bool]:
+    """A norm's weight as the library takes it: where it is, and whether it is bfloat16."""
+    if weight is None:
+        return None, False
+    if weight.numel() != width or weight.dtype not in DTYPES or not weight.is_contiguous():
+        check_tensor("weight", weight, {"width": width}, DTYPES, _CPU)
+    return weight.data_ptr(), weight.dtype is torch.bfloat16

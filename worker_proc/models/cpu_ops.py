@@ -1,0 +1,43 @@
+"""``Ops`` by the native CPU library."""
+
+import torch
+
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.ops import DTYPES, CpuKernels
+from quire.worker_proc.models.ops import TorchOps
+
+
+class CpuOps(TorchOps):
+    """Norms and gates in one call each, for float32 and bfloat16; the rest, and float16, by torch.
+
+    Each rounds to the dtype once, where ``TorchOps`` may round between its steps. A token's bits do not depend on its
+    neighbours; torch's silu and gelu differ between the middle and the end of what a thread is given.
+    """
+
+    def __init__(self, native: Native) -> None:
+        self._kernels = CpuKernels(native)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        if x.dtype not in DTYPES or x.dim() not in (2, 3) or not _adjacent(x):
+            return super().rms_norm(x, weight, eps)
+        return self._kernels.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if (
+            residual.dtype not in DTYPES
+            or x.dtype is not residual.dtype
+            or not (_adjacent(x) and residual.is_contiguous())
+        ):
+            residual += x
+            return self.rms_norm(residual, weight, eps)
+        return self._kernels.add_rms_norm(x, residual, weight, eps)
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        if gate_up.dtype not in DTYPES or not _adjacent(gate_up):
+            return super().gate(gate_up, activation)
+        return self._kernels.gate(gate_up, activation)
+
+
+def _adjacent(x: torch.Tensor) -> bool:
+    """Whether a row's elements lie side by side; torch gives an empty tensor any stride."""
+    return x.stride(-1) == 1 or x.numel() == 0
