@@ -124,7 +124,7 @@ def sum_experts_kernel(
     TOP_K: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
 ):
-    """Program ``(t, i)`` adds up the ``i``-th elements of token ``t``'s pairs; those of other ranks were not written."""
+    """Program ``(t, i)`` adds up the ``i``-th elements of token ``t``'s pairs; other ranks' were not written."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)
     in_hidden = element < hidden_size
