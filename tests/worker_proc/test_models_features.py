@@ -16,6 +16,7 @@ from thread_ranks import on_ranks
 
 from quire.protocol.model_config import ModelConfig, load_model_config, parse_model_config
 from quire.protocol.rope_config import RopeConfig
+from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Experts, TorchOps, swiglu_oai
@@ -57,7 +58,7 @@ class TestSharedCaches:
         model = self._model(shared)
         assert "model.layers.6.self_attn.k_proj.weight" not in model.weight_slots() or not shared
         prompts = [torch.arange(40) * 7 % 97, torch.arange(13) * 5 % 97]
-        for prompt, logits in zip(prompts, Rows(model, [40, 13], DenseBackend()).run_in_pieces(prompts), strict=True):
+        for prompt, logits in zip(prompts, Rows(model, [40, 13], CpuBackend()).run_in_pieces(prompts), strict=True):
             torch.testing.assert_close(logits, plain_logits(model, prompt), atol=1e-4, rtol=1e-4)
         for ranks in on_ranks(2, lambda p: Rows(self._model(shared, p), [40], DenseBackend()).step({0: prompts[0]})):
             torch.testing.assert_close(ranks[0], plain_logits(model, prompts[0]), atol=1e-4, rtol=1e-4)

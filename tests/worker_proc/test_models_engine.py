@@ -1,0 +1,45 @@
+"""Families whose layers differ in what they see, through the real scheduler and runner: several KV groups, blocks that
+are given back behind a window, prefixes found again, a pool too small for everyone."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import greedy_tokens
+from inprocess import InProcessEngine
+
+FAMILIES = {"mistral": 1, "gemma2": 2, "gemma3": 4, "gpt_oss": 2, "qwen3_moe": 1}
+"""With their numbers of KV groups."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks of 7": {"long_prefill_token_threshold": 7, "block_size": 8},
+    "tight pool, synchronous": {"block_size": 4, "num_blocks_override": 96, "async_scheduling": False},
+}
+LENGTHS = (3, 17, 40, 40, 40, 63)
+NEW_TOKENS = 12
+
+
+def _prompts() -> list[list[int]]:
+    """Those of one length begin alike."""
+    rng = random.Random(5)
+    start = [rng.randrange(97) for _ in range(32)]
+    return [(start[: n // 2] + [rng.randrange(97) for _ in range(n)])[:n] for n in LENGTHS for _ in range(2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_transformers(family: str, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> None:
+    folder, reference = checkpoint_factory(family)
+    prompts = _prompts()
+    wanted = [greedy_tokens(reference, [prompt], NEW_TOKENS)[0] for prompt in prompts]
+    for way, settings in WAYS.items():
+        engine = InProcessEngine(folder, max_model_len=96, **settings)
+        assert len(engine.runner.tables.tables) == FAMILIES[family]
+        for index, prompt in enumerate(prompts):
+            engine.add(str(index), prompt, max_tokens=NEW_TOKENS)
+        answers = engine.run()
+        assert [answers[str(index)].tokens for index in range(len(prompts))] == wanted, way
+        engine.add("again", prompts[-1], max_tokens=NEW_TOKENS)
+        again = engine.run()["again"]
+        assert again.tokens == wanted[-1] and again.num_cached_tokens > 0
