@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.fused_experts import fused_experts, fused_experts_reference, pick_tile_pairs
+from quire.kernels.fused_experts_mxfp4 import fused_experts_mxfp4
 
 
 def test_reference_of_a_worked_example() -> None:
@@ -38,3 +39,19 @@ def test_refusals() -> None:
         fused_experts(x, w13, w2, ids, weights, bias2=torch.zeros(3, 4))
     with pytest.raises(ValueError, match="relu"):
         fused_experts(x, w13, w2, ids, weights, "relu")
+
+
+def test_refusals_of_packed_weights() -> None:
+    def packed(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(*shape, 16, dtype=torch.uint8), torch.zeros(*shape, dtype=torch.uint8)
+
+    ids, weights = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1)
+    w13, w2 = packed(3, 64, 2), packed(3, 64, 1)
+    with pytest.raises(ValueError, match="w13_blocks: dimension 1"):
+        fused_experts_mxfp4(torch.zeros(2, 64), *packed(3, 32, 2), *w2, ids, weights)
+    with pytest.raises(ValueError, match="w13_scales: dimension 2"):
+        fused_experts_mxfp4(torch.zeros(2, 64), w13[0], w13[1][..., :1], *w2, ids, weights)
+    with pytest.raises(ValueError, match="contiguous"):
+        fused_experts_mxfp4(torch.zeros(2, 64), *w13, *(t[::2] for t in packed(6, 64, 1)), ids, weights)
+    with pytest.raises(ValueError, match="hidden_size"):
+        fused_experts_mxfp4(torch.zeros(2, 72), *packed(3, 64, 2), *packed(3, 72, 1), ids, weights)
