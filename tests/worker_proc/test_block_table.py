@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def table_of(
     block_size: int = 4, max_rows: int = 4, max_len: int = 32, num_blocks: int = 100, **options: Any
 ) -> BlockTable:
-    return BlockTable(block_size, max_rows, max_len, num_blocks, CPU, **options)
+    return BlockTable(block_size, max_rows, max_len, num_blocks, options.pop("device", CPU), **options)
 
 
 def slots(table: BlockTable, rows: list[int], positions: list[int]) -> list[int]:
@@ -416,8 +416,21 @@ class PlainRows:
 
 @given(operations=st.lists(OPERATIONS, max_size=25))
 def test_after_any_operations_the_device_knows_every_row(operations: list[Any]) -> None:
+    assert_known_after(operations, CPU)
+
+
+@pytest.mark.gpu
+@given(operations=st.lists(OPERATIONS, max_size=25))
+def test_after_any_operations_a_gpu_knows_every_row(operations: list[Any]) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    assert_known_after(operations, torch.device("cuda"))
+
+
+def assert_known_after(operations: list[Any], device: torch.device) -> None:
     """Poison past the lengths, before and after: nothing of it ever comes below a length."""
-    groups = MultiGroupBlockTable([separate(), separate(block_size=8, max_len=64, kernel_block_size=4)])
+    cut = separate(block_size=8, max_len=64, kernel_block_size=4, device=device)
+    groups = MultiGroupBlockTable([separate(device=device), cut])
     plain = PlainRows()
     groups.poison()
     for operation in operations:
