@@ -41,10 +41,10 @@ class SlotOwners:
             cp_world_size: ranks that share the positions of a block out among them.
         """
         max_rows = len(num_computed)
-        windows = {"sliding_window": [g.window for g in groups], "mamba": [STATE_WINDOW] * len(groups)}
         self._num_computed = num_computed
         self._span = np.array([g.block_size * cp_world_size for g in groups], np.int64)
-        self._window = np.array([windows[g.kind][i] if g.kind in windows else 0 for i, g in enumerate(groups)])
+        # How far back a token reads, as a window or as the beginning of its chunk; neither: everything.
+        self._window = np.array([_window(g) for g in groups])
         self._chunk = np.array([g.window if g.kind == "chunked_local_attention" else 0 for g in groups])
         # Encoder positions are not counted by num_computed: all are written by the first step.
         self._private = [g.kind == "cross_attention" for g in groups]
@@ -190,3 +190,9 @@ class SlotOwners:
             for read in reads:
                 np.add.at(readers, read, 1)
         assert (readers == self._readers).all(), "readers are counted wrongly"
+
+
+def _window(group: KVGroup) -> int:
+    if group.kind == "mamba":
+        return STATE_WINDOW
+    return group.window if group.kind == "sliding_window" else 0
