@@ -12,7 +12,9 @@
 
 namespace quire {
 
-#if defined(__AVX512F__)
+#if defined(QUIRE_VF)  // CXXFLAGS=-DQUIRE_VF=16: the code for another width, whatever the CPU, to test it
+constexpr int VF = QUIRE_VF;
+#elif defined(__AVX512F__)
 constexpr int VF = 16;  // float32 lanes of a register
 #elif defined(__AVX__)
 constexpr int VF = 8;

@@ -52,22 +52,22 @@ long panel_bytes(int kind, long inputs) {
                              : Float32::panel_bytes(inputs);
 }
 
-#if defined(__AVX512F__) && defined(__F16C__)
-QUIRE_INLINE vfloat widen_halves(const char* from) { return (vfloat)_mm512_cvtph_ps(load<__m256i>(from)); }
-#elif defined(__F16C__)
-QUIRE_INLINE vfloat widen_halves(const char* from) { return (vfloat)_mm256_cvtph_ps(load<__m128i>(from)); }
+// One register's float16 weights, by the CPU's own conversion; the launcher refuses float16 where it has none.
+#if defined(__F16C__)
+constexpr bool HAS_FLOAT16 = VF >= 8;
+QUIRE_INLINE vfloat widen_halves(const char* from) {
+    vfloat out;
+    for (int i = 0; i + 8 <= VF; i += 8)
+        store((float*)&out + i, _mm256_cvtph_ps(load<__m128i>(from + 2 * i)));
+    return out;
+}
 #elif defined(__aarch64__)
 typedef __fp16 vhalf __attribute__((vector_size(2 * VF)));
+constexpr bool HAS_FLOAT16 = true;
 QUIRE_INLINE vfloat widen_halves(const char* from) { return __builtin_convertvector(load<vhalf>(from), vfloat); }
 #else
-#define QUIRE_NO_FLOAT16
-#endif
-
-#ifdef QUIRE_NO_FLOAT16
 constexpr bool HAS_FLOAT16 = false;
-QUIRE_INLINE vfloat widen_halves(const char*) { return vfloat{}; }  // never called: the launcher refuses
-#else
-constexpr bool HAS_FLOAT16 = true;
+QUIRE_INLINE vfloat widen_halves(const char*) { return vfloat{}; }
 #endif
 
 // As in kernels/cpu/linear.py, which keeps one per layer: a call then has few arguments to convert.

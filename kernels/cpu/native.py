@@ -39,7 +39,7 @@ class Native:
 
     Attributes:
         path: the shared object.
-        vector_floats: float32 lanes of a register (16 AVX-512, 8 AVX2, 4 elsewhere).
+        vector_floats: float32 lanes of a register (16 with AVX-512, 8 with AVX, else 4).
         has_float16: this CPU widens float16 in hardware.
     """
 
@@ -63,13 +63,15 @@ _loaded: dict[tuple[str | None, ...], Native | str] = {}
 def load_native(say: Callable[[str], None] | None = None) -> Native | None:
     """The library, compiled if this CPU has none yet; None where it is not to be had, or ``QUIRE_CPU_NATIVE`` is 0.
 
+    ``CXX`` names another compiler, ``CXXFLAGS`` adds to its options, ``XDG_CACHE_HOME`` moves the build.
+
     Args:
-        say: takes one line on why there is none.
+        say: takes a line before it is compiled, which takes seconds, and one on why there is none.
     """
-    key = tuple(os.environ.get(name) for name in ("QUIRE_CPU_NATIVE", "CXX", "XDG_CACHE_HOME", "HOME"))
+    key = tuple(os.environ.get(name) for name in ("QUIRE_CPU_NATIVE", "CXX", "CXXFLAGS", "XDG_CACHE_HOME", "HOME"))
     if key not in _loaded:
         try:
-            _loaded[key] = _load()
+            _loaded[key] = _load(say)
         except (NativeUnavailable, OSError, subprocess.SubprocessError) as error:
             _loaded[key] = str(error)
     found = _loaded[key]
@@ -80,11 +82,11 @@ def load_native(say: Callable[[str], None] | None = None) -> Native | None:
     return None
 
 
-def _load() -> Native:
+def _load(say: Callable[[str], None] | None) -> Native:
     if os.environ.get("QUIRE_CPU_NATIVE", "1") == "0":
         raise NativeUnavailable("QUIRE_CPU_NATIVE is 0")
     runtime = _openmp_runtime()
-    path = _build(_compiler())
+    path = _build(_compiler(), say)
     # Global, so that the library's OpenMP symbols, which it is not linked against, are found in torch's own runtime:
     # a second one would start threads of its own on the same cores.
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
@@ -118,15 +120,18 @@ def _compiler() -> list[str]:
     raise NativeUnavailable("no C++ compiler (install g++ for faster steps)")
 
 
-def _build(compiler: list[str]) -> Path:
+def _build(compiler: list[str], say: Callable[[str], None] | None) -> Path:
     """The library for these sources, this compiler and this CPU, from the cache or compiled into it."""
-    flags = [*FLAGS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
+    cpu = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    flags = [*FLAGS, cpu, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     folder = _cache_folder()
     path = folder / f"cpu-{_fingerprint(compiler, flags)}.so"
     if path.exists():
         return path
     with _locked(folder / "cpu.lock"):
         if not path.exists():
+            if say is not None:
+                say(f"compiling the CPU kernels for this machine, once, into {folder}")
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 built = _compile(compiler, flags, Path(scratch))
                 built.replace(path)
