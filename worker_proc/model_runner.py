@@ -11,7 +11,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.block_table import NULL_KINDS, BlockTable, MultiGroupBlockTable
+from quire.worker_proc.block_table import make_block_tables
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.decode_step import DecodeStep
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
@@ -19,7 +19,6 @@ from quire.worker_proc.kv_cache import allocate_kv_caches
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.pending_result import HostCopies, NothingSampled, PendingResult, SampledResult
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
-from quire.worker_proc.slot_owners import SlotOwners
 from quire.worker_proc.steady_decode import SteadyDecode
 from quire.worker_proc.step_inputs import Ints, StepInputs, prepare_inputs
 from quire.worker_proc.transfer import Transfer
@@ -50,20 +49,8 @@ class ModelRunner:
         self._backend = backend
         self._num_blocks = num_blocks
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len)
-        owners = SlotOwners(layout.groups, num_blocks, self.batch.num_computed)
-        self.tables = MultiGroupBlockTable(
-            [
-                BlockTable(
-                    group.block_size,
-                    config.max_num_seqs,
-                    config.max_model_len,
-                    num_blocks,
-                    device,
-                    null_allowed=group.kind in NULL_KINDS,
-                )
-                for group in layout.groups
-            ],
-            owners,
+        self.tables = make_block_tables(
+            layout.groups, num_blocks, config.max_model_len, self.batch.num_computed, device
         )
         self.batch.register(self.tables)
         # The newest sample of each row stays on the device: it is the next step's input.
@@ -269,7 +256,7 @@ class ModelRunner:
         self.batch.check()
         self.tables.check()
         for table in self.tables.tables:
-            held = table.num_blocks_per_row[: self.batch.num_rows] * table.block_size
+            held = table.num_blocks_per_row[: self.batch.num_rows] * table.span
             assert (held >= self.batch.num_computed[: self.batch.num_rows]).all(), "computed beyond the blocks held"
 
 

@@ -56,6 +56,13 @@ class Runner:
     def __init__(self) -> None:
         made, _ = make_runner(CONFIG, kv_layout(MODEL, 4, "float32"), lambda text: None, progress=False)
         self.runner: ModelRunner = made
+        commit = made.tables.commit
+
+        def commit_and_poison() -> None:
+            commit()
+            made.tables.poison()
+
+        made.tables.commit = commit_and_poison  # type: ignore[method-assign]
         self.steps = 0
         self.handles: list[int] = []
 
