@@ -1,7 +1,7 @@
 """Mixture of experts whose weights stay MXFP4: a quarter of the bytes to read, made numbers in registers.
 
-A byte holds the weights of two neighbouring inputs. Instead of interleaving what it is taken apart into, the inputs come
-apart: the even ones meet the low halves of the bytes, the odd ones the high halves, in two products with one sum.
+A byte holds the weights of two neighbouring inputs. Instead of interleaving what it is taken apart into, the inputs
+come apart: the even ones meet the low halves of the bytes, the odd ones the high halves, in two products with one sum.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from quire.kernels.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.kernels.triton_runtime import require_launchable
 
 MOST_TILE_PAIRS = 64
-"""Where tiles get larger than this, experts get so many tokens that dequantising once and ``fused_experts`` is better."""
+"""Larger tiles would not fit in registers; experts with more tokens are better dequantised for ``fused_experts``."""
 
 BIAS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

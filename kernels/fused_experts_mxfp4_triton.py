@@ -21,7 +21,7 @@ def load_weights(
     TILE_BYTES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Weights of the even and of the odd inputs, ``[TILE_BYTES, TILE_ROWS]`` each, from byte ``start`` of the rows on."""
+    """Weights of the even and of the odd inputs, ``[TILE_BYTES, TILE_ROWS]`` each, from the rows' byte ``start`` on."""
     GROUPS: tl.constexpr = TILE_BYTES // 16
     byte = start + tl.arange(0, TILE_BYTES)
     mask = (byte < ROW_BYTES)[:, None] & in_rows[None, :]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.kernels.sampling import sample, sample_reference
+from quire.kernels.sampling_logprobs import top_logprobs, top_logprobs_reference
 from quire.kernels.sampling_noise import uniform, uniform_reference
 from quire.kernels.sampling_stats import MAX_VOCAB, row_statistics, row_statistics_reference
 from quire.protocol.messages import NewRequestData
@@ -70,6 +71,14 @@ def test_noise_reference_is_the_cpu_samplers() -> None:
     assert result.tolist() == noise.uniform(seeds, positions).tolist()
 
 
+def test_logprobs_of_a_worked_example() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 5.0]]).log()
+    result = top_logprobs_reference(logits, torch.tensor([2]), 3)
+    assert result.token_ids.tolist() == [[2, 3, 1, 0]]
+    assert result.ranks.tolist() == [3]
+    torch.testing.assert_close(result.values.exp(), torch.tensor([[0.1, 0.5, 0.3, 0.1]]))
+
+
 def test_refusals() -> None:
     ones = torch.ones(2)
     arguments = [torch.zeros(2, 8), ones.double(), ones, ones.int(), ones, ones]
@@ -86,3 +95,7 @@ def test_refusals() -> None:
         row_statistics(torch.zeros(8))
     with pytest.raises(ValueError, match="positions"):
         uniform(torch.zeros(2, dtype=torch.uint64), torch.zeros(2))
+    with pytest.raises(ValueError, match="n: 9 of 8"):
+        top_logprobs(arguments[0], torch.zeros(2, dtype=torch.int64), 9)
+    with pytest.raises(ValueError, match="tokens: dtype"):
+        top_logprobs(arguments[0], ones, 2)

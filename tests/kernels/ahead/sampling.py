@@ -5,7 +5,15 @@ from typing import Any
 
 from kernel_variant import Variant
 
-from quire.kernels import sampling, sampling_noise_triton, sampling_stats, sampling_stats_triton, sampling_triton
+from quire.kernels import (
+    sampling,
+    sampling_logprobs,
+    sampling_logprobs_triton,
+    sampling_noise_triton,
+    sampling_stats,
+    sampling_stats_triton,
+    sampling_triton,
+)
 from quire.kernels.sampling_noise import TILE_ROWS
 
 TYPES = {
@@ -13,10 +21,11 @@ TYPES = {
     "top_k": "*i32",
     "chunk_keys": "*i32",
     "chunk_tokens": "*i32",
+    **dict.fromkeys(("candidate_keys", "candidate_tokens", "above"), "*i32"),
     "bad": "*i1",
     "positions": "*i32",
-    **dict.fromkeys(("best", "temperature", "top_p", "log_min_p", "chunk_sums", "log_sum_exp"), "*fp32"),
-    **dict.fromkeys(("state", "histogram", "sums", "seeds", "tokens", "best_tokens"), "*i64"),
+    **dict.fromkeys(("best", "temperature", "top_p", "log_min_p", "chunk_sums", "log_sum_exp", "values"), "*fp32"),
+    **dict.fromkeys(("state", "histogram", "sums", "seeds", "tokens", "best_tokens", "token_ids", "ranks"), "*i64"),
     "noise": "*fp64",
 }
 
@@ -40,3 +49,8 @@ def variants() -> Iterator[Variant]:
     yield variant("sampling narrow", sampling_triton.narrow_kernel, bins | {"SELECTION": sampling.DRAW}, 4)
     yield variant("sampling weights bf16", sampling_triton.chunk_weights_kernel, chunk | cuts)
     yield variant("sampling pick bf16", sampling_triton.pick_token_kernel, chunk | chunks | cuts)
+    logprobs = sampling_logprobs.launch_constants(20)
+    num_warps = logprobs.pop("num_warps")
+    candidates, rows = sampling_logprobs_triton.chunk_candidates_kernel, sampling_logprobs_triton.row_logprobs_kernel
+    yield variant("sampling candidates bf16", candidates, logprobs | chunk, num_warps)
+    yield variant("sampling logprobs bf16", rows, logprobs | chunks, num_warps)
