@@ -163,6 +163,7 @@ def make_engine_config(
     max_model_len, max_num_seqs, batched = _sizes(options, model, on_cpu=device == "cpu")
     for name, (low, high) in RANGES.items():
         _check_range(name, getattr(options, name), low, high)
+    _check_ranks(model, options.tensor_parallel_size)
     check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint)
     if options.kv_events_endpoint and not options.enable_prefix_caching:
         raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
@@ -256,6 +257,21 @@ def _sizes(options: EngineOptions, model: ModelConfig, *, on_cpu: bool) -> tuple
             f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} (--max-model-len)"
         )
     return max_model_len, max_num_seqs, batched
+
+
+def _check_ranks(model: ModelConfig, size: int) -> None:
+    """A model can be cut among as many ranks as divide its heads and widths."""
+
+    def divides(ranks: int) -> bool:
+        kv_heads = model.num_kv_heads
+        shared = kv_heads % ranks == 0 or ranks % kv_heads == 0
+        dense = model.moe is None or len(model.moe.layers) < model.num_layers
+        widths = [model.intermediate_size] * dense + ([model.moe.intermediate_size] if model.moe else [])
+        return shared and model.num_heads % ranks == 0 and all(width % ranks == 0 for width in widths)
+
+    if not divides(size):
+        possible = ", ".join(str(ranks) for ranks in range(1, model.num_heads + 1) if divides(ranks))
+        raise ConfigError(f"--tensor-parallel-size {size} does not divide this model; possible: {possible}")
 
 
 def _hash_algo(wanted: str) -> str:

@@ -1,0 +1,47 @@
+"""Two ranks, real processes and sockets: the same tokens as one, and a rank's failure is told."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from checkpoints import make_checkpoint
+
+from quire import LLM, SamplingParams
+from quire.protocol.errors import ConfigError, EngineError
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 20, [16, 17]]
+
+
+def _tokens(folder: Path, **settings: object) -> list[list[int]]:
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
+    with LLM(folder, dtype="float32", **settings) as llm:  # type: ignore[arg-type]
+        outputs = llm.generate(PROMPTS, greedy) + llm.generate(PROMPTS, drawn)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def _workers() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "quire.worker_proc" in child.cmdline()]
+
+
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    assert _tokens(tmp_path, tensor_parallel_size=2, long_prefill_token_threshold=7) == _tokens(tmp_path)
+
+
+def test_a_rank_that_dies_ends_the_engine_with_its_name(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(EngineError, match="worker"), LLM(tmp_path, tensor_parallel_size=2) as llm:
+        victim = _workers()[-1]
+        os.kill(victim.pid, signal.SIGKILL)
+        llm.generate(PROMPTS, SamplingParams(max_tokens=50, ignore_eos=True))
+    assert not _workers()
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 does not divide this model; possible: 1, 2, 4"):
+        LLM(tmp_path, tensor_parallel_size=3)
