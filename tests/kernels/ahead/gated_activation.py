@@ -9,7 +9,7 @@ from quire.kernels.gated_activation_triton import gated_activation_kernel
 
 
 def variants() -> Iterator[Variant]:
-    for activation in ("silu", "gelu", "swiglu_oai"):
+    for activation in ("gelu", "swiglu_oai"):
         yield Variant(
             name=f"gated_activation bf16 {activation}",
             kernel=gated_activation_kernel,

@@ -43,11 +43,9 @@ def variants() -> Iterator[Variant]:
     yield variant("sampling row statistics", sampling_stats_triton.row_statistics_kernel, chunks, 4)
     yield variant("sampling coarse bf16", sampling_triton.coarse_histogram_kernel, chunk | bins | cuts)
     yield variant("sampling fine bf16", sampling_triton.fine_histogram_kernel, chunk | bins)
-    for selection in (sampling.TOP_K, sampling.TOP_P, sampling.DRAW):
-        which = bins | {"SELECTION": selection}
-        yield variant(f"sampling begin {selection}", sampling_triton.begin_selection_kernel, which | cuts, 4)
-    yield variant("sampling narrow", sampling_triton.narrow_kernel, bins | {"SELECTION": sampling.DRAW}, 4)
-    yield variant("sampling weights bf16", sampling_triton.chunk_weights_kernel, chunk | cuts)
+    which = bins | {"SELECTION": sampling.DRAW}
+    yield variant("sampling begin", sampling_triton.begin_selection_kernel, which | cuts, 4)
+    yield variant("sampling narrow", sampling_triton.narrow_kernel, which, 4)
     yield variant("sampling pick bf16", sampling_triton.pick_token_kernel, chunk | chunks | cuts)
     logprobs = sampling_logprobs.launch_constants(20)
     num_warps = logprobs.pop("num_warps")

@@ -48,9 +48,9 @@ def test_equals_reference(
     assert torch.equal(sample(*arguments), sample_reference(*arguments))
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
 def test_every_noise(case: tuple[float, int, float, float], device: torch.device) -> None:
-    rows = 64 if device.type == "cuda" else 4
+    rows = 64 if device.type == "cuda" else 3
     rng = torch.Generator().manual_seed(0)
     # Equals, and tokens that a grammar forbids.
     logits = (torch.randn(1, 40, generator=rng) * 2).round()
