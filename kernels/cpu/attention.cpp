@@ -23,7 +23,7 @@ using namespace quire;
 namespace {
 
 constexpr int64_t SPLIT = 4 * TILE;      // keys that one item at least takes whole
-constexpr int64_t BLOCK_ROWS = 32;       // query rows of an item, about
+constexpr int64_t BLOCK_ROWS = 64;       // query rows of an item, about
 constexpr int64_t ITEMS_PER_THREAD = 4;  // at least, where the keys allow: evens out rows of different length
 constexpr int64_t ONE_THREAD_MACS = 1 << 18;  // tens of microseconds: less than waking the others may cost
 

@@ -62,10 +62,18 @@ def check(backend: CpuBackend, case: Case) -> None:
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("way", ["native", "torch"])
 def test_equals_attention_row_by_row(
-    step: str, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, backend: CpuBackend
+    way: str, step: str, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
-    check(backend, make_case(STEPS[step], heads, block_size, dtype))
+    check(make_backend(way), make_case(STEPS[step], heads, block_size, dtype))
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("step", ["first tokens", "chunks", "mixed"])
+def test_a_token_at_a_time_equals_it_too(step: str, heads: tuple[int, int, int]) -> None:
+    for block_size, dtype in ((4, torch.float32), (16, torch.bfloat16)):
+        check(make_backend("fixed"), make_case(STEPS[step], heads, block_size, dtype))
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 16), (5, 1, 20)], ids=str)

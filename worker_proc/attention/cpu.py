@@ -53,6 +53,9 @@ class CpuBackend:
     def plan(self, batch: StepBatch) -> Any:
         return self._way.plan(batch)
 
+    def plan_decode(self, batch: StepBatch) -> Any:
+        raise NotImplementedError("a CPU plans from the lengths on the host")
+
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:

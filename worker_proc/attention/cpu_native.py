@@ -89,6 +89,8 @@ class NativeAttention:
         ):
             if tensor.dtype is not dtype or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
                 raise ValueError(f"{name}: {tensor.dtype} with strides {tensor.stride()}, expected {dtype}, dense")
+        if min(len(table), len(batch.seq_lens), len(batch.query_start_loc) - 1) < batch.num_rows:
+            raise ValueError(f"the step has {batch.num_rows} rows, its tensors fewer")
         step = Step(
             table.data_ptr(),
             batch.query_start_loc.data_ptr(),
