@@ -26,6 +26,7 @@ namespace {
 constexpr int PANEL = 2 * VF;                // outputs side by side: two registers
 constexpr int K_BLOCK = 512;                 // inputs: a panel's block is 16 KB in bfloat16, half of it a usual L1
 constexpr int GROUP_BYTES = 192 * 1024;      // of weights that stay in L2 while the rows pass
+constexpr long THREADS_FROM = 1 << 17;       // multiplications: fewer take one thread less time than waiting for others
 constexpr int AHEAD = 2048;                  // bytes: the hardware looks no further than the end of a 4 KB page
 
 // MAX_ROWS: as many rows, two sums each, as leave registers for the operands. One more, and a spilt sum halves the speed.
@@ -83,9 +84,7 @@ struct Call {
     const char* packed;
     const float* bias;
     float* out;
-    long out_stride;
     int outputs, inputs;
-    bool accumulate;  // add to what is in out
 };
 
 template <int R, int P>
@@ -160,18 +159,17 @@ QUIRE_INLINE void block(Bf16, Tile<R, P>& tile, const float* x, long stride, con
     }
 }
 
-// Adds one block's sums, [rows][panels * PANEL], to the output; a plain call's first block finds nothing there yet.
+// Adds one block's sums, [rows][panels * PANEL], to the output, where the first block finds nothing yet.
 __attribute__((noinline)) void finish(const Call& call, const float* sums, int row, int rows, int column, int width,
                                       bool first) {
     const int here = std::min(width, call.outputs - column);
     for (int r = 0; r < rows; r++) {
         const float* from = sums + r * width;
-        float* to = call.out + (row + r) * call.out_stride + column;
-        const bool fresh = first && !call.accumulate;
+        float* to = call.out + long(row + r) * call.outputs + column;
         const float* bias = first && call.bias ? call.bias + column : nullptr;
         for (int i = 0; i < here; i++) {
             const float sum = bias ? from[i] + bias[i] : from[i];
-            to[i] = fresh ? sum : to[i] + sum;
+            to[i] = first ? sum : to[i] + sum;
         }
     }
 }
@@ -226,7 +224,8 @@ void run(const Call& call, int rows) {
     const int row_parts = std::clamp(std::min((rows + 31) / 32, 8 * threads / panels), 1, threads);
     const int panel_parts = std::min(panels, std::max(1, threads / row_parts));
     const int parts = row_parts * panel_parts;
-#pragma omp parallel for schedule(static) if (parts > 1)
+    const bool worth_it = long(rows) * call.outputs * call.inputs > THREADS_FROM;
+#pragma omp parallel for schedule(static) if (parts > 1 && worth_it)
     for (int part = 0; part < parts; part++) {
         const long i = part / panel_parts, j = part % panel_parts;
         run_part<W>(call, int(i * rows / row_parts), int((i + 1) * rows / row_parts), int(j * panels / panel_parts),
@@ -273,22 +272,13 @@ QUIRE_API void quire_pack(const void* weight, void* packed, int outputs, int inp
         pack((const uint16_t*)weight, (char*)packed, outputs, inputs, kind);
 }
 
-void run_layer(const Layer& layer, const float* x, long x_stride, float* out, long out_stride, int rows, bool add) {
-    const Call call{x, x_stride, layer.packed, layer.bias, out, out_stride, layer.outputs, layer.inputs, add};
-    if (layer.kind == BFLOAT16)
+// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], contiguous.
+QUIRE_API void quire_linear(const Layer* layer, const float* x, long x_stride, float* out, int rows) {
+    const Call call{x, x_stride, layer->packed, layer->bias, out, layer->outputs, layer->inputs};
+    if (layer->kind == BFLOAT16)
         run<Bf16>(call, rows);
-    else if (layer.kind == FLOAT16)
+    else if (layer->kind == FLOAT16)
         run<Float16>(call, rows);
     else
         run<Float32>(call, rows);
-}
-
-// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], contiguous.
-QUIRE_API void quire_linear(const Layer* layer, const float* x, long x_stride, float* out, int rows) {
-    run_layer(*layer, x, x_stride, out, layer->outputs, rows, false);
-}
-
-// The same, added to out, whose rows are out_stride apart.
-QUIRE_API void quire_linear_add(const Layer* layer, const float* x, long x_stride, float* out, int rows, long out_stride) {
-    run_layer(*layer, x, x_stride, out, out_stride, rows, true);
 }

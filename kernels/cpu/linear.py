@@ -52,9 +52,7 @@ class PackedLinear:
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         size = native.function("quire_packed_bytes", integer, integer, integer, returns=long)
         pack = native.function("quire_pack", pointer, pointer, integer, integer, integer)
-        rows = (pointer, pointer, long, pointer, integer)
-        self._run = native.function("quire_linear", *rows)
-        self._run_add = native.function("quire_linear_add", *rows, long)
+        self._run = native.function("quire_linear", pointer, pointer, long, pointer, integer)
         self.outputs, self.inputs = weight.shape
         kind = KINDS[weight.dtype]
         self._packed = torch.empty(size(*weight.shape, kind), dtype=torch.uint8)
@@ -81,28 +79,10 @@ class PackedLinear:
         Raises:
             ValueError: ``x`` is not of that shape, or not on the CPU.
         """
-        wide = self._rows(x)
+        if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
+            raise ValueError(f"x: expected [rows, {self.inputs}] on the CPU, got {tuple(x.shape)} on {x.device}")
+        wide = x if x.dtype is torch.float32 and x.stride(1) == 1 else x.to(torch.float32).contiguous()
         rows = wide.shape[0]
         out = torch.empty(rows, self.outputs, dtype=torch.float32)
         self._run(self._layer_at, wide.data_ptr(), wide.stride(0), out.data_ptr(), rows)
         return out if wide is x else out.to(x.dtype)
-
-    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """``out += self(x)``, in place; ``out`` float32 ``[rows, outputs]``, rows may be strided.
-
-        Raises:
-            ValueError: a tensor is not of that shape and dtype, or not on the CPU.
-        """
-        wide = self._rows(x)
-        rows = wide.shape[0]
-        if out.shape != (rows, self.outputs) or out.dtype is not torch.float32 or out.stride(1) != 1 or not out.is_cpu:
-            raise ValueError(f"out: expected float32 rows [{rows}, {self.outputs}], got {out.dtype} {tuple(out.shape)}")
-        self._run_add(self._layer_at, wide.data_ptr(), wide.stride(0), out.data_ptr(), rows, out.stride(0))
-
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` as the library reads it: itself where it can be."""
-        if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
-            raise ValueError(f"x: expected [rows, {self.inputs}] on the CPU, got {tuple(x.shape)} on {x.device}")
-        if x.dtype is torch.float32 and x.stride(1) == 1:
-            return x
-        return x.to(torch.float32).contiguous()

@@ -7,7 +7,8 @@ using namespace quire;
 
 namespace {
 
-constexpr long THREADS_FROM = 1 << 16;  // elements: below, waiting for the threads costs more than they save
+// Elements; with fewer, waiting for the other threads costs more than they save. A gate's take ten times as long.
+constexpr long NORM_THREADS_FROM = 1 << 16, GATE_THREADS_FROM = 1 << 14;
 
 // The last lanes of a row whose width is not a multiple of a register's go through the same arithmetic, beside zeros.
 template <class T>
@@ -93,7 +94,7 @@ QUIRE_INLINE vfloat swiglu_oai(vfloat gate, vfloat up) {
 
 template <class T>
 void gate_oai(const T* from, long stride, T* out, int rows, int width) {
-#pragma omp parallel for schedule(static) if (long(rows) * width > THREADS_FROM)
+#pragma omp parallel for schedule(static) if (long(rows) * width > GATE_THREADS_FROM)
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < width; i += VF) {
             float gates[VF] = {}, ups[VF] = {};
@@ -108,7 +109,7 @@ void gate_oai(const T* from, long stride, T* out, int rows, int width) {
 
 template <int A, class T>
 void gate(const T* from, long stride, T* out, int rows, int width) {
-#pragma omp parallel for schedule(static) if (long(rows) * width > THREADS_FROM)
+#pragma omp parallel for schedule(static) if (long(rows) * width > GATE_THREADS_FROM)
     for (int row = 0; row < rows; row++) {
         const T *gates = from + row * stride, *ups = gates + width;
         T* to = out + long(row) * width;
@@ -170,7 +171,7 @@ struct Norm {
 template <class T, class W>
 void norm(const Norm& call) {
     const int width = call.width;
-#pragma omp parallel for schedule(static) if (long(call.rows) * width > THREADS_FROM)
+#pragma omp parallel for schedule(static) if (long(call.rows) * width > NORM_THREADS_FROM)
     for (int row = 0; row < call.rows; row++) {
         const T* from = (const T*)call.x + row / call.inner * call.outer_stride + row % call.inner * call.inner_stride;
         T* to = (T*)call.out + long(row) * width;

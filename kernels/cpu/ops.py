@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 
 class CpuKernels:
-    """The library's element-wise functions, looked up once. Threads only where rows times width pass 65,536."""
+    """The library's element-wise functions, looked up once."""
 
     def __init__(self, native: Native) -> None:
         pointer, long, integer, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float

@@ -46,18 +46,6 @@ def test_it_computes_what_the_reference_computes(native: Native, dtype: torch.dt
         _assert_close(biased(x), x, weight, bias)
 
 
-def test_it_adds_to_rows_in_place(native: Native) -> None:
-    weight, bias = _random(50, 600).bfloat16(), _random(50, seed=1)
-    packed = PackedLinear(native, weight, bias)
-    for rows in (1, 3, 9):
-        x, wide = _random(rows, 600), _random(rows, 64, seed=2)
-        before = wide.clone()
-        packed.add_to(wide[:, 5:55], x)
-        torch.testing.assert_close(wide[:, 5:55], before[:, 5:55] + packed(x))
-        before[:, 5:55] = wide[:, 5:55]
-        assert torch.equal(wide, before)
-
-
 def test_rows_may_lie_apart_and_be_narrower(native: Native) -> None:
     packed = PackedLinear(native, _random(20, 24))
     wide = _random(7, 64)
@@ -99,8 +87,6 @@ def test_what_does_not_fit_is_refused(native: Native) -> None:
     packed = PackedLinear(native, _random(20, 24))
     with pytest.raises(ValueError, match="x: expected"):
         packed(_random(2, 23))
-    with pytest.raises(ValueError, match="out: expected"):
-        packed.add_to(_random(2, 21), _random(2, 24))
     with pytest.raises(ValueError, match="not for packing"):
         PackedLinear(native, _random(24, 20).T)
     with pytest.raises(ValueError, match="not for packing"):

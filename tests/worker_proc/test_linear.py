@@ -52,9 +52,6 @@ def test_prepacking_changes_nothing_but_the_layout(
         torch.testing.assert_close(
             linear(x), expected.to(dtype), rtol=2e-2 if dtype is torch.bfloat16 else 1e-4, atol=1e-3
         )
-        total = x.new_ones(rows, 40)
-        linear.add_to(total, x)
-        torch.testing.assert_close(total, 1 + linear(x), rtol=2e-2 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)
 
 
 def test_a_narrow_weight_multiplies_wide_activations_exactly() -> None:

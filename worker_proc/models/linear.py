@@ -39,13 +39,6 @@ class Linear(torch.nn.Module):
             return self._native(x)
         return _plain(x, self.weight, self.bias) if self._product is None else self._product(x)
 
-    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """``out += self(x)``, in place; in one pass where the native library multiplies into float32."""
-        if self._native is not None and out.dtype is torch.float32:
-            self._native.add_to(out, x)
-        else:
-            out += self(x)
-
     def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
         """Once the weight is loaded: choose who multiplies, and lay the weight out for it.
 
