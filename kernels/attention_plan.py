@@ -161,6 +161,8 @@ def plan_attention(
     lens, seqs = query_lens.astype(np.int64), seq_lens.astype(np.int64)
     if len(lens) != len(seqs) or (lens > seqs).any():
         raise ValueError("query_lens: each row needs a seq_len of at least its query length")
+    if (seqs < common_prefix_len).any():
+        raise ValueError(f"common_prefix_len: it is {common_prefix_len}, and a row has only {seqs.min()} keys")
     maker = PlanMaker(shape, device, programs, min_piece, fixed_split)
     prefix = None
     if common_prefix_len and len(lens):
@@ -264,10 +266,13 @@ def _joined(tables: Any) -> Table:
 
 
 def _to_device(tables: list[Table], device: torch.device) -> list[torch.Tensor]:
-    """Several tables by one copy."""
-    flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in tables])).to(device)
-    parts = torch.split(flat, [table.size for table in tables])
-    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
+    """Several tables by one copy; each aligned to 16 bytes, so that kernels are compiled once."""
+    starts = np.cumsum([0, *(-(-table.size // 4) * 4 for table in tables)])
+    flat = np.zeros(starts[-1], dtype=np.int32)
+    for start, table in zip(starts, tables, strict=False):
+        flat[start : start + table.size] = table.reshape(-1)
+    there = torch.from_numpy(flat).to(device)
+    return [there[s : s + t.size].view(t.shape) for s, t in zip(starts.tolist(), tables, strict=False)]
 
 
 def check_options(visible: Visible, fixed_split: int, min_piece: int) -> None:

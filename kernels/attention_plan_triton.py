@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows", "max_pieces", "max_merges", "prefix_len", "num_prefix", "first_slot", "capacity"]
+)
 def plan_kernel(
     query_start_loc,
     seq_lens,

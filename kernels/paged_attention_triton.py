@@ -126,7 +126,7 @@ def finish(acc, maximum, total, sink, SINKS: tl.constexpr):
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["tile_tokens", "lane_chunks"])
+@triton.jit(do_not_specialize=["num_rows", "tile_tokens", "lane_chunks"])
 def attention_kernel(
     query,
     kv_cache,
@@ -298,7 +298,7 @@ def attention_kernel(
         tl.store(partial_stats + slot_head * 2 + 1, total, mask=in_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_prefix", "prefix_stride"])
 def merge_kernel(
     partial_acc,
     partial_stats,

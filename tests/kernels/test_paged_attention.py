@@ -229,6 +229,8 @@ def test_plans_refuse_what_contradicts(options: dict[str, int], message: str) ->
 def test_plans_refuse_lengths_and_buffers_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="query_lens: each row needs a seq_len of at least its query length"):
         plan_attention(lengths(2), lengths(1), SHAPE, CPU)
+    with pytest.raises(ValueError, match="common_prefix_len: it is 16, and a row has only 9 keys"):
+        plan_attention(lengths(1, 1), lengths(20, 9), SHAPE, CPU, common_prefix_len=16)
     with pytest.raises(ValueError, match=r"max_rows: 0 is not in \[1, 8192\]"):
         allocate_decode(SHAPE, 0, CPU)
     with pytest.raises(ValueError, match="max_keys: a fixed split needs to know"):

@@ -12,6 +12,10 @@ from quire.kernels.paged_attention import paged_attention
 from quire.kernels.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.prologue import attend_plainly
+from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
+
+FIXED_SPLIT = 1024
+"""Keys of a piece where results must not depend on the batch: long rows still have work for many programs."""
 
 
 @dataclass(slots=True)
@@ -19,6 +23,7 @@ class TritonPlan:
     """A step's rows, and how their work is cut for layers of each shape: as a rule there is one in a group."""
 
     batch: StepBatch
+    fixed_split: int = 0
     _plans: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
 
     def of_layer(self, shape: AttentionShape, num_tokens: int) -> AttentionPlan:
@@ -32,15 +37,25 @@ class TritonPlan:
                 batch.seq_lens.device,
                 window=batch.window,
                 chunk=batch.chunk,
+                fixed_split=self.fixed_split,
                 num_tokens=num_tokens,
             )
         return self._plans[shape]
 
 
+AnyPlan = TritonPlan | DecodePlan
+
+
 class TritonBackend:
     """``AttentionBackend`` on a CUDA device, or on the CPU where Triton's interpreter is on (tests).
 
-    Holds no tensors but the scales of fp8 caches: the caches are the caller's, and a plan dies with its step.
+    Holds no tensors but the scales of fp8 caches and what ``plan_decode`` writes to: the caches are the caller's, and a
+    plan of ``plan`` dies with its step.
+
+    Args:
+        max_rows: rows of the largest step of ``plan_decode``; 0: there will be none.
+        deterministic: a query's result depends, to the bit, on its own query, keys and values alone
+            (``paged_attention`` says how); then all plans are made on the host.
 
     Raises:
         RuntimeError: triton is not installed, or there is neither a CUDA device nor the interpreter.
@@ -49,8 +64,13 @@ class TritonBackend:
     name = "triton"
     needs_host_lengths = True
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int = 0, deterministic: bool = False) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
+        self._fixed_split = FIXED_SPLIT if deterministic else 0
+        self._pool: DecodeBufferPool | None = None
+        if max_rows and not deterministic:
+            self._pool = DecodeBufferPool(max_rows)
+            self.needs_host_lengths = False
         self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -58,10 +78,15 @@ class TritonBackend:
         return (2, num_blocks, block_size, num_kv_heads, head_dim)
 
     def plan(self, batch: StepBatch) -> TritonPlan:
-        return TritonPlan(batch)
+        return TritonPlan(batch, self._fixed_split)
+
+    def plan_decode(self, batch: StepBatch) -> DecodePlan:
+        if self._pool is None:
+            raise NotImplementedError("this backend was made to plan on the host: without max_rows, or deterministic")
+        return DecodePlan(batch, self._pool)
 
     def attend(
-        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: TritonPlan, spec: AttentionSpec, rotary: Rotary | None
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
         return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
 
@@ -71,7 +96,7 @@ class TritonBackend:
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,
-        plan: TritonPlan,
+        plan: AnyPlan,
         spec: AttentionSpec,
     ) -> torch.Tensor:
         """As ``AttentionBackend.forward``.

@@ -136,8 +136,8 @@ def test_windows_of_long_prompts(window: int, make_case: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
-def test_caches(cache_dtype: torch.dtype | None, layout: Any, dtype: torch.dtype, make_case: Any) -> None:
-    case = make_case([1, 12], [70, 40], dtype, cache_dtype=cache_dtype, layout=layout)
+def test_caches(cache_dtype: torch.dtype | None, layout: Any, main_dtype: torch.dtype, make_case: Any) -> None:
+    case = make_case([1, 12], [70, 40], main_dtype, cache_dtype=cache_dtype, layout=layout)
     if cache_dtype is None:
         check_case(case, layout=layout)
         return
@@ -223,13 +223,13 @@ def test_a_fixed_split_depends_on_the_row_alone(
     local: dict[str, int], name: str, main_dtype: torch.dtype, make_case: Any
 ) -> None:
     # Row 0's last tokens are there as queries; they come from there in one go, in chunks and one by one.
-    case = make_case([70, 7], [280, 150], main_dtype, 3, 1, 16, **local)
+    case = make_case([40, 7], [280, 150], main_dtype, 2, 1, 16, **local)
     options = options_of(case, name) if name else {}
-    whole, drafts = attend_rows(case, [(0, 70, 280), (1, 7, 150)], **options)
-    chunked = [attend_rows(case, [(0, n, end)], **options)[0] for n, end in ((9, 219), (58, 277), (3, 280))]
+    whole, drafts = attend_rows(case, [(0, 40, 280), (1, 7, 150)], **options)
+    chunked = [attend_rows(case, [(0, n, end)], **options)[0] for n, end in ((9, 249), (28, 277), (3, 280))]
     assert torch.equal(torch.cat(chunked), whole)
-    for token in (0, 69):
-        others = attend_rows(case, [(1, 5, 148), (0, 1, 211 + token)], **options)
+    for token in (0, 39):
+        others = attend_rows(case, [(1, 5, 148), (0, 1, 241 + token)], **options)
         assert torch.equal(others[0], drafts[:5])
         assert torch.equal(others[1], whole[token : token + 1])
 
@@ -274,6 +274,28 @@ def test_backend_with_scaled_cache(dtype: torch.dtype, make_case: Any) -> None:
     assert torch.equal(as_bits(case.kv_cache), as_bits(expected_cache))
     expected = paged_attention_reference(case.query, expected_cache, *rows_of(case), 0.2, **scales)
     torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
+
+
+def test_backend_plans_decoding_on_the_device(make_case: Any) -> None:
+    case = make_case([1, 1, 0], [70, 9, 0], torch.float32, padding=1)
+    backend = TritonBackend(max_rows=4)
+    assert not backend.needs_host_lengths
+    spec = AttentionSpec(4, 2, 32, 0.2)
+    results = [
+        backend.forward(case.query, case.key, case.value, case.kv_cache, plan, spec)
+        for plan in (backend.plan(case.batch), backend.plan_decode(case.batch))
+    ]
+    torch.testing.assert_close(*results)
+
+
+def test_deterministic_backend_plans_on_the_host(make_case: Any) -> None:
+    case = make_case([1], [9], torch.float32)
+    backend = TritonBackend(max_rows=4, deterministic=True)
+    assert backend.needs_host_lengths
+    plan = backend.plan(case.batch).of_layer(AttentionShape(4, 2, 32, torch.float32), 1)
+    assert plan.fixed_split > 0
+    with pytest.raises(NotImplementedError, match="made to plan on the host"):
+        backend.plan_decode(case.batch)
 
 
 def test_backend_refuses_another_block_size(make_case: Any) -> None:
