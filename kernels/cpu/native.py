@@ -72,8 +72,8 @@ def load_native(say: Callable[[str], None] | None = None) -> Native | None:
     if key not in _loaded:
         try:
             _loaded[key] = _load(say)
-        except (NativeUnavailable, OSError, subprocess.SubprocessError) as error:
-            _loaded[key] = str(error)
+        except (NativeUnavailable, OSError, subprocess.SubprocessError, ValueError, RuntimeError) as error:
+            _loaded[key] = str(error)  # the last two: options that no shell would read, no home directory
     found = _loaded[key]
     if isinstance(found, Native):
         return found

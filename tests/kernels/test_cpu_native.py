@@ -74,6 +74,7 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_compiler_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "not there" in _reason(monkeypatch, CXX="no-such-compiler")
+    assert "quotation" in _reason(monkeypatch, CXX="'")
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "no C++ compiler" in _reason(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
