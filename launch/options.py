@@ -81,7 +81,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     tensor_parallel_size: Annotated[int, Help("worker processes that share each layer, one per GPU")] = 1
     attention_backend: Annotated[
-        Literal["auto", "cpu", "triton", "flashinfer", "flash_attn"], Help("auto: what suits the device")
+        Literal["auto", "cpu", "triton", "flashinfer", "flash_attn"],
+        Help("auto: cpu or triton, as the device is; the others are extras"),
     ] = "auto"
     enforce_eager: Annotated[bool, Help("no CUDA graphs")] = False
     deterministic: Annotated[bool, Help("equal bits for a request whatever else runs; slower")] = False

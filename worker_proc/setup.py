@@ -14,7 +14,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import Ready
-from quire.worker_proc.attention.backend import AttentionBackend
+from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
@@ -64,6 +64,8 @@ def make_runner(
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     if device.type == "cpu":
         set_threads(size, group.size)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    backend = pick_backend(config, layout, device, capability, say)
     plan = plan_memory(config, layout, size, device)
     say(describe_plan(plan, config.max_model_len))
     warning = pool_warning(plan, config.max_model_len)
@@ -78,7 +80,6 @@ def make_runner(
         if device.type == "cpu":
             model.prepack(deterministic=config.deterministic)
     loaded = time.monotonic()
-    backend = pick_backend(config, device, say)
     runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device)
     runner.warm_up(say)
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
@@ -114,29 +115,6 @@ def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
         torch.set_num_threads(1 if weight_bytes < ONE_THREAD_BELOW_BYTES else max(1, cores // num_ranks))
-
-
-def pick_backend(config: EngineConfig, device: torch.device, say: Say) -> AttentionBackend:
-    """Who attends; said with the reason.
-
-    Raises:
-        ConfigError: the one asked for cannot run here.
-    """
-    wanted = config.attention_backend
-    if device.type == "cpu":
-        if wanted not in ("auto", "cpu"):
-            raise ConfigError(f"--attention-backend {wanted} needs a GPU; on a CPU there is: cpu")
-        from quire.worker_proc.attention.cpu import CpuBackend
-
-        backend = CpuBackend(deterministic=config.deterministic)
-        say(f"attention backend {backend.describe()}: the device is a CPU; threads: {torch.get_num_threads()}")
-        return backend
-    if wanted not in ("auto", "triton"):
-        raise ConfigError(f"--attention-backend {wanted} is not supported on a GPU yet; supported: triton")
-    from quire.worker_proc.attention.triton_backend import TritonBackend
-
-    say("attention backend triton: the device is a GPU")
-    return TritonBackend()
 
 
 def pick_ops(device: torch.device) -> Ops:

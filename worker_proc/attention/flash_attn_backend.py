@@ -1,0 +1,275 @@
+"""Attention by the flash-attn library: version 3 (``flash_attn_interface``) or 2 (``flash_attn``).
+
+Dao, "FlashAttention-2" (arXiv 2307.08691); Shah et al., "FlashAttention-3" (arXiv 2407.08608). Version 3 is built for
+compute capability 9 and takes pages of any size; version 2 runs from 8 on and takes pages of multiples of 256 tokens.
+Both read lengths and block tables on the device, so that decode steps can be captured as graphs.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.library import (
+    CacheWriter,
+    first_visible_block,
+    nhd_cache_shape,
+    refuse_unknown_features,
+)
+from quire.worker_proc.attention.supports import HALVES, Supports
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttnPlan:
+    """What all layers of a group share.
+
+    Attributes:
+        query_start_loc: int32 ``[num_rows + 1]``.
+        kv_lens: int32 ``[num_rows]``: tokens of each row from its first visible block on.
+        kv_start_loc: int32 ``[num_rows + 1]``: where each row's would start if they lay in one run; None: not wanted.
+        block_table: int32 ``[num_rows, blocks]``, from each row's first visible block on.
+        max_query_len, max_kv_len: at least the longest row's.
+    """
+
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    kv_lens: torch.Tensor
+    kv_start_loc: torch.Tensor | None
+    block_table: torch.Tensor
+    max_query_len: int
+    max_kv_len: int
+    block_size: int
+    window: int
+    chunk: int
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Tokens before and behind a query's own that it sees; -1: all (the causal mask hides those behind)."""
+        return (self.window - 1, 0) if self.window else (-1, -1)
+
+
+class FlashAttnLibrary(Protocol):
+    """One version of the library.
+
+    Attributes:
+        wants_kv_starts: lengths of rows are told as ``kv_start_loc``, not as ``kv_lens``.
+    """
+
+    name: str
+    supports: Supports
+    wants_kv_starts: bool
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        plan: FlashAttnPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """``query``: ``[num_tokens, num_heads, head_dim]``; caches: ``[blocks, block_size, kv_heads, head_dim]``."""
+        ...
+
+
+class FlashAttn3:
+    """``flash_attn_with_kvcache`` of ``flash_attn_interface``, which takes ragged queries too.
+
+    Hazard: its kernel multiplies values of masked slots by zero, so that a NaN which an earlier holder left behind a
+    row's end, in the row's own last block, reaches the row (flash-attention issue 2374). The pool starts zeroed and
+    rows with numbers that are not finite end with an error, but their blocks are not cleared.
+
+    Raises:
+        ImportError: the library is not installed, or not for this torch.
+    """
+
+    name = "flash-attn 3"
+    wants_kv_starts = False
+    supports = Supports(
+        dtypes=HALVES,
+        fp8_cache=False,
+        mixed_cache=False,
+        head_dim_multiple=8,
+        most_head_dim=256,
+        chunks=False,
+        sinks=False,
+        alibi=False,
+        deterministic=False,
+        capabilities=(9, 9),
+    )
+
+    def __init__(self) -> None:
+        self._attend = _function("flash_attn_interface", "flash_attn_with_kvcache")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        plan: FlashAttnPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self._attend(
+            query,
+            key_cache,
+            value_cache,
+            cache_seqlens=plan.kv_lens,
+            page_table=plan.block_table,
+            cu_seqlens_q=plan.query_start_loc,
+            max_seqlen_q=plan.max_query_len,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=plan.window_size,
+            softcap=spec.soft_cap,
+        )
+        return out
+
+
+class FlashAttn2:
+    """``flash_attn_varlen_func`` of ``flash_attn`` with a block table.
+
+    Raises:
+        ImportError: the library is not installed, or not for this torch.
+    """
+
+    name = "flash-attn 2"
+    wants_kv_starts = True
+    supports = Supports(
+        dtypes=HALVES,
+        fp8_cache=False,
+        mixed_cache=False,
+        head_dim_multiple=8,
+        most_head_dim=256,
+        block_multiple=256,
+        chunks=False,
+        sinks=False,
+        alibi=False,
+        deterministic=False,
+        capabilities=(8, 12),
+    )
+
+    def __init__(self) -> None:
+        self._attend = _function("flash_attn", "flash_attn_varlen_func")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        plan: FlashAttnPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self._attend(
+            query,
+            key_cache,
+            value_cache,
+            cu_seqlens_q=plan.query_start_loc,
+            cu_seqlens_k=plan.kv_start_loc,
+            max_seqlen_q=plan.max_query_len,
+            max_seqlen_k=plan.max_kv_len,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=plan.window_size,
+            softcap=spec.soft_cap,
+            block_table=plan.block_table,
+        )
+        return out
+
+
+VERSIONS: tuple[type[FlashAttn3] | type[FlashAttn2], ...] = (FlashAttn3, FlashAttn2)
+"""The faster first, where both would do."""
+
+
+class FlashAttnBackend:
+    """``AttentionBackend`` by one version of the library. Holds no tensors; a plan dies with its step."""
+
+    name = "flash_attn"
+    needs_host_lengths = False
+
+    def __init__(self, library: FlashAttnLibrary) -> None:
+        self._library = library
+        self._writer = CacheWriter()
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return nhd_cache_shape(num_blocks, block_size, num_kv_heads, head_dim)
+
+    def plan(self, batch: StepBatch) -> FlashAttnPlan:
+        visible = batch.seq_lens_cpu - batch.first_visible // batch.block_size * batch.block_size
+        return self._plan(batch, int(batch.query_lens_cpu.max(initial=0)), int(visible.max(initial=0)))
+
+    def plan_decode(self, batch: StepBatch) -> FlashAttnPlan:
+        """The longest row is not known: as many tokens as the table has room for, or as a window can touch blocks."""
+        most = batch.block_table.shape[1] * batch.block_size
+        if batch.window:
+            most = min(most, (batch.window + 2 * batch.block_size - 2) // batch.block_size * batch.block_size)
+        return self._plan(batch, 1, most)
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: FlashAttnPlan, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        query = self._writer.prologue(qkv, kv_cache, plan.slot_mapping, spec, rotary)
+        return self.forward(query, None, None, kv_cache, plan, spec)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: FlashAttnPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """As ``AttentionBackend.forward``.
+
+        Raises:
+            ValueError: the cache does not fit the plan, or the layer asks for what the library has not.
+        """
+        refuse_unknown_features(self.name, plan.chunk, spec)
+        if kv_cache.shape[2] != plan.block_size or kv_cache.dtype is not query.dtype:
+            raise ValueError(
+                f"kv_cache: {kv_cache.dtype}, blocks of {kv_cache.shape[2]} tokens; "
+                f"expected {query.dtype}, {plan.block_size}"
+            )
+        if key is not None and value is not None:
+            self._writer.write(key, value, kv_cache, plan.slot_mapping, spec)
+        if len(query) == 0:
+            return torch.empty_like(query)
+        return self._library.attend(query, kv_cache[0], kv_cache[1], plan, spec)
+
+    def _plan(self, batch: StepBatch, max_query_len: int, max_kv_len: int) -> FlashAttnPlan:
+        """Without looking at a length on the host but the two given: this may be inside a capture."""
+        table, kv_lens = batch.block_table, batch.seq_lens
+        if batch.window:
+            first = first_visible_block(batch)
+            kv_lens = kv_lens - first * batch.block_size
+            columns = torch.arange(-(-max_kv_len // batch.block_size), device=table.device) + first[:, None]
+            table = table.gather(1, columns.clamp_(max=table.shape[1] - 1))
+        starts = None
+        if self._library.wants_kv_starts:
+            starts = torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        return FlashAttnPlan(
+            slot_mapping=batch.slot_mapping,
+            query_start_loc=batch.query_start_loc,
+            kv_lens=kv_lens,
+            kv_start_loc=starts,
+            block_table=table,
+            max_query_len=max_query_len,
+            max_kv_len=max_kv_len,
+            block_size=batch.block_size,
+            window=batch.window,
+            chunk=batch.chunk,
+        )
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    """``name`` of an installed library.
+
+    Raises:
+        ImportError: there is no such module, it does not load, or it is too old to have the function.
+    """
+    found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise ImportError(f"{module} has no {name}: it is too old")
+    return found

@@ -1,0 +1,263 @@
+"""Attention by the FlashInfer library (Ye et al., arXiv 2501.01005): paged prefill and decode, planned on the host.
+
+A plan of the library belongs to one of its wrappers, is made from lengths on the host and is copied to the device from
+the wrapper's pinned memory. A CUDA graph would have to be re-planned before every replay, from lengths that in a steady
+decode step only the device knows: so there are no graphs with this backend.
+"""
+
+import importlib
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.kernels.fp8 import FP8_DTYPES
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.library import (
+    CacheWriter,
+    first_visible_block,
+    nhd_cache_shape,
+    refuse_unknown_features,
+)
+from quire.worker_proc.attention.supports import HALVES, Supports
+
+WORKSPACE_BYTES = 128 * 2**20
+"""Of partial results; the size that the library's documentation uses. One for all wrappers: they run one by one."""
+
+CUDA_CORE_GROUPS = (1, 2)
+"""Query heads per KV head up to which decode is as fast without tensor cores. That kernel knows only a few sizes."""
+
+SUPPORTS = Supports(
+    dtypes=HALVES,
+    fp8_cache=True,
+    mixed_cache=False,
+    head_dims=(64, 128, 256),
+    chunks=False,
+    sinks=False,
+    alibi=False,
+    deterministic=False,
+    capabilities=(8, 12),
+)
+"""Its kernels with sinks are of another class, compiled per model; those with ALiBi have slopes of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What a plan of the library is made for, besides the rows. ``decode``: every row has one token."""
+
+    decode: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    soft_cap: float
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Of decode; the tensor cores' kernel takes any group of heads, and 8-bit caches faster."""
+        group = self.num_heads // self.num_kv_heads
+        return group not in CUDA_CORE_GROUPS or self.kv_dtype in FP8_DTYPES
+
+
+@dataclass(slots=True)
+class Wrapper:
+    """One of the library's wrappers, with its own memory on both sides.
+
+    ``plan()`` of the library writes pinned memory and copies it without waiting, so that a second one could change
+    what the first has not copied yet: ``copied`` says when it has.
+    """
+
+    inner: Any
+    copied: torch.cuda.Event | None = None
+
+    def plan(self, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.inner.plan(*args, **kwargs)
+        if device.type == "cuda":
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
+
+
+class WrapperPool:
+    """Owns wrappers and their workspace. A wrapper is lent to one plan at a time and comes back when that is dropped.
+
+    Kernels of the plan may still run then: they and the next plan's copies are in one stream, in order.
+
+    Raises:
+        ImportError: the library is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._library = importlib.import_module("flashinfer")
+        self._workspace: torch.Tensor | None = None
+        self._free: dict[LayerKind, list[Wrapper]] = {}
+
+    def lend(self, kind: LayerKind, device: torch.device, borrower: object) -> Wrapper:
+        """By kind: a prefill wrapper decides once, from dtypes and sizes, which kernels it uses."""
+        free = self._free.setdefault(kind, [])
+        wrapper = free.pop() if free else self._make(kind, device)
+        weakref.finalize(borrower, free.append, wrapper).atexit = False
+        return wrapper
+
+    def _make(self, kind: LayerKind, device: torch.device) -> Wrapper:
+        if self._workspace is None:
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        if not kind.decode:
+            return Wrapper(self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"))
+        make = self._library.BatchDecodeWithPagedKVCacheWrapper
+        return Wrapper(make(self._workspace, "NHD", use_tensor_cores=kind.tensor_cores))
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A step's pages as the library takes them, from each row's first visible block on.
+
+    Attributes:
+        indptr: int32 ``[num_rows + 1]`` on the host: where each row's pages start.
+        last_page_len: int32 ``[num_rows]`` on the host: tokens in each row's last page.
+        indices: int32 ``[num_pages]`` on the device: block ids.
+    """
+
+    indptr: torch.Tensor
+    last_page_len: torch.Tensor
+    indices: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> "Pages":
+        """Block ids stay on the device; the host knows only how many there are."""
+        size, table = batch.block_size, batch.block_table
+        counts_cpu = -(-batch.seq_lens_cpu // size) - batch.first_visible // size
+        indptr = np.concatenate([[0], counts_cpu.cumsum()]).astype(np.int32)
+        first = first_visible_block(batch)
+        counts = torch.div(batch.seq_lens + (size - 1), size, rounding_mode="floor") - first
+        total = int(indptr[-1])
+        rows = torch.arange(batch.num_rows, device=table.device).repeat_interleave(counts, output_size=total)
+        before = counts.cumsum(0) - counts
+        columns = torch.arange(total, device=table.device) - (before - first)[rows]
+        last = ((batch.seq_lens_cpu - 1) % size + 1).astype(np.int32)
+        return cls(torch.from_numpy(indptr), torch.from_numpy(last), table[rows, columns])
+
+
+@dataclass(slots=True, weakref_slot=True)
+class FlashInferPlan:
+    """A step's rows, and the library's plan for layers of each kind: as a rule there is one in a group."""
+
+    batch: StepBatch
+    pool: WrapperPool
+    _pages: Pages | None = field(default=None)
+    _wrappers: dict[LayerKind, Any] = field(default_factory=dict)
+
+    def of_layer(self, query: torch.Tensor, kv_cache: torch.Tensor, spec: AttentionSpec) -> Any:
+        """The library's wrapper, planned at the first layer of this kind."""
+        kind = LayerKind(
+            decode=bool((self.batch.query_lens_cpu == 1).all()),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
+            dtype=query.dtype,
+            kv_dtype=kv_cache.dtype,
+        )
+        if kind not in self._wrappers:
+            self._wrappers[kind] = self._planned(kind, query.device)
+        return self._wrappers[kind]
+
+    def _planned(self, kind: LayerKind, device: torch.device) -> Any:
+        batch = self.batch
+        if self._pages is None:
+            self._pages = Pages.of(batch)
+        pages = self._pages
+        wrapper = self.pool.lend(kind, device, self)
+        rows: tuple[torch.Tensor, ...] = (pages.indptr, pages.indices, pages.last_page_len)
+        settings: dict[str, Any] = {}
+        if not kind.decode:
+            starts = np.concatenate([[0], batch.query_lens_cpu.cumsum()]).astype(np.int32)
+            rows = (torch.from_numpy(starts), *rows)
+            settings["causal"] = True
+        wrapper.plan(
+            device,
+            *rows,
+            kind.num_heads,
+            kind.num_kv_heads,
+            kind.head_dim,
+            batch.block_size,
+            window_left=batch.window - 1 if batch.window else -1,
+            logits_soft_cap=kind.soft_cap,
+            q_data_type=kind.dtype,
+            kv_data_type=kind.kv_dtype,
+            sm_scale=kind.scale,
+            **settings,
+        )
+        return wrapper.inner
+
+
+class FlashInferBackend:
+    """``AttentionBackend`` by FlashInfer. Owns wrappers and ``WORKSPACE_BYTES`` of workspace, made when first needed.
+
+    A step in which any row has more than one token is prefill to the library, decode rows and all.
+
+    Raises:
+        ImportError: the library is not installed, or not for this torch.
+    """
+
+    name = "flashinfer"
+    needs_host_lengths = True
+
+    def __init__(self) -> None:
+        self._pool = WrapperPool()
+        self._writer = CacheWriter()
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return nhd_cache_shape(num_blocks, block_size, num_kv_heads, head_dim)
+
+    def plan(self, batch: StepBatch) -> FlashInferPlan:
+        return FlashInferPlan(batch, self._pool)
+
+    def plan_decode(self, batch: StepBatch) -> FlashInferPlan:
+        raise NotImplementedError("FlashInfer plans from lengths on the host")
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        plan: FlashInferPlan,
+        spec: AttentionSpec,
+        rotary: Rotary | None,
+    ) -> torch.Tensor:
+        query = self._writer.prologue(qkv, kv_cache, plan.batch.slot_mapping, spec, rotary)
+        return self.forward(query, None, None, kv_cache, plan, spec)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: FlashInferPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """As ``AttentionBackend.forward``.
+
+        Raises:
+            ValueError: the cache does not fit the plan, or the layer asks for what the library has not.
+        """
+        batch = plan.batch
+        refuse_unknown_features(self.name, batch.chunk, spec)
+        if kv_cache.shape[2] != batch.block_size:
+            raise ValueError(f"kv_cache: dimension 2 (block_size) is {kv_cache.shape[2]}, expected {batch.block_size}")
+        if key is not None and value is not None:
+            self._writer.write(key, value, kv_cache, batch.slot_mapping, spec)
+        if len(query) == 0:
+            return torch.empty_like(query)
+        scales: dict[str, float] = {}
+        if kv_cache.dtype in FP8_DTYPES:
+            scales = {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
+        wrapper = plan.of_layer(query, kv_cache, spec)
+        out: torch.Tensor = wrapper.run(query.contiguous(), (kv_cache[0], kv_cache[1]), **scales)
+        return out
