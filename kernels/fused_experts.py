@@ -57,14 +57,14 @@ def fused_experts(
 
     Args:
         x: float32, float16 or bfloat16 ``[num_tokens, hidden_size]``, rows may be strided.
-        w13: ``[num_experts, 2 * width, hidden_size]`` in ``x``'s dtype: gate rows and then up rows; even and odd rows
-            for ``swiglu_oai``.
-        w2: ``[num_experts, hidden_size, width]`` in ``x``'s dtype.
+        w13: ``[num_experts, 2 * width, hidden_size]``, in ``x``'s dtype or turned into it: gate rows and then up rows;
+            even and odd rows for ``swiglu_oai``.
+        w2: ``[num_experts, hidden_size, width]``, likewise.
         expert_ids: int32 ``[num_tokens, top_k]``, contiguous, no expert twice in a row; an id outside the range is an
             expert of another rank, and adds nothing.
         weights: float32 ``[num_tokens, top_k]``, contiguous.
         activation: as ``gated_activation.gate``.
-        bias13, bias2: ``[num_experts, 2 * width]`` and ``[num_experts, hidden_size]``, in ``x``'s dtype or float32.
+        bias13, bias2: ``[num_experts, 2 * width]`` and ``[num_experts, hidden_size]``, in any of the three dtypes.
         tiles: ``sort_pairs`` of the same ids, where the caller has them already.
 
     Returns:
@@ -192,13 +192,13 @@ def _check(
     bias13: torch.Tensor | None,
     bias2: torch.Tensor | None,
 ) -> None:
-    device, own = x.device, (x.dtype,)
+    device = x.device
     check_tensor("x", x, {"num_tokens": None, "hidden_size": None}, EXPERT_DTYPES, device)
     num_tokens, hidden_size = x.shape
-    check_tensor("w2", w2, {"num_experts": None, "hidden_size": hidden_size, "width": None}, own, device)
+    check_tensor("w2", w2, {"num_experts": None, "hidden_size": hidden_size, "width": None}, EXPERT_DTYPES, device)
     num_experts, _, width = w2.shape
     w13_dims = {"num_experts": num_experts, "2 * width": 2 * width, "hidden_size": hidden_size}
-    check_tensor("w13", w13, w13_dims, own, device)
+    check_tensor("w13", w13, w13_dims, EXPERT_DTYPES, device)
     check_tensor("expert_ids", expert_ids, {"num_tokens": num_tokens, "top_k": None}, (torch.int32,), device)
     dims = {"num_tokens": num_tokens, "top_k": expert_ids.shape[1]}
     check_tensor("weights", weights, dims, (torch.float32,), device)
@@ -209,7 +209,7 @@ def _check(
     for name, bias, columns in (("bias13", bias13, 2 * width), ("bias2", bias2, hidden_size)):
         if bias is not None:
             bias_dims = {"num_experts": num_experts, "columns": columns}
-            check_tensor(name, bias, bias_dims, (x.dtype, torch.float32), device)
+            check_tensor(name, bias, bias_dims, EXPERT_DTYPES, device)
 
 
 def _kernels(device: torch.device) -> Any:

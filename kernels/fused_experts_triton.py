@@ -57,8 +57,10 @@ def gate_up_kernel(
         in_inner = start + inner < HIDDEN_SIZE
         tokens = tl.load(x_ptr + start, mask=has_pair[:, None] & in_inner[None, :], other=0.0)
         mask = in_inner[:, None] & in_width[None, :]
-        gate = tl.dot(tokens, tl.load(gate_ptr + start, mask=mask, other=0.0), gate, input_precision="ieee")
-        up = tl.dot(tokens, tl.load(up_ptr + start, mask=mask, other=0.0), up, input_precision="ieee")
+        w = tl.load(gate_ptr + start, mask=mask, other=0.0).to(tokens.dtype)
+        gate = tl.dot(tokens, w, gate, input_precision="ieee")
+        w = tl.load(up_ptr + start, mask=mask, other=0.0).to(tokens.dtype)
+        up = tl.dot(tokens, w, up, input_precision="ieee")
     if HAS_BIAS:
         bias = bias13 + expert * bias13_stride + gate_row
         gate += tl.load(bias, mask=in_width, other=0.0).to(tl.float32)[None, :]
@@ -105,7 +107,7 @@ def down_kernel(
     for start in range(0, WIDTH, TILE_INNER):
         in_inner = start + inner < WIDTH
         values = tl.load(gated_ptr + start, mask=has_pair[:, None] & in_inner[None, :], other=0.0)
-        w = tl.load(w2_ptr + start, mask=in_inner[:, None] & in_hidden[None, :], other=0.0)
+        w = tl.load(w2_ptr + start, mask=in_inner[:, None] & in_hidden[None, :], other=0.0).to(values.dtype)
         acc = tl.dot(values, w, acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias2 + expert * bias2_stride + column, mask=in_hidden, other=0.0).to(tl.float32)[None, :]

@@ -32,7 +32,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="w13: dimension 1"):
         fused_experts(x, torch.zeros(3, 10, 6), w2, ids, weights)
     with pytest.raises(ValueError, match="w2: dtype"):
-        fused_experts(x, w13, w2.half(), ids, weights)
+        fused_experts(x, w13, w2.double(), ids, weights)
     with pytest.raises(ValueError, match="weights: dimension 1"):
         fused_experts(x, w13, w2, ids, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="bias2: dimension 1"):

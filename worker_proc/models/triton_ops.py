@@ -2,8 +2,9 @@
 
 import torch
 
-from quire.kernels import gated_activation, rms_norm
+from quire.kernels import fused_experts, gated_activation, moe_routing, rms_norm
 from quire.kernels.triton_runtime import require_launchable
+from quire.worker_proc.models.ops import Experts
 
 
 class TritonOps:
@@ -27,3 +28,27 @@ class TritonOps:
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         return gated_activation.gate(gate_up, activation)
+
+    def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return moe_routing.route(scores, top_k, renormalise=renormalise)
+
+    def experts(
+        self, x: torch.Tensor, experts: Experts, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As ``Ops.experts``; sums run in the order of ``expert_ids``.
+
+        Raises:
+            ValueError: the experts are packed for the CPU.
+        """
+        if experts.packed:
+            raise ValueError("experts: packed for the CPU, which no kernel here reads")
+        return fused_experts.fused_experts(
+            x,
+            experts.gate_up,
+            experts.down,
+            expert_ids,
+            weights,
+            experts.activation,
+            bias13=experts.gate_up_bias,
+            bias2=experts.down_bias,
+        )

@@ -37,6 +37,5 @@ def test_positions_outside_the_table_are_zeroed(device: torch.device) -> None:
     table[:, 1:5] = 1
     x = torch.ones(4, 2, 24, device=device)
     result = rotary(x, torch.tensor([-1, 4, 2**40, 3], device=device), table[:, 1:5])
-    assert result[[0, 2], :, :16].count_nonzero() == 0
+    assert result[:3, :, :16].count_nonzero() == 0
     assert bool((result[..., 16:] == 1).all())
-    assert bool((result[[0, 2], :, 16:] == 1).all())

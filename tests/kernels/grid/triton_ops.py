@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels import gated_activation, rms_norm
-from quire.worker_proc.models.ops import ACTIVATIONS, Ops, TorchOps
+from quire.kernels import fused_experts, gated_activation, rms_norm
+from quire.worker_proc.models.ops import ACTIVATIONS, Experts, Ops, TorchOps
 from quire.worker_proc.models.triton_ops import TritonOps
 
 
@@ -32,3 +32,23 @@ def test_gates(activation: str, dtype: torch.dtype, device: torch.device) -> Non
     rtol, atol = gated_activation.TOLERANCES[dtype]
     expected = TorchOps().gate(gate_up.clone(), activation)
     torch.testing.assert_close(TritonOps().gate(gate_up, activation), expected, rtol=rtol, atol=2 * atol)
+
+
+@pytest.mark.parametrize(("activation", "renormalise"), [("silu", False), ("swiglu_oai", True)])
+def test_experts(activation: str, renormalise: bool, dtype: torch.dtype, device: torch.device) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, scores = torch.randn(6, 40, generator=rng).to(dtype), torch.randn(6, 4, generator=rng).to(dtype)
+    # Weights may be narrower than what they meet.
+    narrow = torch.float16 if dtype == torch.float32 else dtype
+    gate_up, gate_up_bias = torch.randn(4, 48, 40, generator=rng) / 6, torch.randn(4, 48, generator=rng)
+    down, down_bias = torch.randn(4, 40, 24, generator=rng) / 5, torch.randn(4, 40, generator=rng)
+    tensors = (t.to(narrow).to(device) for t in (gate_up, down, gate_up_bias, down_bias))
+    experts = Experts(*tensors, activation=activation)
+    x, scores = x.to(device), scores.to(device)
+    ids, weights = TritonOps().route(scores, 2, renormalise=renormalise)
+    expected_ids, expected = TorchOps().route(scores, 2, renormalise=renormalise)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected)
+    rtol, atol = fused_experts.TOLERANCES[dtype]
+    result = TritonOps().experts(x, experts, ids, weights)
+    torch.testing.assert_close(result, TorchOps().experts(x, experts, ids, weights), rtol=rtol, atol=2 * atol)
