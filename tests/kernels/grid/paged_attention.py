@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.attention_decode import allocate_decode, plan_decode
 from quire.kernels.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention_tiles import AttentionShape
 from quire.kernels.cache_write import write_cache_reference
@@ -181,11 +182,10 @@ def test_a_prompt_may_begin_inside_the_common_prefix(make_case: Any) -> None:
     check_case(case, {"common_prefix_len": 64})
 
 
-DETERMINISTIC = {"fixed_split": 128}
-
-
-def attend_rows(case: Any, rows: list[tuple[int, int, int]], **options: Any) -> list[torch.Tensor]:
-    """Attend to rows of ``case``, cut to ``(row, query_len, seq_len)``; each row's result."""
+def attend_rows(
+    case: Any, rows: list[tuple[int, int, int]], on_device: bool = False, **options: Any
+) -> list[torch.Tensor]:
+    """Attend to rows of ``case``, cut to ``(row, query_len, seq_len)``, planned on either side; each row's result."""
     table, starts, _ = rows_of(case)
     ends = starts.tolist()[1:]
     drop = [int(case.batch.seq_lens_cpu[row]) - seq_len for row, _, seq_len in rows]
@@ -193,13 +193,15 @@ def attend_rows(case: Any, rows: list[tuple[int, int, int]], **options: Any) -> 
     lens = torch.tensor([n for _, n, _ in rows], dtype=torch.int32)
     seqs = torch.tensor([seq_len for *_, seq_len in rows], dtype=torch.int32)
     shape = AttentionShape(query.shape[1], case.filled_cache.shape[3], query.shape[2], query.dtype)
-    batch = case.batch
-    plan = plan_attention(
-        lens.numpy(), seqs.numpy(), shape, query.device, window=batch.window, chunk=batch.chunk, **DETERMINISTIC
-    )
-    step = (table[[row for row, *_ in rows]], torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)))
-    on_device = [tensor.to(query.device) for tensor in (*step, seqs)]
-    out = paged_attention(query, case.filled_cache, *on_device, plan, 0.2, **options)
+    local = {"window": case.batch.window, "chunk": case.batch.chunk}
+    starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).to(query.device)
+    if on_device:
+        buffers = allocate_decode(shape, len(rows), query.device, max_query_len=8, fixed_split=128, max_keys=300)
+        plan = plan_decode(buffers, starts, seqs.to(query.device), **local)
+    else:
+        plan = plan_attention(lens.numpy(), seqs.numpy(), shape, query.device, fixed_split=128, **local)
+    step = (case.filled_cache, table[[row for row, *_ in rows]], starts, seqs.to(query.device))
+    out = paged_attention(query, *step, plan, 0.2, **options)
     return list(out.split(lens.tolist()))
 
 
@@ -228,8 +230,8 @@ def test_a_fixed_split_depends_on_the_row_alone(
     whole, drafts = attend_rows(case, [(0, 40, 280), (1, 7, 150)], **options)
     chunked = [attend_rows(case, [(0, n, end)], **options)[0] for n, end in ((9, 249), (28, 277), (3, 280))]
     assert torch.equal(torch.cat(chunked), whole)
-    for token in (0, 39):
-        others = attend_rows(case, [(1, 5, 148), (0, 1, 241 + token)], **options)
+    for token, on_device in ((0, False), (39, True)):
+        others = attend_rows(case, [(1, 5, 148), (0, 1, 241 + token)], on_device, **options)
         assert torch.equal(others[0], drafts[:5])
         assert torch.equal(others[1], whole[token : token + 1])
 
