@@ -127,7 +127,8 @@ class Attend {
         for (int64_t i = 0; i < count; i++, partials += partial_size)
             for (int64_t row = 0; row < rows_; row++) {
                 const float* kept = partials + row * (width_ + 2);
-                join(work_.most[row], work_.total[row], work_.joined + row * width_, kept[0], kept[1], kept + 2, width_);
+                float* joined = work_.joined + row * width_;
+                join(work_.most[row], work_.total[row], joined, kept[0], kept[1], kept + 2, width_);
             }
         finish();
     }
@@ -334,7 +335,8 @@ void attend(Call& call) {
 
 }  // namespace
 
-// Attention into `out`, contiguous [num_tokens, num_heads, head_dim]; tokens past the last row's become zero. Returns 0, or what was wrong (attention_structs.h): the results are then worth nothing.
+// Attention into `out`, contiguous [num_tokens, num_heads, head_dim]; tokens past the last row's become zero. Returns
+// 0, or what was wrong (attention_structs.h): the results are then worth nothing.
 QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_stride, int64_t head_stride,
                                   const void* cache, const QuireStep* step, const QuireLayer* layer) {
     Call call{static_cast<char*>(out), static_cast<const char*>(query), token_stride, head_stride,

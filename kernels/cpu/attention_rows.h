@@ -53,7 +53,7 @@ QUIRE_INLINE uint32_t narrow_bits(float magnitude) {
 
 QUIRE_INLINE uint16_t to_half(float x) {
     const float magnitude = __builtin_fabsf(x);
-    const uint32_t sign = x < 0 || (x == 0 && __builtin_signbit(x)) ? 0x8000 : 0;
+    const uint32_t sign = __builtin_signbit(x) ? 0x8000 : 0;
     if (!(magnitude < 65520.0f)) return uint16_t(x != x ? 0x7e00 : sign | 0x7c00);
     return uint16_t(sign | narrow_bits<10, 15>(magnitude));
 }
@@ -63,7 +63,8 @@ template <int MANTISSA, int BIAS>
 QUIRE_INLINE uint8_t to_byte(float x, float most) {
     if (x != x) return 0x7f;
     const float magnitude = __builtin_fabsf(x);
-    return uint8_t((__builtin_signbit(x) ? 0x80 : 0) | narrow_bits<MANTISSA, BIAS>(magnitude < most ? magnitude : most));
+    const uint32_t sign = __builtin_signbit(x) ? 0x80 : 0;
+    return uint8_t(sign | narrow_bits<MANTISSA, BIAS>(magnitude < most ? magnitude : most));
 }
 
 // to[i] = from[i] / divisor.

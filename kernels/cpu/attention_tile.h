@@ -1,8 +1,8 @@
 // A tile: some query rows against up to TILE keys that stand wherever the block table says.
 //
-// Query rows are (token, query head) pairs that share one key/value head. Rows are taken QUERIES at a time, so that each
-// key or value that is loaded serves several; which rows stand together changes no bit of any row's result, because
-// each lane of each row is one chain of fused multiply-adds.
+// Query rows are (token, query head) pairs that share one key/value head. Rows are taken QUERIES at a time, so that
+// each key or value that is loaded serves several; which rows stand together changes no bit of any row's result,
+// because each lane of each row is one chain of fused multiply-adds.
 #pragma once
 
 #include "attention_vec.h"
