@@ -8,6 +8,7 @@ once, both as in FlashInfer (Ye et al., arXiv 2501.01005).
 """
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,9 @@ from quire.kernels.attention_tiles import (
 from quire.kernels.checks import CacheLayout, check_kv_cache, check_scale, check_tensor, nhd_view
 from quire.kernels.fp8 import FP8_DTYPES, as_bits
 from quire.kernels.triton_runtime import require_launchable
+
+LOG2_E = math.log2(math.e)
+"""The kernels' scores are in units of log2."""
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -140,66 +144,99 @@ def paged_attention(
     shape = _check_shape(query, kv_cache, layout)
     _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
     _check_extras(query, kv_cache, sinks, alibi_slopes, k_scale, v_scale, layout, out)
-    kernels = _kernels(query.device)
+    require_launchable(query.device.type)
     if out is None:
         allocate = torch.empty if plan.num_tokens == len(query) else torch.zeros
         out = allocate(query.shape, dtype=query.dtype, device=query.device)
-    if plan.num_rows == 0:
-        return out
     cache = nhd_view(kv_cache, layout)
-    cap = soft_cap * math.log2(math.e)
-    factor = 2 * math.log2(math.e) / soft_cap * scale if soft_cap else scale * math.log2(math.e)
-    stored = cache_constants(cache.dtype, k_scale, v_scale)
-    for section in plan.sections:
-        if len(section.pieces) == 0:
-            continue
-        tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
-        chunks = lane_chunks(shape, tiles, section.tile_tokens)
-        kernels.attention_kernel[(len(section.pieces) * shape.num_kv_heads * chunks,)](
-            query,
-            as_bits(cache),
-            block_table,
-            query_start_loc,
-            seq_lens,
-            plan.positions,
-            section.pieces,
-            out,
-            plan.scratch.acc,
-            plan.scratch.stats,
-            sinks,
-            alibi_slopes,
-            k_scale,
-            v_scale,
-            factor,
-            cap,
-            plan.visible.window or plan.visible.chunk,
-            plan.num_rows,
-            shape.num_kv_heads,
-            section.tile_tokens,
-            chunks,
-            *query.stride()[:2],
-            *cache.stride()[:4],
-            block_table.stride(0),
-            *out.stride()[:2],
-            **launch_constants(shape, cache.shape[2], section, tiles, plan),
-            SOFT_CAP=soft_cap > 0,
-            **stored,
-            **launch_options(tiles),
-        )
-    if len(plan.merges):
-        kernels.merge_kernel[(len(plan.merges), shape.num_heads)](
-            plan.scratch.acc,
-            plan.scratch.stats,
-            plan.merges,
-            out,
-            sinks,
-            shape.num_heads,
-            plan.num_prefix,
-            plan.prefix_stride,
-            *out.stride()[:2],
-            **merge_constants(shape.head_dim, plan.fixed_split),
-        )
+    call = _Call(
+        query, cache, block_table, query_start_loc, seq_lens, plan, out, scale, soft_cap, sinks, alibi_slopes,
+        k_scale, v_scale,
+    )  # fmt: skip
+    for section in plan.sections if plan.num_rows else ():
+        if len(section.pieces):
+            _attend(call, section)
+    if plan.num_rows and len(plan.merges):
+        _merge(call)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The checked arguments of ``paged_attention``; ``cache`` seen as NHD."""
+
+    query: torch.Tensor
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    plan: AttentionPlan
+    out: torch.Tensor
+    scale: float
+    soft_cap: float
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+def _attend(call: _Call, section: Section) -> None:
+    from quire.kernels.paged_attention_triton import attention_kernel
+
+    plan, cap = call.plan, call.soft_cap
+    shape = plan.shape
+    tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
+    chunks = lane_chunks(shape, tiles, section.tile_tokens)
+    attention_kernel[(len(section.pieces) * shape.num_kv_heads * chunks,)](
+        call.query,
+        as_bits(call.cache),
+        call.block_table,
+        call.query_start_loc,
+        call.seq_lens,
+        plan.positions,
+        section.pieces,
+        call.out,
+        plan.scratch.acc,
+        plan.scratch.stats,
+        call.sinks,
+        call.alibi_slopes,
+        call.k_scale,
+        call.v_scale,
+        # Where there is a cap the kernel takes exp2 of this times the product, for a tanh of half the exponent.
+        (2 / cap if cap else 1) * call.scale * LOG2_E,
+        cap * LOG2_E,
+        plan.visible.window or plan.visible.chunk,
+        plan.num_rows,
+        shape.num_kv_heads,
+        section.tile_tokens,
+        chunks,
+        *call.query.stride()[:2],
+        *call.cache.stride()[:4],
+        call.block_table.stride(0),
+        *call.out.stride()[:2],
+        SOFT_CAP=cap > 0,
+        **launch_constants(shape, call.cache.shape[2], section, tiles, plan),
+        **cache_constants(call.cache.dtype, call.k_scale, call.v_scale),
+        **launch_options(tiles),
+    )
+
+
+def _merge(call: _Call) -> None:
+    from quire.kernels.paged_attention_triton import merge_kernel
+
+    plan = call.plan
+    merge_kernel[(len(plan.merges), plan.shape.num_heads)](
+        plan.scratch.acc,
+        plan.scratch.stats,
+        plan.merges,
+        call.out,
+        call.sinks,
+        plan.shape.num_heads,
+        plan.num_prefix,
+        plan.prefix_stride,
+        *call.out.stride()[:2],
+        **merge_constants(plan.shape.head_dim, plan.fixed_split),
+    )
 
 
 def launch_constants(
@@ -300,10 +337,3 @@ def _check_extras(
     if out is not None:
         out_dims = dict(zip(("num_tokens", "num_heads", "head_dim"), query.shape, strict=True))
         check_tensor("out", out, out_dims, (query.dtype,), query.device)
-
-
-def _kernels(device: torch.device) -> Any:
-    require_launchable(device.type)
-    from quire.kernels import paged_attention_triton
-
-    return paged_attention_triton
