@@ -8,10 +8,10 @@ from quire.kernels.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention_tiles import AttentionShape
 from quire.kernels.cache_write import write_cache
 from quire.kernels.fp8 import FP8_DTYPES
+from quire.kernels.fused_cache_write import fused_cache_write
 from quire.kernels.paged_attention import paged_attention
 from quire.kernels.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
-from quire.worker_proc.attention.prologue import attend_plainly
 from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
 
 FIXED_SPLIT = 1024
@@ -88,7 +88,23 @@ class TritonBackend:
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
-        return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
+        """Head norms, rotation and the cache write in one launch, then attention."""
+        self._check_block_size(kv_cache, plan)
+        owns_cache = qkv.shape[1] > spec.num_heads
+        query = fused_cache_write(
+            qkv,
+            spec.num_heads,
+            kv_cache if owns_cache else None,
+            plan.batch.slot_mapping if owns_cache else None,
+            q_norm=spec.q_norm,
+            k_norm=spec.k_norm if owns_cache else None,
+            norm_eps=spec.norm_eps,
+            rotary_table=None if rotary is None else rotary.table,
+            positions=None if rotary is None else rotary.positions,
+            k_scale=self._scale(spec.k_scale, kv_cache),
+            v_scale=self._scale(spec.v_scale, kv_cache),
+        )
+        return self._read(query, kv_cache, plan, spec)
 
     def forward(
         self,
@@ -104,13 +120,20 @@ class TritonBackend:
         Raises:
             ValueError: a tensor does not fit the batch or the cache.
         """
-        batch = plan.batch
-        if kv_cache.shape[2] != batch.block_size:
-            raise ValueError(f"kv_cache: dimension 2 (block_size) is {kv_cache.shape[2]}, expected {batch.block_size}")
-        k_scale = self._scale(spec.k_scale, kv_cache)
-        v_scale = self._scale(spec.v_scale, kv_cache)
+        self._check_block_size(kv_cache, plan)
         if key is not None and value is not None:
-            write_cache(key, value, kv_cache, batch.slot_mapping, k_scale=k_scale, v_scale=v_scale)
+            k_scale, v_scale = self._scale(spec.k_scale, kv_cache), self._scale(spec.v_scale, kv_cache)
+            write_cache(key, value, kv_cache, plan.batch.slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        return self._read(query, kv_cache, plan, spec)
+
+    @staticmethod
+    def _check_block_size(kv_cache: torch.Tensor, plan: AnyPlan) -> None:
+        expected = plan.batch.block_size
+        if kv_cache.shape[2] != expected:
+            raise ValueError(f"kv_cache: dimension 2 (block_size) is {kv_cache.shape[2]}, expected {expected}")
+
+    def _read(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec) -> torch.Tensor:
+        batch = plan.batch
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, query.dtype)
         return paged_attention(
             query,
@@ -123,8 +146,8 @@ class TritonBackend:
             soft_cap=spec.soft_cap,
             sinks=spec.sinks,
             alibi_slopes=spec.alibi_slopes,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            k_scale=self._scale(spec.k_scale, kv_cache),
+            v_scale=self._scale(spec.v_scale, kv_cache),
         )
 
     def _scale(self, scale: float, kv_cache: torch.Tensor) -> torch.Tensor | None:

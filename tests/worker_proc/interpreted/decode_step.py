@@ -17,7 +17,6 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.triton_backend import TritonBackend
-from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
 from quire.worker_proc.decode_graphs import capture_sizes
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.loader import init_dummy_weights
@@ -66,23 +65,12 @@ def _runner(backend: AttentionBackend, ops: Ops) -> ModelRunner:
     return ModelRunner(CONFIG, LAYOUT, NUM_BLOCKS, model, backend, CPU)
 
 
-class Graphable(TritonBackend):
-    needs_host_lengths = False
-
-    def __init__(self):
-        super().__init__()
-        self.pool = DecodeBufferPool(4)
-
-    def plan_decode(self, batch):
-        return DecodePlan(batch, self.pool)
-
-
 class Both:
     """Two runners that are told the same, and must answer the same."""
 
     def __init__(self) -> None:
         self.host = _runner(CpuBackend(native=False), TorchOps())
-        self.device = _runner(Graphable(), TritonOps())
+        self.device = _runner(TritonBackend(CONFIG.max_num_seqs), TritonOps())
         self.steps = 0
         self.steady_steps = 0
         assert self.device.steady is not None
