@@ -75,6 +75,24 @@ def resources(cubin: bytes) -> tuple[int | None, int | None]:
     return int(found[1]), int(found[2])
 
 
+def as_page(usages: list[Usage]) -> str:
+    """The figures as a page of docs/figures: registers and stack bytes of a thread, shared memory of a program."""
+    lines = [
+        "# Compiled kernels",
+        "",
+        f"Registers / stack bytes / shared memory, as compiled by Triton {triton.__version__} without a GPU "
+        "(`python -P tests/kernels/compile_ahead.py --write FILE`). Stack bytes are what registers spill to.",
+        "",
+        "| kernel | " + " | ".join(f"sm_{capability}" for capability in SHARED_MEMORY_LIMIT) + " |",
+        "|---" * (1 + len(SHARED_MEMORY_LIMIT)) + "|",
+    ]
+    rows: dict[str, list[str]] = {}
+    for usage in usages:
+        rows.setdefault(usage.variant, []).append(f"{usage.registers} / {usage.stack_bytes} / {usage.shared_bytes}")
+    lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     failures = []
     usages = []
@@ -92,6 +110,8 @@ def main() -> int:
                 failures.append(f"{usage.variant}, sm_{capability}: registers spill, stack above {STACK_LIMIT}")
     for failure in failures:
         print(f"FAILED: {failure}")
+    if "--write" in sys.argv:
+        Path(sys.argv[sys.argv.index("--write") + 1]).write_text(as_page(usages), encoding="utf-8")
     print(json.dumps({"triton": triton.__version__, "failures": failures, "usages": [asdict(u) for u in usages]}))
     return 1 if failures else 0
 
