@@ -77,7 +77,8 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         one.add_argument("--prompt", required=name == "generate", help="what to complete or to answer")
         _add_sampling_options(one)
         _add_engine_options(one)
-    bench = sub.add_parser("bench", help="Measure: engine, serve, wire, scheduler.", description="Measure the engine.")
+    text = "Measure: engine, serve, wire, scheduler, kernels."
+    bench = sub.add_parser("bench", help=text, description="Measure the engine.")
     commands["bench"] = bench
     _add_bench(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True), command)
     return parser, commands
@@ -125,6 +126,13 @@ def _add_bench(under: Any, command: Any) -> None:
     cruise = argparse.BooleanOptionalAction
     scheduler.add_argument("--cruise", action=cruise, default=True, help="the short way of steady steps (on)")
     scheduler.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    kernels = command(under, "kernels", "Kernels and steps, as shares of what the device can do.", _bench_kernels)
+    kernels.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose kernels (auto)")
+    kernels.add_argument("--sections", metavar="A,B", help="only these (all of the device's)")
+    kernels.add_argument("--quick", action="store_true", help="fewer shapes, less time on each")
+    kernels.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU: only whether it all runs")
+    kernels.add_argument("--time-limit", type=float, metavar="S", help="begin nothing new after so many seconds")
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
 
 
 def _add_engine_options(parser: _Parser) -> None:
@@ -244,6 +252,12 @@ def _bench_wire(args: argparse.Namespace) -> None:
 
 def _bench_scheduler(args: argparse.Namespace) -> None:
     from quire.launch.bench.scheduler import run
+
+    run(args)
+
+
+def _bench_kernels(args: argparse.Namespace) -> None:
+    from quire.launch.bench.kernels import run
 
     run(args)
 

@@ -1,0 +1,146 @@
+"""`quire bench kernels` runs from end to end, in sizes that take no time; what the figures are made of is right."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.launch.bench.kernels import Found, _report, run
+from quire.launch.bench.shapes import find_shape
+from quire.launch.cli import main
+from quire.protocol.errors import ConfigError
+from quire.worker_proc.bench.cpu_attention import gather_and_attend, spec_of
+from quire.worker_proc.bench.gpu_attention import prefill_flops
+from quire.worker_proc.bench.gpu_step import covered_share, floor_s
+from quire.worker_proc.bench.paged_case import Heads, make_case
+from quire.worker_proc.bench.record import Bench, Limits, OutOfTime
+from quire.worker_proc.bench.sections import SECTIONS, choose
+from quire.worker_proc.bench.timing import Clock
+
+CPU = torch.device("cpu")
+LIMITS = Limits(1e9, 2e9, {torch.bfloat16: 1e12})
+
+
+def _bench(deadline: float = float("inf")) -> Bench:
+    return Bench(CPU, Clock(CPU, 0.0), "dry", {}, LIMITS, deadline)
+
+
+def _dry_run(folder: Path, *flags: str) -> dict[str, Any]:
+    file = folder / "found.json"
+    command = [sys.executable, "-P", "-m", "quire.launch.cli", "bench", "kernels", "--dry-run", "--json", str(file)]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == json.loads(file.read_text())
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_dry_run_of_everything(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found = _dry_run(tmp_path)
+    assert found["benchmark"] == "kernels" and found["settings"]["dry_run"]
+    assert "no figure means anything" in found["notes"][-1]
+    sections = found["results"]["sections"]
+    assert list(sections) == [section.name for section in SECTIONS]
+    for name, section in sections.items():
+        assert section["error"] == "", name
+        assert section["rows"], name
+        for row in section["rows"]:
+            assert row["error"] == "" and row["us"] > 0, (name, row)
+        assert any(row["way"].startswith("ours") for row in section["rows"]), name
+    assert {row["case"] for row in found["results"]["limits"]} >= {"read 0 MiB", "copy 0 MiB"}
+
+
+def test_only_the_sections_asked_for(tmp_path: Path) -> None:
+    found = _dry_run(tmp_path, "--sections", "cpu_prefill")
+    assert list(found["results"]["sections"]) == ["cpu_prefill"]
+
+
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "kernels", "--device", "cpu", "--sections", "cpu_magic"])
+    assert "no section 'cpu_magic' for this device; there are: cpu_attention" in capsys.readouterr().err
+
+
+def test_a_time_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--time-limit must be more than 0"):
+        run(argparse.Namespace(time_limit=0.0))
+
+
+def test_sections_of_another_device_are_not_chosen() -> None:
+    assert {section.device for section in choose([], {"cpu"})} == {"cpu"}
+    with pytest.raises(ValueError, match="no section 'decode_step'"):
+        choose(["decode_step"], {"cpu"})
+
+
+def test_a_failing_way_is_a_row_and_ends_nothing() -> None:
+    bench = _bench()
+
+    def fail() -> None:
+        raise RuntimeError("no such\nkernel")
+
+    bench.measure("case", "ours", lambda: [fail], read=8)
+    bench.measure("case", "torch", lambda: [lambda: None], read=8)
+    bad, good = bench.rows
+    assert bad.us is None and bad.error == "RuntimeError: no such kernel"
+    assert good.us is not None and good.figures["of_read"] == pytest.approx(8 / (good.us * 1e-6) / 1e9)
+
+
+def test_nothing_is_begun_after_the_deadline() -> None:
+    bench = _bench(deadline=0.0)
+    with pytest.raises(OutOfTime):
+        bench.measure("case", "ours", lambda: [lambda: None])
+    assert bench.rows == []
+
+
+def test_figures_are_ratios_to_the_limits() -> None:
+    row = _bench().measure("case", "ours", lambda: [lambda: None], moved=2**20, flops=1e6, dtype=torch.bfloat16)
+    assert row.us is not None
+    seconds = row.us * 1e-6
+    assert row.figures["of_copy"] == pytest.approx(2**20 / seconds / 2e9)
+    assert row.figures["of_matmul"] == pytest.approx(1e6 / seconds / 1e12)
+
+
+def test_flops_of_a_prompt_count_what_is_seen() -> None:
+    heads = Heads(4, 2, 8)
+    pairs = sum(min(10, 7 + i) for i in range(4))  # queries at 6, 7, 8, 9 of 10 tokens
+    assert prefill_flops(1, 4, 10, heads) == 4 * pairs * 4 * 8
+
+
+def test_the_floor_of_a_step() -> None:
+    """Llama 3.1 8B, bfloat16: 7.5 billion weights are read but for the embedding, and 128 KiB of keys per token."""
+    model = find_shape("llama-3.1-8b")
+    limits = Limits(4.3e12, 4e12, {torch.bfloat16: 790e12})
+    one = floor_s(model, 1, 1024, torch.bfloat16, limits)
+    assert one == pytest.approx((15.01e9 + 1024 * 2**17) / 4.3e12, rel=1e-3)
+    many = floor_s(model, 1024, 1024, torch.bfloat16, limits)
+    assert many == pytest.approx(2 * 7.504e9 * 1024 / 790e12 + 1024 * 1024 * 2**17 / 4.3e12, rel=1e-3)
+
+
+def test_covered_share_counts_overlaps_once() -> None:
+    assert covered_share([(0.0, 4.0), (1.0, 2.0), (3.0, 5.0), (8.0, 10.0)]) == pytest.approx(0.7)
+
+
+def test_the_plain_loop_attends_as_the_backend_does() -> None:
+    from quire.worker_proc.attention.cpu import CpuBackend
+
+    heads = Heads(4, 2, 16, 8)
+    case = make_case([1, 1, 5], [19, 8, 5], heads, torch.float32, CPU, 2, head_major=True)
+    for table in case.tables:
+        backend = CpuBackend(native=False)
+        plan = backend.plan(case.batch(table))
+        expected = backend.forward(case.query, None, None, case.kv_cache, plan, spec_of(heads))
+        torch.testing.assert_close(gather_and_attend(case, table), expected)
+
+
+def test_a_lost_process_is_said_in_the_report() -> None:
+    found = Found(plan=["ops"], device={"type": "cpu"})
+    found.sections["ops"] = {"title": "", "rows": [], "error": "its process ended with status 3", "seconds": 0.0}
+    found.limits = [{"case": "read", "way": "torch", "us": 1.0, "figures": {}, "error": ""}]
+    args = argparse.Namespace(quick=False, dry_run=False, time_limit=None)
+    assert _report(args, found).notes == ["ops: its process ended with status 3"]

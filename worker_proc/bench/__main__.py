@@ -1,0 +1,136 @@
+"""``python -P -m quire.worker_proc.bench``: measures, and says what it found in lines of JSON on stdout.
+
+Stdin has the models' shapes, as JSON. The first line out is the plan; each section's result follows as it is ready, so
+that what ends this process takes no more than one with it. A device that fails for good ends it with status 3.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import msgspec
+import torch
+
+from quire.protocol.model_config import ModelConfig
+from quire.worker_proc.bench.limits import measure_limits
+from quire.worker_proc.bench.record import Bench, OutOfTime, Row, Size, describe, free_memory
+from quire.worker_proc.bench.sections import Section, choose
+from quire.worker_proc.bench.timing import Clock
+
+DEVICE_LOST = 3
+_FIGURE_S = {"full": 0.2, "quick": 0.1, "dry": 0.0}
+_GRACE_S = 60.0
+"""After the time limit, until whatever hangs is ended."""
+
+
+def main() -> None:
+    args = _arguments()
+    models = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, ModelConfig])
+    out = _own_stdout()
+    begun = time.monotonic()
+    if args.time_limit:
+        faulthandler.dump_traceback_later(args.time_limit + _GRACE_S, exit=True)
+    size: Size = "dry" if args.dry_run else "quick" if args.quick else "full"
+    try:
+        device = pick_device(args.device, size)
+        sections = choose(args.sections.split(",") if args.sections else [], devices_of(device, size))
+    except ValueError as error:
+        _say(out, {"refused": str(error)})
+        return
+    with torch.inference_mode():
+        clock = Clock(device, _FIGURE_S[size])
+        limits, rows = measure_limits(device, clock, size)
+        _say(out, {"plan": [section.name for section in sections], "device": facts(device), "limits": _dicts(rows)})
+        deadline = begun + args.time_limit if args.time_limit else float("inf")
+        for section in sections:
+            bench = Bench(device, clock, size, models, limits, deadline)
+            _say(out, {"section": section.name, "title": section.title, **run_section(section, bench)})
+            if _lost(device):
+                sys.exit(DEVICE_LOST)
+
+
+def run_section(section: Section, bench: Bench) -> dict[str, Any]:
+    """Its rows, and what ended it before its time."""
+    begun = time.monotonic()
+    error = ""
+    try:
+        section.run(bench)
+    except OutOfTime:
+        error = "cut short by the time limit"
+    except Exception as failure:
+        error = describe(failure)
+    free_memory(bench.device)
+    return {"rows": _dicts(bench.rows), "error": error, "seconds": time.monotonic() - begun}
+
+
+def pick_device(wanted: str, size: Size) -> torch.device:
+    """Raises ValueError where it is not there."""
+    there = torch.cuda.is_available()
+    if size == "dry" or wanted == "cpu" or (wanted == "auto" and not there):
+        return torch.device("cpu")
+    if not there:
+        raise ValueError("--device cuda: this torch finds no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def devices_of(device: torch.device, size: Size) -> set[str]:
+    """Whose sections run: in a trial all, the GPU's in Triton's interpreter."""
+    return {"cpu", "cuda"} if size == "dry" else {device.type}
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What figures depend on besides the host."""
+    found: dict[str, Any] = {"type": device.type, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "processors": properties.multi_processor_count,
+        }
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure kernels and steps; started by `quire bench kernels`.")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--sections", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--time-limit", type=float, default=0.0)
+    return parser.parse_args()
+
+
+def _own_stdout() -> TextIO:
+    """Stdout for us alone; what libraries print goes to stderr."""
+    mine = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return mine
+
+
+def _say(out: TextIO, message: dict[str, Any]) -> None:
+    print(json.dumps(message, allow_nan=False), file=out, flush=True)
+
+
+def _dicts(rows: list[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]
+
+
+def _lost(device: torch.device) -> bool:
+    """Whether an error on the device stays, so that nothing more can be measured by this process."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

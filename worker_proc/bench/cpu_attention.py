@@ -1,0 +1,87 @@
+"""Paged attention on a CPU: our C++, our way by torch's operators, and the loop that anyone would write first."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker_proc.attention.backend import AttentionSpec
+from quire.worker_proc.attention.cpu import CpuBackend
+from quire.worker_proc.bench.gpu_attention import prefill_flops
+from quire.worker_proc.bench.paged_case import Heads, PagedCase, make_case
+from quire.worker_proc.bench.record import Bench
+from quire.worker_proc.bench.timing import Call
+
+SMOLLM, SMALL = Heads(9, 3, 64), Heads(16, 8, 64)
+CACHES = (torch.float32, torch.bfloat16)
+"""Of the cache; queries are float32, as the worker's activations are."""
+
+
+def cpu_attention(bench: Bench) -> None:
+    """Decoding: each key is read once, which is all the work there is."""
+    for rows, length in bench.pick(full=((32, 1024), (1, 32768)), quick=((32, 1024),), dry=((2, 40),)):
+        for heads in bench.pick(full=(SMOLLM, SMALL), quick=(SMOLLM,), dry=(SMOLLM,)):
+            for dtype in CACHES:
+                num_bytes = heads.key_bytes(rows * length, dtype)
+                case = make_case(
+                    [1] * rows,
+                    [length] * rows,
+                    heads,
+                    dtype,
+                    bench.device,
+                    bench.clock.copies(num_bytes),
+                    query_dtype=torch.float32,
+                    head_major=True,
+                )
+                name = f"{rows} x {length:,}, {heads}, {_name(dtype)}"
+                for way, calls in _ways(case, spec_of(heads)).items():
+                    bench.measure(name, way, partial(list, calls), read=num_bytes)
+
+
+def cpu_prefill(bench: Bench) -> None:
+    """A prompt of which nothing is cached."""
+    length = bench.pick(full=512, quick=512, dry=20)
+    for heads in bench.pick(full=(SMOLLM, SMALL), quick=(SMOLLM,), dry=(SMOLLM,)):
+        case = make_case([length], [length], heads, torch.float32, bench.device, 1, head_major=True)
+        flops = prefill_flops(1, length, length, heads)
+        name = f"1 x {length:,}, {heads}, float32"
+        for way, calls in _ways(case, spec_of(heads)).items():
+            bench.measure(name, way, partial(list, calls), flops=flops, dtype=torch.float32)
+
+
+def spec_of(heads: Heads) -> AttentionSpec:
+    return AttentionSpec(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim**-0.5)
+
+
+def _ways(case: PagedCase, spec: AttentionSpec) -> dict[str, list[Call]]:
+    native, plain = CpuBackend(), CpuBackend(native=False)
+    ways = {} if "native," not in native.describe() else {"ours": _backend(native, case, spec)}
+    return ways | {
+        "ours, by torch": _backend(plain, case, spec),
+        "gather and SDPA": [partial(gather_and_attend, case, table) for table in case.tables],
+    }
+
+
+def _backend(backend: CpuBackend, case: PagedCase, spec: AttentionSpec) -> list[Call]:
+    """A layer's attention; the plan is made anew for each step, and here once."""
+    plans = [backend.plan(case.batch(table)) for table in case.tables]
+    return [partial(backend.forward, case.query, None, None, case.kv_cache, plan, spec) for plan in plans]
+
+
+def gather_and_attend(case: PagedCase, table: torch.Tensor) -> torch.Tensor:
+    """Request by request: its blocks side by side, then torch's attention. ``[num_tokens, num_heads, head_dim]``."""
+    out = torch.empty_like(case.query)
+    start = 0
+    for row, (count, length) in enumerate(zip(case.query_lens_cpu.tolist(), case.seq_lens_cpu.tolist(), strict=True)):
+        blocks = table[row, : -(-length // case.heads.block_size)]
+        gathered = case.kv_cache[:, blocks].transpose(1, 2).flatten(2, 3)[:, :, :length].to(case.query.dtype)
+        query = case.query[start : start + count].transpose(0, 1).unsqueeze(0)
+        keys, values = gathered.unsqueeze(1)
+        attended = F.scaled_dot_product_attention(query, keys, values, is_causal=count > 1, enable_gqa=True)
+        out[start : start + count] = attended[0].transpose(0, 1)
+        start += count
+    return out
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

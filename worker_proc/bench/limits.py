@@ -1,0 +1,45 @@
+"""What the device can do, by torch's own operators, in the run in which everything else is measured."""
+
+import torch
+
+from quire.worker_proc.bench.record import Limits, Row, Size
+from quire.worker_proc.bench.timing import Clock
+
+_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}
+_PRODUCT = {"cuda": 8192, "cpu": 1024}
+_DTYPES = {"cuda": (torch.bfloat16,), "cpu": (torch.float32, torch.bfloat16)}
+
+
+def measure_limits(device: torch.device, clock: Clock, size: Size) -> tuple[Limits, list[Row]]:
+    """The limits, and the rows that say so."""
+    dry = size == "dry"
+    count = (1 << 16 if dry else _BYTES[device.type]) // 4
+    source = torch.ones(count, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    reads = {
+        "sum": clock.seconds([source.sum]),
+        "largest": clock.seconds([source.amax]),
+    }
+    read_s = min(reads.values())
+    copy_s = clock.seconds([lambda: target.copy_(source)])
+    num_bytes = source.nbytes
+    source = target = source[:0]
+    limits = Limits(num_bytes / read_s, 2 * num_bytes / copy_s, {})
+    rows = [
+        Row(f"read {num_bytes >> 20:,} MiB", "torch", read_s * 1e6, {"gb_per_s": limits.read / 1e9}),
+        Row(f"copy {num_bytes >> 20:,} MiB", "torch", copy_s * 1e6, {"gb_per_s": limits.copy / 1e9}),
+    ]
+    rates: dict[torch.dtype, float] = {}
+    edge = 64 if dry else _PRODUCT[device.type]
+    for dtype in _DTYPES[device.type]:
+        seconds = _product_seconds(clock, edge, dtype)
+        rates[dtype] = 2 * edge**3 / seconds
+        name = str(dtype).removeprefix("torch.")
+        rows.append(Row(f"product {edge}³ {name}", "torch", seconds * 1e6, {"tflop_per_s": rates[dtype] / 1e12}))
+    return Limits(limits.read, limits.copy, rates), rows
+
+
+def _product_seconds(clock: Clock, edge: int, dtype: torch.dtype) -> float:
+    # Random: zeros need less power, and a GPU multiplies them faster.
+    left, right = torch.randn(2, edge, edge, device=clock.device).to(dtype)
+    return clock.seconds([lambda: left @ right])

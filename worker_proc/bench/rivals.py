@@ -1,0 +1,106 @@
+"""Attention of other libraries over the same cache, where they can be imported; none is ever required."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.worker_proc.bench.paged_case import PagedCase
+from quire.worker_proc.bench.timing import Call
+
+_WORKSPACE_BYTES = 256 << 20
+
+
+def flashinfer_decode(case: PagedCase) -> list[Call]:
+    """Its decode wrapper over pages of the same cache, planned beforehand as ours is."""
+    import flashinfer  # type: ignore[import-not-found, unused-ignore]
+
+    heads, device = case.heads, case.query.device
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    counts = -(-case.seq_lens_cpu // heads.block_size)
+    starts = torch.tensor([0, *counts.cumsum()], dtype=torch.int32, device=device)
+    last = torch.from_numpy((case.seq_lens_cpu - 1) % heads.block_size + 1).to(device)
+
+    def call(table: torch.Tensor) -> Call:
+        ids = torch.cat([table[row, : int(count)] for row, count in enumerate(counts)])
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(
+            starts,
+            ids,
+            last,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            heads.block_size,
+            q_data_type=case.query.dtype,
+            kv_data_type=case.kv_cache.dtype,
+        )
+        caches = (case.kv_cache[0], case.kv_cache[1])
+        return lambda: wrapper.run(case.query, caches)
+
+    # A wrapper plans into its workspace: each copy would need one of its own. The first stands for all.
+    return [call(case.tables[0])]
+
+
+def flash_attn_decode(case: PagedCase) -> list[Call]:
+    """Over keys that lie one after the other: its pages would have to be of 256 tokens."""
+    import flash_attn  # type: ignore[import-not-found, unused-ignore]
+
+    query = case.query.unsqueeze(1)
+
+    def call(copy: int) -> Call:
+        keys, values = case.dense(copy)
+        return lambda: flash_attn.flash_attn_with_kvcache(query, keys, values, cache_seqlens=case.seq_lens)
+
+    return [call(copy) for copy in range(len(case.tables))]
+
+
+def vllm_decode(case: PagedCase) -> list[Call]:
+    """vLLM's Triton kernel, from wherever this release has it."""
+    kernel = _vllm_kernel()
+    out = torch.empty_like(case.query)
+    longest = int(case.seq_lens_cpu.max())
+
+    def call(table: torch.Tensor) -> Call:
+        return lambda: kernel(
+            q=case.query,
+            k=case.kv_cache[0],
+            v=case.kv_cache[1],
+            out=out,
+            cu_seqlens_q=case.query_start_loc,
+            max_seqlen_q=1,
+            seqused_k=case.seq_lens,
+            max_seqlen_k=longest,
+            softmax_scale=case.heads.head_dim**-0.5,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=table,
+            softcap=0.0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+        )
+
+    return [call(table) for table in case.tables]
+
+
+def _vllm_kernel() -> Any:
+    for home in ("vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention"):
+        try:
+            return importlib.import_module(home).unified_attention
+        except ModuleNotFoundError:
+            continue
+    raise ImportError("this vllm has no unified_attention where it was looked for")
+
+
+def _found() -> dict[str, Callable[[PagedCase], list[Call]]]:
+    all_of_them = {
+        "flashinfer": ("FlashInfer", flashinfer_decode),
+        "flash_attn": ("flash_attn, dense", flash_attn_decode),
+        "vllm": ("vLLM Triton", vllm_decode),
+    }
+    return {way: make for module, (way, make) in all_of_them.items() if importlib.util.find_spec(module)}
+
+
+RIVALS = _found()

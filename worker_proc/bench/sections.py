@@ -1,0 +1,48 @@
+"""What there is to measure, by name and in the order in which it is worth the time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.worker_proc.bench import cpu_attention, cpu_layers, gpu_attention, gpu_kernels, gpu_step
+from quire.worker_proc.bench.record import Bench
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """``device``: cpu, or cuda; ``title``: over its table."""
+
+    name: str
+    device: str
+    title: str
+    run: Callable[[Bench], None]
+
+
+SECTIONS = (
+    Section("cpu_attention", "cpu", "decoding: rows x tokens, heads, cache", cpu_attention.cpu_attention),
+    Section("cpu_prefill", "cpu", "prefill: rows x tokens", cpu_attention.cpu_prefill),
+    Section("cpu_linear", "cpu", "products of smollm2-135m", cpu_layers.cpu_linear),
+    Section("cpu_ops", "cpu", "norms and gates of smollm2-135m", cpu_layers.cpu_ops),
+    Section("decode_attention", "cuda", "decoding: rows x tokens, heads", gpu_attention.decode_attention),
+    Section("uneven_attention", "cuda", "decoding, uneven rows", gpu_attention.uneven_attention),
+    Section("decode_step", "cuda", "decode step of llama-3.1-8b: rows x tokens", gpu_step.decode_step),
+    Section("steady_step", "cuda", "steady decode of qwen3-0.6b: rows x tokens", gpu_step.steady_step),
+    Section("cache_write", "cuda", "cache write", gpu_kernels.cache_write),
+    Section("prefill_attention", "cuda", "prefill: rows x computed of all", gpu_attention.prefill_attention),
+    Section("ops", "cuda", "norms, gates, rotation", gpu_kernels.ops),
+    Section("sampling", "cuda", "sampling: rows x vocabulary", gpu_kernels.sampling),
+)
+
+
+def choose(names: list[str], devices: set[str]) -> list[Section]:
+    """Those of ``names`` in that order, or all of the devices'.
+
+    Raises:
+        ValueError: a name that is not one, or of another device.
+    """
+    known = {section.name: section for section in SECTIONS if section.device in devices}
+    if not names:
+        return list(known.values())
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ValueError(f"no section {wrong[0]!r} for this device; there are: {', '.join(known)}")
+    return [known[name] for name in names]

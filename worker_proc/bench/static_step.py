@@ -1,0 +1,81 @@
+"""What a decode step is compared with: the same weights and kernels, but a static dense cache and torch's attention.
+
+No block tables, no scheduling, no lengths: one graph, replayed. What a paged and scheduled step takes longer than this
+is the price of pages and of scheduling.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.fused_cache_write import fused_cache_write
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.bench.timing import Call
+from quire.worker_proc.models.decoder import Decoder
+
+
+class StaticBackend:
+    """``AttentionBackend`` over a cache ``[2, num_rows, length, num_kv_heads, head_dim]``, all of it always read.
+
+    A plan is the slots that the step's tokens are written to.
+    """
+
+    name = "static"
+    needs_host_lengths = False
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, num_kv_heads, head_dim)
+
+    def plan(self, batch: StepBatch) -> torch.Tensor:
+        return batch.slot_mapping
+
+    def plan_decode(self, batch: StepBatch) -> torch.Tensor:
+        return batch.slot_mapping
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: torch.Tensor, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        query = fused_cache_write(
+            qkv,
+            spec.num_heads,
+            kv_cache,
+            plan,
+            q_norm=spec.q_norm,
+            k_norm=spec.k_norm,
+            norm_eps=spec.norm_eps,
+            rotary_table=None if rotary is None else rotary.table,
+            positions=None if rotary is None else rotary.positions,
+        )
+        return self.forward(query, None, None, kv_cache, plan, spec)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: Any,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        keys, values = kv_cache.transpose(2, 3)
+        grouped = query.view(len(query), spec.num_kv_heads, -1, spec.head_dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, scale=spec.scale).flatten(1, 2)
+
+
+def static_step(model: Decoder, num_rows: int, length: int, dtype: torch.dtype, device: torch.device) -> list[Call]:
+    """One greedy step of ``num_rows`` rows that have ``length`` tokens, its own included; ready to be captured."""
+    config = model.config
+    backend = StaticBackend()
+    shape = backend.kv_cache_shape(num_rows, length, model.num_kv_heads, config.head_dim)
+    caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+    slots = torch.arange(num_rows, device=device) * length + length - 1
+    positions = torch.full((num_rows,), length - 1, dtype=torch.int64, device=device)
+    tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    plans = [slots] * config.num_layers
+
+    def step() -> None:
+        hidden = model(tokens, positions, caches, plans, backend)
+        tokens.copy_(model.logits(hidden).argmax(-1))
+
+    return [step]

@@ -1,0 +1,142 @@
+"""A ModelRunner with random weights, told by hand-written diffs that requests decode."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.triton_runtime import require_launchable
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import NULL_BLOCK_ID, KVLayout, kv_layout
+from quire.protocol.messages import NewRequestData, SchedulerOutput
+from quire.protocol.model_config import ModelConfig
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.attention.triton_backend import TritonBackend
+from quire.worker_proc.bench.record import Size
+from quire.worker_proc.loader import init_dummy_weights
+from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.models.triton_ops import TritonOps
+from quire.worker_proc.pending_result import PendingResult
+
+BLOCK_SIZE = 16
+_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Per step, in seconds: of the wall, and of the worker's own CPU from a decoded diff to a result."""
+
+    wall: float
+    cpu: float
+
+
+def sized(model: ModelConfig, size: Size) -> ModelConfig:
+    """The model, or one of its kind that an interpreter gets through."""
+    if size != "dry":
+        return model
+    tiny = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 61}
+    return msgspec.structs.replace(model, num_heads=4, num_kv_heads=2, head_dim=16, **tiny)
+
+
+def dummy_model(model: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int) -> Decoder:
+    """By our own kernels; random weights."""
+    require_launchable(device.type)
+    built = build_model(model, dtype, device, max_model_len, ops=TritonOps())
+    init_dummy_weights(built, seed=0)
+    return built
+
+
+class StepDriver:
+    """Owns the runner and counts its steps. Every row has blocks for ``max_len`` tokens from the start."""
+
+    def __init__(self, model: Decoder, dtype: torch.dtype, device: torch.device, max_rows: int, max_len: int) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self._per_row = -(-max_len // BLOCK_SIZE)
+        self._device = device
+        self._step = 0
+        self._handles: list[int] = []
+        layout: KVLayout = kv_layout(model.config, BLOCK_SIZE, name)
+        self._num_groups = len(layout.groups)
+        num_blocks = 1 + max_rows * self._per_row * self._num_groups
+        config = EngineConfig(
+            model=model.config,
+            model_path="",
+            load_format="dummy",
+            device=device.type,
+            dtype=name,
+            kv_cache_dtype=name,
+            max_model_len=self._per_row * BLOCK_SIZE,
+            max_num_seqs=max_rows,
+            block_size=BLOCK_SIZE,
+        )
+        self.runner = ModelRunner(config, layout, num_blocks, model, TritonBackend(), device)
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.runner.steady is not None and not self.runner.steady.graphs.eager
+
+    def fill(self, num_rows: int, length: int) -> None:
+        """Replace whoever is there by so many requests of ``length`` tokens, all but the last of them computed."""
+        fresh = range(self._step * 1000 + 1, self._step * 1000 + 1 + num_rows)
+        params = SamplingParams(temperature=0.0)
+        blocks = [self._per_row] * self._num_groups
+        new = [NewRequestData(h, f"r{h}", length, length, length - 1, blocks, params, h) for h in fresh]
+        # In an order that is nobody's: as after hours of coming and going.
+        ids = np.random.default_rng(0).permutation(num_rows * sum(blocks)) + NULL_BLOCK_ID + 1
+        self._execute(
+            removed=self._handles,
+            new_requests=new,
+            token_ids=np.ones(num_rows * length, np.int32),
+            block_ids=ids.astype(np.int32),
+        ).result()
+        self._handles = list(fresh)
+
+    def steady(self, steps: int) -> StepTimes:
+        """Run steps in which nothing changes, two in flight, as the worker's loop does."""
+        in_flight: deque[PendingResult] = deque()
+        cpu = 0.0
+        begun = time.perf_counter()
+        for index in range(steps + _IN_FLIGHT):
+            if index < steps:
+                at = time.thread_time()
+                in_flight.append(self._execute())
+                cpu += time.thread_time() - at
+            if index >= _IN_FLIGHT - 1 and in_flight:
+                oldest = in_flight.popleft()
+                while not oldest.ready:
+                    pass  # Waiting is not counted as work.
+                at = time.thread_time()
+                oldest.result()
+                cpu += time.thread_time() - at
+        return StepTimes((time.perf_counter() - begun) / steps, cpu / steps)
+
+    def empty(self) -> None:
+        """Nobody is left, as when a worker starts: graphs may be captured."""
+        batch = self.runner.batch
+        batch.change_rows(list(batch.row_of), [], None)
+        self.runner.sampler.update_state(batch.builder.take(0))
+        self._handles = []
+
+    def _execute(
+        self,
+        removed: Sequence[int] = (),
+        new_requests: Sequence[NewRequestData] = (),
+        token_ids: npt.NDArray[np.int32] | None = None,
+        block_ids: npt.NDArray[np.int32] | None = None,
+    ) -> PendingResult:
+        self._step += 1
+        diff = SchedulerOutput(
+            self._step,
+            removed=list(removed),
+            new_requests=list(new_requests),
+            token_ids=token_ids,
+            block_ids=block_ids,
+        )
+        return self.runner.execute(diff)
