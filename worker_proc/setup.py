@@ -19,8 +19,9 @@ from quire.worker_proc.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
 from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.models.ops import Ops, TorchOps
+from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import Alone, TensorParallel
 
@@ -54,7 +55,7 @@ def make_runner(
             dtypes.weights,
             place,
             config.max_model_len,
-            ops=pick_ops(device),
+            ops=pick_ops(device, config.deterministic),
             parallel=group,
             activation_dtype=dtypes.activations,
         )
@@ -117,9 +118,12 @@ def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
         torch.set_num_threads(1 if weight_bytes < ONE_THREAD_BELOW_BYTES else max(1, cores // num_ranks))
 
 
-def pick_ops(device: torch.device) -> Ops:
+def pick_ops(device: torch.device, deterministic: bool) -> Ops:
     if device.type == "cpu":
-        return TorchOps()
+        native = load_native()
+        if native is not None:
+            return CpuOps(native)
+        return RowByRowOps() if deterministic else TorchOps()
     from quire.worker_proc.models.triton_ops import TritonOps
 
     return TritonOps()

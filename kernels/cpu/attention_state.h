@@ -33,7 +33,7 @@ inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, 
         vfloat s = load<vfloat>(scores + v * VF);
         const vfloat key = lane + float(v * VF);
         if (how.soft_cap != 0.0f) s = hyperbolic_tangent(s / how.soft_cap) * how.soft_cap;
-        if (how.slope != 0.0f) s += (key + how.distance) * how.slope;
+        if (how.slope != 0.0f) s = multiply_add(key + how.distance, splat(how.slope), s);
         if (!whole) s = key < float(how.first) ? splat(NOTHING) : key >= float(how.last) ? splat(NOTHING) : s;
         store(scores + v * VF, s);
         most = s > most ? s : most;
@@ -48,7 +48,7 @@ inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, 
         sums += weight;
     }
     row.most = now;
-    row.sums = row.sums * kept + sums;
+    row.sums = multiply_add(row.sums, splat(kept), sums);
     if (kept != 1.0f)
         for (int64_t d = 0; d < width; d += VF) store(out + d, load<vfloat>(out + d) * kept);
 }
@@ -69,7 +69,7 @@ inline void join(float& most, float& total, float* out, float split_most, float 
     most = now;
     total = total * kept + split_total * added;
     for (int64_t d = 0; d < width; d += VF)
-        store(out + d, load<vfloat>(out + d) * kept + load<vfloat>(split_out + d) * added);
+        store(out + d, multiply_add(load<vfloat>(out + d), splat(kept), load<vfloat>(split_out + d) * added));
 }
 
 }  // namespace quire

@@ -46,16 +46,16 @@ void score_rows(const float* query, int64_t width, const typename Format::stored
             for (int i = 0; i < N; i++) q[i] = in_register(load<vfloat>(query + i * width + d));
             const vfloat a = Format::value(k0 + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][0] += q[i] * a;
+            for (int i = 0; i < N; i++) acc[i][0] = multiply_add(q[i], a, acc[i][0]);
             const vfloat b = Format::value(k1 + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][1] += q[i] * b;
+            for (int i = 0; i < N; i++) acc[i][1] = multiply_add(q[i], b, acc[i][1]);
             const vfloat c = Format::value(k2 + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][2] += q[i] * c;
+            for (int i = 0; i < N; i++) acc[i][2] = multiply_add(q[i], c, acc[i][2]);
             const vfloat e = Format::value(k3 + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][3] += q[i] * e;
+            for (int i = 0; i < N; i++) acc[i][3] = multiply_add(q[i], e, acc[i][3]);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < N; i++)
@@ -77,7 +77,7 @@ void add_columns(float* out, int64_t width, const float* weights, const typename
         for (int d = 0; d < D; d++) {
             const vfloat v = Format::value(value + d * VF);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][d] += weights[i * TILE + key] * v;
+            for (int i = 0; i < N; i++) acc[i][d] = multiply_add(splat(weights[i * TILE + key]), v, acc[i][d]);
         }
     }
     for (int i = 0; i < N; i++)

@@ -6,9 +6,6 @@
 
 #include "common.h"
 
-#if defined(__F16C__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
 #if defined(__GNUC__) && !defined(__clang__)
 // Vectors never cross a call here: everything is inlined, so how they would be passed does not matter.
 #pragma GCC diagnostic ignored "-Wpsabi"
@@ -156,16 +153,16 @@ QUIRE_INLINE float largest(vfloat v) {
 QUIRE_INLINE vfloat exponential(vfloat x) {
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which stands in the low bits
     const vfloat bounded = x < -87.0f ? splat(-87.0f) : x;
-    const vfloat shifted = bounded * 1.44269504088896341f + shift;
+    const vfloat shifted = multiply_add(bounded, 1.44269504088896341f, shift);
     const vfloat n = shifted - shift;
-    const vfloat r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+    const vfloat r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), bounded));
     vfloat p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = (p * (r * r) + r) + 1.0f;
+    p = multiply_add(p, r, 1.3981999507e-3f);
+    p = multiply_add(p, r, 8.3334519073e-3f);
+    p = multiply_add(p, r, 4.1665795894e-2f);
+    p = multiply_add(p, r, 1.6666665459e-1f);
+    p = multiply_add(p, r, 5.0000001201e-1f);
+    p = multiply_add(p, r * r, r) + 1.0f;
     const vint power = ((vint)shifted + 127) << 23;
     return x < -87.0f ? vfloat{} : p * (vfloat)power;
 }

@@ -80,7 +80,7 @@ class Preparer {
     // x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
     void normalise(const float* norm) {
         vfloat squares = {};
-        for (int64_t i = 0; i < width_; i += VF) squares += load<vfloat>(x_ + i) * load<vfloat>(x_ + i);
+        for (int64_t i = 0; i < width_; i += VF) squares = multiply_add(load<vfloat>(x_ + i), load<vfloat>(x_ + i), squares);
         const float mean = sum(squares) / float(layer_.head_dim);
         const float factor = 1.0f / __builtin_sqrtf(mean + float(tokens_.norm_eps));
         for (int64_t i = 0; i < width_; i += VF) store(x_ + i, load<vfloat>(x_ + i) * factor * load<vfloat>(norm + i));

@@ -1,11 +1,20 @@
 // What every source here shares: vectors as wide as the CPU's registers, bfloat16, and the export mark.
 //
-// Vectors are the compilers' own extension, so that one source serves AVX2, AVX-512, NEON and whatever comes. A product
-// followed by a sum becomes a fused multiply-add where the CPU has one (-ffp-contract=fast).
+// Vectors are the compilers' own extension, so that one source serves AVX2, AVX-512, NEON and whatever comes.
+//
+// A product and a sum are one rounding only where it says multiply_add. The compiler must not decide that
+// (-ffp-contract=off): gcc tuned for Zen does for some loops and not for others, and a row's bits would depend on how
+// many stand beside it.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define QUIRE_API extern "C" __attribute__((visibility("default")))
 #define QUIRE_INLINE inline __attribute__((always_inline))
@@ -41,6 +50,34 @@ QUIRE_INLINE void store(T* to, V value) {
 }
 
 QUIRE_INLINE vfloat splat(float x) { return x - vfloat{}; }  // a vector minus +0 keeps the sign of a zero
+
+// a * b + c, rounded once where the CPU can.
+QUIRE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__)
+    if constexpr (VF == 16) return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+#if defined(__FMA__)
+    if constexpr (VF == 8) {
+        __m256 out, left, right, sum;
+        std::memcpy(&left, &a, 32), std::memcpy(&right, &b, 32), std::memcpy(&sum, &c, 32);
+        out = _mm256_fmadd_ps(left, right, sum);
+        std::memcpy(&a, &out, 32);
+        return a;
+    }
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    if constexpr (VF == 4) {
+        float32x4_t out, left, right, sum;
+        std::memcpy(&left, &a, 16), std::memcpy(&right, &b, 16), std::memcpy(&sum, &c, 16);
+        out = vfmaq_f32(sum, left, right);
+        std::memcpy(&a, &out, 16);
+        return a;
+    }
+#endif
+    return a * b + c;
+}
+
+QUIRE_INLINE vfloat multiply_add(vfloat a, float b, float c) { return multiply_add(a, splat(b), splat(c)); }
+QUIRE_INLINE vfloat multiply_add(vfloat a, vfloat b, float c) { return multiply_add(a, b, splat(c)); }
 
 QUIRE_INLINE float to_float(float x) { return x; }
 QUIRE_INLINE float to_float(uint16_t x) {

@@ -100,8 +100,8 @@ QUIRE_INLINE void multiply(Tile<R, P>& tile, const float* x, long stride, const 
         const vfloat value = splat(x[r * stride]);
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            tile.sums[r][p][0] += value * weights[p][0];
-            tile.sums[r][p][1] += value * weights[p][1];
+            tile.sums[r][p][0] = multiply_add(value, weights[p][0], tile.sums[r][p][0]);
+            tile.sums[r][p][1] = multiply_add(value, weights[p][1], tile.sums[r][p][1]);
         }
     }
 }

@@ -24,7 +24,7 @@ import torch  # noqa: F401  (brings the OpenMP runtime that the library must sha
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 COMPILE_SECONDS = 180
 OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 

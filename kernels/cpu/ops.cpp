@@ -34,15 +34,15 @@ QUIRE_INLINE vfloat exp_of(vfloat x) {
     x = x < low ? low : x;
     x = x > high ? high : x;
     const vfloat magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    const vfloat n = (x * 1.44269504f + magic) - magic;
-    const vfloat r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    const vfloat n = multiply_add(x, splat(1.44269504f), magic) - magic;
+    const vfloat r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
     vfloat p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.f;
+    p = multiply_add(p, r, 1.3981999507e-3f);
+    p = multiply_add(p, r, 8.3334519073e-3f);
+    p = multiply_add(p, r, 4.1665795894e-2f);
+    p = multiply_add(p, r, 1.6666665459e-1f);
+    p = multiply_add(p, r, 5.0000001201e-1f);
+    p = multiply_add(p, r * r, r) + 1.f;
     // 2^n in two factors: one would leave float32's range before the product does.
     const vint whole = __builtin_convertvector(n, vint), half = whole >> 1;
     return p * (vfloat)((half + 127) << 23) * (vfloat)((whole - half + 127) << 23);
@@ -58,15 +58,15 @@ QUIRE_INLINE vfloat gelu(vfloat x) {
     const vfloat a = z < 0.f ? -z : z;
     const vfloat t = 1.f / (a * 0.5f + 1.f);
     vfloat p = splat(0.17087277f);
-    p = p * t - 0.82215223f;
-    p = p * t + 1.48851587f;
-    p = p * t - 1.13520398f;
-    p = p * t + 0.27886807f;
-    p = p * t - 0.18628806f;
-    p = p * t + 0.09678418f;
-    p = p * t + 0.37409196f;
-    p = p * t + 1.00002368f;
-    p = p * t - 1.26551223f;
+    p = multiply_add(p, t, -0.82215223f);
+    p = multiply_add(p, t, 1.48851587f);
+    p = multiply_add(p, t, -1.13520398f);
+    p = multiply_add(p, t, 0.27886807f);
+    p = multiply_add(p, t, -0.18628806f);
+    p = multiply_add(p, t, 0.09678418f);
+    p = multiply_add(p, t, 0.37409196f);
+    p = multiply_add(p, t, 1.00002368f);
+    p = multiply_add(p, t, -1.26551223f);
     const vfloat tail = t * exp_of(p - a * a);  // erfc(|z|)
     const vfloat both = z < 0.f ? tail : 2.f - tail;
     return x * 0.5f * both;
@@ -138,11 +138,11 @@ QUIRE_INLINE float sum_of_squares(const T* from, int width) {
     for (; i + 4 * VF <= width; i += 4 * VF)
         for (int s = 0; s < 4; s++) {
             const vfloat x = load_floats(from + i + s * VF);
-            sums[s] += x * x;
+            sums[s] = multiply_add(x, x, sums[s]);
         }
     for (; i < width; i += VF) {
         const vfloat x = load_some(from + i, width - i);
-        sums[0] += x * x;
+        sums[0] = multiply_add(x, x, sums[0]);
     }
     return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }

@@ -31,6 +31,8 @@ class Answer:
     """What a client would have seen of one request."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    """Per token that asked, its row of values to the bit."""
     ended: Ended | None = None
     rejected: Rejected | None = None
     num_cached_tokens: int = 0
@@ -49,7 +51,7 @@ class InProcessEngine:
             "num_blocks_override": 1024,  # checks walk the pool after every step
         }
         self.config = msgspec.convert(defaults | settings, EngineConfig, from_attributes=True)
-        layout = kv_layout(model, self.config.block_size, "float32")
+        layout = kv_layout(model, self.config.block_size, self.config.kv_cache_dtype)
         self.runner, ready = make_runner(self.config, layout, lambda text: None, progress=False)
         self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks))
         self.to_worker, self.to_scheduler = memory_pair(WorkerToScheduler, SchedulerToWorker)
@@ -103,6 +105,14 @@ class InProcessEngine:
             raise AssertionError("requests do not end")
         return self.answers
 
+    def _collect_logprobs(self, message: StepOutputs) -> None:
+        if message.logprobs is None:
+            return
+        assert message.handles is not None and message.logprob_values is not None
+        values = message.logprob_values.reshape(-1, message.logprobs.width)
+        for row, own in zip(message.logprobs.rows, values, strict=True):
+            self.answers[self._handles[int(message.handles[row])]].logprobs.append(own.tobytes())
+
     def statistics(self) -> Statistics:
         return self.scheduler.statistics()
 
@@ -124,6 +134,7 @@ class InProcessEngine:
                     answer = self.answers[self._handles[handle]]
                     assert answer.ended is None, "a token after the end"
                     answer.tokens.append(token)
+                self._collect_logprobs(message)
             for ended in message.ended:
                 answer = self.answers[self._handles[ended.handle]]
                 assert answer.ended is None, "ended twice"

@@ -146,6 +146,19 @@ class TorchOps:
         return swiglu_oai(gate_up) if experts.activation == "swiglu_oai" else self.gate(gate_up, experts.activation)
 
 
+class RowByRowOps(TorchOps):
+    """As ``TorchOps``, slowly: a token's bits do not depend on its neighbours.
+
+    torch computes the last few numbers of what a thread is given in another way than the others; norms and softmax are
+    row by row as they are, gates are not.
+    """
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        if len(gate_up) < 2:
+            return super().gate(gate_up, activation)
+        return torch.cat([super(RowByRowOps, self).gate(row[None], activation) for row in gate_up])
+
+
 def _linear(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
     """As ``Linear``: weights narrower than ``x`` are widened."""
     return F.linear(x, weights[expert].to(x.dtype), None if biases is None else biases[expert].to(x.dtype))

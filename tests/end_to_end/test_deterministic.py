@@ -1,0 +1,52 @@
+"""``--deterministic``: tokens and log probabilities to the bit, whatever else runs and however the work is cut."""
+
+import random
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from inprocess import Answer, InProcessEngine
+
+NUM_REQUESTS = 64
+NUM_TOKENS = 6
+
+
+def _prompts() -> list[list[int]]:
+    draw = random.Random(4)
+    shared = [draw.randrange(3, 97) for _ in range(24)]
+    lengths = [draw.randrange(1, 30) for _ in range(NUM_REQUESTS)]
+    prompts = [[draw.randrange(3, 97) for _ in range(length)] for length in lengths]
+    return [shared + prompt if index % 4 == 0 else prompt for index, prompt in enumerate(prompts)]
+
+
+def _run(folder: Path, only: list[int] | None = None, **settings: object) -> tuple[dict[int, Answer], InProcessEngine]:
+    """Answers by the request's number; ``only``: of these requests, without the others."""
+    defaults: dict[str, object] = {"deterministic": True, "block_size": 4, "max_num_seqs": NUM_REQUESTS}
+    engine = InProcessEngine(folder, check=False, **(defaults | settings))
+    for index, prompt in enumerate(_prompts()):
+        if only is None or index in only:
+            sampling = {"temperature": 0.8, "seed": index} if index % 3 else {}
+            engine.add(str(index), prompt, max_tokens=NUM_TOKENS, logprobs=3, **sampling)
+    return {int(name): answer for name, answer in engine.run().items()}, engine
+
+
+def _same(one: dict[int, Answer], other: dict[int, Answer]) -> None:
+    for name, answer in one.items():
+        assert len(answer.tokens) == NUM_TOKENS
+        assert other[name].tokens == answer.tokens, name
+        assert other[name].logprobs == answer.logprobs, name
+
+
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_requests_bits_are_its_own(family: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CPU_NATIVE", native)
+    make_checkpoint(tmp_path, family)
+    together, _ = _run(tmp_path)
+    for index in range(0, NUM_REQUESTS, 9):
+        _same(_run(tmp_path, [index])[0], together)
+    _same(together, _run(tmp_path, long_prefill_token_threshold=7, async_scheduling=False)[0])
+    preempted, engine = _run(tmp_path, num_blocks_override=60, max_num_seqs=16)
+    assert engine.statistics().num_preemptions > 0
+    assert engine.statistics().prefix_cache_hit_tokens > 0
+    _same(together, preempted)
