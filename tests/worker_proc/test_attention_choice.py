@@ -40,8 +40,10 @@ def pick(
     """The backend and the one line that was said."""
     layout = layout or kv_layout(config.model, config.block_size, config.kv_cache_dtype)
     said: list[str] = []
-    device = torch.device(config.device)
-    backend = pick_backend(config, layout, device, capability if device.type == "cuda" else None, said.append)
+    on_cpu = config.device == "cpu"
+    # Nothing can be made on a GPU that is not there; all that matters of the device is that it is not a CPU.
+    device = torch.device("cpu" if on_cpu else "meta")
+    backend = pick_backend(config, layout, device, None if on_cpu else capability, said.append)
     assert len(said) == 1
     return backend, said[0]
 
@@ -94,7 +96,9 @@ def test_triton_serves_what_the_others_do_not(launchable: None) -> None:
     assert pick(config_of(**odd, dtype="float32", kv_cache_dtype="float8_e5m2"))[0].name == "triton"
     with pytest.raises(ConfigError, match=r"--attention-backend triton: it has no head_dim 640 \(.*up to 512\)"):
         pick(config_of(head_dim=640))
-    with pytest.raises(ConfigError, match=r"compute capability 7\.5 .*; nothing else fits here either"):
+    with pytest.raises(
+        ConfigError, match=r"compute capability 7\.5 \(it has 8\.x and later\); nothing else fits here either"
+    ):
         pick(config_of(), TURING)
 
 
@@ -113,7 +117,8 @@ def test_triton_where_nothing_launches_is_refused_with_its_words(monkeypatch: py
 def test_flashinfer_is_taken_when_asked_for(libraries: None) -> None:
     backend, said = pick(config_of("flashinfer", kv_cache_dtype="float8_e4m3fn", windows=[8, 0]))
     assert backend.name == "flashinfer"
-    assert said.startswith("attention backend flashinfer: asked for; it is planned from lengths on the host")
+    assert said.startswith("attention backend flashinfer (workspace 128 MiB; kernels are compiled when first used): ")
+    assert "asked for; it is planned from lengths on the host" in said
 
 
 def test_flash_attn_takes_the_version_that_fits(libraries: None) -> None:

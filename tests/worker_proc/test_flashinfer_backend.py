@@ -16,6 +16,7 @@ from quire.worker_proc.attention.flashinfer_backend import FlashInferBackend
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BLOCK_SIZE = 8
+CPU = torch.device("cpu")
 
 STEPS: dict[str, Rows] = {
     "one decode": [(9, 1)],
@@ -62,14 +63,14 @@ def check(backend: FlashInferBackend, case: Case, plan: Any = None) -> None:
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("name", STEPS)
 def test_equals_attention_row_by_row(made: list[Any], name: str, ask: str) -> None:
-    check(FlashInferBackend(), step(STEPS[name], ASKS[ask]))
+    check(FlashInferBackend(CPU), step(STEPS[name], ASKS[ask]))
     assert [type(wrapper).__name__ for wrapper in made] == ["Decode" if "decode" in name else "Prefill"]
 
 
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 2, 128), (12, 2, 64), (7, 1, 256)], ids=str)
 def test_any_group_of_heads(made: list[Any], heads: tuple[int, int, int]) -> None:
     for name in ("steady decode", "mixed"):
-        check(FlashInferBackend(), step(STEPS[name], heads=heads))
+        check(FlashInferBackend(CPU), step(STEPS[name], heads=heads))
     assert made[0].use_tensor_cores is (heads[0] // heads[1] > 2)
 
 
@@ -77,11 +78,11 @@ def test_any_group_of_heads(made: list[Any], heads: tuple[int, int, int]) -> Non
 @pytest.mark.parametrize("name", ["steady decode", "mixed"])
 def test_a_cache_of_8_bit_floats_has_scales(made: list[Any], name: str, dtype: torch.dtype) -> None:
     case = step(STEPS[name], Ask(k_scale=0.5, v_scale=2.0), cache_dtype=dtype)
-    check(FlashInferBackend(), case)
+    check(FlashInferBackend(CPU), case)
 
 
 def test_one_plan_serves_all_layers_of_a_kind(made: list[Any]) -> None:
-    backend, case = FlashInferBackend(), step(STEPS["mixed"])
+    backend, case = FlashInferBackend(CPU), step(STEPS["mixed"])
     plan = backend.plan(case.batch)
     for _ in range(3):
         check(backend, case, plan)
@@ -91,7 +92,7 @@ def test_one_plan_serves_all_layers_of_a_kind(made: list[Any]) -> None:
 
 
 def test_plans_that_live_together_have_wrappers_of_their_own(made: list[Any]) -> None:
-    backend = FlashInferBackend()
+    backend = FlashInferBackend(CPU)
     full, local = step(STEPS["mixed"]), step(STEPS["mixed"], ASKS["wide window"])
     for _ in range(3):
         plans = [backend.plan(case.batch) for case in (full, local)]
@@ -103,7 +104,7 @@ def test_plans_that_live_together_have_wrappers_of_their_own(made: list[Any]) ->
 
 
 def test_attend_is_norms_rotation_write_and_attention(made: list[Any]) -> None:
-    backend, dense, case = FlashInferBackend(), DenseBackend(), step(STEPS["mixed"])
+    backend, dense, case = FlashInferBackend(CPU), DenseBackend(), step(STEPS["mixed"])
     generator = torch.Generator().manual_seed(5)
     tokens = len(case.query)
     qkv = torch.randn(tokens, HEADS[0] + 2 * HEADS[1], HEADS[2], generator=generator).half()
@@ -122,7 +123,7 @@ def test_attend_is_norms_rotation_write_and_attention(made: list[Any]) -> None:
 
 
 def test_it_plans_on_the_host_alone(made: list[Any]) -> None:
-    backend, case = FlashInferBackend(), step(STEPS["one decode"])
+    backend, case = FlashInferBackend(CPU), step(STEPS["one decode"])
     assert backend.needs_host_lengths
     with pytest.raises(NotImplementedError, match="lengths on the host"):
         backend.plan_decode(dataclasses.replace(case.batch, seq_lens_cpu=np.zeros(0, np.int32)))
@@ -131,10 +132,10 @@ def test_it_plans_on_the_host_alone(made: list[Any]) -> None:
 def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(made: list[Any]) -> None:
     for ask, words in ((Ask(sinks=True), "sinks"), (Ask(alibi=True), "ALiBi"), (Ask(chunk=8), "chunked")):
         with pytest.raises(ValueError, match=f"flashinfer has no .*{words}"):
-            check(FlashInferBackend(), step(STEPS["mixed"], ask))
+            check(FlashInferBackend(CPU), step(STEPS["mixed"], ask))
     case = step(STEPS["mixed"])
     with pytest.raises(ValueError, match=r"block_size\) is 8, expected 16"):
-        check(FlashInferBackend(), dataclasses.replace(case, batch=dataclasses.replace(case.batch, block_size=16)))
+        check(FlashInferBackend(CPU), dataclasses.replace(case, batch=dataclasses.replace(case.batch, block_size=16)))
 
 
 @pytest.mark.gpu
@@ -149,4 +150,4 @@ def test_the_library_equals_attention_row_by_row(name: str, ask: str, cache_dtyp
     fields = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
     moved = dataclasses.replace(batch, **{field: getattr(batch, field).cuda() for field in fields})
     tensors = {field: getattr(case, field).cuda() for field in ("cache", "query", "key", "value")}
-    check(FlashInferBackend(), dataclasses.replace(case, batch=moved, **tensors))
+    check(FlashInferBackend(torch.device("cuda")), dataclasses.replace(case, batch=moved, **tensors))

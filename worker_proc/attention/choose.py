@@ -20,6 +20,14 @@ Capability = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """``capability``: compute capability, 9, 0 for 9.0."""
+
+    device: torch.device
+    capability: Capability
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """``description``: name and version or way, for the log."""
 
@@ -38,7 +46,7 @@ class Choice(Protocol):
         Misfit: it cannot, or has not.
     """
 
-    def __call__(self, config: EngineConfig, needs: Needs, capability: Capability) -> Chosen: ...
+    def __call__(self, config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen: ...
 
 
 def pick_backend(
@@ -62,12 +70,12 @@ def pick_backend(
     if wanted == "cpu":
         raise ConfigError(f"--attention-backend cpu needs --device cpu; on a GPU there are: {', '.join(ON_GPU)}")
     assert capability is not None
-    needs = Needs.of(config, layout)
+    needs, gpu = Needs.of(config, layout), Gpu(device, capability)
     name = "triton" if wanted == "auto" else wanted
     try:
-        chosen = ON_GPU[name](config, needs, capability)
+        chosen = ON_GPU[name](config, needs, gpu)
     except Misfit as misfit:
-        raise ConfigError(f"--attention-backend {name}: {misfit}; {_others(name, config, needs, capability)}") from None
+        raise ConfigError(f"--attention-backend {name}: {misfit}; {_others(name, config, needs, gpu)}") from None
     why = "the device is a GPU" if wanted == "auto" else "asked for"
     say(f"attention backend {chosen.description}: {why}; {_of_graphs(chosen.backend, config)}")
     return chosen.backend
@@ -81,10 +89,10 @@ def _cpu(config: EngineConfig, say: Say) -> AttentionBackend:
     return backend
 
 
-def _triton(config: EngineConfig, needs: Needs, capability: Capability) -> Chosen:
+def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     from quire.worker_proc.attention.triton_backend import TritonBackend
 
-    _require(Supports(most_head_dim=MOST_HEAD_DIM, capabilities=(8, 99)), needs, capability)
+    _require(Supports(most_head_dim=MOST_HEAD_DIM, capabilities=(8, 0)), needs, gpu)
     try:
         backend = TritonBackend(max_rows=config.max_num_seqs, deterministic=config.deterministic)
     except RuntimeError as error:
@@ -92,24 +100,26 @@ def _triton(config: EngineConfig, needs: Needs, capability: Capability) -> Chose
     return Chosen(backend, "triton (keys in pieces of a fixed size)" if config.deterministic else "triton")
 
 
-def _flashinfer(config: EngineConfig, needs: Needs, capability: Capability) -> Chosen:
+def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     from quire.worker_proc.attention import flashinfer_backend
 
-    _require(flashinfer_backend.SUPPORTS, needs, capability)
+    _require(flashinfer_backend.SUPPORTS, needs, gpu)
     try:
-        return Chosen(flashinfer_backend.FlashInferBackend(), "flashinfer")
+        backend = flashinfer_backend.FlashInferBackend(gpu.device)
     except Broken as error:
         raise Misfit(f"the library is not usable here ({error}): pip install 'quire[flashinfer]'") from None
+    mebibytes = flashinfer_backend.WORKSPACE_BYTES // 2**20
+    return Chosen(backend, f"flashinfer (workspace {mebibytes} MiB; kernels are compiled when first used)")
 
 
-def _flash_attn(config: EngineConfig, needs: Needs, capability: Capability) -> Chosen:
+def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     """The first version of the library that is installed and fits."""
     from quire.worker_proc.attention.flash_attn_backend import VERSIONS, FlashAttnBackend
 
     reasons = []
     for version in VERSIONS:
         try:
-            _require(version.supports, needs, capability)
+            _require(version.supports, needs, gpu)
             library = version()
         except Broken as error:
             reasons.append(f"{version.name} is not usable here ({error})")
@@ -123,19 +133,19 @@ def _flash_attn(config: EngineConfig, needs: Needs, capability: Capability) -> C
 ON_GPU: dict[str, Choice] = {"triton": _triton, "flashinfer": _flashinfer, "flash_attn": _flash_attn}
 
 
-def _require(supports: Supports, needs: Needs, capability: Capability) -> None:
-    lacks = supports.lacks(needs, capability)
+def _require(supports: Supports, needs: Needs, gpu: Gpu) -> None:
+    lacks = supports.lacks(needs, gpu.capability)
     if lacks:
         raise Misfit(f"it has no {', no '.join(lacks)}")
 
 
-def _others(refused: str, config: EngineConfig, needs: Needs, capability: Capability) -> str:
+def _others(refused: str, config: EngineConfig, needs: Needs, gpu: Gpu) -> str:
     """Who would do. Asking them imports their libraries: this is the way to an error."""
     fitting = []
     for name, choice in ON_GPU.items():
         if name != refused:
             try:
-                choice(config, needs, capability)
+                choice(config, needs, gpu)
             except Misfit:
                 continue
             fitting.append(name)

@@ -24,7 +24,8 @@ from quire.worker_proc.attention.library import (
 from quire.worker_proc.attention.supports import HALVES, Supports
 
 WORKSPACE_BYTES = 128 * 2**20
-"""Of partial results; the size that the library's documentation uses. One for all wrappers: they run one by one."""
+"""Of partial results; the size that the library's documentation uses. One for all wrappers: they run one by one. Each
+wrapper has 8 MiB of its own besides."""
 
 CUDA_CORE_GROUPS = (1, 2)
 """Query heads per KV head up to which decode is as fast without tensor cores. That kernel knows only a few sizes."""
@@ -92,21 +93,19 @@ class WrapperPool:
         ImportError: the library is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._library = importlib.import_module("flashinfer")
-        self._workspace: torch.Tensor | None = None
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._free: dict[LayerKind, list[Wrapper]] = {}
 
-    def lend(self, kind: LayerKind, device: torch.device, borrower: object) -> Wrapper:
+    def lend(self, kind: LayerKind, borrower: object) -> Wrapper:
         """By kind: a prefill wrapper decides once, from dtypes and sizes, which kernels it uses."""
         free = self._free.setdefault(kind, [])
-        wrapper = free.pop() if free else self._make(kind, device)
+        wrapper = free.pop() if free else self._make(kind)
         weakref.finalize(borrower, free.append, wrapper).atexit = False
         return wrapper
 
-    def _make(self, kind: LayerKind, device: torch.device) -> Wrapper:
-        if self._workspace is None:
-            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    def _make(self, kind: LayerKind) -> Wrapper:
         if not kind.decode:
             return Wrapper(self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"))
         make = self._library.BatchDecodeWithPagedKVCacheWrapper
@@ -173,7 +172,7 @@ class FlashInferPlan:
         if self._pages is None:
             self._pages = Pages.of(batch)
         pages = self._pages
-        wrapper = self.pool.lend(kind, device, self)
+        wrapper = self.pool.lend(kind, self)
         rows: tuple[torch.Tensor, ...] = (pages.indptr, pages.indices, pages.last_page_len)
         settings: dict[str, Any] = {}
         if not kind.decode:
@@ -198,9 +197,13 @@ class FlashInferPlan:
 
 
 class FlashInferBackend:
-    """``AttentionBackend`` by FlashInfer. Owns wrappers and ``WORKSPACE_BYTES`` of workspace, made when first needed.
+    """``AttentionBackend`` by FlashInfer. Owns its wrappers and their workspace.
 
-    A step in which any row has more than one token is prefill to the library, decode rows and all.
+    A step in which any row has more than one token is prefill to the library, decode rows and all. The library compiles
+    a kernel when it is first used, in the step that needs it, unless its package of compiled ones is installed.
+
+    Args:
+        device: where the workspace is made, at once: so the memory plan sees it.
 
     Raises:
         ImportError: the library is not installed, or not for this torch.
@@ -209,8 +212,8 @@ class FlashInferBackend:
     name = "flashinfer"
     needs_host_lengths = True
 
-    def __init__(self) -> None:
-        self._pool = WrapperPool()
+    def __init__(self, device: torch.device) -> None:
+        self._pool = WrapperPool(device)
         self._writer = CacheWriter()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class Supports:
         most_head_dim: 0: any.
         block_multiple: KV blocks have a multiple of this many tokens.
         deterministic: equal bits for a request whatever else runs and however its prompt is cut.
-        capabilities: lowest and highest major compute capability; 0, 0: no matter.
+        capabilities: lowest and highest major compute capability; 0 for the highest: all later ones.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALVES)
@@ -97,10 +97,10 @@ class Supports:
 
     def _lacks_device(self, capability: tuple[int, int] | None) -> list[str]:
         lowest, highest = self.capabilities
-        if capability is None or not highest or lowest <= capability[0] <= highest:
+        if capability is None or (lowest <= capability[0] and (not highest or capability[0] <= highest)):
             return []
-        has = f"{lowest}.x" if lowest == highest else f"{lowest}.x to {highest}.x"
-        return [f"compute capability {capability[0]}.{capability[1]} (it has {has})"]
+        last = f" to {highest}.x" if highest else " and later"
+        return [f"compute capability {capability[0]}.{capability[1]} (it has {lowest}.x{last * (lowest != highest)})"]
 
     def _lacks_sizes(self, needs: Needs) -> list[str]:
         missing = []
