@@ -9,9 +9,13 @@ import pytest
 import torch
 from cpu_attention_cases import OUTSIDE, Ask, Case, Rows, make_case
 from dense_attention import DenseBackend
+from model_steps import Rows as SteppedRows
 
+from quire.protocol.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.flash_attn_backend import FlashAttn2, FlashAttn3, FlashAttnBackend
+from quire.worker_proc.loader import init_dummy_weights
+from quire.worker_proc.models.registry import build_model
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BLOCK_SIZE = {FlashAttn3: 4, FlashAttn2: 256}
@@ -177,3 +181,25 @@ def on_gpu(case: Case) -> Case:
         case, batch=moved, cache=case.cache.nan_to_num(0.0).cuda(), query=case.query.cuda(), key=case.key.cuda(),
         value=case.value.cuda(),
     )  # fmt: skip
+
+
+def test_a_model_with_windows_and_shared_caches_runs_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flash_attn.install(monkeypatch)
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=4,
+        num_heads=4, num_kv_heads=2, head_dim=16, qk_norm="head", attention_soft_cap=5.0, windows=[6, 0, 6, 0],
+        cache_sources=[0, 1, 2, 1],
+    )  # fmt: skip
+    model = build_model(config, torch.float16, "cpu", 64)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 97, (length,), generator=generator) for length in (30, 3, 17, 1)]
+    with torch.inference_mode():
+        init_dummy_weights(model, 3)
+        for weight in model.parameters():
+            weight.mul_(6.0 if weight.dim() == 2 else 1.0)  # else attention hardly counts beside the residual
+        answers = [
+            SteppedRows(model, [len(prompt) for prompt in prompts], backend).run_in_pieces(prompts)
+            for backend in (FlashAttnBackend(FlashAttn3()), DenseBackend())
+        ]
+    for logits, expected in zip(*answers, strict=True):
+        torch.testing.assert_close(logits, expected, atol=0.02 * expected.std().item(), rtol=0.02)
