@@ -5,12 +5,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -P -m pip install --quiet --disable-pip-version-check
 # The torch release the suite is run with. Installed first, so that nothing after it replaces it.
 TORCH ?= torch==2.13.0
+# For a GPU machine without a network: what its own Python may lack beside torch, triton and transformers.
+GPU_PYTHON_VERSION ?= 3.12
+WHEELS := wheels
+GPU_PACKAGES := msgspec pyzmq psutil prometheus-client safetensors tokenizers huggingface-hub tqdm pyyaml \
+	hypothesis sortedcontainers attrs pytest iniconfig pluggy packaging pygments jinja2 markupsafe
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-slow lint install install-dev clean
+.PHONY: serve test test-slow lint install install-dev gpu-wheels gpu-check clean
 
 # What serving needs; developing needs more (transformers as the reference, Triton's interpreter and compiler).
 install: $(VENV)/.installed
@@ -40,6 +45,19 @@ lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Beforehand, with a network: wheels for the other machine's Python. The folder hides itself from git.
+gpu-wheels:
+	mkdir -p $(WHEELS)
+	rm -f $(WHEELS)/*.whl
+	echo '*' > $(WHEELS)/.gitignore
+	$(PYTHON) -P -m pip download --quiet --disable-pip-version-check --only-binary=:all: --no-deps \
+		--implementation cp --python-version $(GPU_PYTHON_VERSION) $(foreach n,34 31 28 27 24 17,--platform manylinux_2_$(n)_x86_64) \
+		--platform manylinux2014_x86_64 --dest $(WHEELS) $(GPU_PACKAGES)
+
+# There: by its own Python (PYTHON=...), which has torch and triton. ARGS="--quick", or OUT=FOLDER for the JSON.
+gpu-check:
+	$(PYTHON) -P tests/gpu/check.py --wheels $(WHEELS) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,9 @@ from quire.launch.bench.engine import QUIET_CORES, OthersClock, default_threads
 from quire.launch.bench.report import Report, Table, rounded
 from quire.launch.bench.shapes import find_shape
 from quire.protocol.errors import ConfigError, EngineError
+
+DEVICE_LOST = 3
+"""Exit status of a process that can measure nothing more on its device; the next one may."""
 
 MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b")
 
@@ -45,16 +50,14 @@ def run(args: argparse.Namespace) -> None:
     """Raises ConfigError for flags that this machine cannot do, EngineError when nothing was measured at all."""
     if args.time_limit is not None and args.time_limit <= 0:
         raise ConfigError(f"--time-limit must be more than 0, not {args.time_limit:g}")
-    found, clock = Found(), OthersClock()
-    status = _measure(args, found, args.sections or "")
-    if not found.plan:
-        raise EngineError(f"the measuring process ended with status {status} before it measured anything")
+    found, clock, begun = Found(), OthersClock(), time.monotonic()
+    _measure(args, found, args.sections or "", _seconds_left(args, begun))
     # Whatever ended it (an illegal address on a GPU stays for the life of its process) may not end the others.
     while found.missing:
-        found.sections[found.missing[0]] = _lost(status)
-        if not found.missing:
-            break
-        status = _measure(args, found, ",".join(found.missing))
+        if _seconds_left(args, begun) > 0:
+            _measure(args, found, ",".join(found.missing), _seconds_left(args, begun))
+        else:
+            found.sections |= {name: _lost("not begun: no time was left") for name in found.missing}
     report = _report(args, found)
     _, others = clock.stop()
     report.results["others_cores"] = others
@@ -63,28 +66,43 @@ def run(args: argparse.Namespace) -> None:
     report.publish(args.json)
 
 
-def _lost(status: int) -> dict[str, Any]:
-    return {"title": "", "rows": [], "error": f"its process ended with status {status}", "seconds": 0.0}
+def _seconds_left(args: argparse.Namespace, begun: float) -> float:
+    return float("inf") if args.time_limit is None else args.time_limit - (time.monotonic() - begun)
 
 
-def _measure(args: argparse.Namespace, found: Found, sections: str) -> int:
-    """Run the process over ``sections`` (empty: all of the device's) and take in what it says; its exit status."""
+def _lost(why: str) -> dict[str, Any]:
+    return {"title": "", "rows": [], "error": why, "seconds": 0.0}
+
+
+def _measure(args: argparse.Namespace, found: Found, sections: str, seconds: float) -> None:
+    """Run the process over ``sections`` (empty: all of the device's) and take in what it says.
+
+    At least one section is not missing afterwards: where the process ended within one, that is its result.
+
+    Raises:
+        ConfigError: it refuses the settings.
+        EngineError: it ended before it began.
+    """
+    before = len(found.sections)
     command = [sys.executable, "-P", "-m", "quire.worker_proc.bench", "--device", args.device]
     command += ["--sections", sections] if sections else []
     command += ["--quick"] if args.quick else []
     command += ["--dry-run"] if args.dry_run else []
-    command += ["--time-limit", str(args.time_limit)] if args.time_limit else []
+    command += ["--time-limit", f"{seconds:.1f}"] if args.time_limit else []
     shapes = msgspec.json.encode({name: find_shape(name) for name in MODELS})
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(args)) as process:
         assert process.stdin is not None and process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # its status tells why
             process.stdin.write(shapes)
             process.stdin.close()
-        except BrokenPipeError:
-            return process.wait()
         for line in process.stdout:
             _take(json.loads(line), found)
-        return process.wait()
+        status = process.wait()
+    if not found.plan:
+        raise EngineError(f"the measuring process ended with status {status} before it measured anything")
+    # With this status it ended between two sections.
+    if found.missing and (status != DEVICE_LOST or len(found.sections) == before):
+        found.sections[found.missing[0]] = _lost(f"its process ended with status {status}")
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:

@@ -144,3 +144,35 @@ def test_a_lost_process_is_said_in_the_report() -> None:
     found.limits = [{"case": "read", "way": "torch", "us": 1.0, "figures": {}, "error": ""}]
     args = argparse.Namespace(quick=False, dry_run=False, time_limit=None)
     assert _report(args, found).notes == ["ops: its process ended with status 3"]
+
+
+DYING = """#!{python} -P
+import json, os, sys
+sys.stdin.read()
+rest = sys.argv[sys.argv.index("--sections") + 1].split(",") if "--sections" in sys.argv else ["a", "b", "c", "d"]
+row = {{"case": "x", "way": "ours", "us": 1.0, "figures": {{}}, "error": ""}}
+print(json.dumps({{"plan": rest, "device": {{"type": "cuda"}}, "limits": [row]}}), flush=True)
+for name in rest:
+    if name == "b":
+        os.kill(os.getpid(), 11)
+    print(json.dumps({{"section": name, "title": name, "rows": [row], "error": "", "seconds": 0.1}}), flush=True)
+    if name == "c":
+        sys.exit(3)
+"""
+
+
+def test_what_ends_the_process_ends_one_section(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """It dies within b, and gives its device up after c."""
+    program = tmp_path / "python"
+    program.write_text(DYING.format(python=sys.executable))
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    main(["bench", "kernels", "--device", "cuda"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name: s["error"] for name, s in found["results"]["sections"].items()} == {
+        "a": "",
+        "b": "its process ended with status -11",
+        "c": "",
+        "d": "",
+    }
+    assert found["notes"] == ["b: its process ended with status -11"]

@@ -90,12 +90,13 @@ class StepDriver:
         new = [NewRequestData(h, f"r{h}", length, length, length - 1, blocks, params, h) for h in fresh]
         # In an order that is nobody's: as after hours of coming and going.
         ids = np.random.default_rng(0).permutation(num_rows * sum(blocks)) + NULL_BLOCK_ID + 1
-        self._execute(
+        first = self._execute(
             removed=self._handles,
             new_requests=new,
             token_ids=np.ones(num_rows * length, np.int32),
             block_ids=ids.astype(np.int32),
-        ).result()
+        )
+        _require_tokens(first)
         self._handles = list(fresh)
 
     def steady(self, steps: int) -> StepTimes:
@@ -113,7 +114,7 @@ class StepDriver:
                 while not oldest.ready:
                     pass  # Waiting is not counted as work.
                 at = time.thread_time()
-                oldest.result()
+                _require_tokens(oldest)
                 cpu += time.thread_time() - at
         return StepTimes((time.perf_counter() - begun) / steps, cpu / steps)
 
@@ -140,3 +141,10 @@ class StepDriver:
             block_ids=block_ids,
         )
         return self.runner.execute(diff)
+
+
+def _require_tokens(pending: PendingResult) -> None:
+    """Raises RuntimeError: the step failed, and so would have those after it."""
+    failure = pending.result().failure
+    if failure:
+        raise RuntimeError(failure)

@@ -1,0 +1,315 @@
+"""``make gpu-check``: all that needs a GPU, by one command, on a machine without a network.
+
+Kernels against their references, the engine against transformers, and the benchmark of the kernels. It needs Python's
+own library alone: what else is missing comes as wheels (``make gpu-wheels``) and goes into a build folder. A part that
+fails stops no other. A table and one line of JSON come last; the exit status is 1 if anything failed.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "gpu-check"
+GRID = "tests/kernels/grid"
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "granite"),
+    *("gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"),
+)
+IN_BFLOAT16 = ("llama", "qwen3", "gemma3")
+
+PARTS = ("grid", "marked", "equality", "kernels")
+CHECKS_SHARE = 0.5
+"""Of the time: for kernels and engine; the benchmark, which wants the GPU for itself, has the rest."""
+
+JOB_S = 200.0
+REPORT_S = 10.0
+NO_TESTS = 5
+"""pytest's exit status where nothing was to be run."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One process, and what came of it.
+
+    Attributes:
+        read: fills in the rest from what the process printed.
+        notes: what a person should see of a failure.
+    """
+
+    part: str
+    name: str
+    command: list[str]
+    read: Callable[["Job", int, str], None]
+    ok: bool = False
+    passed: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+def main() -> None:
+    args = _arguments()
+    begun = time.monotonic()
+    end = begun + args.time_limit - REPORT_S
+    parts = [part for part in PARTS if not args.parts or part in args.parts.split(",")]
+    environment, site_notes = prepare(args.wheels, args.dry_run)
+    facts = look(environment)
+    jobs: list[Job] = []
+    if facts.ok:
+        checks = check_jobs(parts, args.dry_run)
+        run_all(checks, args.processes, begun + CHECKS_SHARE * args.time_limit, environment)
+        jobs = checks
+        if "kernels" in parts:
+            bench = bench_job(end - time.monotonic(), args.dry_run, args.quick)
+            run_one(bench, end + REPORT_S, environment)
+            jobs.append(bench)
+    report([facts, *jobs], site_notes, args, time.monotonic() - begun)
+    sys.exit(0 if all(job.ok for job in [facts, *jobs]) else 1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check kernels, engine and speed on this machine's GPU.")
+    parser.add_argument("--parts", metavar="A,B", help=f"only these of {', '.join(PARTS)} (all)")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", metavar="FOLDER", help="wheels (./wheels)")
+    parser.add_argument("--time-limit", type=float, default=520.0, metavar="S", help="for everything (520)")
+    parser.add_argument("--processes", type=int, default=max(1, min(6, (os.cpu_count() or 2) // 2)), metavar="N")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes in the benchmark")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: only whether the script runs")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write gpu-check.json there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    return parser.parse_args()
+
+
+# ---- what is needed
+
+
+def prepare(wheels: Path, dry_run: bool) -> tuple[dict[str, str], list[str]]:
+    """The environment in which this interpreter finds quire, and what it lacks; notes on what could not be had."""
+    site, path = BUILD / "site", BUILD / "path"
+    for folder in (site, path, BUILD / "logs"):
+        folder.mkdir(parents=True, exist_ok=True)
+    # Not the repository's root: its folders are called as other people's packages are.
+    link = path / "quire"
+    if not link.is_symlink():
+        link.symlink_to(ROOT / "quire", target_is_directory=True)
+    notes = [] if dry_run else install(wheels, site)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(map(str, (site, path, ROOT / "tests" / "support"))),
+        "PYTHONUNBUFFERED": "1",
+        "TRITON_CACHE_DIR": str(BUILD / "triton"),
+        "OMP_NUM_THREADS": "1" if dry_run else "2",
+    }
+    if dry_run:
+        environment["TRITON_INTERPRET"] = "1"
+    return environment, notes
+
+
+def install(wheels: Path, site: Path) -> list[str]:
+    """Unpack the wheels of packages that this interpreter lacks; those it has fit its torch and transformers."""
+    missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _is_installed(wheel.name.split("-")[0], site)]
+    if not missing:
+        return []
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    command += ["--disable-pip-version-check", "--upgrade", "--target", str(site)]
+    done = subprocess.run([*command, *map(str, missing)], capture_output=True, text=True, check=False)
+    return [f"wheels: {_last_words(done.stderr)}"] if done.returncode else []
+
+
+def _is_installed(name: str, site: Path) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return any(site.glob(f"{name}-*.dist-info"))
+    return True
+
+
+def look(environment: dict[str, str]) -> Job:
+    """What the figures depend on; not ok where nothing can be run at all."""
+    code = (
+        "import json, platform, importlib.metadata as m, torch, triton, quire.worker_proc.setup\n"
+        "cuda = torch.cuda.is_available()\n"
+        "has = {d.metadata['Name']: d.version for d in m.distributions()}\n"
+        "print(json.dumps({'python': platform.python_version(), 'torch': torch.__version__, "
+        "'triton': triton.__version__, 'transformers': has.get('transformers', ''), "
+        "'device': torch.cuda.get_device_name() if cuda else 'cpu'}))"
+    )
+
+    def read(job: Job, status: int, output: str) -> None:
+        job.ok = status == 0
+        if job.ok:
+            job.found = json.loads(output.strip().splitlines()[-1])
+
+    job = Job("machine", "imports", [sys.executable, "-P", "-c", code], read)
+    run_one(job, time.monotonic() + 120, environment)
+    if job.ok and job.found["device"] == "cpu" and "TRITON_INTERPRET" not in environment:
+        job.ok, job.notes = False, ["torch finds no CUDA device"]
+    return job
+
+
+# ---- jobs
+
+
+def check_jobs(parts: Sequence[str], dry_run: bool) -> list[Job]:
+    """The longest first, as they are handed out in this order."""
+    jobs = []
+    if "grid" in parts:
+        # A file's size tells about how many variants it compiles.
+        files = sorted((ROOT / GRID).glob("*.py"), key=lambda file: -file.stat().st_size)
+        names = [file.name for file in files if file.name != "conftest.py"]
+        names, only = (["gated_activation.py"], ["-k", "fp16"]) if dry_run else (names, [])
+        jobs += [_pytest_job("grid", name, [f"{GRID}/{name}", *only]) for name in names]
+    if "equality" in parts:
+        dtypes = {family: ["float32", *(["bfloat16"] if family in IN_BFLOAT16 else [])] for family in FAMILIES}
+        if dry_run:
+            dtypes = {"llama": ["float32"]}
+        jobs += [_equality_job(family, dtype, dry_run) for family, all_of in dtypes.items() for dtype in all_of]
+    if "marked" in parts and not dry_run:
+        # The grid is run file by file above.
+        again = "tests/kernels/test_triton.py::test_grid_on_the_device"
+        files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
+        names = [str(file.relative_to(ROOT)) for file in files]
+        jobs += [_pytest_job("marked", name, [name, "-m", "gpu", "--deselect", again]) for name in names]
+    return jobs
+
+
+def bench_job(seconds: float, dry_run: bool, quick: bool) -> Job:
+    target = BUILD / "kernels.json"
+    target.unlink(missing_ok=True)
+    command = [sys.executable, "-P", "-m", "quire.launch.cli", "bench", "kernels", "--json", str(target)]
+    command += ["--dry-run"] if dry_run else ["--device", "cuda", "--time-limit", f"{max(seconds - 60, 30):.0f}"]
+    command += ["--quick"] if quick else []
+    command += ["--sections", "cpu_prefill,cache_write"] if dry_run else []
+
+    def read(job: Job, status: int, output: str) -> None:
+        if status or not target.exists():
+            return
+        job.found = json.loads(target.read_text(encoding="utf-8"))
+        sections = job.found["results"]["sections"].values()
+        # Another library that fails is not our failure.
+        ours = [row for section in sections for row in section["rows"] if row["way"].startswith("ours")]
+        job.failed = sum(bool(row["error"]) for row in ours) + sum(bool(section["error"]) for section in sections)
+        job.passed = len(ours) - sum(bool(row["error"]) for row in ours)
+        job.notes = [note for note in job.found["notes"] if not dry_run]
+        job.ok = job.failed == 0
+
+    return Job("kernels", "quire bench kernels", command, read)
+
+
+def _pytest_job(part: str, name: str, arguments: list[str]) -> Job:
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *arguments]
+
+    def read(job: Job, status: int, output: str) -> None:
+        counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
+        for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", _last_words(output)):
+            counts[word] = int(count)
+        job.passed, job.failed = counts["passed"], counts["failed"] + counts["error"]
+        job.ok = status in (0, NO_TESTS)
+        job.found = {"skipped": counts["skipped"]}
+        job.notes = [line[:300] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))][:8]
+
+    return Job(part, name, command, read)
+
+
+def _equality_job(family: str, dtype: str, dry_run: bool) -> Job:
+    command = [sys.executable, "-P", str(ROOT / "tests" / "gpu" / "equality.py"), family, "--dtype", dtype]
+
+    def read(job: Job, status: int, output: str) -> None:
+        ways = [json.loads(line) for line in output.splitlines() if line.startswith('{"case"')]
+        bad = [way for way in ways if not way["ok"]]
+        job.passed, job.failed = len(ways) - len(bad), len(bad)
+        job.ok = status == 0 and bool(ways) and not bad
+        job.notes = [f"{way['case']}: {way['problem']}" for way in bad]
+        job.found = {"captured": sum(way["captured"] for way in ways)}
+
+    return Job("equality", f"{family} {dtype}", command + (["--dry-run"] if dry_run else []), read)
+
+
+# ---- running them
+
+
+def run_all(jobs: Sequence[Job], processes: int, end: float, environment: dict[str, str]) -> None:
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(lambda job: run_one(job, min(end, time.monotonic() + JOB_S), environment), jobs))
+
+
+def run_one(job: Job, end: float, environment: dict[str, str]) -> None:
+    """Run it until ``end``; its whole output goes to a log file."""
+    begun = time.monotonic()
+    if end - begun < 1:
+        job.notes = ["not begun: no time was left"]
+        return
+    log = BUILD / "logs" / (re.sub(r"\W+", "-", f"{job.part} {job.name}") + ".log")
+    with log.open("w+", encoding="utf-8", errors="replace") as file:
+        words = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        status = _finish(subprocess.Popen(job.command, cwd=ROOT, env=environment, start_new_session=True, **words), end)
+        file.seek(0)
+        output = file.read()
+    job.seconds = time.monotonic() - begun
+    job.read(job, status, output)
+    if not job.ok and not job.notes:
+        job.notes = [f"status {status}: {_last_words(output)}"]
+    print(f"{job.part} {job.name}: {'ok' if job.ok else 'FAILED'}, {job.seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def _finish(process: "subprocess.Popen[bytes]", end: float) -> int:
+    """Its status; at ``end`` it is killed, with all that it started."""
+    try:
+        return process.wait(timeout=max(end - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        return process.wait()
+
+
+def _last_words(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return lines[-1][:500] if lines else "it said nothing"
+
+
+# ---- what is told
+
+
+def report(jobs: Sequence[Job], notes: list[str], args: argparse.Namespace, seconds: float) -> None:
+    """In the words of every other benchmark: a table, notes, one line of JSON."""
+    found = {
+        "benchmark": "gpu-check",
+        "settings": {"dry_run": args.dry_run, "quick": args.quick, "time_limit": args.time_limit},
+        "results": {"seconds": round(seconds, 1), "jobs": [_as_dict(job) for job in jobs]},
+        "notes": notes + [f"{job.part} {job.name}: {note}" for job in jobs for note in job.notes],
+    }
+    width = max(len(f"{job.part} {job.name}") for job in jobs)
+    print(f"{'check'.ljust(width)}  result  passed  failed       s")
+    for job in jobs:
+        name = f"{job.part} {job.name}".ljust(width)
+        result = "ok" if job.ok else "FAILED"
+        print(f"{name}  {result:>6}  {job.passed:>6}  {job.failed:>6}  {job.seconds:>6.1f}")
+    print()
+    for note in found["notes"]:
+        print(note)
+    line = json.dumps(found)
+    print(line, flush=True)
+    for target in (args.json, args.out and args.out / "gpu-check.json"):
+        if target:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(line + "\n", encoding="utf-8")
+
+
+def _as_dict(job: Job) -> dict[str, Any]:
+    kept = ("part", "name", "ok", "passed", "failed", "seconds", "notes", "found")
+    return {name: getattr(job, name) for name in kept} | {"seconds": round(job.seconds, 1)}
+
+
+if __name__ == "__main__":
+    main()
