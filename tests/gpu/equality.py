@@ -57,7 +57,7 @@ class InterpretedEngine(InProcessEngine):
             load_weights(model, folder, torch.float32, progress=False)
         layout = kv_layout(config.model, config.block_size, "float32")
         blocks = config.num_blocks_override + 1
-        self.runner = ModelRunner(config, layout, blocks, model, TritonBackend(), cpu)
+        self.runner = ModelRunner(config, layout, blocks, model, TritonBackend(config.max_num_seqs), cpu)
 
 
 def main() -> None:

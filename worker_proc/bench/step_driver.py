@@ -76,7 +76,7 @@ class StepDriver:
             max_num_seqs=max_rows,
             block_size=BLOCK_SIZE,
         )
-        self.runner = ModelRunner(config, layout, num_blocks, model, TritonBackend(), device)
+        self.runner = ModelRunner(config, layout, num_blocks, model, TritonBackend(max_rows), device)
 
     @property
     def has_graphs(self) -> bool:
