@@ -32,7 +32,10 @@ PARTS = ("grid", "marked", "equality", "kernels")
 CHECKS_SHARE = 0.5
 """Of the time: for kernels and engine; the benchmark, which wants the GPU for itself, has the rest."""
 
-JOB_S = 200.0
+JOB_S = 240.0
+LONG_FILE = 6000
+"""Bytes of a grid file from which on it is run in parts."""
+
 REPORT_S = 10.0
 NO_TESTS = 5
 """pytest's exit status where nothing was to be run."""
@@ -84,7 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", metavar="A,B", help=f"only these of {', '.join(PARTS)} (all)")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", metavar="FOLDER", help="wheels (./wheels)")
     parser.add_argument("--time-limit", type=float, default=520.0, metavar="S", help="for everything (520)")
-    parser.add_argument("--processes", type=int, default=max(1, min(6, (os.cpu_count() or 2) // 2)), metavar="N")
+    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N")
     parser.add_argument("--quick", action="store_true", help="fewer shapes in the benchmark")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: only whether the script runs")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write gpu-check.json there")
@@ -107,7 +110,7 @@ def prepare(wheels: Path, dry_run: bool) -> tuple[dict[str, str], list[str]]:
     notes = [] if dry_run else install(wheels, site)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {
-        "PYTHONPATH": os.pathsep.join(map(str, (site, path, ROOT / "tests" / "support"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, path, ROOT / "tests" / "support", ROOT / "tests" / "gpu"))),
         "PYTHONUNBUFFERED": "1",
         "TRITON_CACHE_DIR": str(BUILD / "triton"),
         "OMP_NUM_THREADS": "1" if dry_run else "2",
@@ -122,7 +125,7 @@ def install(wheels: Path, site: Path) -> list[str]:
     missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _is_installed(wheel.name.split("-")[0], site)]
     if not missing:
         return []
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    command = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     command += ["--disable-pip-version-check", "--upgrade", "--target", str(site)]
     done = subprocess.run([*command, *map(str, missing)], capture_output=True, text=True, check=False)
     return [f"wheels: {_last_words(done.stderr)}"] if done.returncode else []
@@ -166,11 +169,7 @@ def check_jobs(parts: Sequence[str], dry_run: bool) -> list[Job]:
     """The longest first, as they are handed out in this order."""
     jobs = []
     if "grid" in parts:
-        # A file's size tells about how many variants it compiles.
-        files = sorted((ROOT / GRID).glob("*.py"), key=lambda file: -file.stat().st_size)
-        names = [file.name for file in files if file.name != "conftest.py"]
-        names, only = (["gated_activation.py"], ["-k", "fp16"]) if dry_run else (names, [])
-        jobs += [_pytest_job("grid", name, [f"{GRID}/{name}", *only]) for name in names]
+        jobs += _grid_jobs(dry_run)
     if "equality" in parts:
         dtypes = {family: ["float32", *(["bfloat16"] if family in IN_BFLOAT16 else [])] for family in FAMILIES}
         if dry_run:
@@ -182,6 +181,24 @@ def check_jobs(parts: Sequence[str], dry_run: bool) -> list[Job]:
         files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
         names = [str(file.relative_to(ROOT)) for file in files]
         jobs += [_pytest_job("marked", name, [name, "-m", "gpu", "--deselect", again]) for name in names]
+    return jobs
+
+
+def _grid_jobs(dry_run: bool) -> list[Job]:
+    """Files of many tests in parts: compiling their kernels takes longest of all."""
+    if dry_run:
+        name = "gated_activation.py"
+        return [_pytest_job("grid", name, [f"{GRID}/{name}", "-k", "fp16", "-p", "shard", "--shard", "0/2"])]
+    jobs = []
+    # A file's size tells about how many kernels it compiles.
+    for file in sorted((ROOT / GRID).glob("*.py"), key=lambda file: -file.stat().st_size):
+        if file.name == "conftest.py":
+            continue
+        shards = 4 if file.stat().st_size > LONG_FILE else 1
+        for index in range(shards):
+            name = file.name if shards == 1 else f"{file.name} {index + 1}/{shards}"
+            arguments = [f"{GRID}/{file.name}", "-p", "shard", "--shard", f"{index}/{shards}"]
+            jobs.append(_pytest_job("grid", name, arguments))
     return jobs
 
 
