@@ -11,12 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include <omp.h>
-
 #include "attention_rows.h"
 #include "attention_state.h"
 #include "attention_structs.h"
 #include "attention_write.h"
+#include "pool.h"
 
 using namespace quire;
 
@@ -303,6 +302,12 @@ struct Work {
     }
 };
 
+// Not a local of whoever shares out the work: other threads would never pass its declaration.
+Workspace& own_workspace() {
+    static thread_local Workspace workspace;
+    return workspace;
+}
+
 template <class F>
 void attend(Call& call) {
     static thread_local Work work;
@@ -312,7 +317,7 @@ void attend(Call& call) {
     for (int64_t i = 0; i < step.num_rows; i++)
         macs += int64_t(step.seq_lens[i]) * (step.query_start_loc[i + 1] - step.query_start_loc[i]);
     macs *= call.layer->num_heads * call.layer->head_dim;
-    const int threads = macs < ONE_THREAD_MACS ? 1 : omp_get_max_threads();
+    const int threads = macs < ONE_THREAD_MACS ? 1 : max_threads();
     work.plan(call, threads);
     const int64_t block = std::max<int64_t>(1, BLOCK_ROWS / call.group());
     const int64_t partial_size = block * call.group() * (call.width() + 2);
@@ -320,17 +325,13 @@ void attend(Call& call) {
     float* kept = partials.data();
     const Item *items = work.items.data(), *joints = work.joints.data();
     const int64_t num_items = int64_t(work.items.size()), num_joints = int64_t(work.joints.size());
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        static thread_local Workspace workspace;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_items; i++) Attend<F>(call, items[i], workspace).run(kept, partial_size);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_joints; i++)
-            Attend<F>(call, joints[i], workspace)
-                .join_kept(kept + joints[i].partial * partial_size, partial_size,
-                           joints[i].last_split - joints[i].first_split);
-    }
+    parallel_for(num_items, threads,
+                 [&](int64_t i) { Attend<F>(call, items[i], own_workspace()).run(kept, partial_size); });
+    parallel_for(num_joints, threads, [&](int64_t i) {
+        Attend<F>(call, joints[i], own_workspace())
+            .join_kept(kept + joints[i].partial * partial_size, partial_size,
+                       joints[i].last_split - joints[i].first_split);
+    });
 }
 
 }  // namespace

@@ -4,10 +4,9 @@
 #include <atomic>
 #include <vector>
 
-#include <omp.h>
-
 #include "attention_rows.h"
 #include "attention_structs.h"
+#include "pool.h"
 
 namespace quire {
 
@@ -104,17 +103,15 @@ class Preparer {
 
 inline int64_t prepare_tokens(const QuireTokens& tokens, char* cache, const QuireStep& step, const QuireLayer& layer) {
     const int64_t numbers = step.num_tokens * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim;
-    const int threads = numbers < ONE_THREAD_NUMBERS ? 1 : omp_get_max_threads();
+    const int threads = numbers < ONE_THREAD_NUMBERS ? 1 : max_threads();
     std::atomic<int64_t> error{0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    parallel_runs(step.num_tokens, threads, [&](int64_t first, int64_t last) {
         Preparer preparer(tokens, cache, step, layer);
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < step.num_tokens; token++) {
+        for (int64_t token = first; token < last; token++) {
             const int64_t wrong = preparer.token(token);
             if (wrong) error = wrong;
         }
-    }
+    });
     return error;
 }
 

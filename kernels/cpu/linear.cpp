@@ -8,7 +8,6 @@
 // falls into and the number of threads: a row's bits depend on that row alone.
 #include <algorithm>
 
-#include <omp.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -18,6 +17,7 @@
 #endif
 
 #include "common.h"
+#include "pool.h"
 
 using namespace quire;
 
@@ -26,6 +26,7 @@ namespace {
 constexpr int PANEL = 2 * VF;                // outputs side by side: two registers
 constexpr int K_BLOCK = 512;                 // inputs: a panel's block is 16 KB in bfloat16, half of it a usual L1
 constexpr int GROUP_BYTES = 192 * 1024;      // of weights that stay in L2 while the rows pass
+constexpr int PARTS_PER_THREAD = 4;          // so that a thread that gets no core holds up a quarter of its share
 constexpr long THREADS_FROM = 1 << 17;       // multiplications: fewer take one thread less time than waiting for others
 constexpr int AHEAD = 2048;                  // bytes: the hardware looks no further than the end of a 4 KB page
 
@@ -220,17 +221,14 @@ void run_part(const Call& call, int row, int row_end, int panel, int panel_end) 
 template <class W>
 void run(const Call& call, int rows) {
     const int panels = (call.outputs + PANEL - 1) / PANEL;
-    const int threads = omp_get_max_threads();
+    const int threads = long(rows) * call.outputs * call.inputs > THREADS_FROM ? max_threads() : 1;
     const int row_parts = std::clamp(std::min((rows + 31) / 32, 8 * threads / panels), 1, threads);
-    const int panel_parts = std::min(panels, std::max(1, threads / row_parts));
-    const int parts = row_parts * panel_parts;
-    const bool worth_it = long(rows) * call.outputs * call.inputs > THREADS_FROM;
-#pragma omp parallel for schedule(static) if (parts > 1 && worth_it)
-    for (int part = 0; part < parts; part++) {
+    const int panel_parts = threads == 1 ? 1 : std::min(panels, std::max(1, PARTS_PER_THREAD * threads / row_parts));
+    parallel_for(row_parts * panel_parts, threads, [&](int64_t part) {
         const long i = part / panel_parts, j = part % panel_parts;
         run_part<W>(call, int(i * rows / row_parts), int((i + 1) * rows / row_parts), int(j * panels / panel_parts),
                     int((j + 1) * panels / panel_parts));
-    }
+    });
 }
 
 }  // namespace
@@ -247,16 +245,15 @@ void pack(const T* weight, char* packed, int outputs, int inputs, int kind) {
     const int panels = (outputs + PANEL - 1) / PANEL;
     const int pair = kind == BFLOAT16 ? 2 : 1;
     const int padded = (inputs + pair - 1) / pair * pair;
-#pragma omp parallel for schedule(static)
-    for (int panel = 0; panel < panels; panel++) {
+    parallel_for(panels, max_threads(), [&](int64_t panel) {
         T* to = (T*)(packed + panel * panel_bytes(kind, inputs));
         for (int i = 0; i < PANEL; i++) {
-            const int output = panel * PANEL + i;
+            const int output = int(panel) * PANEL + i;
             const T* from = weight + long(output) * inputs;
             for (int k = 0; k < padded; k++)
                 to[(k / pair * PANEL + i) * pair + k % pair] = output < outputs && k < inputs ? from[k] : T(0);
         }
-    }
+    });
 }
 
 QUIRE_API void quire_pack(const void* weight, void* packed, int outputs, int inputs, int kind) {

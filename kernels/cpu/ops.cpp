@@ -1,7 +1,7 @@
 // The element-wise steps between a decoder's matrix products: norms and gates. A row's bits depend on that row alone.
-#include <omp.h>
 
 #include "common.h"
+#include "pool.h"
 
 using namespace quire;
 
@@ -92,10 +92,16 @@ QUIRE_INLINE vfloat swiglu_oai(vfloat gate, vfloat up) {
     return (up + 1.f) * (gate / (exp_of(gate * -1.702f) + 1.f));
 }
 
+template <class Body>
+void for_rows(int rows, int width, long threads_from, Body&& body) {
+    parallel_runs(rows, long(rows) * width > threads_from ? max_threads() : 1, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) body(row);
+    });
+}
+
 template <class T>
 void gate_oai(const T* from, long stride, T* out, int rows, int width) {
-#pragma omp parallel for schedule(static) if (long(rows) * width > GATE_THREADS_FROM)
-    for (int row = 0; row < rows; row++)
+    for_rows(rows, width, GATE_THREADS_FROM, [&](int64_t row) {
         for (int i = 0; i < width; i += VF) {
             float gates[VF] = {}, ups[VF] = {};
             for (int lane = 0; lane < VF && i + lane < width; lane++) {
@@ -105,17 +111,17 @@ void gate_oai(const T* from, long stride, T* out, int rows, int width) {
             const vfloat gated = swiglu_oai(load<vfloat>(gates), load<vfloat>(ups));
             store_some(out + long(row) * width + i, gated, width - i);
         }
+    });
 }
 
 template <int A, class T>
 void gate(const T* from, long stride, T* out, int rows, int width) {
-#pragma omp parallel for schedule(static) if (long(rows) * width > GATE_THREADS_FROM)
-    for (int row = 0; row < rows; row++) {
+    for_rows(rows, width, GATE_THREADS_FROM, [&](int64_t row) {
         const T *gates = from + row * stride, *ups = gates + width;
         T* to = out + long(row) * width;
         for (int i = 0; i < width; i += VF)
             store_some(to + i, activate<A>(load_some(gates + i, width - i)) * load_some(ups + i, width - i), width - i);
-    }
+    });
 }
 
 template <class T>
@@ -171,8 +177,7 @@ struct Norm {
 template <class T, class W>
 void norm(const Norm& call) {
     const int width = call.width;
-#pragma omp parallel for schedule(static) if (long(call.rows) * width > NORM_THREADS_FROM)
-    for (int row = 0; row < call.rows; row++) {
+    for_rows(call.rows, width, NORM_THREADS_FROM, [&](int64_t row) {
         const T* from = (const T*)call.x + row / call.inner * call.outer_stride + row % call.inner * call.inner_stride;
         T* to = (T*)call.out + long(row) * width;
         if (call.residual) {
@@ -182,23 +187,12 @@ void norm(const Norm& call) {
             from = sum;
         }
         norm_row(from, (const W*)call.weight, to, width, call.eps);
-    }
+    });
 }
 
 }  // namespace
 
 QUIRE_API int quire_vector_floats() { return VF; }
-
-// How many threads a parallel region gets, for the test that torch's setting governs them.
-QUIRE_API int quire_threads() {
-    int threads = 0;
-#pragma omp parallel
-    {
-#pragma omp single
-        threads = omp_get_num_threads();
-    }
-    return threads;
-}
 
 // from: [rows][2 * width], rows stride apart: gates, then what is gated; by turns for SWIGLU_OAI. out: [rows][width].
 QUIRE_API void quire_gate(const void* from, long stride, void* out, int rows, int width, int is_bf16, int activation) {
