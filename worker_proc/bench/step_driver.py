@@ -77,6 +77,8 @@ class StepDriver:
             block_size=BLOCK_SIZE,
         )
         self.runner = ModelRunner(config, layout, num_blocks, model, TritonBackend(max_rows), device)
+        for cache in self.runner._kv_caches:
+            cache.normal_()  # No step has computed it; and zeros would cost a device less power than any real keys.
 
     @property
     def has_graphs(self) -> bool:
@@ -124,6 +126,9 @@ class StepDriver:
         batch.change_rows(list(batch.row_of), [], None)
         self.runner.sampler.update_state(batch.builder.take(0))
         self._handles = []
+        if self.runner.steady is not None:
+            self.runner.steady.leave()
+            self.runner.steady.graphs.step.columns.refresh(batch)
 
     def _execute(
         self,

@@ -1,4 +1,4 @@
-"""Seconds per call: by CUDA events over replays of a graph, or by the host's clock. Always the median."""
+"""Seconds per call: by CUDA events over replays of a graph, or by the host's clock. The median, but for limits."""
 
 import statistics
 import time
@@ -50,27 +50,35 @@ class Clock:
         Args:
             graph: capture the calls, so that launching costs the host nothing; False for what cannot be captured.
         """
-        if self._figure_s == 0:
-            return self._host_seconds(calls, 1)
-        if self.device.type != "cuda":
-            return self._host_seconds(calls, _LEAST_ROUNDS)
-        return self._device_seconds(calls, graph)
+        return statistics.median(self._rounds(calls, graph))
 
-    def _host_seconds(self, calls: Sequence[Call], least: int) -> float:
+    def best_seconds(self, calls: Sequence[Call]) -> float:
+        """Of the fastest round: what a device can do, whoever else uses it."""
+        return min(self._rounds(calls, graph=True))
+
+    def _rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
+        """Seconds of one call, round by round."""
+        if self._figure_s == 0:
+            return self._host_rounds(calls, 1)
+        if self.device.type != "cuda":
+            return self._host_rounds(calls, _LEAST_ROUNDS)
+        return self._device_rounds(calls, graph)
+
+    def _host_rounds(self, calls: Sequence[Call], least: int) -> list[float]:
         begun = time.perf_counter()
         calls[0]()
         first = time.perf_counter() - begun
         if first > _PATIENCE * self._figure_s > 0:
-            return first
+            return [first]
         taken: list[float] = []
         end = time.perf_counter() + self._figure_s
         while len(taken) < least or time.perf_counter() < end:
             begun = time.perf_counter()
             calls[len(taken) % len(calls)]()
             taken.append(time.perf_counter() - begun)
-        return statistics.median(taken)
+        return taken
 
-    def _device_seconds(self, calls: Sequence[Call], graph: bool) -> float:
+    def _device_rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
         for _ in range(_WARM_UPS):
             calls[0]()
         once = _elapsed(calls[0])
@@ -91,7 +99,7 @@ class Clock:
         end = time.perf_counter() + self._figure_s
         while len(taken) < _LEAST_ROUNDS or time.perf_counter() < end:
             taken.append(_elapsed(run) / count)
-        return statistics.median(taken)
+        return taken
 
 
 def _elapsed(run: Call) -> float:
