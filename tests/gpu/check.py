@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "build" / "gpu-check"
 GRID = "tests/kernels/grid"
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "granite"),
@@ -39,6 +38,14 @@ LONG_FILE = 6000
 REPORT_S = 10.0
 NO_TESTS = 5
 """pytest's exit status where nothing was to be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where processes run: the folder for all that they leave behind, and their environment."""
+
+    build: Path
+    environment: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -67,18 +74,18 @@ def main() -> None:
     begun = time.monotonic()
     end = begun + args.time_limit - REPORT_S
     parts = [part for part in PARTS if not args.parts or part in args.parts.split(",")]
-    environment, site_notes = prepare(args.wheels, args.dry_run)
-    facts = look(environment)
+    place, notes = prepare(args.build, args.wheels, args.dry_run)
+    facts = look(place)
     jobs: list[Job] = []
     if facts.ok:
         checks = check_jobs(parts, args.dry_run)
-        run_all(checks, args.processes, begun + CHECKS_SHARE * args.time_limit, environment)
+        run_all(checks, args.processes, begun + CHECKS_SHARE * args.time_limit, place)
         jobs = checks
         if "kernels" in parts:
-            bench = bench_job(end - time.monotonic(), args.dry_run, args.quick)
-            run_one(bench, end + REPORT_S, environment)
+            bench = bench_job(place, end - time.monotonic(), args.dry_run, args.quick)
+            run_one(bench, end + REPORT_S, place)
             jobs.append(bench)
-    report([facts, *jobs], site_notes, args, time.monotonic() - begun)
+    report([facts, *jobs], notes, args, time.monotonic() - begun)
     sys.exit(0 if all(job.ok for job in [facts, *jobs]) else 1)
 
 
@@ -86,6 +93,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check kernels, engine and speed on this machine's GPU.")
     parser.add_argument("--parts", metavar="A,B", help=f"only these of {', '.join(PARTS)} (all)")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", metavar="FOLDER", help="wheels (./wheels)")
+    build = ROOT / "build" / "gpu-check"
+    parser.add_argument("--build", type=Path, default=build, metavar="FOLDER", help="what it makes (build/gpu-check)")
     parser.add_argument("--time-limit", type=float, default=520.0, metavar="S", help="for everything (520)")
     parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N")
     parser.add_argument("--quick", action="store_true", help="fewer shapes in the benchmark")
@@ -98,10 +107,11 @@ def _arguments() -> argparse.Namespace:
 # ---- what is needed
 
 
-def prepare(wheels: Path, dry_run: bool) -> tuple[dict[str, str], list[str]]:
-    """The environment in which this interpreter finds quire, and what it lacks; notes on what could not be had."""
-    site, path = BUILD / "site", BUILD / "path"
-    for folder in (site, path, BUILD / "logs"):
+def prepare(build: Path, wheels: Path, dry_run: bool) -> tuple[Place, list[str]]:
+    """Where this interpreter finds quire, and what it lacks; notes on what could not be had."""
+    build = build.resolve()
+    site, path = build / "site", build / "path"
+    for folder in (site, path, build / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
     # Not the repository's root: its folders are called as other people's packages are.
     link = path / "quire"
@@ -112,12 +122,12 @@ def prepare(wheels: Path, dry_run: bool) -> tuple[dict[str, str], list[str]]:
     environment |= {
         "PYTHONPATH": os.pathsep.join(map(str, (site, path, ROOT / "tests" / "support", ROOT / "tests" / "gpu"))),
         "PYTHONUNBUFFERED": "1",
-        "TRITON_CACHE_DIR": str(BUILD / "triton"),
+        "TRITON_CACHE_DIR": str(build / "triton"),
         "OMP_NUM_THREADS": "1" if dry_run else "2",
     }
     if dry_run:
         environment["TRITON_INTERPRET"] = "1"
-    return environment, notes
+    return Place(build, environment), notes
 
 
 def install(wheels: Path, site: Path) -> list[str]:
@@ -139,7 +149,7 @@ def _is_installed(name: str, site: Path) -> bool:
     return True
 
 
-def look(environment: dict[str, str]) -> Job:
+def look(place: Place) -> Job:
     """What the figures depend on; not ok where nothing can be run at all."""
     code = (
         "import json, platform, importlib.metadata as m, torch, triton, quire.worker_proc.setup\n"
@@ -154,11 +164,11 @@ def look(environment: dict[str, str]) -> Job:
         job.ok = status == 0
         if job.ok:
             job.found = json.loads(output.strip().splitlines()[-1])
+            if job.found["device"] == "cpu" and "TRITON_INTERPRET" not in place.environment:
+                job.ok, job.notes = False, ["torch finds no CUDA device"]
 
     job = Job("machine", "imports", [sys.executable, "-P", "-c", code], read)
-    run_one(job, time.monotonic() + 120, environment)
-    if job.ok and job.found["device"] == "cpu" and "TRITON_INTERPRET" not in environment:
-        job.ok, job.notes = False, ["torch finds no CUDA device"]
+    run_one(job, time.monotonic() + 120, place)
     return job
 
 
@@ -202,8 +212,8 @@ def _grid_jobs(dry_run: bool) -> list[Job]:
     return jobs
 
 
-def bench_job(seconds: float, dry_run: bool, quick: bool) -> Job:
-    target = BUILD / "kernels.json"
+def bench_job(place: Place, seconds: float, dry_run: bool, quick: bool) -> Job:
+    target = place.build / "kernels.json"
     target.unlink(missing_ok=True)
     command = [sys.executable, "-P", "-m", "quire.launch.cli", "bench", "kernels", "--json", str(target)]
     command += ["--dry-run"] if dry_run else ["--device", "cuda", "--time-limit", f"{max(seconds - 60, 30):.0f}"]
@@ -257,21 +267,29 @@ def _equality_job(family: str, dtype: str, dry_run: bool) -> Job:
 # ---- running them
 
 
-def run_all(jobs: Sequence[Job], processes: int, end: float, environment: dict[str, str]) -> None:
+def run_all(jobs: Sequence[Job], processes: int, end: float, place: Place) -> None:
     with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(lambda job: run_one(job, min(end, time.monotonic() + JOB_S), environment), jobs))
+        list(pool.map(lambda job: run_one(job, min(end, time.monotonic() + JOB_S), place), jobs))
 
 
-def run_one(job: Job, end: float, environment: dict[str, str]) -> None:
+def run_one(job: Job, end: float, place: Place) -> None:
     """Run it until ``end``; its whole output goes to a log file."""
     begun = time.monotonic()
     if end - begun < 1:
         job.notes = ["not begun: no time was left"]
         return
-    log = BUILD / "logs" / (re.sub(r"\W+", "-", f"{job.part} {job.name}") + ".log")
+    log = place.build / "logs" / (re.sub(r"\W+", "-", f"{job.part} {job.name}") + ".log")
     with log.open("w+", encoding="utf-8", errors="replace") as file:
-        words = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-        status = _finish(subprocess.Popen(job.command, cwd=ROOT, env=environment, start_new_session=True, **words), end)
+        process = subprocess.Popen(
+            job.command,
+            cwd=ROOT,
+            env=place.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status = _finish(process, end)
         file.seek(0)
         output = file.read()
     job.seconds = time.monotonic() - begun

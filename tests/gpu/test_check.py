@@ -26,7 +26,7 @@ def check() -> Any:
 
 def test_dry_run_of_everything(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-P", str(CHECK), "--dry-run", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-P", str(CHECK), "--dry-run", "--out", str(tmp_path / "out"), "--build", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -39,13 +39,13 @@ def test_dry_run_of_everything(tmp_path: Path) -> None:
     assert jobs["machine"]["found"]["torch"] and jobs["kernels"]["found"]["benchmark"] == "kernels"
 
 
-def test_what_outlives_its_time_is_killed_and_said(check: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(check, "BUILD", tmp_path)
+def test_what_outlives_its_time_is_killed_and_said(check: Any, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
+    place = check.Place(tmp_path, {})
     endless = check.Job("equality", "endless", [sys.executable, "-c", "while True: pass"], _keep)
-    check.run_one(endless, time.monotonic() + 1.5, {})
+    check.run_one(endless, time.monotonic() + 1.5, place)
     late = check.Job("equality", "late", [sys.executable, "-c", ""], _keep)
-    check.run_one(late, time.monotonic() - 1, {})
+    check.run_one(late, time.monotonic() - 1, place)
     assert not endless.ok and endless.notes == ["status -9: it said nothing"]
     assert late.notes == ["not begun: no time was left"] and not late.ok
 
