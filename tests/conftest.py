@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 from checkpoints import make_checkpoint
+from side_runs import PROGRAMS, SideRuns
 
 # Threads of several test processes that share a few cores wait for each other at every barrier.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+SIDE_RUNS = pytest.StashKey[SideRuns]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.name in PROGRAMS)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    runs = session.config.stash[SIDE_RUNS] = SideRuns()
+    if not session.config.option.collectonly:
+        runs.start(item.name for item in session.items if item.name in PROGRAMS)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    runs = session.config.stash.get(SIDE_RUNS, None)
+    if runs is not None:
+        runs.close()
+
+
+@pytest.fixture
+def side_run(request: pytest.FixtureRequest) -> str:
+    """What the program that belongs to this test printed; it has ended well (``support/side_runs.py``)."""
+    return request.config.stash[SIDE_RUNS].output(request.node.name)
 
 
 @pytest.fixture(scope="session")

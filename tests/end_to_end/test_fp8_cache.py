@@ -16,7 +16,7 @@ whose logits have a deviation of about 4."""
 
 
 def _best(folder: Path, kv_cache_dtype: str, native: str, monkeypatch: pytest.MonkeyPatch) -> npt.NDArray[np.float32]:
-    """Log probabilities of the best token after each prompt, which is computed in chunks: the last one reads the cache."""
+    """Log probabilities of the best token after each prompt; its last chunk reads what the others left in the cache."""
     monkeypatch.setenv("QUIRE_CPU_NATIVE", native)
     engine = InProcessEngine(folder, kv_cache_dtype=kv_cache_dtype, long_prefill_token_threshold=7)
     for index, prompt in enumerate(PROMPTS):

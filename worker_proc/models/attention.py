@@ -57,6 +57,8 @@ class Attention(torch.nn.Module):
         attended = backend.attend(qkv, kv_cache, plan, self.spec, rotary)
         return self.build.parallel.all_reduce(self.o(attended.reshape(len(x), -1)))
 
+    __call__ = forward
+
     def _normalise_width(self, qkv: torch.Tensor) -> None:
         """OLMo 2: queries and keys are each normalised over all heads together, those of other ranks included."""
         assert self.q_norm is not None and self.k_norm is not None

@@ -236,6 +236,8 @@ class DecoderLayer(torch.nn.Module):
         x = join(build, residual, x, self.pre_mlp_norm)
         return self._leave(self.mlp(x), self.post_mlp_norm)
 
+    __call__ = forward
+
     def _leave(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         config = self.build.config
         if norm is not None:

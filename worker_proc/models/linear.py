@@ -39,6 +39,8 @@ class Linear(torch.nn.Module):
             return self._native(x)
         return _plain(x, self.weight, self.bias) if self._product is None else self._product(x)
 
+    __call__ = forward  # without looking for hooks, several times a layer
+
     def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
         """Once the weight is loaded: choose who multiplies, and lay the weight out for it.
 

@@ -32,6 +32,8 @@ class GatedMlp(torch.nn.Module):
         gated = build.ops.gate(self.gate_up(x), build.config.activation)
         return build.parallel.all_reduce(self.down(gated))
 
+    __call__ = forward
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         config = self.build.config
         width = config.intermediate_size
@@ -71,6 +73,8 @@ class SparseMlp(torch.nn.Module):
         ops, moe = self.build.ops, self.moe
         expert_ids, weights = ops.route(self.router(x), moe.num_experts_per_token, renormalise=moe.renormalise)
         return self.build.parallel.all_reduce(ops.experts(x, self.experts, expert_ids, weights))
+
+    __call__ = forward
 
     def prepack(self, *, deterministic: bool) -> bool:
         """As ``Linear.prepack``, for every expert: all of them or none."""

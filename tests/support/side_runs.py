@@ -1,0 +1,69 @@
+"""The longest tests are programs of their own. They start with the session and run beside the other tests, which keep
+one core busy; their tests come last and look at what they said.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+GRID = sorted(path for path in (TESTS / "kernels" / "grid").glob("*.py") if path.name != "conftest.py")
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+
+# A process in Triton's interpreter cannot compile, and one that compiles cannot interpret.
+PROGRAMS: dict[str, tuple[list[str | Path], dict[str, str]]] = {
+    "test_compiles_ahead": ([TESTS / "kernels" / "compile_ahead.py"], {}),
+    "test_grid_in_the_interpreter": ([*PYTEST, *GRID], {"TRITON_INTERPRET": "1"}),
+    "test_decode_step_in_the_interpreter": (
+        [*PYTEST, TESTS / "worker_proc" / "interpreted" / "decode_step.py"],
+        {"TRITON_INTERPRET": "1"},
+    ),
+}
+"""By the name of the test that looks at it."""
+
+TIMEOUT_S = 900
+
+
+class SideRuns:
+    """Owns the running programs, and a folder for what they print and compile."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-tests-")
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, names: Iterable[str]) -> None:
+        if importlib.util.find_spec("triton") is None:
+            return
+        for name in names:
+            if name in PROGRAMS and name not in self._running:
+                self._running[name] = self._spawn(name, *PROGRAMS[name])
+
+    def output(self, name: str) -> str:
+        """What it printed, once it has ended well."""
+        self.start([name])
+        status = self._running[name].wait(TIMEOUT_S)
+        printed = self._file(name).read_text(encoding="utf-8", errors="replace")
+        assert status == 0, printed
+        return printed
+
+    def close(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
+
+    def _file(self, name: str) -> Path:
+        return Path(self._folder.name) / f"{name}.txt"
+
+    def _spawn(self, name: str, arguments: list[str | Path], variables: dict[str, str]) -> "subprocess.Popen[bytes]":
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": f"{self._folder.name}/{name}", "OMP_NUM_THREADS": "1"} | variables
+        with self._file(name).open("wb") as out:
+            # -P: a top-level `kernels` or `protocol` of the current folder must not be importable.
+            return subprocess.Popen(
+                [sys.executable, "-P", *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT
+            )
