@@ -11,16 +11,13 @@ from typing import Any
 import psutil
 import pytest
 from checkpoints import greedy_tokens
+from engine_processes import engine_processes
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 
 QUIRE = [sys.executable, "-P", "-m", "quire.launch.cli"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-def _children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "quire." in " ".join(p.cmdline())]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +29,7 @@ def tiny(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> tuple[Path, Any
 def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
     with LLM(tiny[0], max_model_len=128, num_gpu_blocks_override=40, block_size=8, max_num_seqs=16) as llm:
         yield llm
-    assert not _children()
+    assert not engine_processes()
 
 
 def _generate(model: Any, prompt: list[int], n: int) -> list[int]:
@@ -110,22 +107,22 @@ class TestOffline:
 @pytest.fixture
 def others() -> set[int]:
     """Processes of engines that other tests keep."""
-    return {p.pid for p in _children()}
+    return {p.pid for p in engine_processes()}
 
 
 class TestDeath:
     def test_a_killed_worker_is_named_and_nothing_is_left(self, tiny: tuple[Path, Any], others: set[int]) -> None:
         with LLM(tiny[0], num_gpu_blocks_override=40) as llm:
-            worker = next(p for p in _children() if p.pid not in others and "quire.worker_proc" in p.cmdline())
+            worker = next(p for p in engine_processes() if p.pid not in others and "quire.worker_proc" in p.cmdline())
             worker.send_signal(signal.SIGKILL)
             with pytest.raises(EngineError, match="worker process was killed by SIGKILL"):
                 llm.generate([1, 2, 3], GREEDY)
-        assert {p.pid for p in _children()} == others
+        assert {p.pid for p in engine_processes()} == others
 
     def test_a_worker_that_cannot_load_says_why(self, tiny: tuple[Path, Any], others: set[int]) -> None:
         with pytest.raises(ConfigError, match=r"memory does not suffice.*--kv-cache-memory-bytes"):
             LLM(tiny[0], kv_cache_memory_bytes=2**49)
-        assert {p.pid for p in _children()} == others
+        assert {p.pid for p in engine_processes()} == others
 
     def test_children_die_with_a_killed_supervisor(self, tiny: tuple[Path, Any]) -> None:
         code = (

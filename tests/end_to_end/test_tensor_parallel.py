@@ -4,9 +4,9 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 from checkpoints import make_checkpoint
+from engine_processes import engine_processes
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import ConfigError, EngineError
@@ -22,11 +22,6 @@ def _tokens(folder: Path, **settings: object) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def _workers() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "quire.worker_proc" in child.cmdline()]
-
-
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     assert _tokens(tmp_path, tensor_parallel_size=2, long_prefill_token_threshold=7) == _tokens(tmp_path)
@@ -35,10 +30,10 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
 def test_a_rank_that_dies_ends_the_engine_with_its_name(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(EngineError, match="worker"), LLM(tmp_path, tensor_parallel_size=2) as llm:
-        victim = _workers()[-1]
+        victim = engine_processes("quire.worker_proc")[-1]
         os.kill(victim.pid, signal.SIGKILL)
         llm.generate(PROMPTS, SamplingParams(max_tokens=50, ignore_eos=True))
-    assert not _workers()
+    assert not engine_processes("quire.worker_proc")
 
 
 def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
