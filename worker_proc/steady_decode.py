@@ -1,12 +1,13 @@
 """When a step is a steady decode step, and what the host does about one: next to nothing."""
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.protocol.messages import SchedulerOutput
 from quire.worker_proc.block_table import MultiGroupBlockTable
 from quire.worker_proc.decode_graphs import DecodeGraphs
-from quire.worker_proc.input_batch import InputBatch, StepRefused
+from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.pending_result import HostCopies
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.transfer import Transfer
@@ -50,7 +51,9 @@ class SteadyDecode:
             if not self._steady:
                 return False
             self._send_rows()
-        self._require_blocks()
+            self._require_blocks(np.arange(self._batch.num_rows))
+        else:
+            self._require_new_blocks()
         return True
 
     def _all_decode(self, step: SchedulerOutput) -> bool:
@@ -71,11 +74,18 @@ class SteadyDecode:
             rows, ids = self._transfer(given, tokens)
             self._last_sampled[rows] = ids
 
-    def _require_blocks(self) -> None:
-        n = self._batch.num_rows
+    def _require_new_blocks(self) -> None:
+        """Only a row that begins a block can lack one."""
+        computed = self._batch.num_computed[: self._batch.num_rows]
+        for span in {table.span for table in self._tables.tables}:
+            beginning = np.flatnonzero(computed % span == 0)
+            if len(beginning):
+                self._require_blocks(beginning)
+
+    def _require_blocks(self, rows: npt.NDArray[np.int64]) -> None:
+        """Raises StepRefused: one of ``rows`` has no block, or the null block, where its next token goes."""
         for table in self._tables.tables:
-            if (table.num_blocks_per_row[:n] * table.span <= self._batch.num_computed[:n]).any():
-                raise StepRefused("a token has no block to be written to")
+            table.slots(rows, self._batch.num_computed[rows].astype(np.int64))
 
     def run(self) -> Sampled:
         """Launch the step; its tokens are in memory that the next step overwrites, once their copy is done."""
