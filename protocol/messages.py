@@ -377,7 +377,7 @@ class Digest(Message, frozen=True, tag=44):
 
 
 class OpaqueResult(Message, frozen=True, tag=43):
-    """A result without its tokens, for replay: who got one, who ended, who was bad, hashes of blocks that became full."""
+    """A result without its tokens, for replay: who got one, ended or was bad, and hashes of blocks that became full."""
 
     step: int
     handles: Int32

@@ -13,6 +13,12 @@ from quire.kernels.paged_attention import paged_attention
 from quire.kernels.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
+from quire.worker_proc.attention.varlen_prefill import attend_fresh, takes_fresh
+
+FRESH_FROM = 512
+"""Tokens per row, on average, from which whole new prompts are torch's: its flash attention uses what Triton does not
+reach on Hopper (a Triton kernel was measured 2.9 times slower than FlashAttention for prompts, arXiv 2511.11581). Of
+shorter rows each would be a launch. To be measured here: section prefill_attention of ``quire bench kernels``."""
 
 FIXED_SPLIT = 1024
 """Keys of a piece where results must not depend on the batch: long rows still have work for many programs."""
@@ -54,6 +60,8 @@ class TritonBackend:
 
     Args:
         max_rows: rows of the largest step of ``plan_decode``; 0: there will be none.
+        fresh_from: whole new prompts of at least so many tokens each, on average, are attended to by torch's operators
+            over their own keys (``varlen_prefill``); 0: never.
         deterministic: a query's result depends, to the bit, on its own query, keys and values alone
             (``paged_attention`` says how); then all plans are made on the host.
 
@@ -64,8 +72,9 @@ class TritonBackend:
     name = "triton"
     needs_host_lengths = True
 
-    def __init__(self, max_rows: int = 0, deterministic: bool = False) -> None:
+    def __init__(self, max_rows: int = 0, deterministic: bool = False, fresh_from: int = FRESH_FROM) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
+        self._fresh_from = 0 if deterministic else fresh_from
         self._fixed_split = FIXED_SPLIT if deterministic else 0
         self._pool: DecodeBufferPool | None = None
         if max_rows and not deterministic:
@@ -91,6 +100,9 @@ class TritonBackend:
         """Head norms, rotation and the cache write in one launch, then attention."""
         self._check_block_size(kv_cache, plan)
         owns_cache = qkv.shape[1] > spec.num_heads
+        key = value = None
+        if owns_cache and self._is_fresh(qkv, kv_cache, plan, spec):
+            key, value = qkv.new_empty(2, len(qkv), spec.num_kv_heads, spec.head_dim)
         query = fused_cache_write(
             qkv,
             spec.num_heads,
@@ -103,8 +115,19 @@ class TritonBackend:
             positions=None if rotary is None else rotary.positions,
             k_scale=self._scale(spec.k_scale, kv_cache),
             v_scale=self._scale(spec.v_scale, kv_cache),
+            key_out=key,
+            value_out=value,
         )
+        if key is not None and value is not None:
+            batch = plan.batch
+            return attend_fresh(query, key, value, batch.query_start_loc, batch.query_lens_cpu, spec.scale)
         return self._read(query, kv_cache, plan, spec)
+
+    def _is_fresh(self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec) -> bool:
+        batch = plan.batch
+        if isinstance(plan, DecodePlan) or not 0 < self._fresh_from * batch.num_rows <= len(qkv):
+            return False
+        return len(qkv) == int(batch.query_lens_cpu.sum()) and takes_fresh(batch, spec, qkv.dtype, kv_cache.dtype)
 
     def forward(
         self,

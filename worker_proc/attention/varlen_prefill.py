@@ -1,7 +1,7 @@
 """Attention of whole new prompts over their own keys and values, by torch's operators: no cache, no block tables.
 
 For prompts that were computed before by nobody, what the paged kernel would read from the cache lies in the step's own
-tensors, in order. Where that is faster than the paged kernel is for a measurement to say.
+tensors, in order.
 """
 
 import functools

@@ -68,9 +68,9 @@ def _runner(backend: AttentionBackend, ops: Ops) -> ModelRunner:
 class Both:
     """Two runners that are told the same, and must answer the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, fresh_from: int = 0) -> None:
         self.host = _runner(CpuBackend(native=False), TorchOps())
-        self.device = _runner(TritonBackend(CONFIG.max_num_seqs), TritonOps())
+        self.device = _runner(TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from), TritonOps())
         self.steps = 0
         self.steady_steps = 0
         assert self.device.steady is not None
@@ -168,6 +168,14 @@ def test_a_token_without_a_block_is_refused() -> None:
     for runner in (both.host, both.device):
         with pytest.raises(StepRefused, match="a token has no block to be written to"):
             runner.execute(SchedulerOutput(3))
+
+
+def test_whole_new_prompts_by_torch_leave_the_same_in_the_cache() -> None:
+    both = Both(fresh_from=2)
+    both.step(**adding((0, [5, 9, 2, 7, 7], [1, 2]), (1, [8, 8], [4, 5])))
+    both.step()
+    both.step(**adding((2, [3, 1, 4, 1], [7, 8])))  # beside decoding rows: through the cache
+    both.step()
 
 
 def test_sizes_grow_by_eight_and_hold_every_batch() -> None:
