@@ -116,8 +116,8 @@ class DecodeStep:
                     query_lens_cpu=_NOTHING,
                     seq_lens_cpu=_NOTHING,
                     block_size=table.block_size,
-                    window=group.window if group.kind == "sliding_window" else 0,
-                    chunk=group.window if group.kind == "chunked_local_attention" else 0,
+                    window=group.sliding_window,
+                    chunk=group.chunk,
                 )
             )
             for index, (table, group) in enumerate(zip(self._tables.tables, self._groups, strict=True))

@@ -13,12 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from quire.kernels.mxfp4 import GROUP_SIZE, dequantise_mxfp4_reference
 from quire.protocol.checkpoint import HEAD, INDEX, StoredTensor, stored_tensors
 from quire.protocol.checksums import verify_checksums
 from quire.protocol.errors import ConfigError
 from quire.worker_proc.models.checkpoint_names import Piece, find_pieces
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.models.mxfp4 import BLOCK, dequantise
 from quire.worker_proc.models.weights import WeightSlot
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -114,10 +114,12 @@ class _OpenFiles:
 
     def _dequantised(self, piece: Piece, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
         """Whole blocks are read; what a rank does not hold of the first and the last is cut off."""
-        groups = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
+        groups = slice(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
         index: tuple[int | slice, ...] = (*piece.lead, rows, groups)
-        numbers = dequantise(self._get(piece.stored, index), self._get(scales, index), piece.slot.target.dtype)
-        first = groups.start * BLOCK
+        numbers = dequantise_mxfp4_reference(
+            self._get(piece.stored, index), self._get(scales, index), piece.slot.target.dtype
+        )
+        first = groups.start * GROUP_SIZE
         return numbers[:, columns.start - first : columns.stop - first]
 
     def _get(self, stored: StoredTensor, index: tuple[int | slice, ...]) -> torch.Tensor:

@@ -55,6 +55,7 @@ class WorkerLoop:
             runner, ready = make_runner(config, configure.kv_layout, self._say, group=group, progress=self._progress)
             self._channel.send(ready)
             self._steps(runner, group)
+            group.close()
         except Exception as error:
             self._channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
             raise

@@ -116,8 +116,8 @@ class ModelRunner:
             step = msgspec.structs.replace(step, removed=[])
         try:
             return self._run(step)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not _out_of_memory(error):
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
                 raise
             return self._drop_everything(error)
 
@@ -134,14 +134,14 @@ class ModelRunner:
         return self._pending(self.batch.handles[inputs.rows[inputs.sampling]], sampled)
 
     def _drop_everything(self, error: BaseException) -> PendingResult:
-        tokens = int(self.batch.active[: self.batch.num_rows].sum())
+        num_requests = int(self.batch.active[: self.batch.num_rows].sum())
         self._dropped = set(self.batch.row_of)
         self.batch.change_rows(list(self.batch.row_of), [], None)
         self.sampler.update_state(self.batch.builder.take(0))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         words = " ".join(str(error).split())[:300] or "the host's memory is at its end"
-        return NothingSampled(self._step, failure=f"out of memory in a step of {tokens} requests: {words}")
+        return NothingSampled(self._step, failure=f"out of memory in a step of {num_requests} requests: {words}")
 
     # ---- apply the diff
 
@@ -208,8 +208,8 @@ class ModelRunner:
                 query_lens_cpu=inputs.query_lens,
                 seq_lens_cpu=inputs.seq_lens,
                 block_size=table.block_size,
-                window=group.window if group.kind == "sliding_window" else 0,
-                chunk=group.window if group.kind == "chunked_local_attention" else 0,
+                window=group.sliding_window,
+                chunk=group.chunk,
             )
             for table, group, own in zip(self.tables.tables, self._groups, group_slots, strict=True)
         ]
@@ -260,5 +260,5 @@ class ModelRunner:
             assert (held >= self.batch.num_computed[: self.batch.num_rows]).all(), "computed beyond the blocks held"
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in str(error)
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in str(error)

@@ -98,6 +98,24 @@ def test_a_wrong_result_costs_steps_and_no_token(
     assert not left[0] and "what runs is computed again" in caplog.text
 
 
+def test_a_step_too_large_for_the_worker_makes_steps_smaller(
+    loop: LoopUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = [2]
+
+    def spoil(result: ModelRunnerOutput) -> ModelRunnerOutput:
+        if result.step < 4 or not left[0]:
+            return result
+        left[0] -= 1
+        return ModelRunnerOutput(result.step, failure="out of memory in a step of 1 requests")
+
+    loop.spoil = spoil
+    with caplog.at_level(logging.ERROR):
+        assert answer(loop, loop.client, 12) == (expected_tokens(PROMPT, 12), [EndReason.LENGTH])
+    assert "out of memory in a step of 1 requests; what runs is computed again" in caplog.text
+    assert "steps have at most" in caplog.text
+
+
 def test_a_worker_that_is_never_right_ends_the_engine(loop: LoopUnderTest) -> None:
     loop.spoil = lambda result: change(result, tokens=np.array([-1], np.int32), handles=np.array([0], np.int32))
     loop.client.send(make_request("a", PROMPT, max_tokens=9))

@@ -7,7 +7,7 @@ Both read lengths and block tables on the device, so that decode steps can be ca
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +74,19 @@ class FlashAttnLibrary(Protocol):
         ...
 
 
+_EITHER = Supports(
+    dtypes=HALVES,
+    fp8_cache=False,
+    mixed_cache=False,
+    head_dim_multiple=8,
+    most_head_dim=256,
+    chunks=False,
+    sinks=False,
+    alibi=False,
+    deterministic=False,
+)
+
+
 class FlashAttn3:
     """``flash_attn_with_kvcache`` of ``flash_attn_interface``, which takes ragged queries too.
 
@@ -87,18 +100,7 @@ class FlashAttn3:
 
     name = "flash-attn 3"
     wants_kv_starts = False
-    supports = Supports(
-        dtypes=HALVES,
-        fp8_cache=False,
-        mixed_cache=False,
-        head_dim_multiple=8,
-        most_head_dim=256,
-        chunks=False,
-        sinks=False,
-        alibi=False,
-        deterministic=False,
-        capabilities=(9, 9),
-    )
+    supports = replace(_EITHER, capabilities=(9, 9))
 
     def __init__(self) -> None:
         self._attend = _function("flash_attn_interface", "flash_attn_with_kvcache")
@@ -136,19 +138,7 @@ class FlashAttn2:
 
     name = "flash-attn 2"
     wants_kv_starts = True
-    supports = Supports(
-        dtypes=HALVES,
-        fp8_cache=False,
-        mixed_cache=False,
-        head_dim_multiple=8,
-        most_head_dim=256,
-        block_multiple=256,
-        chunks=False,
-        sinks=False,
-        alibi=False,
-        deterministic=False,
-        capabilities=(8, 12),
-    )
+    supports = replace(_EITHER, block_multiple=256, capabilities=(8, 12))
 
     def __init__(self) -> None:
         self._attend = _function("flash_attn", "flash_attn_varlen_func")

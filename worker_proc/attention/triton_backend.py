@@ -17,7 +17,7 @@ from quire.worker_proc.attention.varlen_prefill import attend_fresh, takes_fresh
 
 FRESH_FROM = 512
 """Tokens per row, on average, from which whole new prompts are torch's: its flash attention uses what Triton does not
-reach on Hopper (a Triton kernel was measured 2.9 times slower than FlashAttention for prompts, arXiv 2511.11581). Of
+reach on Hopper (vLLM's blog of 2026-07-06 has its Triton kernel 2.9 times slower on an H20, for prompts of 8k). Of
 shorter rows each would be a launch. To be measured here: section prefill_attention of ``quire bench kernels``."""
 
 FIXED_SPLIT = 1024

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.kernels.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.protocol.checkpoint import StoredTensor
 from quire.protocol.errors import ConfigError
 from quire.protocol.model_config import ModelConfig
-from quire.worker_proc.models.mxfp4 import BLOCK
 from quire.worker_proc.models.weights import WeightSlot
 
 _RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.router.", ".mlp.gate."))
@@ -152,8 +152,8 @@ def _all_experts(
     matrix = (rows * len(parts), *shape[1:])
     transposed = of_gpt_oss and kind == ""
     if scales is not None:
-        groups = (moe.num_experts, matrix[0], -(-matrix[1] // BLOCK))
-        _check_shape(tensor, (*groups, BLOCK // 2))
+        groups = (moe.num_experts, matrix[0], -(-matrix[1] // GROUP_SIZE))
+        _check_shape(tensor, (*groups, GROUP_BYTES))
         _check_shape(scales, groups)
     else:
         _check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)))

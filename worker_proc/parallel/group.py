@@ -19,6 +19,10 @@ class TensorParallel(Protocol):
         """``[rows, width]`` of every rank, side by side in rank order: ``[rows, size * width]``."""
         ...
 
+    def close(self) -> None:
+        """The last call, when every rank is about to end."""
+        ...
+
 
 class Alone:
     """One rank that holds everything."""
@@ -31,3 +35,6 @@ class Alone:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def close(self) -> None:
+        pass
