@@ -10,6 +10,32 @@ FIRST_EPOCH = 1
 """The worker group's first life; a restart counts on."""
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who proposes drafts, and how they are accepted. ``EngineConfig.num_speculative_tokens`` says how many at most.
+
+    Attributes:
+        method: ngram (what followed the same last tokens earlier in the request), suffix (the same over earlier
+            answers too, by a suffix tree) or draft_model.
+        model, model_path: of the draft model; its vocabulary is the model's.
+        prompt_lookup_min, prompt_lookup_max: how many last tokens must have stood there before, for ngram.
+        suffix_max_depth: longest context of the suffix tree, in tokens.
+        suffix_max_cached_requests: answers that the suffix tree remembers; 0 for none but the request's own text.
+        acceptance: shared_noise (a draft is accepted while it is the token that would have been sampled: the text is
+            the same with any number of drafts) or rejection (Leviathan et al., 2023; for draft_model).
+        adaptive: use fewer drafts, down to none, where more do not pay by measured step times and acceptance.
+    """
+
+    method: str
+    model: ModelConfig | None = None
+    model_path: str = ""
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+    suffix_max_depth: int = 24
+    suffix_max_cached_requests: int = 1000
+    acceptance: str = "shared_noise"
+    adaptive: bool = True
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What scheduler and worker run by. ``quire.launch.options`` makes it from flags and the checkpoint.
 
@@ -35,6 +61,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         watermark: share of the pool that admission leaves free.
         prefix_caching_hash_algo: sha256 or xxh3_128.
         num_speculative_tokens: most drafts of one request in one step; 0 without a proposer.
+        speculative: who proposes them; None exactly when there are none.
+        logits_processors: ``module:Class`` of each logits processor that was asked for by name; installed plugins
+            (entry points) come on top.
+        logprobs_mode: raw_logprobs (of the model's own distribution) or processed_logprobs (of what is sampled from).
+        thinking_start_token_ids, thinking_end_token_ids: the markers around thinking; empty where there are none.
+        structured_outputs_backend: llguidance or xgrammar.
         drop_last_cached_block: recompute the last block of each cache hit, for proposers that need hidden states.
         kv_events_endpoint, kv_events_replay_endpoint: where cache events are published, and missed ones asked for;
             empty for not at all.
@@ -68,6 +100,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.0
     prefix_caching_hash_algo: str = "sha256"
     num_speculative_tokens: int = 0
+    speculative: SpeculativeConfig | None = None
+    logits_processors: list[str] = []
+    logprobs_mode: str = "raw_logprobs"
+    thinking_start_token_ids: list[int] = []
+    thinking_end_token_ids: list[int] = []
+    structured_outputs_backend: str = "llguidance"
     drop_last_cached_block: bool = False
     kv_events_endpoint: str = ""
     kv_events_replay_endpoint: str = ""

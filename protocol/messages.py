@@ -28,11 +28,12 @@ class EndReason(enum.IntEnum):
     LENGTH = 2
     ABORTED = 3
     ERROR = 4
+    REPETITION = 5
 
     @property
     def finish_reason(self) -> str:
         """OpenAI's word for it (and vLLM's, where OpenAI has none)."""
-        return {1: "stop", 2: "length", 3: "abort", 4: "error"}[self.value]
+        return {1: "stop", 2: "length", 3: "abort", 4: "error", 5: "repetition"}[self.value]
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
@@ -138,6 +139,22 @@ class Release(Message, frozen=True, tag=16):
     request_id: str
 
 
+class Refuse(Message, frozen=True, tag=17):
+    """Inside the scheduler process: a held request can never run; its ending is a Rejected with the same words."""
+
+    request_id: str
+    code: str
+    param: str
+    message: str
+
+
+class Fail(Message, frozen=True, tag=18):
+    """Inside the scheduler process: a request cannot go on; it ends with ERROR and this detail."""
+
+    request_id: str
+    detail: str
+
+
 # ---- scheduler to front end
 
 
@@ -177,6 +194,22 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
     width: int
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log probabilities of prompt tokens, and how they lie in the three frames beside it.
+
+    Entry ``i`` is of request ``handles[i]``: its prompt tokens ``starts[i]`` to ``starts[i] + counts[i]`` (the first
+    token has none, so a start is 1 at least). The frames hold the entries one after the other, ``width`` values per
+    token: column 0 is the prompt's own token, the others are the best ones in falling order.
+
+    After a preemption a part may come a second time.
+    """
+
+    handles: list[int]
+    starts: list[int]
+    counts: list[int]
+    width: int
+
+
 class StepOutputs(Message, frozen=True, tag=21):
     """What one step brought this front end. ``counts`` is absent when every request got one token."""
 
@@ -189,6 +222,10 @@ class StepOutputs(Message, frozen=True, tag=21):
     logprob_token_ids: Int32 | None = None
     logprob_values: Float32 | None = None
     logprob_ranks: Int32 | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprob_token_ids: Int32 | None = None
+    prompt_logprob_values: Float32 | None = None
+    prompt_logprob_ranks: Int32 | None = None
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -280,8 +317,11 @@ class SchedulerOutput(Message, frozen=True, tag=31):
         appended_handles, appended_block_ids: blocks newly given to held requests, one entry each, in the order in
             which they join the request's table; ``appended_groups`` is absent while all are of group 0.
         counts: (handle, tokens) of each request that computes other than one token in this step.
-        drafts: (handle, drafts) of each request that computes drafts: the last so many of its tokens. Which they are,
-            the worker knows, for its proposer made them.
+        drafts: (handle, drafts) of each request that may compute drafts: the last so many of its tokens at most. Which
+            they are, and whether there are so many, the worker knows: its proposer makes them as the step begins.
+        awaits_sample_inputs: a request that samples in this step has a grammar: the worker launches the forward pass,
+            and samples when SampleInputs of the same step are there. They always come before the next step does;
+            where they do not come, the step is void.
     """
 
     step: int
@@ -295,7 +335,7 @@ class SchedulerOutput(Message, frozen=True, tag=31):
     appended_block_ids: Int32 | None = None
     appended_groups: Int32 | None = None
     counts: list[tuple[int, int]] = []
-    # Reserved: block copies, blocks to zero, and a step whose sampling waits for SampleInputs.
+    # Reserved: drafts made by the scheduler, block copies, blocks to zero.
     draft_token_ids: Int32 | None = None
     block_copies: list[tuple[int, int]] = []
     blocks_to_zero: list[int] = []
@@ -305,6 +345,23 @@ class SchedulerOutput(Message, frozen=True, tag=31):
 
 class Shutdown(Message, frozen=True, tag=32):
     pass
+
+
+class SampleInputs(Message, frozen=True, tag=33):
+    """What the sampling of a step waits for: the tokens that grammars allow.
+
+    Attributes:
+        step: the SchedulerOutput that awaits it.
+        handles: requests whose tokens are constrained; others are not.
+        counts: positions of each of them that have a mask: one more than its drafts in this step.
+        bitmask: int32 ``[sum(counts), ceil(vocab_size / 32)]``, row-major: bit ``t % 32`` of word ``t // 32`` is set
+            where token ``t`` is allowed.
+    """
+
+    step: int
+    handles: list[int]
+    counts: list[int]
+    bitmask: Int32 | None = None
 
 
 # ---- worker to scheduler
@@ -347,7 +404,10 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
             step removed or brought a request.
         bad: handles whose logits were not finite.
         counts: tokens of each such row (accepted drafts and one more); absent when all are 1.
-        drafts: how many drafts the worker holds for each such row's next step; absent without a proposer.
+        seconds: what the step took the worker, from its beginning to the end of sampling.
+        drafts: how many drafts of each such row were verified in this step; absent when all are 0.
+        failed: (handle, why) of requests of this step that cannot go on for a reason of their own: no token is
+            allowed, or a logits processor failed on them. Their tokens are without meaning.
         failure: why nothing of the step was computed (the device's memory did not suffice); the worker has dropped its
             rows, and answers steps with nothing until one has removed them all.
     """
@@ -364,6 +424,24 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
     seconds: float = 0.0
     drafts: Int32 | None = None
     failure: str = ""
+    failed: list[tuple[int, str]] = []
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprob_token_ids: Int32 | None = None
+    prompt_logprob_values: Float32 | None = None
+    prompt_logprob_ranks: Int32 | None = None
+
+
+class Proposed(Message, frozen=True, tag=45):
+    """The drafts of a step that awaits SampleInputs, so that there can be a mask for each position.
+
+    ``tokens`` has ``counts[i]`` entries for ``handles[i]``; who has no drafts is not named. From rank 0, and only for
+    a step that awaits SampleInputs and has drafts.
+    """
+
+    step: int
+    handles: Int32
+    counts: Int32
+    tokens: Int32
 
 
 class Digest(Message, frozen=True, tag=44):
@@ -386,12 +464,24 @@ class OpaqueResult(Message, frozen=True, tag=43):
     counts: Int32 | None = None
     drafts: Int32 | None = None
     bad: list[int] = []
+    seconds: float = 0.0
+    failed: list[tuple[int, str]] = []
 
 
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
 SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Rejected | StepOutputs | Statistics | EngineState
-SchedulerToWorker: TypeAlias = Welcome | Refused | Configure | SchedulerOutput | Shutdown
-WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Digest
+SchedulerToWorker: TypeAlias = Welcome | Refused | Configure | SchedulerOutput | SampleInputs | Shutdown
+WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest
 Consumed: TypeAlias = (
-    AddRequest | OpaqueRequest | Abort | Stop | Control | Hold | Release | ModelRunnerOutput | OpaqueResult
+    AddRequest
+    | OpaqueRequest
+    | Abort
+    | Stop
+    | Control
+    | Hold
+    | Release
+    | Refuse
+    | Fail
+    | ModelRunnerOutput
+    | OpaqueResult
 )

@@ -5,11 +5,12 @@ its name and range, and a scheduler never sees one.
 """
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -17,6 +18,13 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TOKENS_LIMIT = 2**31 - 1
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 256
+MAX_EXTRA_ARGS_BYTES = 65_536
+
+ExtraArg: TypeAlias = bool | int | float | str | list[bool | int | float | str] | None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -32,8 +40,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: ids that end the answer, besides the model's own end of text.
         ignore_eos: do not end at the model's end of text.
         max_tokens: most tokens to generate; None means up to the context's end.
+        min_tokens: no stop, of whatever kind, before this many tokens.
+        presence_penalty, frequency_penalty: taken off the logits of tokens of the answer so far: once, and once per
+            occurrence; from -2 to 2.
+        repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied
+            (Keskar et al., 2019); above 0 and at most 10.
+        logit_bias: token id → what is added to its logit, from -100 to 100.
+        allowed_token_ids: only these are ever sampled.
+        bad_words: texts that the answer never contains, as far as the tokenizer spells them so; the front end turns
+            them into ``bad_words_token_ids``: the last token of each is banned where the others precede it.
         logprobs: log probabilities of the sampled token and of this many best ones (0 to 20); None for none.
-            They are of the model's raw distribution, before temperature and cuts.
+            Of the model's raw distribution, or of what is sampled from, as the engine is configured.
+        prompt_logprobs: the same for the prompt's tokens, but the first; such a request reads no cached prefix.
+        thinking_token_budget: most tokens between the engine's thinking markers; then the end marker is forced.
+        structured_outputs: what the answer must look like.
+        repetition_detection: when to end an answer that repeats itself.
+        extra_args: for logits processors of one's own.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -53,6 +75,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    bad_words_token_ids: list[list[int]] = []
+    prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    repetition_detection: RepetitionDetection | None = None
+    extra_args: dict[str, ExtraArg] = {}
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -62,14 +97,81 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false", name, "invalid_type")
+        self._check_lengths()
+        self._check_penalties()
+        self._check_tokens()
         self._check_stops()
+        self._check_structs()
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+        check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens must be from 0 to {self.max_tokens} (max_tokens)", "min_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            check_int("thinking_token_budget", self.thinking_token_budget, 0, MAX_TOKENS_LIMIT)
+
+    def _check_penalties(self) -> None:
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+
+    def _check_tokens(self) -> None:
+        """What names single tokens; whether they are the model's, ``check_params`` knows."""
+        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias must be an object of at most {MAX_LOGIT_BIAS} token ids and numbers", "logit_bias"
+            )
+        for token, bias in self.logit_bias.items():
+            check_int("logit_bias's token ids", token, 0, MAX_TOKENS_LIMIT, param="logit_bias")
+            check_float("logit_bias's values", bias, -100.0, 100.0, param="logit_bias")
+        if self.allowed_token_ids is not None:
+            check_ids("allowed_token_ids", self.allowed_token_ids, 1, MAX_ALLOWED_TOKEN_IDS)
+            if len(set(self.allowed_token_ids)) != len(self.allowed_token_ids):
+                raise InvalidRequest("allowed_token_ids must not name a token twice", "allowed_token_ids")
+        if not isinstance(self.bad_words, list) or len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
+                raise InvalidRequest(
+                    f"each of bad_words must be a string of 1 to {MAX_BAD_WORD_LENGTH} characters", "bad_words"
+                )
+        if not isinstance(self.bad_words_token_ids, list) or len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
+            raise InvalidRequest("bad_words_token_ids must be a list of lists of token ids", "bad_words_token_ids")
+        for ids in self.bad_words_token_ids:
+            check_ids("bad_words_token_ids", ids, 1, MAX_BAD_WORD_LENGTH)
+
+    def _check_structs(self) -> None:
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise InvalidRequest("structured_outputs must be a StructuredOutputs", "structured_outputs")
+        if not isinstance(self.repetition_detection, RepetitionDetection | None):
+            raise InvalidRequest("repetition_detection must be a RepetitionDetection", "repetition_detection")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos cannot be combined with structured_outputs, which end themselves", "ignore_eos"
+            )
+        if not self.extra_args:
+            return
+        try:
+            good = (
+                isinstance(self.extra_args, dict) and msgspec.convert(self.extra_args, dict[str, ExtraArg]) is not None
+            )
+            good = good and len(msgspec.msgpack.encode(self.extra_args)) <= MAX_EXTRA_ARGS_BYTES
+        except (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError):
+            good = False
+        if not good:
+            raise InvalidRequest(
+                f"extra_args must be an object of strings, numbers, booleans or flat lists of them, of at most "
+                f"{MAX_EXTRA_ARGS_BYTES} bytes",
+                "extra_args",
+            )
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
@@ -90,20 +192,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-def check_int(name: str, value: Any, low: int, high: int) -> int:
-    """Return ``value`` if it is an integer (a bool is not) from ``low`` to ``high``."""
+
+def check_int(name: str, value: Any, low: int, high: int, *, param: str | None = None) -> int:
+    """Return ``value`` if it is an integer (a bool is not) from ``low`` to ``high``.
+
+    ``param``: the field that the error names, where ``name`` is not one.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be an integer from {low} to {high}", name)
+        raise InvalidRequest(f"{name} must be an integer from {low} to {high}", param or name)
     return value
 
 
-def check_float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    """Return ``value`` if it is a finite number (a bool is not) from ``low`` to ``high``."""
+def check_ids(name: str, value: Any, least: int, most: int) -> None:
+    """Raise InvalidRequest unless ``value`` is a list of ``least`` to ``most`` non-negative integers."""
+    good = isinstance(value, list) and least <= len(value) <= most
+    if not good or not all(type(token) is int and 0 <= token <= MAX_TOKENS_LIMIT for token in value):
+        raise InvalidRequest(f"{name} must be a list of {least} to {most} token ids", name)
+
+
+def check_float(
+    name: str, value: Any, low: float, high: float, *, open_low: bool = False, param: str | None = None
+) -> float:
+    """Return ``value`` if it is a finite number (a bool is not) from ``low`` to ``high``; ``param`` as above."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not low <= value <= high or (open_low and value == low):
         edge = f"above {low:g} and at most" if open_low else f"from {low:g} to"
-        raise InvalidRequest(f"{name} must be a number {edge} {high:g}", name)
+        raise InvalidRequest(f"{name} must be a number {edge} {high:g}", param or name)
     return float(value)
 
 

@@ -51,7 +51,7 @@ def admit(
     limit = min(config.max_model_len, kv.max_tokens + 1)
     if sampling.max_tokens is not None:
         limit = min(limit, num_prompt_tokens + sampling.max_tokens)
-    return Request(
+    request = Request(
         client=client,
         request_id=event.request_id,
         tokens=tokens,
@@ -63,6 +63,8 @@ def admit(
         priority=event.priority,
         arrival=event.arrival,
     )
+    request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
+    return request
 
 
 def _known_tokens(event: AddRequest) -> Int32:

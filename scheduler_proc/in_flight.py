@@ -31,6 +31,8 @@ class InFlightStep:
         roster: who cruises since this step or before; they sample too.
         newcomers: members whose first token this may be.
         retired: handles that nobody uses once this step is answered.
+        constrained: those of ``sampling`` that have a grammar: the workers wait for their masks, until
+            ``inputs_given``.
     """
 
     step: int
@@ -39,6 +41,8 @@ class InFlightStep:
     sampling: dict[int, Request] = field(default_factory=dict)
     roster: Roster = field(default_factory=dict)
     newcomers: list[Request] = field(default_factory=list)
+    constrained: list[Request] = field(default_factory=list)
+    inputs_given: bool = False
 
     def requests(self) -> dict[int, Request]:
         """Everyone who samples in it, by handle."""

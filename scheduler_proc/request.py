@@ -214,6 +214,15 @@ class Request:
         return len(self.tokens) + self.num_output_placeholders - self.num_computed_tokens
 
     @property
+    def has_grammar(self) -> bool:
+        return self.sampling.structured_outputs is not None
+
+    @property
+    def is_watched(self) -> bool:
+        """Somebody looks at each of its tokens as it comes, so that it cannot cruise."""
+        return self.has_grammar or self.sampling.repetition_detection is not None
+
+    @property
     def needs_no_more_steps(self) -> bool:
         """The last token that its length allows is in flight, or there, even if no draft is accepted."""
         samples = self.num_output_placeholders - self.num_drafts_in_flight

@@ -18,10 +18,13 @@ from quire.protocol.messages import (
     Consumed,
     Control,
     EndReason,
+    Fail,
     Hold,
     ModelRunnerOutput,
     OpaqueRequest,
     OpaqueResult,
+    Refuse,
+    Rejected,
     Release,
     SchedulerOutput,
     SchedulerToFrontEnd,
@@ -122,6 +125,11 @@ class Scheduler:
                 self._control(event, client)
             case Hold() | Release():
                 self._hold_or_release(event, client)
+            case Refuse():
+                self._refuse(event, client)
+            case Fail():
+                if request := self._live(client, event.request_id):
+                    self.results.finish(request, EndReason.ERROR, detail=event.detail)
             case ModelRunnerOutput():
                 self.results.update_from_output(event)
             case OpaqueResult():
@@ -221,6 +229,19 @@ class Scheduler:
         else:
             self._stats.num_stray_messages += 1
 
+    def _refuse(self, event: Refuse, client: int) -> None:
+        """A held request turns out never to be able to run: for its client, it was not accepted at all."""
+        request = self._live(client, event.request_id)
+        if request is None:
+            return
+        if request.handle not in self.table.skipped_waiting:
+            self._stats.num_stray_messages += 1
+            return
+        self.table.end(request, RequestStatus.FINISHED_ERROR)
+        self._stats.num_requests_refused += 1
+        self._stats.prompt_tokens -= request.num_prompt_tokens
+        self._replies.append((client, Rejected(event.request_id, event.code, event.param, event.message)))
+
     # ---- what runs next
 
     @property
@@ -244,6 +265,12 @@ class Scheduler:
         plan = self.planner.plan(self._step + 1, self.pause)
         return self._commit(plan) if plan.shares or self.cruise.roster else None
 
+    @property
+    def awaited(self) -> InFlightStep | None:
+        """The step whose sampling waits for masks that can be made now: all tokens before it are known."""
+        oldest = self.in_flight.records[0] if self.in_flight else None
+        return oldest if oldest is not None and oldest.constrained and not oldest.inputs_given else None
+
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Fix the plan: build the diff, then advance what was scheduled."""
         table, step = self.table, plan.step
@@ -265,6 +292,10 @@ class Scheduler:
                 record.newcomers.append(request)
             else:
                 record.sampling[handle] = request
+                if request.has_grammar:
+                    record.constrained.append(request)
+        if record.constrained:
+            diff = msgspec.structs.replace(diff, awaits_sample_inputs=True)
         record.roster = self.cruise.share_roster()
         self.cruise.sent = self._step = step
         self.in_flight.records.append(record)
@@ -278,6 +309,7 @@ class Scheduler:
             self._cruising_allowed
             and not self.config.num_speculative_tokens
             and not request.needs_no_more_steps
+            and not request.is_watched
             and len(self.table.running) <= self.config.max_num_batched_tokens
         )
 

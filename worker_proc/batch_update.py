@@ -1,46 +1,55 @@
-"""How the rows of a batch changed in one step, told to whatever keeps state per row."""
+"""Gathers how the rows of the batch change in one step, for the BatchUpdate that processors are given."""
 
-from dataclasses import dataclass, field
-
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.logits_processors import AddedRequest, BatchUpdate, MovedRequest
 
 
-@dataclass(frozen=True, slots=True)
-class AddedRow:
-    row: int
-    handle: int
-    sampling: SamplingParams
+class BatchUpdateBuilder:
+    """Every removal, addition and move of a row goes through it.
 
-
-@dataclass(frozen=True, slots=True)
-class BatchUpdate:
-    """Applied in this order: removed, added, moved. A row that was freed and filled again is an addition alone.
-
-    Attributes:
-        batch_size: rows after the update.
-        removed: rows that were freed and not filled by an addition, as numbered before any move.
-        added: rows that a new request took.
-        moved: (source, target): the last row went into a hole; the source row is empty afterwards.
+    Guarantees: ``removed`` falls; ``pop_removed`` gives the smallest; a row that was popped (because a new request
+    takes it) is no removal any more. In return all removals of a step come before the first look at them.
     """
 
-    batch_size: int
-    removed: list[int]
-    added: list[AddedRow]
-    moved: list[tuple[int, int]]
+    def __init__(self) -> None:
+        self._removed: list[int] = []
+        self._sorted = False
+        self.added: list[AddedRequest] = []
+        self.moved: list[MovedRequest] = []
 
+    def removed_append(self, row: int) -> None:
+        """``row`` is freed. Raises RuntimeError after ``removed``, ``peek_removed`` or ``pop_removed`` was used."""
+        if self._sorted:
+            raise RuntimeError("a row is removed after the removed rows were looked at")
+        self._removed.append(row)
 
-@dataclass(slots=True)
-class BatchUpdateBuilder:
-    """Gathers one step's changes; every change of a row goes through it."""
+    @property
+    def removed(self) -> list[int]:
+        """Freed rows that nobody took yet, in falling order."""
+        if not self._sorted:
+            self._removed.sort(reverse=True)
+            self._sorted = True
+        return self._removed
 
-    removed: list[int] = field(default_factory=list)
-    added: list[AddedRow] = field(default_factory=list)
-    moved: list[tuple[int, int]] = field(default_factory=list)
+    def has_removed(self) -> bool:
+        return bool(self._removed)
 
-    def take(self, batch_size: int) -> BatchUpdate | None:
-        """The update, or None when no row changed; the builder is empty afterwards."""
-        if not (self.removed or self.added or self.moved):
-            return None
-        update = BatchUpdate(batch_size, self.removed, self.added, self.moved)
-        self.removed, self.added, self.moved = [], [], []
+    def peek_removed(self) -> int | None:
+        """The smallest freed row, or None."""
+        return self.removed[-1] if self._removed else None
+
+    def pop_removed(self) -> int | None:
+        """The smallest freed row, for a new request: it is no removal then. None when there is none."""
+        return self.removed.pop() if self._removed else None
+
+    def reset(self) -> bool:
+        """Forget everything; true when there was anything."""
+        return self.get_and_reset(0) is not None
+
+    def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
+        """The update, which later changes here leave alone, or None when nothing changed. The builder is empty then."""
+        update = None
+        if self._removed or self.added or self.moved:
+            update = BatchUpdate(batch_size, self.removed, self.added, self.moved)
+        self._removed, self.added, self.moved = [], [], []
+        self._sorted = False
         return update

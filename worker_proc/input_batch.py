@@ -4,14 +4,16 @@ Per-row state lives in columns that register themselves, so that adding, moving 
 columns and no feature can be forgotten in one of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.protocol.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
 from quire.protocol.messages import Int32, NewRequestData
-from quire.worker_proc.batch_update import AddedRow, BatchUpdateBuilder
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.batch_update import BatchUpdateBuilder
 
 
 class RowStore(Protocol):
@@ -37,7 +39,10 @@ class Column:
 
 
 class TokenColumn:
-    """The tokens that came with each request, prompt and earlier output: int32 ``[max_rows, max_model_len]``."""
+    """The tokens of each request as far as the host knows them: int32 ``[max_rows, max_model_len]``.
+
+    Those that came with it, and of those sampled here the ones that ``TokenHistory`` has caught up with.
+    """
 
     def __init__(self, max_rows: int, max_model_len: int) -> None:
         self.data = np.zeros((max_rows, max_model_len), np.int32)
@@ -54,6 +59,24 @@ class TokenColumn:
         self.length[row] = 0
 
 
+class OutputLists:
+    """The running answers as lists, of those rows whose processors look at them; None for the others."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.data: list[list[int] | None] = [None] * max_rows
+        self.num_kept = 0
+
+    def set_row(self, row: int, tokens: list[int] | None) -> None:
+        self.num_kept += (tokens is not None) - (self.data[row] is not None)
+        self.data[row] = tokens
+
+    def move_row(self, source: int, target: int) -> None:
+        self.set_row(target, self.data[source])
+
+    def clear_row(self, row: int) -> None:
+        self.set_row(row, None)
+
+
 class StepRefused(Exception):
     """A diff that does not fit what this worker holds; nothing of the step is computed."""
 
@@ -64,28 +87,42 @@ class InputBatch:
     Columns, all ``[max_rows]``:
         num_computed: positions whose KV is written by steps so far.
         num_known: tokens known: given ones, and one more per sample taken.
+        num_prompt: of these, the prompt's.
         active: runs one token per step unless told otherwise; parked rows do not.
-        seed, temperature, top_k, top_p, min_p, num_logprobs (-1: none): the request's sampling.
+        serial: of the addition that made the row, from 1; never used again.
+        seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): the request's sampling.
+
+    Attributes:
+        generation: counts the steps in which a row changed hands.
+        keeps_output: whether a request's answer is to be kept as a list, for its processors.
     """
 
     def __init__(self, max_rows: int, max_model_len: int) -> None:
         self.max_rows = max_rows
         self.num_rows = 0
         self.row_of: dict[int, int] = {}
+        self.generation = 0
         self.builder = BatchUpdateBuilder()
+        self.keeps_output: Callable[[SamplingParams], bool] = lambda sampling: False
         self._stores: list[RowStore] = []
         self.tokens = TokenColumn(max_rows, max_model_len)
         self.register(self.tokens)
+        self.outputs = OutputLists(max_rows)
+        self.register(self.outputs)
         self.handles = self._column(np.int32)
         self.num_computed = self._column(np.int32)
         self.num_known = self._column(np.int32)
+        self.num_prompt = self._column(np.int32)
         self.active = self._column(np.bool_)
+        self.serial = self._column(np.int64)
+        self._num_added = 0
         self.seed = self._column(np.uint64)
         self.temperature = self._column(np.float32)
         self.top_k = self._column(np.int32)
         self.top_p = self._column(np.float32)
         self.min_p = self._column(np.float32)
         self.num_logprobs = self._column(np.int32, -1)
+        self.num_prompt_logprobs = self._column(np.int32, -1)
 
     def register(self, store: RowStore) -> None:
         """From now on ``store`` follows every change of rows."""
@@ -117,25 +154,26 @@ class InputBatch:
         """
         if len(set(removed)) != len(removed):
             raise StepRefused("a handle is removed twice")
-        holes = sorted(self.row(handle) for handle in removed)
-        for row in holes:
+        if self.num_rows - len(removed) + len(new) > self.max_rows:
+            raise StepRefused(f"{len(new)} new requests do not fit {self.max_rows} rows")
+        for row in [self.row(handle) for handle in removed]:
             del self.row_of[int(self.handles[row])]
+            self.builder.removed_append(row)
             for store in self._stores:
                 store.clear_row(row)
-        rows = self._place(new, holes)
+        self.generation += bool(removed or new)
+        rows = [self._take_row() for _ in new]
         self._fill(new, rows, tokens)
-        self._close(holes)
+        self._close()
         return [self.row_of[n.handle] for n in new]
 
-    def _place(self, new: Sequence[NewRequestData], holes: list[int]) -> list[int]:
-        """A row for each new request: holes from the left first (taken out of ``holes``), then the end."""
-        if self.num_rows - len(holes) + len(new) > self.max_rows:
-            raise StepRefused(f"{len(new)} new requests do not fit {self.max_rows} rows")
-        reused = holes[: len(new)]
-        del holes[: len(new)]
-        fresh = list(range(self.num_rows, self.num_rows + len(new) - len(reused)))
-        self.num_rows += len(fresh)
-        return reused + fresh
+    def _take_row(self) -> int:
+        """For a new request: holes from the left first, then the end."""
+        row = self.builder.pop_removed()
+        if row is None:
+            row = self.num_rows
+            self.num_rows += 1
+        return row
 
     def _fill(self, new: Sequence[NewRequestData], rows: list[int], tokens: Int32 | None) -> None:
         total = 0 if tokens is None else len(tokens)
@@ -145,6 +183,8 @@ class InputBatch:
         for request, row in zip(new, rows, strict=True):
             if request.handle in self.row_of or not 0 < request.num_tokens <= self.tokens.data.shape[1]:
                 raise StepRefused(f"handle {request.handle} is held already, or its length is wrong")
+            if not 0 < request.num_prompt_tokens <= request.num_tokens:
+                raise StepRefused(f"handle {request.handle} has a prompt of {request.num_prompt_tokens} tokens")
             if not 0 <= request.num_computed_tokens < request.num_tokens:
                 raise StepRefused(f"handle {request.handle} has {request.num_computed_tokens} tokens computed")
             assert tokens is not None
@@ -161,12 +201,25 @@ class InputBatch:
             self.top_k[row] = max(sampling.top_k, 0)
             self.top_p[row] = sampling.top_p
             self.min_p[row] = sampling.min_p
+            self.num_prompt[row] = request.num_prompt_tokens
+            self._num_added += 1
+            self.serial[row] = self._num_added
             self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
-            self.builder.added.append(AddedRow(row, request.handle, sampling))
+            self.num_prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+            self._tell_processors(row, request)
 
-    def _close(self, holes: list[int]) -> None:
-        """Fill each hole with the last row; ``holes`` ascend."""
-        self.builder.removed += holes
+    def _tell_processors(self, row: int, request: NewRequestData) -> None:
+        prompt: list[int] = []
+        output: list[int] = []
+        if self.keeps_output(request.sampling):
+            known: list[int] = self.tokens.data[row, : request.num_tokens].tolist()
+            prompt, output = known[: request.num_prompt_tokens], known[request.num_prompt_tokens :]
+            self.outputs.set_row(row, output)
+        self.builder.added.append(AddedRequest(row, request.sampling, prompt, output))
+
+    def _close(self) -> None:
+        """Fill each hole that remains with the last row."""
+        holes = self.builder.removed[::-1]
         while holes:
             last = self.num_rows - 1
             self.num_rows -= 1
@@ -178,7 +231,7 @@ class InputBatch:
                 store.move_row(last, target)
                 store.clear_row(last)
             self.row_of[int(self.handles[target])] = target
-            self.builder.moved.append((last, target))
+            self.builder.moved.append(MovedRequest(last, target, MoveDirectionality.UNIDIRECTIONAL))
 
     def check(self) -> None:
         """Raise AssertionError unless rows are dense and the map of handles is exact."""
@@ -186,4 +239,9 @@ class InputBatch:
         for handle, row in self.row_of.items():
             assert self.handles[row] == handle, f"handle {handle} is not in row {row}"
             assert 0 <= self.num_computed[row] <= self.num_known[row]
+            assert 0 < self.num_prompt[row] <= self.tokens.length[row] <= self.num_known[row]
+            output = self.outputs.data[row]
+            known = self.tokens.data[row, self.num_prompt[row] : self.tokens.length[row]]
+            assert output is None or output == known.tolist(), f"the list of handle {handle} is not its answer"
+        assert self.outputs.num_kept == sum(output is not None for output in self.outputs.data)
         assert not self.active[self.num_rows :].any(), "an empty row is active"

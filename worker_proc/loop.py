@@ -1,10 +1,11 @@
 """The worker process' loop: take a step, run it, send its result."""
 
+import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import blake2b
 
-from quire.protocol.channel import Channel
+from quire.protocol.channel import Channel, Frames, Received
 from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
@@ -16,12 +17,13 @@ from quire.protocol.messages import (
     Hello,
     ModelRunnerOutput,
     Refused,
+    SampleInputs,
     SchedulerOutput,
     Shutdown,
     Welcome,
 )
 from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.model_runner import LaunchedStep, ModelRunner
 from quire.worker_proc.parallel.group import TensorParallel
 from quire.worker_proc.pending_result import PendingResult
 from quire.worker_proc.setup import Say, make_runner
@@ -79,29 +81,63 @@ class WorkerLoop:
 
         On a GPU a launched step is not waited for while the next one is at hand: then two are in flight.
         """
-        pending: deque[tuple[PendingResult, Sequence[bytes | memoryview]]] = deque()
+        pending: deque[tuple[PendingResult, Frames]] = deque()
+        received = None
         while True:
-            received = self._channel.receive(0.0 if pending else None)
+            received = received or self._channel.receive(0.0 if pending else None)
+            following = None
             match received.message if received else None:
                 case SchedulerOutput() as step:
                     assert received is not None
-                    pending.append((runner.execute(step), received.frames))
+                    launched = runner.launch(step)
+                    inputs = None
+                    if step.awaits_sample_inputs and not launched.void:
+                        self._send_results(pending, group, all_of_them=True)  # the masks depend on them
+                        inputs, following = self._sample_inputs(runner, launched, group)
+                        if following is not None:
+                            launched = dataclasses.replace(launched, void=True)
+                    pending.append((runner.finish(launched, inputs), received.frames))
+                case SampleInputs():
+                    pass  # of a step that was void
                 case Shutdown():
                     return
                 case None:
                     pass
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of a step")
-            while pending and (pending[0][0].ready or len(pending) > 1 or received is None):
-                launched, frames = pending.popleft()
-                result = launched.result()
-                if group.rank == 0:
-                    self._channel.send(result)
-                if group.size > 1:
-                    self._channel.send(Digest(result.step, _digest(frames, result)))
+            self._send_results(pending, group, all_of_them=received is None)
+            received = following
+
+    def _sample_inputs(
+        self, runner: ModelRunner, launched: LaunchedStep, group: TensorParallel
+    ) -> tuple[SampleInputs | None, Received | None]:
+        """What ``launched`` waits for; or the message that came instead, when nobody wants the step any more."""
+        proposed = runner.proposed(launched)
+        if proposed is not None and group.rank == 0:
+            self._channel.send(proposed)
+        while True:
+            received = self._channel.receive(None)
+            match received.message if received else None:
+                case SampleInputs(step=step) as inputs if step == launched.step:
+                    return inputs, None
+                case SampleInputs() | None:
+                    continue
+                case _:
+                    return None, received
+
+    def _send_results(
+        self, pending: deque[tuple[PendingResult, Frames]], group: TensorParallel, *, all_of_them: bool
+    ) -> None:
+        while pending and (all_of_them or pending[0][0].ready or len(pending) > 1):
+            waiting, frames = pending.popleft()
+            result = waiting.result()
+            if group.rank == 0:
+                self._channel.send(result)
+            if group.size > 1:
+                self._channel.send(Digest(result.step, _digest(frames, result)))
 
 
-def _digest(diff: Sequence[bytes | memoryview], result: ModelRunnerOutput) -> bytes:
+def _digest(diff: Frames, result: ModelRunnerOutput) -> bytes:
     """Over what a step was and what it gave: ranks that agree on it hold the same rows."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for frame in diff:

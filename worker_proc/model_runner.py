@@ -1,6 +1,8 @@
-"""One step: apply the diff, prepare inputs, run the model, sample, advance the rows."""
+"""One step: apply the diff, prepare inputs, run the model; then sample, and advance the rows."""
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -9,18 +11,24 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import SchedulerOutput
+from quire.protocol.messages import Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.block_table import make_block_tables
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.decode_step import DecodeStep
+from quire.worker_proc.drafts.make import make_proposer
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.kv_cache import allocate_kv_caches
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.pending_result import HostCopies, NothingSampled, PendingResult, SampledResult
+from quire.worker_proc.pending_result import HostCopies, NothingSampled, PendingResult, SampledResult, StepClock
+from quire.worker_proc.sampling.accept import accept_drafts
+from quire.worker_proc.sampling.positions import Ints, SampledPositions
+from quire.worker_proc.sampling.prompt_logprobs import PromptRows, prompt_logprobs
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.sampling.token_masks import TokenMasks
 from quire.worker_proc.steady_decode import SteadyDecode
-from quire.worker_proc.step_inputs import Ints, StepInputs, prepare_inputs
+from quire.worker_proc.step_inputs import StepInputs, prepare_inputs
+from quire.worker_proc.token_history import TokenHistory
 from quire.worker_proc.transfer import Transfer
 
 NEVER_TOLD = np.full(1, -1, np.int32)
@@ -29,6 +37,31 @@ NEVER_TOLD = np.full(1, -1, np.int32)
 
 _CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 """What torch's plain RuntimeError has in it when the host's memory is at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose forward pass is on its way, up to its sampling.
+
+    Attributes:
+        began: when, by ``time.perf_counter``.
+        logits: float32 ``[num_positions, vocab]``; None where nothing is sampled, or ``sampled`` is there already.
+        steady: the device's own decode step computed it.
+        prompt_rows: log probabilities of prompt tokens that it computed.
+        failure: it was not computed, for this reason; an empty string: all is well, or nothing is wanted.
+        void: there is nothing to sample, for nobody is held.
+    """
+
+    step: int
+    began: float
+    positions: SampledPositions
+    inputs: StepInputs | None = None
+    logits: torch.Tensor | None = None
+    sampled: Sampled | None = None
+    steady: bool = False
+    prompt_rows: PromptRows | None = None
+    failure: str = ""
+    void: bool = False
 
 
 class ModelRunner:
@@ -56,7 +89,10 @@ class ModelRunner:
         # The newest sample of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.batch.register(Column(self.last_sampled))
-        self.sampler = Sampler(self.batch)
+        self.sampler = Sampler(self.batch, config, device)
+        self.history = TokenHistory(self.batch)
+        self._proposer = make_proposer(config, self.batch, device)
+        self._clock = StepClock()
         self._step = 0
         self._sampling_handles = NEVER_TOLD
         self._groups = layout.groups
@@ -85,9 +121,7 @@ class ModelRunner:
             self._transfer,
         )
         graphs = DecodeGraphs(step, eager=config.enforce_eager or self._device.type != "cuda")
-        return SteadyDecode(
-            graphs, self.batch, self.tables, self.sampler, self.last_sampled, self._transfer, self._copies
-        )
+        return SteadyDecode(graphs, self.batch, self.tables, self.last_sampled, self._transfer, self._copies)
 
     @torch.inference_mode()
     def warm_up(self, say: Callable[[str], None]) -> None:
@@ -95,9 +129,13 @@ class ModelRunner:
         if self.steady is not None:
             self.steady.graphs.capture(say)
 
+    def execute(self, step: SchedulerOutput, inputs: SampleInputs | None = None) -> PendingResult:
+        """Run one step: ``launch`` and ``finish``."""
+        return self.finish(self.launch(step), inputs)
+
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> PendingResult:
-        """Run one step.
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """Run one step up to its sampling; nothing here waits for the step before, unless there are drafts to make.
 
         A step for which the device's memory does not suffice is a result too: it says so, all rows are gone, and
         further steps are answered with nothing until the scheduler has removed everyone that was held.
@@ -105,43 +143,105 @@ class ModelRunner:
         Raises:
             StepRefused: the diff does not fit what is held; the worker must not go on.
         """
+        began = time.perf_counter()
         if step.step != self._step + 1:
             raise StepRefused(f"step {step.step} after step {self._step}")
         self._step = step.step
+        nothing = SampledPositions.one_each(np.zeros(0, np.int64))
         if self._dropped:
             self._dropped -= set(step.removed)
             if self._dropped:
                 self._dropped |= {new.handle for new in step.new_requests}
-                return NothingSampled(step.step)
+                return LaunchedStep(step.step, began, nothing, void=True)
             step = msgspec.structs.replace(step, removed=[])
         try:
-            return self._run(step)
+            return self._launch(step, began)
         except (MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
-            return self._drop_everything(error)
+            return LaunchedStep(step.step, began, nothing, failure=self._drop_everything(error), void=True)
 
-    def _run(self, step: SchedulerOutput) -> PendingResult:
+    @torch.inference_mode()
+    def finish(self, launched: LaunchedStep, inputs: SampleInputs | None = None) -> PendingResult:
+        """Sample a launched step, the newest one, and advance the rows.
+
+        Args:
+            inputs: what a step that ``awaits_sample_inputs`` waits for.
+
+        Raises:
+            StepRefused: ``inputs`` do not fit what is sampled; the worker must not go on.
+        """
+        if launched.void:
+            return NothingSampled(launched.step, failure=launched.failure)
+        try:
+            return self._finish(launched, inputs)
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            return NothingSampled(launched.step, failure=self._drop_everything(error))
+
+    def proposed(self, launched: LaunchedStep) -> Proposed | None:
+        """The drafts of a launched step, for those who make masks for them; None when there are none."""
+        if launched.inputs is None or launched.inputs.drafts is None:
+            return None
+        drafts, rows = launched.inputs.drafts, launched.inputs.rows[launched.inputs.sampling]
+        named = [index for index, own in enumerate(drafts) if own]
+        return Proposed(
+            launched.step,
+            self.batch.handles[rows[named]],
+            np.array([len(drafts[index]) for index in named], np.int32),
+            np.array([draft for index in named for draft in drafts[index]], np.int32),
+        )
+
+    def _launch(self, step: SchedulerOutput, began: float) -> LaunchedStep:
         self._apply(step)
         if self.steady is not None:
             if self.steady.takes(step):
-                return self._pending(self.batch.handles[: self.batch.num_rows].copy(), self.steady.run())
+                positions = SampledPositions.one_each(np.arange(self.batch.num_rows))
+                sampling = not step.awaits_sample_inputs and self.sampler.is_plain(positions.rows)
+                found = self.steady.launch(sampling=sampling)
+                sampled, logits = (found, None) if isinstance(found, Sampled) else (None, found)
+                return LaunchedStep(step.step, began, positions, None, logits, sampled, steady=True)
             self.steady.leave()
-        inputs = prepare_inputs(self.batch, step.counts)
+        proposals = None
+        if step.drafts and self._proposer is not None:
+            self.history.catch_up()
+            wanted = {self.batch.row(handle): count for handle, count in step.drafts}
+            proposals = self._proposer.propose(wanted)
+        inputs = prepare_inputs(self.batch, step, proposals)
         hidden = self._forward(inputs)
-        sampled = self._sample(hidden, inputs)
-        self._advance(inputs, sampled)
-        return self._pending(self.batch.handles[inputs.rows[inputs.sampling]], sampled)
+        logits = None
+        if len(inputs.sampling):
+            places = inputs.sampled_tokens
+            logits = self._model.logits(hidden if len(places) == len(hidden) else hidden[self._index(places)])
+        prompt_rows = prompt_logprobs(self._model, hidden, inputs, self.batch)
+        return LaunchedStep(step.step, began, inputs.sampled, inputs, logits, prompt_rows=prompt_rows)
 
-    def _drop_everything(self, error: BaseException) -> PendingResult:
+    def _finish(self, launched: LaunchedStep, inputs: SampleInputs | None) -> PendingResult:
+        positions, sampled = launched.positions, launched.sampled
+        masks = None if inputs is None else TokenMasks.of(inputs, self.batch, positions)
+        if launched.logits is not None:
+            if self.sampler.needs_history:
+                self.history.catch_up()
+            sampled = self.sampler.sample(launched.logits, positions, masks)
+        if sampled is not None and launched.steady and launched.sampled is None:
+            assert self.steady is not None
+            self.steady.graphs.step.advance(sampled.tokens)
+        return self._advance(launched, sampled)
+
+    def _drop_everything(self, error: BaseException) -> str:
+        """Returns why, in words for the scheduler."""
         num_requests = int(self.batch.active[: self.batch.num_rows].sum())
         self._dropped = set(self.batch.row_of)
+        self.batch.builder.reset()
         self.batch.change_rows(list(self.batch.row_of), [], None)
-        self.sampler.update_state(self.batch.builder.take(0))
+        self.batch.builder.reset()
+        self.history.forget()
+        self.sampler.reset()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         words = " ".join(str(error).split())[:300] or "the host's memory is at its end"
-        return NothingSampled(self._step, failure=f"out of memory in a step of {num_requests} requests: {words}")
+        return f"out of memory in a step of {num_requests} requests: {words}"
 
     # ---- apply the diff
 
@@ -158,7 +258,7 @@ class ModelRunner:
             batch.active[batch.row(handle)] = True
         self._append_blocks(step)
         self.tables.commit()
-        self.sampler.update_state(batch.builder.take(batch.num_rows))
+        self.sampler.update_state(batch.builder.get_and_reset(batch.num_rows))
 
     def _append_blocks(self, step: SchedulerOutput) -> None:
         """Blocks for held requests, all of a step at once."""
@@ -190,6 +290,8 @@ class ModelRunner:
         """Token ids, positions, and what attention needs per KV group; one copy to the device."""
         tokens = self.batch.tokens
         given = inputs.positions < tokens.length[inputs.token_rows]
+        if inputs.drafts is not None:
+            given[:] = True  # drafts stand behind the known tokens, all of which the host has
         ids = tokens.data[inputs.token_rows, np.where(given, inputs.positions, 0)].astype(np.int64)
         sampled = np.flatnonzero(~given)
         slots = [table.slots(inputs.token_rows, inputs.positions) for table in self.tables.tables]
@@ -215,7 +317,7 @@ class ModelRunner:
         ]
         return token_ids, positions, batches
 
-    # ---- run, sample, advance
+    # ---- run, advance
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         token_ids, positions, batches = self._to_device(inputs)
@@ -224,29 +326,68 @@ class ModelRunner:
         hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, layer_plans, self._backend)
         return hidden
 
-    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Sampled | None:
-        if not len(inputs.sampling):
-            return None
-        last = inputs.last_tokens[inputs.sampling]
-        if len(last) != len(hidden):
-            hidden = hidden[self._index(last)]
-        return self.sampler.sample(self._model.logits(hidden), inputs.rows[inputs.sampling])
-
-    def _advance(self, inputs: StepInputs, sampled: Sampled | None) -> None:
-        self.batch.num_computed[inputs.rows] += inputs.query_lens
-        if sampled is not None:
-            rows = inputs.rows[inputs.sampling]
-            self.batch.num_known[rows] += 1
+    def _advance(self, launched: LaunchedStep, sampled: Sampled | None) -> PendingResult:
+        """Rows advance by what they computed and accepted."""
+        batch, inputs, positions = self.batch, launched.inputs, launched.positions
+        rows = positions.rows
+        if inputs is not None:
+            batch.num_computed[inputs.rows] += inputs.query_lens
+        else:
+            batch.num_computed[rows] += 1
+        if sampled is None:
+            handles = self._told_handles(batch.handles[rows].copy())
+            return NothingSampled(launched.step, handles, launched.prompt_rows)
+        if positions.any_drafts:
+            return self._advance_by_drafts(launched, sampled)
+        if inputs is not None:
             self.last_sampled[self._index(rows)] = sampled.tokens
+        copy = self._copies.start(sampled.tokens, sampled.bad)
+        self.history.sampled(rows, copy)
+        batch.num_known[rows] += 1
+        self.sampler.accepted(positions, sampled.tokens, None)
+        row_handles = batch.handles[rows].copy()
+        return SampledResult(
+            launched.step,
+            sampled,
+            self._told_handles(row_handles),
+            row_handles,
+            copy,
+            self._clock.start(launched.began),
+            prompt_rows=launched.prompt_rows,
+        )
 
-    def _pending(self, row_handles: npt.NDArray[np.int32], sampled: Sampled | None) -> PendingResult:
+    def _advance_by_drafts(self, launched: LaunchedStep, sampled: Sampled) -> PendingResult:
+        """The same where the next step must know how many drafts were right: this one is waited for."""
+        batch, positions = self.batch, launched.positions
+        copy = self._copies.start(sampled.tokens, sampled.bad)
+        tokens = copy.arrays()[0][: len(positions)]
+        accepted = accept_drafts(tokens, positions)
+        rows = positions.rows[positions.offsets == 0]
+        batch.num_computed[rows] -= accepted.drafts - (accepted.counts - 1)
+        batch.num_known[rows] += accepted.counts
+        own = np.split(tokens[accepted.kept], np.cumsum(accepted.counts)[:-1])
+        for row, new in zip(rows.tolist(), own, strict=True):
+            self.history.extend(row, new.tolist())
+        last = accepted.kept[np.cumsum(accepted.counts) - 1]
+        self.last_sampled[self._index(rows)] = sampled.tokens[self._index(last)]
+        self.sampler.accepted(positions, sampled.tokens, accepted)
+        row_handles = batch.handles[rows].copy()
+        return SampledResult(
+            launched.step,
+            sampled,
+            self._told_handles(row_handles),
+            row_handles,
+            copy,
+            self._clock.start(launched.began),
+            accepted,
+            launched.prompt_rows,
+        )
+
+    def _told_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+        """``row_handles`` where they are others than the last that were told."""
         changed = not np.array_equal(row_handles, self._sampling_handles)
         self._sampling_handles = row_handles
-        handles = row_handles if changed else None
-        if sampled is None:
-            return NothingSampled(self._step, handles)
-        copy = self._copies.start(sampled.tokens, sampled.bad)
-        return SampledResult(self._step, sampled, handles, row_handles, copy)
+        return row_handles if changed else None
 
     def _index(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

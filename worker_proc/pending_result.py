@@ -1,14 +1,18 @@
 """A step's result on its way from the device to the scheduler."""
 
+import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.messages import Logprobs, ModelRunnerOutput
+from quire.protocol.messages import Logprobs, ModelRunnerOutput, PromptLogprobs
+from quire.worker_proc.sampling.accept import Accepted
+from quire.worker_proc.sampling.positions import Ints
+from quire.worker_proc.sampling.prompt_logprobs import PromptRows
 from quire.worker_proc.sampling.sampler import Sampled
 
 
@@ -25,12 +29,36 @@ class PendingResult(Protocol):
         ...
 
 
+class StepClock:
+    """How long steps take the device: of two that overlap, the second begins when the first has ended."""
+
+    def __init__(self) -> None:
+        self._ended = 0.0
+
+    def start(self, began: float) -> "StepTimer":
+        return StepTimer(self, began)
+
+    def end(self, began: float) -> float:
+        """Seconds of a step that has ended now, the oldest of those that had not."""
+        now = time.perf_counter()
+        seconds = now - max(began, self._ended)
+        self._ended = now
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimer:
+    clock: StepClock
+    began: float
+
+
 @dataclass(frozen=True, slots=True)
 class NothingSampled:
     """A step of which no row reached its last known position, or that was not computed (``failure`` says why)."""
 
     step: int
     handles: npt.NDArray[np.int32] | None = None
+    prompt_rows: PromptRows | None = None
     failure: str = ""
 
     @property
@@ -38,7 +66,9 @@ class NothingSampled:
         return True
 
     def result(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(self.step, handles=self.handles, failure=self.failure)
+        return ModelRunnerOutput(
+            self.step, handles=self.handles, failure=self.failure, **_prompt_fields(self.prompt_rows)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +79,7 @@ class SampledResult:
         handles: as in ``ModelRunnerOutput``: None where they are the same as in the result before.
         row_handles: of the sampled rows, always.
         copy: of ``sampled.tokens`` and ``sampled.bad``, in this order.
+        accepted: of a step with drafts.
     """
 
     step: int
@@ -56,6 +87,9 @@ class SampledResult:
     handles: npt.NDArray[np.int32] | None
     row_handles: npt.NDArray[np.int32]
     copy: "HostCopy"
+    timer: StepTimer
+    accepted: Accepted | None = None
+    prompt_rows: PromptRows | None = None
 
     @property
     def ready(self) -> bool:
@@ -63,25 +97,52 @@ class SampledResult:
 
     def result(self) -> ModelRunnerOutput:
         tokens, bad = self.copy.arrays()
-        output = ModelRunnerOutput(
-            self.step,
-            tokens[: len(self.row_handles)].astype(np.int32),
-            self.handles,
-            bad=self.row_handles[bad[: len(self.row_handles)]].tolist(),
-        )
-        logprobs = self.sampled.logprobs
-        if logprobs is None:
-            return output
+        seconds = self.timer.clock.end(self.timer.began)
+        accepted = self.accepted
+        kept = np.arange(len(self.row_handles)) if accepted is None else accepted.kept
+        owners = self.row_handles if accepted is None else np.repeat(self.row_handles, accepted.counts)
+        failed = [(int(owners[i]), why) for at, why in self.sampled.failed for i in np.flatnonzero(kept == at)]
         return ModelRunnerOutput(
-            output.step,
-            output.tokens,
-            output.handles,
-            bad=output.bad,
-            logprobs=Logprobs(logprobs.rows, logprobs.token_ids.shape[1]),
-            logprob_token_ids=logprobs.token_ids.cpu().numpy().astype(np.int32).ravel(),
-            logprob_values=logprobs.values.cpu().numpy().ravel(),
-            logprob_ranks=logprobs.ranks.cpu().numpy().astype(np.int32),
+            self.step,
+            tokens[kept].astype(np.int32),
+            self.handles,
+            counts=accepted.counts if accepted is not None and (accepted.counts != 1).any() else None,
+            bad=list(dict.fromkeys(owners[bad[kept]].tolist())),
+            seconds=seconds,
+            drafts=None if accepted is None else accepted.drafts,
+            failed=list(dict(failed).items()),
+            **self._logprob_fields(kept),
+            **_prompt_fields(self.prompt_rows),
         )
+
+    def _logprob_fields(self, kept: Ints) -> dict[str, Any]:
+        sampled = self.sampled.logprobs
+        if sampled is None:
+            return {}
+        token_of = np.full(int(kept.max(initial=-1)) + 1, -1, np.int64)
+        token_of[kept] = np.arange(len(kept))
+        at = np.array(sampled.at, np.int64)
+        rows = np.where(at < len(token_of), token_of[np.minimum(at, len(token_of) - 1)], -1)
+        picked = np.flatnonzero(rows >= 0)
+        told = sampled.logprobs
+        return {
+            "logprobs": Logprobs(rows[picked].tolist(), told.token_ids.shape[1]),
+            "logprob_token_ids": told.token_ids.cpu().numpy()[picked].astype(np.int32).ravel(),
+            "logprob_values": told.values.cpu().numpy()[picked].ravel(),
+            "logprob_ranks": told.ranks.cpu().numpy()[picked].astype(np.int32),
+        }
+
+
+def _prompt_fields(rows: PromptRows | None) -> dict[str, Any]:
+    if rows is None:
+        return {}
+    told = rows.logprobs
+    return {
+        "prompt_logprobs": PromptLogprobs(rows.handles, rows.starts, rows.counts, told.token_ids.shape[1]),
+        "prompt_logprob_token_ids": told.token_ids.cpu().numpy().astype(np.int32).ravel(),
+        "prompt_logprob_values": told.values.cpu().numpy().ravel(),
+        "prompt_logprob_ranks": told.ranks.cpu().numpy().astype(np.int32),
+    }
 
 
 class HostCopy:

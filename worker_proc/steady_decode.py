@@ -9,15 +9,14 @@ from quire.worker_proc.block_table import MultiGroupBlockTable
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.pending_result import HostCopies
-from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.sampling.sampler import Sampled
 from quire.worker_proc.transfer import Transfer
 
 
 class SteadyDecode:
-    """Runs the steps in which every row computes one token, its last; others make what the device holds stale.
+    """Launches the steps in which every row computes one token, its last; others make what the device holds stale.
 
-    Owns whether the device's columns are those of the batch. The host's own columns advance with every step, by
-    vector operations: no request is looked at.
+    Owns whether the device's columns are those of the batch.
     """
 
     def __init__(
@@ -25,13 +24,12 @@ class SteadyDecode:
         graphs: DecodeGraphs,
         batch: InputBatch,
         tables: MultiGroupBlockTable,
-        sampler: Sampler,
         last_sampled: torch.Tensor,
         transfer: Transfer,
         copies: HostCopies,
     ) -> None:
         self.graphs = graphs
-        self._batch, self._tables, self._sampler = batch, tables, sampler
+        self._batch, self._tables = batch, tables
         self._last_sampled, self._transfer, self._copies = last_sampled, transfer, copies
         self._steady = False
 
@@ -40,7 +38,7 @@ class SteadyDecode:
         self._steady = False
 
     def takes(self, step: SchedulerOutput) -> bool:
-        """Whether the step, whose diff is applied, is one; it must be ``run`` then.
+        """Whether the step, whose diff is applied, is one; it must be launched then.
 
         Raises:
             StepRefused: it is, and a row has no block for its token.
@@ -87,19 +85,15 @@ class SteadyDecode:
         for table in self._tables.tables:
             table.slots(rows, self._batch.num_computed[rows].astype(np.int64))
 
-    def run(self) -> Sampled:
-        """Launch the step; its tokens are in memory that the next step overwrites, once their copy is done."""
-        batch, n = self._batch, self._batch.num_rows
-        rows = np.arange(n)
-        plain = self._sampler.is_plain(rows)
+    def launch(self, *, sampling: bool) -> Sampled | torch.Tensor:
+        """Run the step with its sampling, or up to the logits; the caller advances the batch.
+
+        Returns:
+            Tokens, in memory that the next step overwrites once their copy is done; or logits ``[num_rows, vocab]``, of
+            which the caller tells ``graphs.step.advance`` what was sampled.
+        """
+        n = self._batch.num_rows
         self._copies.before_next()
-        logits = self.graphs.run(n, sampling=plain)
+        logits = self.graphs.run(n, sampling=sampling)
         step = self.graphs.step
-        if logits is None:
-            sampled = Sampled(step.sampled[:n], step.bad[:n], None)
-        else:
-            sampled = self._sampler.sample(logits, rows)
-            step.advance(sampled.tokens)
-        batch.num_computed[:n] += 1
-        batch.num_known[:n] += 1
-        return sampled
+        return Sampled(step.sampled[:n], step.bad[:n]) if logits is None else logits

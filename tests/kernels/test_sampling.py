@@ -5,16 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from sampling_batch import batch_of, sample_each
 
 from quire.kernels.sampling import sample, sample_reference
 from quire.kernels.sampling_logprobs import top_logprobs, top_logprobs_reference
 from quire.kernels.sampling_noise import uniform, uniform_reference
 from quire.kernels.sampling_stats import MAX_VOCAB, row_statistics, row_statistics_reference
-from quire.protocol.messages import NewRequestData
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling import noise
-from quire.worker_proc.sampling.sampler import Sampler
 
 ROWS = 64
 
@@ -22,13 +20,10 @@ ROWS = 64
 def cpu_samplers(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of rows that know one token each and have the seeds 0, 1, ...; and the noise they were drawn with."""
     rows = len(logits)
-    batch = InputBatch(rows, 4)
-    sampler = Sampler(batch)
-    new = [NewRequestData(row, str(row), 1, 1, 0, [1], params, row) for row in range(rows)]
-    batch.change_rows([], new, np.zeros(rows, np.int32))
-    sampler.update_state(batch.builder.take(rows))
+    settings = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    _, sampler = batch_of([(row, 1, settings) for row in range(rows)], logits.shape[-1])
     numbers = noise.uniform(np.arange(rows, dtype=np.uint64), np.ones(rows, np.int32))
-    return sampler.sample(logits, np.arange(rows)).tokens, torch.from_numpy(numbers)
+    return sample_each(sampler, logits).tokens, torch.from_numpy(numbers)
 
 
 @pytest.mark.parametrize(

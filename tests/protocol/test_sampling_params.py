@@ -8,6 +8,7 @@ import pytest
 
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams, seed_for_sample
+from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
 
 NOT_INTEGERS = [1.5, "1", True, None, [1], math.nan]
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, "hot", True, None, [0.5]]
@@ -25,6 +26,19 @@ GOOD: dict[str, list[Any]] = {
     "ignore_eos": [True, False],
     "skip_special_tokens": [True, False],
     "include_stop_str_in_output": [True, False],
+    "min_tokens": [0, 1, 16],
+    "presence_penalty": [-2, 0.5, 2.0],
+    "frequency_penalty": [-2.0, 0, 2],
+    "repetition_penalty": [1e-6, 1, 10.0],
+    "logit_bias": [{}, {0: -100, 2**31 - 1: 100.0}, dict.fromkeys(range(1024), 1)],
+    "allowed_token_ids": [None, [0], [5, 3], list(range(65_536))],
+    "bad_words": [[], ["x"], ["x" * 256] * 1024],
+    "bad_words_token_ids": [[], [[0]], [[1, 2, 3]] * 2048],
+    "prompt_logprobs": [None, 0, 20],
+    "thinking_token_budget": [None, 0, 2**31 - 1],
+    "structured_outputs": [None, StructuredOutputs(regex="a+"), StructuredOutputs(json_object=True)],
+    "repetition_detection": [None, RepetitionDetection(max_pattern_size=1)],
+    "extra_args": [{}, {"a": 1, "b": [True, "x"], "c": None, "d": 0.5}],
 }
 BAD: dict[str, tuple[list[Any], str]] = {
     "n": ([0, -1, 129, 10**6, 2**63, *NOT_INTEGERS], "n must be an integer from 1 to 128"),
@@ -49,6 +63,31 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "ignore_eos": ([0, 1, "true", None], "ignore_eos must be true or false"),
     "skip_special_tokens": ([0, "no", None], "skip_special_tokens must be true or false"),
     "include_stop_str_in_output": ([1, None], "include_stop_str_in_output must be true or false"),
+    "min_tokens": ([-1, 2**31, *NOT_INTEGERS], "min_tokens must be an integer from 0 to 2147483647"),
+    "presence_penalty": ([-2.01, 3, *NOT_NUMBERS], "presence_penalty must be a number from -2 to 2"),
+    "frequency_penalty": ([-3, 2.01, *NOT_NUMBERS], "frequency_penalty must be a number from -2 to 2"),
+    "repetition_penalty": (
+        [0, -1, 10.5, *NOT_NUMBERS],
+        "repetition_penalty must be a number above 0 and at most 10",
+    ),
+    "logit_bias": (
+        [5, None, [1], {-1: 1}, {2**31: 1}, {"1": 1}, {1.0: 1}, {1: math.nan}, {1: math.inf}, {1: 101}, {1: "2"}],
+        "logit_bias",
+    ),
+    "allowed_token_ids": (
+        [[], 5, [-1], [1.0], ["1"], [True], [2**31], [3, 3], list(range(100_000))],
+        "allowed_token_ids",
+    ),
+    "bad_words": ([None, "x", [""], [1], ["x" * 257], ["x"] * 1025], "bad_words"),
+    "bad_words_token_ids": ([None, [1], [[]], [[-1]], [[1.0]], [[1]] * 2049, [[1] * 257]], "bad_words_token_ids"),
+    "prompt_logprobs": ([-1, 21, True, 1.0, "1"], "prompt_logprobs must be an integer from 0 to 20"),
+    "thinking_token_budget": ([-1, 2**31, True, 1.0], "thinking_token_budget must be an integer from 0 to"),
+    "structured_outputs": ([{}, "a+", 1], "structured_outputs must be"),
+    "repetition_detection": ([{}, 1], "repetition_detection must be"),
+    "extra_args": (
+        [None, [1], {1: 2}, {"a": {}}, {"a": [[1]]}, {"a": "x" * 70_000}, {"a": object()}],
+        "extra_args must be an object of strings",
+    ),
 }
 
 
@@ -75,7 +114,55 @@ def test_both_tables_cover_every_field() -> None:
 
 
 def test_the_defaults_travel_as_nothing() -> None:
-    assert msgspec.msgpack.encode(SamplingParams()) == b"\x80"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {}
+
+
+def test_no_stop_before_more_tokens_than_there_may_be() -> None:
+    with pytest.raises(InvalidRequest, match=r"min_tokens must be from 0 to 3 \(max_tokens\)"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"json": "{}", "regex": "a"},
+        {"json_object": False},
+        {"json_object": 1},
+        {"regex": ""},
+        {"regex": 5},
+        {"grammar": "x" * (512 * 1024 + 1)},
+        {"choice": []},
+        {"choice": ["a", ""]},
+        {"choice": "a"},
+        {"choice": ["a"] * 10_001},
+        {"regex": "\ud800"},
+        {"json": {"a": object()}},
+    ],
+)
+def test_a_constraint_is_exactly_one(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        StructuredOutputs(**fields)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_a_schema_given_as_an_object_travels_as_text() -> None:
+    assert StructuredOutputs(json={"b": 1, "a": True}).json == '{"b":1,"a":true}'
+    assert StructuredOutputs(json=True).kind == "json" and StructuredOutputs(choice=["a"]).kind == "choice"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_pattern_size": 0}, {"max_pattern_size": 2, "min_pattern_size": 3}, {"max_pattern_size": 2, "min_count": 1}],
+)
+def test_what_repeats_is_of_some_length(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="repetition_detection"):
+        RepetitionDetection(**fields)
+
+
+def test_a_grammar_ends_itself() -> None:
+    with pytest.raises(InvalidRequest, match="ignore_eos cannot be combined"):
+        SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputs(regex="a"))
 
 
 @pytest.mark.parametrize("raw", [{"n": 0}, {"temperature": -1}, {"top_p": 0}, {"stop": [""]}, {"mirostat": 1}])

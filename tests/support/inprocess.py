@@ -14,7 +14,9 @@ from quire.protocol.messages import (
     Abort,
     AddRequest,
     Ended,
+    ModelRunnerOutput,
     Rejected,
+    SchedulerOutput,
     SchedulerToWorker,
     Statistics,
     StepOutputs,
@@ -82,7 +84,7 @@ class InProcessEngine:
             self._check()
         received = self.to_scheduler.receive()
         if received is not None:
-            self.to_scheduler.send(self.runner.execute(received.message).result())
+            self.to_scheduler.send(self._execute(received.message))
             if self.check:
                 self.runner.check()
             result = self.to_worker.receive()
@@ -94,6 +96,9 @@ class InProcessEngine:
                 self.scheduler.halve_steps()
             self._check()
         self._collect()
+
+    def _execute(self, diff: SchedulerOutput) -> ModelRunnerOutput:
+        return self.runner.execute(diff).result()
 
     def run(self, max_steps: int = 100_000) -> dict[str, Answer]:
         """Step until nothing waits or runs."""

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from quire.protocol.logits_processors import BatchUpdate, MoveDirectionality
 from quire.protocol.messages import Int32, NewRequestData
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker_proc.batch_update import BatchUpdate
 from quire.worker_proc.block_table import BlockTable, MultiGroupBlockTable
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 
@@ -18,6 +18,7 @@ COLUMNS = (
     "handles",
     "num_computed",
     "num_known",
+    "num_prompt",
     "active",
     "seed",
     "temperature",
@@ -29,7 +30,7 @@ COLUMNS = (
 
 
 def make_new(handle: int, tokens: list[int], **sampling: Any) -> NewRequestData:
-    params = SamplingParams(**sampling)
+    params = SamplingParams(seed=handle, **sampling)
     return NewRequestData(handle, f"r{handle}", len(tokens), len(tokens), handle % len(tokens), [1], params, handle**3)
 
 
@@ -63,8 +64,9 @@ class Mirror:
         for row in update.removed:
             del self.rows[row]
         for added in update.added:
-            self.rows[added.row] = added.handle
-        for source, target in update.moved:
+            self.rows[added.row] = added.params.seed or 0
+        for source, target, directionality in update.moved:
+            assert directionality is MoveDirectionality.UNIDIRECTIONAL
             assert target not in self.rows, "a move onto a row that is taken"
             self.rows[target] = self.rows.pop(source)
         assert sorted(self.rows) == list(range(update.batch_size))
@@ -90,7 +92,7 @@ class World:
             self.table.append_row(row, [data.handle + 1])
             self.extra[row] = data.handle
         self.batch.check()
-        return self.batch.builder.take(self.batch.num_rows)
+        return self.batch.builder.get_and_reset(self.batch.num_rows)
 
     def check_against_a_fresh_batch(self) -> None:
         order = sorted(self.held, key=lambda handle: self.batch.row(handle))
@@ -133,19 +135,23 @@ def test_a_row_freed_and_filled_again_is_an_addition_alone() -> None:
     """Seed 002 has it as a removal too; a processor would then clear what it has just been told."""
     update = three().change([2], [(make_new(9, [5]), [5])])
     assert update is not None
-    assert (update.removed, [(a.row, a.handle) for a in update.added], update.moved) == ([], [(1, 9)], [])
-    assert update.added[0].sampling == SamplingParams()
+    assert (update.removed, [(a.row, a.params.seed) for a in update.added], update.moved) == ([], [(1, 9)], [])
 
 
 def test_a_hole_is_closed_by_the_last_row() -> None:
     update = three().change([1], [])
     assert update is not None
-    assert (update.batch_size, update.removed, update.added, update.moved) == (2, [0], [], [(2, 0)])
+    assert (update.batch_size, update.removed, update.added, update.moved) == (
+        2,
+        [0],
+        [],
+        [(2, 0, MoveDirectionality.UNIDIRECTIONAL)],
+    )
 
 
 def test_holes_at_the_end_need_no_move() -> None:
     update = three().change([2, 3], [])
-    assert update is not None and (update.batch_size, update.removed, update.moved) == (1, [1, 2], [])
+    assert update is not None and (update.batch_size, update.removed, update.moved) == (1, [2, 1], [])
 
 
 def test_nothing_is_told_when_no_row_changed() -> None:
@@ -161,7 +167,7 @@ def test_removing_and_adding_the_same_handle_starts_it_afresh() -> None:
 def test_each_update_is_told_once() -> None:
     world = three()
     world.change([1], [])
-    assert world.batch.builder.take(2) is None
+    assert world.batch.builder.get_and_reset(2) is None
 
 
 @pytest.mark.parametrize(

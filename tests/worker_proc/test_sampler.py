@@ -5,32 +5,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampling_batch import batch_of, sample_each
 
 from quire.protocol.messages import NewRequestData
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.noise import uniform
-from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.sampler import Sampled
 
 VOCAB = 24
 DRAWS = 4000
 
 
-def batch_of(rows: list[tuple[int, int, dict[str, Any]]]) -> tuple[InputBatch, Sampler]:
-    """Rows of (seed, known tokens, sampling)."""
-    new = [
-        NewRequestData(h, f"r{h}", known, known, 0, [1], SamplingParams(**sampling), seed)
-        for h, (seed, known, sampling) in enumerate(rows)
-    ]
-    batch = InputBatch(len(rows), max(known for _, known, _ in rows))
-    sampler = Sampler(batch)
-    batch.change_rows([], new, np.zeros(sum(known for _, known, _ in rows), np.int32))
-    sampler.update_state(batch.builder.take(len(rows)))
-    return batch, sampler
-
-
 def sample(logits: torch.Tensor, rows: list[tuple[int, int, dict[str, Any]]]) -> Sampled:
-    return batch_of(rows)[1].sample(logits, np.arange(len(rows)))
+    return sample_each(batch_of(rows, logits.shape[-1])[1], logits)
 
 
 def some_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
@@ -145,19 +133,20 @@ def test_only_some_rows_of_a_batch_may_sample() -> None:
     logits = some_logits(4)
     rows = [(i, 2, {"temperature": 1.0, "top_k": i}) for i in range(4)]
     whole = sample(logits, rows).tokens.tolist()
-    _, sampler = batch_of(rows)
-    assert sampler.sample(logits[[1, 3]], np.array([1, 3])).tokens.tolist() == [whole[1], whole[3]]
-    assert sampler.sample(logits, np.arange(4)).tokens.tolist() == whole
+    _, sampler = batch_of(rows, VOCAB)
+    some = sampler.sample(logits[[1, 3]], SampledPositions.one_each(np.array([1, 3])))
+    assert some.tokens.tolist() == [whole[1], whole[3]]
+    assert sample_each(sampler, logits).tokens.tolist() == whole
 
 
 def test_a_new_request_in_an_old_row_is_sampled_by_its_own_parameters() -> None:
     logits = some_logits(1, seed=8)
-    batch, sampler = batch_of([(1, 1, {"temperature": 2.0})])
-    sampler.sample(logits, np.arange(1))
+    batch, sampler = batch_of([(1, 1, {"temperature": 2.0})], VOCAB)
+    sample_each(sampler, logits)
     new = NewRequestData(9, "new", 1, 1, 0, [1], SamplingParams(temperature=0.0, logprobs=1), 5)
     batch.change_rows([0], [new], np.zeros(1, np.int32))
-    sampler.update_state(batch.builder.take(1))
-    sampled = sampler.sample(logits, np.arange(1))
+    sampler.update_state(batch.builder.get_and_reset(1))
+    sampled = sample_each(sampler, logits)
     assert sampled.tokens.tolist() == logits.argmax(-1).tolist() and sampled.logprobs is not None
 
 
@@ -173,10 +162,10 @@ def test_logprobs_are_those_of_the_raw_distribution(asked: int) -> None:
     logits = some_logits(6)
     rows = [(i, 1, {"temperature": 0.7, "top_k": 2} | ({"logprobs": asked} if i % 2 else {})) for i in range(6)]
     sampled = sample(logits, rows)
-    told = sampled.logprobs
-    assert told is not None and told.rows == [1, 3, 5]
+    assert sampled.logprobs is not None and sampled.logprobs.at == [1, 3, 5]
+    told = sampled.logprobs.logprobs
     reference = torch.log_softmax(logits.double(), dim=-1)
-    for i, row in enumerate(told.rows):
+    for i, row in enumerate(sampled.logprobs.at):
         token = int(sampled.tokens[row])
         assert told.token_ids.shape[1] == told.values.shape[1] == 1 + asked
         assert told.token_ids[i, 0] == token
@@ -191,8 +180,8 @@ def test_no_row_that_asks_for_logprobs_means_none() -> None:
 
 def test_logprobs_of_a_small_vocabulary_are_all_there_are() -> None:
     told = sample(some_logits(1, vocab=3), [(1, 1, {"logprobs": 20})]).logprobs
-    assert told is not None and told.values.shape == (1, 4)
-    assert sorted(told.token_ids[0, 1:].tolist()) == [0, 1, 2]
+    assert told is not None and told.logprobs.values.shape == (1, 4)
+    assert sorted(told.logprobs.token_ids[0, 1:].tolist()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all -inf"])

@@ -124,7 +124,7 @@ class StepDriver:
         """Nobody is left, as when a worker starts: graphs may be captured."""
         batch = self.runner.batch
         batch.change_rows(list(batch.row_of), [], None)
-        self.runner.sampler.update_state(batch.builder.take(0))
+        self.runner.sampler.update_state(batch.builder.get_and_reset(0))
         self._handles = []
         if self.runner.steady is not None:
             self.runner.steady.leave()

@@ -4,36 +4,46 @@ Sampling is by inverse distribution function: one uniform number per token (``no
 probabilities. Rows that need a sorted distribution are sorted; the others never are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.worker_proc.batch_update import BatchUpdate
+from quire.protocol.config import EngineConfig
+from quire.protocol.logits_processors import BatchUpdate
 from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.accept import Accepted
+from quire.worker_proc.sampling.logprobs import TokenLogprobs, best, token_logprobs
 from quire.worker_proc.sampling.noise import uniform
+from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.token_masks import TokenMasks
 
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class SampledLogprobs:
-    """Of those ``rows`` (indices into the sampled tokens) that asked; ``[len(rows), width]``, sampled token first."""
+    """Of those positions that asked: ``at`` are indices into the sampled ones."""
 
-    rows: list[int]
-    token_ids: torch.Tensor
-    values: torch.Tensor
-    ranks: torch.Tensor
+    at: list[int]
+    logprobs: TokenLogprobs
 
 
 @dataclass(slots=True)
 class Sampled:
-    """``tokens``: int64 ``[num_rows]``; ``bad``: bool ``[num_rows]``, true where logits were not finite."""
+    """Of each sampled position one token.
+
+    Attributes:
+        tokens: int64 ``[num_positions]``.
+        bad: bool ``[num_positions]``, true where the model's logits were not finite.
+        failed: (position, why) where there is no token for a reason of the request's own.
+    """
 
     tokens: torch.Tensor
     bad: torch.Tensor
-    logprobs: SampledLogprobs | None
+    logprobs: SampledLogprobs | None = None
+    failed: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +60,20 @@ class _SamplePlan:
 class Sampler:
     """Reads the batch's sampling columns; keeps no state of a request but what ``_plan`` derives from them."""
 
-    def __init__(self, batch: InputBatch) -> None:
+    def __init__(self, batch: InputBatch, config: EngineConfig, device: torch.device) -> None:
         self._batch = batch
+        self._config = config
+        self._device = device
         self._plan: _SamplePlan | None = None
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the batch's output lists must be exact before ``sample``: somebody's processor looks at them."""
+        return bool(self._batch.outputs.num_kept)
+
+    def reset(self) -> None:
+        """The batch is empty, whatever updates were not told."""
+        self._plan = None
 
     def update_state(self, update: BatchUpdate | None) -> None:
         """Rows changed: what was derived from them is stale."""
@@ -64,17 +85,29 @@ class Sampler:
         plan = self._plan_for(rows)
         return not len(plan.sorted) and not len(plan.with_logprobs)
 
-    def sample(self, logits: torch.Tensor, rows: Rows) -> Sampled:
-        """``logits``: float32 ``[len(rows), vocab]`` of the batch's ``rows``; not changed."""
+    def sample(self, logits: torch.Tensor, positions: SampledPositions, masks: TokenMasks | None = None) -> Sampled:
+        """A token for each of ``positions``, as if the drafts before it were part of the answer.
+
+        Args:
+            logits: float32 ``[len(positions), vocab]``; not changed.
+            masks: what grammars allow.
+        """
+        rows = positions.rows
         plan = self._plan_for(rows)
-        best, tokens = logits.max(dim=-1)
+        best_values, tokens = logits.max(dim=-1)
         if len(plan.plain) or len(plan.sorted):
-            noise = uniform(self._batch.seed[rows], self._batch.num_known[rows])
+            noise = uniform(self._batch.seed[rows], self._batch.num_known[rows] + positions.offsets)
             if len(plan.plain):
                 tokens[plan.plain] = self._sample_plain(logits, plan, noise)
             if len(plan.sorted):
                 tokens[plan.sorted] = self._sample_sorted(logits, plan, noise)
-        return Sampled(tokens, ~torch.isfinite(best), self._logprobs(logits, tokens, plan))
+        return Sampled(tokens, ~torch.isfinite(best_values), self._logprobs(logits, tokens, plan))
+
+    def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
+        """What became of the last ``sample``: all of its tokens are the rows' (None), or those that were ``accepted``.
+
+        ``tokens``: int64 on the device, as ``sample`` gave them.
+        """
 
     def _plan_for(self, rows: Rows) -> _SamplePlan:
         plan = self._plan
@@ -112,7 +145,7 @@ class Sampler:
         scaled = self._scaled(logits, plan, plan.sorted)
         vocab = scaled.shape[-1]
         top_k = np.where(self._batch.top_k[rows] > 0, np.minimum(self._batch.top_k[rows], vocab), vocab)
-        values, order = _best(scaled, int(top_k.max()))
+        values, order = best(scaled, int(top_k.max()))
         rank = torch.arange(values.shape[-1], device=logits.device)
         values = values.masked_fill(rank >= self._tensor(top_k, logits)[:, None], -torch.inf)
         probs = torch.softmax(values, dim=-1)
@@ -125,35 +158,14 @@ class Sampler:
         return order.gather(-1, chosen[:, None])[:, 0]
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, plan: _SamplePlan) -> SampledLogprobs | None:
-        if not len(plan.with_logprobs):
+        at = plan.with_logprobs
+        if not len(at):
             return None
-        all_values = torch.log_softmax(logits[plan.with_logprobs], dim=-1)
-        sampled = tokens[plan.with_logprobs][:, None]
-        value = all_values.gather(-1, sampled)
-        values, token_ids = _best(all_values, min(plan.num_logprobs, all_values.shape[-1]))
-        return SampledLogprobs(
-            rows=plan.with_logprobs.tolist(),
-            token_ids=torch.cat([sampled, token_ids], dim=-1),
-            values=torch.cat([value, values], dim=-1),
-            ranks=(all_values > value).sum(dim=-1) + 1,
-        )
+        return SampledLogprobs(at.tolist(), token_logprobs(logits[at], tokens[at], plan.num_logprobs))
 
     @staticmethod
     def _tensor(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(array).to(like.device)
-
-
-def _best(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``k`` best of each row of a float32 ``[rows, n]`` and their indices, best first; of equals the lower index.
-
-    ``torch.topk`` alone orders equals (frequent in 16-bit logits) in a way that depends on ``k``, and with it on what
-    other rows ask for. So it is given keys that are never equal: value and index as one integer.
-    """
-    bits = values.view(torch.int32).to(torch.int64)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards
-    index = torch.arange(values.shape[-1], device=values.device)
-    order = torch.topk((ordered << 32) - index, k, dim=-1).indices
-    return values.gather(-1, order), order
 
 
 def _draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -74,13 +74,13 @@ class Both:
         self.steps = 0
         self.steady_steps = 0
         assert self.device.steady is not None
-        run = self.device.steady.run
+        launch = self.device.steady.launch
 
-        def counted() -> Any:
+        def counted(*, sampling: bool) -> Any:
             self.steady_steps += 1
-            return run()
+            return launch(sampling=sampling)
 
-        self.device.steady.run = counted  # type: ignore[method-assign]
+        self.device.steady.launch = counted  # type: ignore[method-assign]
 
     def step(self, **fields: Any) -> list[int]:
         self.steps += 1

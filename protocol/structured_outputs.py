@@ -1,0 +1,124 @@
+"""What one request's answer must look like, besides its wording; and when a repeating answer is cut short.
+
+Checked when built, so also when decoded; whether a grammar compiles is found out by the scheduler process, which has
+the compiler (``scheduler_proc/structured``).
+"""
+
+from typing import Any
+
+import msgspec
+
+from quire.protocol.errors import InvalidRequest
+
+MAX_GRAMMAR_BYTES = 512 * 1024
+"""Of a schema, a regular expression, a grammar, or all choices together."""
+MAX_CHOICES = 10_000
+MAX_PATTERN_SIZE = 256
+MAX_REPETITIONS = 4096
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One constraint, by the names vLLM's users know; exactly one of the fields is set.
+
+    Attributes:
+        json: a JSON schema, as text or as an object (kept as text).
+        json_object: any JSON object.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these.
+        grammar: a context-free grammar in Lark's syntax, or in GBNF (``root ::= ...``).
+
+    Raises:
+        InvalidRequest: none or several are set, or one is of the wrong type, empty or too long.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar")
+        given = [k for k in kinds if getattr(self, k) is not None] + ["json_object"] * bool(self.json_object)
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs must have exactly one of {', '.join(kinds)}, json_object; it has {len(given)}",
+                "structured_outputs",
+            )
+        if not isinstance(self.json_object, bool):
+            raise InvalidRequest("structured_outputs.json_object must be true or false", "structured_outputs")
+        if isinstance(self.json, dict | bool):
+            msgspec.structs.force_setattr(self, "json", encode_schema(self.json))
+        if self.choice is not None:
+            self._check_choice(self.choice)
+        for name in ("json", "regex", "grammar"):
+            check_grammar_text(f"structured_outputs.{name}", getattr(self, name))
+
+    @staticmethod
+    def _check_choice(choice: Any) -> None:
+        good = isinstance(choice, list) and all(isinstance(text, str) and text for text in choice)
+        if not good or not 1 <= len(choice) <= MAX_CHOICES:
+            raise InvalidRequest(
+                f"structured_outputs.choice must be a list of 1 to {MAX_CHOICES} non-empty strings",
+                "structured_outputs",
+            )
+        check_grammar_text("structured_outputs.choice", "".join(choice))
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        if self.json_object:
+            return "json_object"
+        return next(k for k in ("json", "regex", "choice", "grammar") if getattr(self, k) is not None)
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Ends an answer whose last tokens are one pattern over and over, by the names vLLM's users know.
+
+    Attributes:
+        max_pattern_size: longest pattern, in tokens.
+        min_pattern_size: shortest pattern.
+        min_count: how often it must stand there, one after the other.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 3
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("max_pattern_size", 1, MAX_PATTERN_SIZE),
+            ("min_pattern_size", 1, self.max_pattern_size),
+            ("min_count", 2, MAX_REPETITIONS),
+        )
+        for name, low, high in ranges:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise InvalidRequest(
+                    f"repetition_detection.{name} must be an integer from {low} to {high}", "repetition_detection"
+                )
+
+
+def encode_schema(schema: Any) -> str:
+    """A schema given as an object, as the text that the wire carries; key order is kept, for it is the answer's."""
+    try:
+        return msgspec.json.encode(schema).decode()
+    except (RecursionError, TypeError, ValueError, OverflowError):
+        raise InvalidRequest("the JSON schema is nested too deeply, or is not JSON", "structured_outputs") from None
+
+
+def check_grammar_text(name: str, text: Any) -> None:
+    """Raise InvalidRequest unless ``text`` is None, or a string of acceptable size that is valid Unicode."""
+    if text is None:
+        return
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest(f"{name} must be a non-empty string", "structured_outputs")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} is not valid Unicode text", "structured_outputs") from None
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{name} must have at most {MAX_GRAMMAR_BYTES} bytes", "structured_outputs")

@@ -1,0 +1,45 @@
+"""A batch and its sampler without a model around them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from scheduler_driver import make_config
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.messages import NewRequestData
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.sampler import Sampled, Sampler
+
+CPU = torch.device("cpu")
+
+
+def sampling_config(vocab_size: int, **settings: Any) -> EngineConfig:
+    return make_config(vocab_size=vocab_size, **settings)
+
+
+def make_sampler(vocab_size: int, max_rows: int, max_len: int, **settings: Any) -> tuple[InputBatch, Sampler]:
+    """Both empty."""
+    batch = InputBatch(max_rows, max_len)
+    return batch, Sampler(batch, sampling_config(vocab_size, max_num_seqs=max_rows, **settings), CPU)
+
+
+def batch_of(
+    rows: list[tuple[int, int, dict[str, Any]]], vocab_size: int, **settings: Any
+) -> tuple[InputBatch, Sampler]:
+    """Rows of (seed, known tokens, sampling); their tokens are all 0, and all of the prompt."""
+    new = [
+        NewRequestData(h, f"r{h}", known, known, 0, [1], SamplingParams(**sampling), seed)
+        for h, (seed, known, sampling) in enumerate(rows)
+    ]
+    batch, sampler = make_sampler(vocab_size, len(rows), max(known for _, known, _ in rows), **settings)
+    batch.change_rows([], new, np.zeros(sum(known for _, known, _ in rows), np.int32))
+    sampler.update_state(batch.builder.get_and_reset(len(rows)))
+    return batch, sampler
+
+
+def sample_each(sampler: Sampler, logits: torch.Tensor) -> Sampled:
+    """One token of each of the first rows."""
+    return sampler.sample(logits, SampledPositions.one_each(np.arange(len(logits))))

@@ -1,0 +1,1 @@
+"""Guesses at the next tokens, which the model then verifies."""
