@@ -157,7 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(
                 "ignore_eos cannot be combined with structured_outputs, which end themselves", "ignore_eos"
             )
-        if not self.extra_args:
+        if self.extra_args == {}:
             return
         try:
             good = (
