@@ -1,0 +1,132 @@
+"""Thinking spans and budgets, against a reading of the whole text from its beginning."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.protocol.thinking import ThinkingState
+
+TOKENS = st.integers(0, 2)
+MARKERS = st.lists(TOKENS, max_size=4)
+TEXTS = st.lists(TOKENS, max_size=24)
+
+
+@dataclass
+class Reading:
+    is_open: bool
+    num_tokens: int
+    num_ended: int
+    forced: int | None
+
+
+def last_in(text: list[int], marker: list[int]) -> int:
+    return max((at for at in range(len(text)) if text[at : at + len(marker)] == marker), default=-1)
+
+
+def read(start: list[int], end: list[int], prompt: list[int], output: list[int], budget: int) -> Reading:
+    """The definition, in quadratic time."""
+    if not start or not end:
+        return Reading(False, 0, 0, None)
+    begins = last_in(prompt, start)
+    opened = begins + len(start) if begins > last_in(prompt, end) else None  # where the span's first token stands
+    text, ended = prompt + output, 0
+    for known in range(len(prompt) + 1, len(text) + 1):
+        if opened is None:
+            opened = known if text[:known][-len(start) :] == start else None
+        elif text[:known][-len(end) :] == end:
+            opened, ended = None, ended + 1
+    if opened is None:
+        return Reading(False, 0, ended, None)
+    spent = len(text) - opened
+    forced = None
+    if spent >= budget:
+        begun = next(n for n in range(len(end) - 1, -1, -1) if text[len(text) - n :] == end[:n] and n <= len(text))
+        forced = end[begun]
+    return Reading(True, spent, ended, forced)
+
+
+def told(state: ThinkingState, budget: int) -> Reading:
+    return Reading(state.is_open, state.num_tokens, state.num_ended, state.forced(budget))
+
+
+@given(MARKERS, MARKERS, TEXTS, TEXTS, st.integers(0, 6))
+@settings(deadline=None, max_examples=300)
+def test_every_prefix_reads_as_the_whole_text_does(
+    start: list[int], end: list[int], prompt: list[int], output: list[int], budget: int
+) -> None:
+    state = ThinkingState(start, end, prompt)
+    assert told(state, budget) == read(start, end, prompt, [], budget)
+    for known, token in enumerate(output, start=1):
+        state.advance(token)
+        assert told(state, budget) == read(start, end, prompt, output[:known], budget)
+
+
+@given(MARKERS, MARKERS, TEXTS, TEXTS, TEXTS, st.integers(0, 6))
+@settings(deadline=None, max_examples=100)
+def test_a_copy_reads_drafts_and_leaves_the_original_alone(
+    start: list[int], end: list[int], prompt: list[int], output: list[int], drafts: list[int], budget: int
+) -> None:
+    state = ThinkingState(start, end, prompt)
+    state.extend(output)
+    ahead = state.copy()
+    ahead.extend(drafts)
+    assert told(ahead, budget) == read(start, end, prompt, output + drafts, budget)
+    assert told(state, budget) == read(start, end, prompt, output, budget)
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=4), st.lists(TOKENS, min_size=1, max_size=4), TEXTS, st.data())
+@settings(deadline=None, max_examples=80)
+def test_who_obeys_ends_each_span_in_time(
+    start: list[int], end: list[int], prompt: list[int], data: st.DataObject
+) -> None:
+    """A span has at most its budget and, behind it, the end marker."""
+    budget = data.draw(st.integers(0, 6))
+    state = ThinkingState(start, end, prompt)
+    late = max(0, state.num_tokens - budget)
+    for _ in range(40):
+        forced = state.forced(budget)
+        state.advance(data.draw(TOKENS) if forced is None else forced)
+        late = late if state.is_open and state.num_ended == 0 else 0
+        assert state.num_tokens < budget + late + len(end)
+
+
+def test_a_marker_that_the_model_began_is_finished() -> None:
+    state = ThinkingState([1], [7, 8, 9], [1])
+    state.extend([5, 7, 8])
+    assert state.forced(4) is None
+    assert state.forced(3) == 9
+    state.advance(9)
+    assert (state.is_open, state.num_tokens, state.num_ended, state.forced(0)) == (False, 0, 1, None)
+
+
+def test_the_first_token_of_an_end_marker_ends_nothing() -> None:
+    state = ThinkingState([1], [7, 8], [1])
+    state.extend([7, 5, 7, 7])
+    assert (state.is_open, state.num_tokens) == (True, 4)
+    assert state.forced(4) == 8
+
+
+def test_a_marker_may_begin_in_the_prompt_and_end_in_the_answer() -> None:
+    state = ThinkingState([1, 2], [3, 4], [9, 1])
+    assert not state.is_open
+    state.advance(2)
+    assert (state.is_open, state.num_tokens, state.forced(0)) == (True, 0, 3)
+    ending = ThinkingState([1], [3, 4], [1, 9, 3])
+    assert (ending.num_tokens, ending.forced(2)) == (2, 4)
+    ending.advance(4)
+    assert (ending.is_open, ending.num_ended) == (False, 1)
+
+
+@pytest.mark.parametrize(("start", "end"), [([], [7]), ([1], []), ([], [])])
+def test_without_both_markers_nothing_is_ever_open(start: list[int], end: list[int]) -> None:
+    state = ThinkingState(start, end, [1, 1])
+    state.extend([1, 5, 7])
+    assert (state.is_open, state.num_ended, state.forced(0)) == (False, 0, None)
+
+
+def test_each_span_has_the_budget_of_its_own() -> None:
+    state = ThinkingState([1], [7], [])
+    state.extend([1, 5, 7, 1, 5])
+    assert (state.num_ended, state.num_tokens, state.forced(2), state.forced(1)) == (1, 1, None, 7)
