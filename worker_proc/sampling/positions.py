@@ -46,8 +46,3 @@ class SampledPositions:
     @property
     def any_drafts(self) -> bool:
         return bool(self.offsets.any())
-
-    @property
-    def ends(self) -> Ints:
-        """Index behind each row's last position, one per row."""
-        return np.append(np.flatnonzero(self.offsets[1:] == 0) + 1, len(self.rows)) if len(self.rows) else self.rows

@@ -1,0 +1,139 @@
+"""The worker's loop over memory channels: what a step with masks waits for, and what happens when they do not come."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
+
+from quire.protocol.channel import Channel, memory_pair
+from quire.protocol.config import FIRST_EPOCH
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.messages import (
+    Configure,
+    Hello,
+    ModelRunnerOutput,
+    Ready,
+    SampleInputs,
+    SchedulerOutput,
+    SchedulerToWorker,
+    Shutdown,
+    WorkerToScheduler,
+)
+from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.loop import WorkerLoop
+from quire.worker_proc.parallel.group import Alone
+
+WORDS = -(-MODEL.vocab_size // 32)
+BLOCKS = [1, 2, 3, 4, 5, 6]
+
+
+@dataclass
+class Script(Channel):
+    """The worker's end: it is given ``told`` one after the other, and then Shutdown. Keeps the order of all."""
+
+    told: list[Any]
+    seen: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        far, self._near = memory_pair(WorkerToScheduler, SchedulerToWorker)
+        self._far = far
+
+    def send(self, message: Any) -> Any:
+        self.seen.append(message)
+        return []
+
+    def receive(self, timeout: float | None = 0.0) -> Any:
+        if timeout == 0.0:
+            return None  # as if the scheduler were slow: a result that is ready is sent first
+        message = self.told.pop(0) if self.told else Shutdown()
+        self.seen.append(message)
+        self._far.send(message)
+        return self._near.receive()
+
+
+def run(*steps: Any) -> list[Any]:
+    """All messages in the order in which they came and went, from the first step on."""
+    script = Script([Configure(FIRST_EPOCH, kv_layout(MODEL, 4, "float32"), CONFIG), *steps])
+    WorkerLoop(script, 0, 1, lambda config: Alone(), lambda text: None, progress=False).run()
+    assert isinstance(script.seen[0], Hello) and isinstance(script.seen[2], Ready)
+    return script.seen[3:]
+
+
+def only(*tokens: int) -> np.ndarray[Any, Any]:
+    """A mask that allows these."""
+    mask = np.zeros(WORDS, np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask.view(np.int32)
+
+
+def first() -> SchedulerOutput:
+    return SchedulerOutput(1, **adding((4, PROMPT, BLOCKS)), awaits_sample_inputs=True)
+
+
+def results(seen: list[Any]) -> list[ModelRunnerOutput]:
+    return [message for message in seen if isinstance(message, ModelRunnerOutput)]
+
+
+def test_a_step_waits_for_its_masks_and_samples_by_them() -> None:
+    seen = run(first(), SampleInputs(1, [4], [1], only(17)), SchedulerOutput(2), SchedulerOutput(3))
+    one, two, three = results(seen)
+    assert one.tokens is not None and one.tokens.tolist() == [17]
+    follow = alone([*PROMPT, 17], 2)
+    assert [r.tokens.tolist() for r in (two, three) if r.tokens is not None] == [[follow[0]], [follow[1]]]
+
+
+def test_the_result_before_is_sent_before_masks_are_waited_for() -> None:
+    """They depend on it: else both sides would wait for ever."""
+    plain = SchedulerOutput(1, **adding((4, PROMPT, BLOCKS)))
+    seen = run(plain, SchedulerOutput(2, awaits_sample_inputs=True), SampleInputs(2, [4], [1], only(9)))
+    kinds = [type(message).__name__ for message in seen]
+    assert kinds == [
+        "SchedulerOutput",
+        "ModelRunnerOutput",
+        "SchedulerOutput",
+        "SampleInputs",
+        "ModelRunnerOutput",
+        "Shutdown",
+    ]
+    assert results(seen)[1].tokens.tolist() == [9]  # type: ignore[union-attr]
+
+
+def test_masks_for_nobody_leave_everyone_alone() -> None:
+    seen = run(first(), SampleInputs(1, [], []))
+    assert results(seen)[0].tokens.tolist() == alone(PROMPT, 1)  # type: ignore[union-attr]
+
+
+def test_masks_that_come_late_or_for_another_step_are_ignored() -> None:
+    stray = SampleInputs(7, [4], [1], only(3))
+    seen = run(first(), stray, SampleInputs(1, [4], [1], only(17)), stray, SchedulerOutput(2))
+    assert [r.tokens.tolist() for r in results(seen) if r.tokens is not None] == [[17], alone([*PROMPT, 17], 1)]
+
+
+def test_a_step_that_comes_instead_of_the_masks_makes_the_waiting_one_void() -> None:
+    """The scheduler began a new epoch of its own: everyone is removed, and comes again."""
+    again = SchedulerOutput(2, removed=[4], **adding((4, PROMPT, BLOCKS)))
+    one, two = results(run(first(), again))
+    assert (one.step, one.tokens, one.failure) == (1, None, "")
+    assert two.tokens is not None and two.tokens.tolist() == alone(PROMPT, 1)
+
+
+def test_shut_down_while_waiting() -> None:
+    assert [r.tokens for r in results(run(first()))] == [None]
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        SampleInputs(1, [5], [1], only(1)),
+        SampleInputs(1, [4], [2], np.concatenate([only(1), only(1)])),
+        SampleInputs(1, [4], [1, 1], only(1)),
+        SampleInputs(1, [4, 4], [1, 1], only(1)[:1]),
+    ],
+    ids=["unknown handle", "too many", "counts and handles", "half a mask"],
+)
+def test_masks_that_do_not_fit_end_the_worker(inputs: SampleInputs) -> None:
+    with pytest.raises(StepRefused):
+        run(first(), inputs)
