@@ -26,8 +26,8 @@ class TokenHistory:
     """Owns which steps' tokens the batch's ``tokens`` and ``outputs`` lack; nobody else adds sampled ones there.
 
     Catching up waits for the device, so it is done only where the next step needs the tokens themselves: for drafts
-    and for processors that look at the answer. A step nobody asked about for long is caught up with anyway, when its
-    result has long been sent, so that host memory in flight stays bounded.
+    and for processors that look at the answer. What is there is taken without being asked for, and so is a step that
+    lies far back: its result was sent long ago.
     """
 
     _MOST_BEHIND = 3
@@ -43,7 +43,7 @@ class TokenHistory:
         self._behind.append(
             _Sampled(batch.handles[rows], batch.serial[rows], rows, batch.num_known[rows], batch.generation, copy)
         )
-        if len(self._behind) == self._MOST_BEHIND:
+        while self._behind and (len(self._behind) == self._MOST_BEHIND or self._behind[0].copy.ready):
             self._take(self._behind.popleft())
 
     def catch_up(self) -> None:

@@ -21,6 +21,11 @@ class Late(HostCopy):
     def __init__(self, tokens: list[int]) -> None:
         super().__init__([torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.bool)], None)
         self.waits = 0
+        self.there = False
+
+    @property
+    def ready(self) -> bool:
+        return self.there
 
     def arrays(self) -> list[Any]:
         self.waits += 1
@@ -80,6 +85,16 @@ def test_the_list_is_the_same_object_all_along() -> None:
     world.batch.num_known[0] += 2
     assert output is world.output(1) and output == [9, 10, 11, 12] and world.known(1) == [5, 6, 9, 10, 11, 12]
     world.batch.check()
+
+
+def test_what_is_there_is_taken_in_order() -> None:
+    world = World()
+    world.change([], {1: [5, 6]})
+    first = world.sample([10])
+    first.there = True
+    assert world.known(1) == [5, 6]
+    world.sample([11])
+    assert world.known(1) == [5, 6, 10] and first.waits == 1
 
 
 def test_copies_that_would_become_stale_are_read_in_time() -> None:
