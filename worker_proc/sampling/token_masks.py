@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from quire.kernels.token_bitmask import apply_token_bitmask
 from quire.protocol.messages import SampleInputs
 from quire.worker_proc.input_batch import InputBatch, StepRefused
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
@@ -44,3 +46,18 @@ class TokenMasks:
         places = np.concatenate(found)
         order = np.argsort(places)
         return cls(places[order], words[order])
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Minus infinity, in place, for what the masks forbid: float32 ``[num_positions, vocab]``.
+
+        A tokenizer may have fewer tokens than the model has logits, or its words more bits: bits that are missing
+        forbid.
+        """
+        words = torch.from_numpy(_writable(self.words))
+        rows = torch.from_numpy(self.positions)
+        apply_token_bitmask(logits, rows.to(logits.device), words.to(logits.device))
+
+
+def _writable(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Torch refuses, by a warning, memory that is read-only, as a frame of the wire may be."""
+    return array if array.flags.writeable else array.copy()

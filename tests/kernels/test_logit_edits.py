@@ -1,0 +1,123 @@
+"""Penalties and bitmasks without triton: references by hand, the native library against them, and what is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from penalty_case import PenaltyCase
+
+from quire.kernels.cpu.logit_edits import LogitEdits, native_edits
+from quire.kernels.penalties import PROMPT_BIT, apply_penalties, apply_penalties_reference
+from quire.kernels.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def native() -> LogitEdits:
+    found = native_edits()
+    if found is None:
+        pytest.skip("no compiler here")
+    return found
+
+
+@pytest.fixture(params=["as installed", "torch"])
+def penalise(request: pytest.FixtureRequest) -> Callable[..., None]:
+    return apply_penalties if request.param == "as installed" else apply_penalties_reference
+
+
+def test_penalties_of_a_worked_example(penalise: Callable[..., None]) -> None:
+    logits = torch.tensor([[4.0, -4.0, 4.0, 4.0, 1.0]]).repeat(3, 1)
+    counts = torch.tensor([[PROMPT_BIT, PROMPT_BIT | 2, 3, 0, 0]], dtype=torch.int32)
+    repetition, frequency, presence = (torch.full((3,), value) for value in (2.0, 0.5, 0.25))
+    slots, offsets, drafts = torch.tensor([0, 0, -1]), torch.tensor([0, 1, 0]), torch.tensor([4, -1, -1])
+    penalise(logits, slots, counts, repetition, frequency, presence, offsets, drafts)
+    assert logits[0].tolist() == [2.0, -8.0 - 1.25, 2.0 - 1.75, 4.0, 1.0]
+    assert logits[1].tolist() == [*logits[0, :4].tolist(), 0.5 - 0.75]
+    assert logits[2].tolist() == [4.0, -4.0, 4.0, 4.0, 1.0]
+
+
+@pytest.mark.parametrize("vocab", [5, 8, 77, 40_003])
+def test_native_penalties_are_the_references(vocab: int, native: LogitEdits) -> None:
+    case = PenaltyCase(vocab, CPU)
+    got, want = case.arguments(), case.arguments()
+    native.penalties(*got)
+    apply_penalties_reference(*want)
+    assert torch.equal(got[0], want[0])
+    case.slots = case.slots.int()
+    again = case.arguments()
+    native.penalties(*again)
+    assert torch.equal(again[0], want[0])
+
+
+def test_native_penalties_leave_out_what_does_not_exist(native: LogitEdits) -> None:
+    case = PenaltyCase(20, CPU)
+    case.drafts[:], case.slots[0] = 20, 6
+    got = case.arguments()
+    native.penalties(*got)
+    case.offsets[:], case.slots[0] = 0, -1
+    want = case.arguments()
+    apply_penalties_reference(*want)
+    assert torch.equal(got[0], want[0])
+
+
+def test_a_draft_that_does_not_exist_is_an_error_in_torch() -> None:
+    case = PenaltyCase(20, CPU)
+    case.drafts[1] = -7
+    with pytest.raises(IndexError, match="a draft is negative"):
+        apply_penalties_reference(*case.arguments())
+
+
+def test_a_mask_of_a_worked_example() -> None:
+    for apply in (apply_token_bitmask, apply_token_bitmask_reference):
+        logits = torch.zeros(2, 34)
+        apply(logits, torch.tensor([1]), torch.tensor([[0b101, 0b10]], dtype=torch.int32))
+        assert torch.isfinite(logits[1]).nonzero()[:, 0].tolist() == [0, 2, 33]
+        assert not logits[0].any()
+
+
+@pytest.mark.parametrize(("vocab", "num_words"), [(5, 1), (64, 2), (70, 2), (40, 3), (70_001, 2188), (33, 0)])
+def test_native_masks_are_the_references(vocab: int, num_words: int, native: LogitEdits) -> None:
+    rng = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4, vocab + 3, generator=rng)[:, :vocab]
+    words = torch.randint(-(2**31), 2**31, (3, num_words), generator=rng).int()
+    words[1] = -1
+    rows = torch.tensor([2, 0, 3])
+    want, got = logits.clone(), logits.clone()
+    apply_token_bitmask_reference(want, rows, words)
+    native.bitmask(got, rows, words)
+    assert torch.equal(got, want)
+    assert torch.equal(got[1], logits[1])
+
+
+def test_a_mask_for_no_row_is_left_out_or_an_error(native: LogitEdits) -> None:
+    logits, rows, words = torch.zeros(2, 40), torch.tensor([-1, 2]), torch.zeros(2, 2, dtype=torch.int32)
+    native.bitmask(logits, rows, words)
+    assert not logits.any()
+    for wrong in rows.split(1):
+        with pytest.raises(IndexError):
+            apply_token_bitmask_reference(logits, wrong, words[:1])
+
+
+def test_refusals() -> None:
+    case = PenaltyCase(20, CPU)
+    for place, wrong, error in [
+        (0, case.logits.double(), "logits: dtype"),
+        (1, case.slots[:2], "slots: dimension 0"),
+        (2, case.counts[:, :9], "counts: dimension 1"),
+        (3, case.repetition.double(), "repetition: dtype"),
+        (6, case.offsets.int(), "offsets: dtype"),
+    ]:
+        arguments = case.arguments()
+        arguments[place] = wrong
+        with pytest.raises(ValueError, match=error):
+            apply_penalties(*arguments)
+    rows, words = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32)
+    for arguments, error in [
+        ([torch.zeros(2, 9, dtype=torch.half), rows, words], "logits: dtype"),
+        ([torch.zeros(2, 9), rows.int(), words], "rows: dtype"),
+        ([torch.zeros(2, 9), rows, words.long()], "words: dtype"),
+        ([torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64), words], "rows: dimension 0"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            apply_token_bitmask(*arguments)
