@@ -3,10 +3,17 @@
 import secrets
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quire.launch.engine_client import EngineClient, Sequence, Stoppable, TokenLogprobs, Update
-from quire.launch.prompts import Prompt, fit_params
+from quire.launch.engine_client import (
+    EngineClient,
+    PromptLogprobTable,
+    Sequence,
+    Stoppable,
+    TokenLogprobs,
+    Update,
+)
+from quire.launch.prompts import Prompt, fit_params, spell_bad_words
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TextOut
 from quire.protocol.messages import EndReason
@@ -28,10 +35,11 @@ class Piece:
     """What one update adds to an answer.
 
     Attributes:
-        finish_reason: stop, length, abort or error; set on the last piece, and only there.
+        finish_reason: stop, length, abort, error or repetition; set on the last piece, and only there.
         stop_reason: the stop string, or the stop token's id, that ended the answer.
         num_output_tokens: of the answer so far, this piece included.
         detail: why, when the finish reason is error.
+        prompt_logprobs: on the first piece, of the whole prompt but its first token, when asked for.
     """
 
     text: str
@@ -42,6 +50,20 @@ class Piece:
     num_output_tokens: int
     num_cached_tokens: int
     detail: str
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+    def without_answer(self) -> "Piece":
+        """The same for a client that asked for no tokens; the engine's one token ended it, whichever it was."""
+        ended = self.finish_reason
+        return replace(
+            self,
+            text="",
+            token_ids=[],
+            logprobs=None if self.logprobs is None else [],
+            finish_reason="length" if ended in ("stop", "repetition") else ended,
+            stop_reason=None,
+            num_output_tokens=0,
+        )
 
 
 class Answer:
@@ -54,9 +76,12 @@ class Answer:
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
             prompt_tail=prompt.token_ids[-PROMPT_TAIL:].tolist(),
         )
         self._speak_stop_token = params.include_stop_str_in_output
+        self._num_logprobs = params.logprobs or 0
+        self._prompt_logprobs_due = params.prompt_logprobs
 
     def assemble(self, update: Update) -> Piece:
         """The piece that an update makes. A stop string found in it is told to the engine."""
@@ -85,12 +110,13 @@ class Answer:
         return Piece(
             text=text,
             token_ids=update.token_ids[:kept],
-            logprobs=None if update.logprobs is None else _place(update.logprobs[:kept], offsets),
+            logprobs=None if update.logprobs is None else self._place(update.logprobs[:kept], offsets),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_output_tokens=num_output_tokens,
             num_cached_tokens=update.num_cached_tokens,
             detail=update.detail,
+            prompt_logprobs=self._prompt_logprobs(update.prompt_logprobs),
         )
 
     def abort(self) -> None:
@@ -105,13 +131,28 @@ class Answer:
             texts.append(self._text_out.push((token,)))
         return "".join(texts), offsets
 
+    def _place(self, logprobs: list[TokenLogprobs], offsets: list[int]) -> list[PlacedLogprobs]:
+        """With the best tokens cut to as many as were asked for: a step gives each request as many as any."""
+        for entry in logprobs:
+            del entry.top[self._num_logprobs :]
+        return [PlacedLogprobs(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False)]
+
+    def _prompt_logprobs(self, table: PromptLogprobTable | None) -> list[TokenLogprobs] | None:
+        """For the first piece; empty for a prompt of one token, of which the engine tells nothing."""
+        num_best, self._prompt_logprobs_due = self._prompt_logprobs_due, None
+        return None if num_best is None else (table or PromptLogprobTable()).entries(num_best)
+
 
 class StreamedAnswer(Answer):
     """An answer whose pieces are awaited."""
 
-    def __init__(self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
+    def __init__(
+        self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False
+    ) -> None:
+        """``prompt_only``: the pieces tell nothing of the answer."""
         super().__init__(sequence, text_in, prompt, params)
         self._updates = sequence.updates
+        self._prompt_only = prompt_only
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer as it grows; ends after the piece with a finish reason.
@@ -123,7 +164,7 @@ class StreamedAnswer(Answer):
             if not update.token_ids and update.ended is None:
                 continue
             piece = self.assemble(update)
-            yield piece
+            yield piece.without_answer() if self._prompt_only else piece
             if piece.finish_reason is not None:
                 return
 
@@ -138,6 +179,7 @@ async def start_answers(
     clamp_max_tokens: bool,
     priority: int = 0,
     cache_salt: str = "",
+    prompt_only: bool = False,
 ) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
 
@@ -146,6 +188,7 @@ async def start_answers(
     Raises:
         InvalidRequest, EngineError: as ``EngineClient.add``; those already submitted are aborted.
     """
+    params = spell_bad_words(params, text_in, engine)
     fitted = [fit_params(params, prompt, engine, clamp=clamp_max_tokens) for prompt in prompts]
     seed = secrets.randbits(64) if params.seed is None else params.seed
     answers: list[StreamedAnswer] = []
@@ -160,13 +203,9 @@ async def start_answers(
                     priority,
                     cache_salt,
                 )
-                answers.append(StreamedAnswer(sequence, text_in, prompt, params))
+                answers.append(StreamedAnswer(sequence, text_in, prompt, params, prompt_only=prompt_only))
     except BaseException:  # a cancelled request, too, must leave nothing running
         for answer in answers:
             answer.abort()
         raise
     return answers
-
-
-def _place(logprobs: list[TokenLogprobs], offsets: list[int]) -> list[PlacedLogprobs]:
-    return [PlacedLogprobs(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False)]

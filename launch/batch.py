@@ -7,11 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 from tqdm import tqdm
 
-from quire.launch.answers import Answer, Piece, PlacedLogprobs
+from quire.launch.answers import Answer, Piece
 from quire.launch.prompts import ModelLimits, Prompt, fit_params
-from quire.launch.request_output import CompletionOutput, Logprob, RequestOutput
+from quire.launch.request_output import CompletionOutput, RequestOutput, logprob_by_id
 from quire.launch.streams import Stream, StreamTable
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
@@ -151,10 +152,14 @@ class Batch:
         request_id = f"{request.name}-{index}"
         stream = engine.table.add(request_id, lambda: self._touched.append(self._open[request_id]))
         sequence = _OfflineSequence(engine, stream)
-        answer = Answer(sequence, self._text_in, request.prompt, request.params)
+        params = request.params
+        if index and params.prompt_logprobs is not None:
+            # Those of the prompt come once, with its first answer; the others may read cached prefixes.
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        answer = Answer(sequence, self._text_in, request.prompt, params)
         self._open[request_id] = _Sample(order, prompt, index, answer, sequence)
         self._num_queued += 1
-        fitted = fit_params(request.params, request.prompt, engine, clamp=True)
+        fitted = fit_params(params, request.prompt, engine, clamp=True)
         seed = seed_for_sample(self._seeds[prompt], index)
         arrival = time.monotonic()
         engine.send(
@@ -175,6 +180,9 @@ class Batch:
         self._leave_queue(sample)
         piece = sample.answer.assemble(update)
         self._append(self.outputs[sample.prompt].outputs[sample.index], piece)
+        if piece.prompt_logprobs is not None:
+            entries = [logprob_by_id(entry, self._token_texts) for entry in piece.prompt_logprobs]
+            self.outputs[sample.prompt].prompt_logprobs = [None, *entries]
         if piece.finish_reason is None:
             return
         if piece.finish_reason == "error":
@@ -206,12 +214,8 @@ class Batch:
         output.token_ids += piece.token_ids
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
         if piece.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + [self._logprobs(placed) for placed in piece.logprobs]
+            output.logprobs = (output.logprobs or []) + [
+                logprob_by_id(placed.logprobs, self._token_texts) for placed in piece.logprobs
+            ]
             total = sum(placed.logprobs.logprob for placed in piece.logprobs)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + total
-
-    def _logprobs(self, placed: PlacedLogprobs) -> dict[int, Logprob]:
-        entry, text = placed.logprobs, self._token_texts.text
-        found = {token: Logprob(value, rank, text(token)) for rank, (token, value) in enumerate(entry.top, 1)}
-        found[entry.token_id] = Logprob(entry.logprob, entry.rank, text(entry.token_id))
-        return found

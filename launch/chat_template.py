@@ -61,6 +61,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         max_chars: int,
     ) -> str:
         """The conversation as one text.
@@ -78,7 +79,7 @@ class ChatTemplate:
             **self._variables,
             **(variables or {}),
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -15,7 +15,14 @@ from quire.launch.batch import Batch, BatchRequest
 from quire.launch.blocking_client import BlockingClient
 from quire.launch.engine_client import MAX_PRIORITY, MIN_PRIORITY
 from quire.launch.options import find_model, make_engine_config, parse_options
-from quire.launch.prompts import Prompt, check_messages, check_params, encode_messages, encode_prompt
+from quire.launch.prompts import (
+    Prompt,
+    check_messages,
+    check_params,
+    encode_messages,
+    encode_prompt,
+    spell_bad_words,
+)
 from quire.launch.request_output import EngineStatistics, RequestOutput
 from quire.launch.supervisor import START_DEADLINE, Supervisor
 from quire.launch.text_in import ChatOptions, TextIn
@@ -161,7 +168,7 @@ class LLM:
             raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
         for each in params:
             check_params(each, self)
-        return params
+        return [spell_bad_words(each, self._text_in, self) for each in params]
 
     def _run(
         self,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from quire.launch.chat_template import RESERVED_VARIABLES, Message
 from quire.launch.text_in import ChatOptions, TextIn, context_length_exceeded
 from quire.protocol.errors import InvalidRequest, did_you_mean
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
 
 MAX_PROMPTS = 2048
 MESSAGE_FIELDS = (
@@ -108,6 +108,42 @@ def check_token_ids(ids: Any, vocab_size: int, param: str) -> list[int]:
 def check_params(params: SamplingParams, limits: ModelLimits) -> None:
     """What SamplingParams cannot check by itself, since it does not know the model."""
     check_token_ids(params.stop_token_ids, limits.vocab_size, "stop_token_ids")
+    check_token_ids(params.allowed_token_ids or [], limits.vocab_size, "allowed_token_ids")
+    for ids in params.bad_words_token_ids:
+        check_token_ids(ids, limits.vocab_size, "bad_words_token_ids")
+    beyond = max(params.logit_bias, default=0)
+    if beyond >= limits.vocab_size:
+        raise InvalidRequest(
+            f"logit_bias must have token ids from 0 to {limits.vocab_size - 1} as keys, not {beyond}", "logit_bias"
+        )
+
+
+def spell_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLimits) -> SamplingParams:
+    """``params`` with the token ids of ``bad_words`` in their place.
+
+    Each word counts as it is, and with a blank before it where the tokenizer then spells it otherwise.
+
+    Raises:
+        InvalidRequest: there is no tokenizer, or a word is no tokens, too many, or some that the model does not have.
+    """
+    if not params.bad_words:
+        return params
+    if text_in.tokenizer is None:
+        raise InvalidRequest("bad_words need a tokenizer, which this model does not have", "bad_words")
+    spellings = [list(ids) for ids in params.bad_words_token_ids]
+    for word in params.bad_words:
+        for text in (word, " " + word.lstrip()):
+            ids = text_in.encode(text, add_special_tokens=False, param="bad_words")
+            if not 1 <= len(ids) <= MAX_BAD_WORD_LENGTH:
+                raise InvalidRequest(
+                    f"each of bad_words must be from 1 to {MAX_BAD_WORD_LENGTH} tokens long", "bad_words"
+                )
+            check_token_ids(ids, limits.vocab_size, "bad_words")
+            if ids not in spellings[-1:]:
+                spellings.append(ids)
+    if len(spellings) > 2 * MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
+    return msgspec.structs.replace(params, bad_words=[], bad_words_token_ids=spellings)
 
 
 def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, clamp: bool) -> SamplingParams:

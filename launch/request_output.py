@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from quire.launch.engine_client import TokenLogprobs
+from quire.launch.text_out import TokenTexts
 from quire.protocol.messages import Statistics
 
 
@@ -14,13 +16,22 @@ class Logprob:
     decoded_token: str
 
 
+def logprob_by_id(entry: TokenLogprobs, texts: TokenTexts, *, lowest: float = float("-inf")) -> dict[int, Logprob]:
+    """One token's log probabilities by token id; those below ``lowest`` are given as that."""
+    found = {
+        token: Logprob(max(value, lowest), rank, texts.text(token)) for rank, (token, value) in enumerate(entry.top, 1)
+    }
+    found[entry.token_id] = Logprob(max(entry.logprob, lowest), entry.rank, texts.text(entry.token_id))
+    return found
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One sampled answer.
 
     Attributes:
         logprobs: per token, token id to Logprob, the sampled one and the best ones; None unless asked for.
-        finish_reason: stop, length, abort or error.
+        finish_reason: stop, length, abort, error or repetition.
         stop_reason: the stop string, or the stop token's id, that ended it.
     """
 
@@ -35,7 +46,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt; ``outputs`` has ``n`` answers."""
+    """What became of one prompt; ``outputs`` has ``n`` answers.
+
+    ``prompt_logprobs``: per prompt token, token id to Logprob, its own and the best ones; None for the first token,
+    and None in all unless asked for.
+    """
 
     request_id: str
     prompt: str | None
@@ -43,6 +58,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class EngineStatistics(dict[str, int]):

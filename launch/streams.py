@@ -5,9 +5,9 @@ The asynchronous client (HTTP) and the blocking one (the offline API) both stand
 
 from collections.abc import Callable
 
-from quire.launch.engine_client import TokenLogprobs, Update
+from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs, Update
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
-from quire.protocol.messages import EndReason, Logprobs, Rejected, StepOutputs
+from quire.protocol.messages import EndReason, Logprobs, PromptLogprobs, Rejected, StepOutputs
 
 
 class Stream:
@@ -30,6 +30,7 @@ class Stream:
         self.muted = False
         self.over = False
         self._update: Update | None = None
+        self._prompt_logprobs: PromptLogprobTable | None = None
 
     def take(self) -> Update | None:
         """What piled up since the last call; None when nothing did. Raises the error if there is one."""
@@ -39,12 +40,21 @@ class Stream:
         if update is not None:
             update.num_output_tokens = self.num_output_tokens
             update.num_cached_tokens = self.num_cached_tokens
+            update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return update
 
     def notify(self) -> None:
         """Tell whoever waits that something came."""
         if self._on_news is not None and not self.muted:
             self._on_news()
+
+    def place_prompt_logprobs(self, start: int, part: PromptLogprobTable) -> None:
+        """Keep a part of the prompt's log probabilities for the update with the first tokens.
+
+        Those that come again with a later token, after a preemption, were told.
+        """
+        if not self.muted and not self.num_output_tokens:
+            self._prompt_logprobs = (self._prompt_logprobs or PromptLogprobTable()).placed(start, part)
 
     def pending(self) -> Update:
         """The update being gathered, for the table to add to."""
@@ -80,6 +90,8 @@ class StreamTable:
             stream = self._by_id[introduced.request_id]
             stream.handle, stream.num_cached_tokens = introduced.handle, introduced.num_cached_tokens
             self._by_handle[introduced.handle] = stream
+        if message.prompt_logprobs is not None:
+            self._apply_prompt_logprobs(message, message.prompt_logprobs)
         touched: dict[int, Stream] = {}
         if message.handles is not None and message.tokens is not None:
             touched = self._apply_tokens(_handle_per_token(message), message.tokens.tolist())
@@ -143,6 +155,21 @@ class StreamTable:
                 update.logprobs = []
             top = list(zip(ids[1:], logprobs[1:], strict=True))
             update.logprobs.append(TokenLogprobs(ids[0], logprobs[0], rank, top))
+
+    def _apply_prompt_logprobs(self, message: StepOutputs, layout: PromptLogprobs) -> None:
+        """Before the message's tokens: the last part comes with the first of them."""
+        assert message.prompt_logprob_token_ids is not None and message.prompt_logprob_values is not None
+        assert message.prompt_logprob_ranks is not None
+        token_ids = message.prompt_logprob_token_ids.reshape(-1, layout.width)
+        values = message.prompt_logprob_values.reshape(-1, layout.width)
+        at = 0
+        for handle, start, count in zip(layout.handles, layout.starts, layout.counts, strict=True):
+            part = slice(at, at + count)
+            at += count
+            ranks = message.prompt_logprob_ranks[part]
+            self._by_handle[handle].place_prompt_logprobs(
+                start, PromptLogprobTable(token_ids[part], values[part], ranks)
+            )
 
 
 def _handle_per_token(message: StepOutputs) -> list[int]:

@@ -30,11 +30,12 @@ NO_TEMPLATE = "this model has no chat template: use completions"
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation is laid out: by default, open for the assistant's answer."""
+    """How a conversation is laid out: by default, open for the assistant's answer. ``tools``: told to the template."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class TextIn:
@@ -85,8 +86,10 @@ class TextIn:
             return 1
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """The token ids of a raw prompt.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """The token ids of a raw prompt; ``param`` is the field that it came in.
 
         ``max_tokens`` is the context: text that cannot fit is refused before it is tokenized. Text that might is
         tokenized, and its length left to the caller.
@@ -94,10 +97,10 @@ class TextIn:
         Raises:
             InvalidRequest: there is no tokenizer, or the text is too long or not encodable (a lone surrogate).
         """
-        tokenizer = self._require_tokenizer("prompt")
+        tokenizer = self._require_tokenizer(param)
         if max_tokens is not None and len(text) > max_tokens * self.max_token_chars:
-            raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", "prompt")
-        return _encode(tokenizer, text, add_special_tokens)
+            raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", param)
+        return _encode(tokenizer, text, add_special_tokens, param)
 
     def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
         """The token ids of a conversation; ``max_tokens`` as for ``encode``.
@@ -108,14 +111,17 @@ class TextIn:
         tokenizer = self._require_tokenizer("messages")
         if self.template is None:
             raise InvalidRequest(NO_TEMPLATE, "messages")
+        tools = options.tools
         try:
             if self._special is not None:
                 messages = mark_special(messages, self._special)
+                tools = mark_special(tools, self._special)
             text = self.template.render(
                 messages,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 variables=options.variables,
+                tools=tools,
                 max_chars=max_tokens * self.max_token_chars,
             )
         except RenderedTooLong:
@@ -163,11 +169,11 @@ def context_length_exceeded(max_model_len: int, given: str, param: str) -> Inval
     )
 
 
-def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     except Exception:  # a lone surrogate, say; the library raises nothing narrower
-        raise InvalidRequest("the text cannot be tokenized: it is not valid Unicode text", "prompt") from None
+        raise InvalidRequest("the text cannot be tokenized: it is not valid Unicode text", param) from None
     return ids
 
 

@@ -95,8 +95,11 @@ class StopStrings:
         self.held = 0
         """How many of the last characters may be the beginning of a stop string."""
 
-    def find(self, text: str) -> tuple[str, int] | None:
-        """The stop string that ``text`` completes, and at how many characters into ``text`` it ends."""
+    def find(self, text: str, *, armed: bool = True) -> tuple[str, int] | None:
+        """The stop string that ``text`` completes, and at how many characters into ``text`` it ends.
+
+        Unless ``armed``, what is completed does not count; it may still be the beginning of what does.
+        """
         if not self.held and self._first.isdisjoint(text):
             return None
         for place, char in enumerate(text, 1):
@@ -106,7 +109,9 @@ class StopStrings:
                     matched = self._borders[i][matched - 1]
                 matched += stop[matched] == char
                 if matched == len(stop):
-                    return stop, place
+                    if armed:
+                        return stop, place
+                    matched = self._borders[i][-1]
                 self._matched[i] = matched
         self.held = max(self._matched, default=0)
         return None
@@ -136,8 +141,10 @@ class TextOut:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
         prompt_tail: Sequence[int] = (),
     ) -> None:
+        """``min_tokens``: a stop string that is complete by then is none (one that merely begins there is)."""
         self._detokenizer = (
             None
             if tokenizer is None
@@ -145,6 +152,7 @@ class TextOut:
         )
         self._stops = StopStrings(stop) if stop else None
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._unsent = ""
         self._num_tokens = 0
         self.num_chars = 0
@@ -177,7 +185,7 @@ class TextOut:
         self.num_chars += len(new)
         if self._stops is None or not new:
             return new
-        found = self._stops.find(new)
+        found = self._stops.find(new, armed=self._num_tokens > self._min_tokens)
         text = self._unsent + new
         if found is None:
             cut = len(text) - self._stops.held

@@ -10,11 +10,14 @@ from starlette.types import ASGIApp
 
 from quire.launch.answers import Piece, PlacedLogprobs
 from quire.launch.http.body import parse_body, read_body
-from quire.launch.http.completions import LOWEST_LOGPROB
+from quire.launch.http.completions import LOWEST_LOGPROB, spell_prompt_logprobs
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import ChatRequest
 from quire.launch.http.server import Server, in_thread_if_long
+from quire.launch.http.tool_calls import AnyCalls, CallDelta, NamedCall, new_call_id
+from quire.launch.http.tools import ToolUse
 from quire.launch.prompts import encode_messages
+from quire.launch.request_output import Logprob
 from quire.launch.text_out import TokenTexts
 
 
@@ -35,9 +38,24 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ContentLogprob]
 
 
+class FunctionDelta(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """``id``, ``type`` and the function's name are in a call's first delta only."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct, frozen=True):
-    content: str
+    content: str | UnsetType | None = UNSET
     role: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -57,10 +75,22 @@ class ChatChunk(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: Function
+    type: str = "function"
+
+
 class AnswerMessage(msgspec.Struct, frozen=True):
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -78,6 +108,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
 
 
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
@@ -85,6 +116,7 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
     parsed = parse_body(await read_body(request), server.parser.chat)
     num_chars = sum(len(message["content"]) for message in parsed.messages)
+    num_chars += sum(len(str(tool)) for tool in parsed.options.tools or ())
     prompt = await in_thread_if_long(
         num_chars, lambda: encode_messages(parsed.messages, parsed.options, server.text_in, server.engine)
     )
@@ -100,14 +132,23 @@ class ChatSpeller:
         self._model = request.model
         self._include_usage = request.stream.include_usage
         self._token_texts = server.token_texts
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._tool_use = request.tool_use
+        self._calls = (
+            {} if request.tool_use is None else {i: _scanner(request.tool_use) for i in range(request.params.n)}
+        )
         self._to_begin = set(range(request.params.n))
 
     def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
-        begins = index in self._to_begin
+        role: str | UnsetType = "assistant" if index in self._to_begin else UNSET
         self._to_begin.discard(index)
-        delta = Delta(piece.text, "assistant" if begins else UNSET)
+        if self._tool_use is None:
+            delta = Delta(piece.text, role)
+        else:
+            calls = [_call_delta(call) for call in self._calls[index].push(piece.text)]
+            delta = Delta(UNSET if role is UNSET else None, role, calls or UNSET)
         logprobs = None if piece.logprobs is None else spell_logprobs(piece.logprobs, self._token_texts)
-        choice = ChunkChoice(index, delta, logprobs, piece.finish_reason, piece.stop_reason)
+        choice = ChunkChoice(index, delta, logprobs, self._reason(piece.finish_reason), piece.stop_reason)
         return self._chunk([choice], usage or (None if self._include_usage else UNSET))
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -115,19 +156,45 @@ class ChatSpeller:
 
     def whole(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        # All answers have the one prompt.
+        of_prompt = spell_prompt_logprobs(answers[0].prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
         return msgspec.json.encode(
-            ChatCompletion(self.request_id, "chat.completion", self._created, self._model, choices, usage)
+            ChatCompletion(self.request_id, "chat.completion", self._created, self._model, choices, usage, of_prompt)
         )
 
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
-        message = AnswerMessage("assistant", "".join(answer.texts))
+        text = "".join(answer.texts)
+        if self._tool_use is None:
+            message = AnswerMessage("assistant", text)
+        else:
+            message = AnswerMessage("assistant", None, tool_calls=_calls(self._calls[index].push(text)))
         logprobs = None if answer.logprobs is None else spell_logprobs(answer.logprobs, self._token_texts)
-        return ChatChoice(index, message, logprobs, answer.finish_reason, answer.stop_reason)
+        return ChatChoice(index, message, logprobs, self._reason(answer.finish_reason), answer.stop_reason)
+
+    def _reason(self, finish_reason: str | None) -> str | None:
+        """As OpenAI has it: an answer that was to call a certain function has merely stopped."""
+        called = finish_reason == "stop" and self._tool_use is not None and self._tool_use.function is None
+        return "tool_calls" if called else finish_reason
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
             ChatChunk(self.request_id, "chat.completion.chunk", self._created, self._model, choices, usage)
         )
+
+
+def _scanner(use: ToolUse) -> NamedCall | AnyCalls:
+    return AnyCalls() if use.function is None else NamedCall(use.function)
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    if call.name is None:
+        return ToolCallDelta(call.index, FunctionDelta(call.arguments))
+    return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), new_call_id(), "function")
+
+
+def _calls(deltas: Sequence[CallDelta]) -> list[ToolCall]:
+    """The calls of a whole answer, which has one delta of each."""
+    return [ToolCall(new_call_id(), Function(call.name or "", call.arguments)) for call in deltas]
 
 
 def spell_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts) -> ChatLogprobs:

@@ -9,12 +9,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.answers import Piece, PlacedLogprobs
+from quire.launch.engine_client import TokenLogprobs
 from quire.launch.http.body import parse_body, read_body
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import CompletionRequest
 from quire.launch.http.server import Server, in_thread_if_long
 from quire.launch.prompts import MAX_PROMPTS, Prompt, encode_prompt
-from quire.launch.text_out import TokenTexts
+from quire.launch.request_output import Logprob, logprob_by_id
+from quire.launch.text_out import TextOut, TokenTexts
 from quire.protocol.errors import InvalidRequest
 
 # JSON has no infinity; this is what others write for a token that cannot be.
@@ -22,11 +24,11 @@ LOWEST_LOGPROB = -9999.0
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """OpenAI's four parallel lists."""
+    """OpenAI's four parallel lists. An echoed prompt's first token has no log probability."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -36,6 +38,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -69,15 +72,17 @@ class CompletionSpeller:
         self._model = request.model
         self._include_usage = request.stream.include_usage
         self._token_texts = server.token_texts
-        echoes = [_prompt_text(server, prompt) for prompt in prompts] if request.echo else []
-        # What is still to be written before an answer's own text.
-        self._echoes = dict(enumerate(text for text in echoes for _ in range(request.params.n)))
+        self._num_logprobs = request.params.logprobs
+        self._num_prompt_logprobs = request.prompt_logprobs
+        # What is still to be written before an answer's own text, and the texts that stand before all of it.
+        echoes = [_Echo(server, prompt) for prompt in prompts] if request.echo else []
+        self._echoes = [echo for echo in echoes for _ in range(request.params.n)]
+        self._to_begin = set(range(len(self._echoes)))
 
     def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
-        text = self._echoes.pop(index, "") + piece.text
-        logprobs = None if piece.logprobs is None else spell_logprobs(piece.logprobs, self._token_texts)
-        choice = CompletionChoice(index, text, logprobs, piece.finish_reason, piece.stop_reason)
-        return self._object([choice], usage or (None if self._include_usage else UNSET))
+        answer = Collected()
+        answer.add(piece)
+        return self._object([self._choice(index, answer)], usage or (None if self._include_usage else UNSET))
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._object([], usage)
@@ -86,9 +91,26 @@ class CompletionSpeller:
         return self._object([self._choice(index, answer) for index, answer in enumerate(answers)], usage)
 
     def _choice(self, index: int, answer: Collected) -> CompletionChoice:
-        text = self._echoes.pop(index, "") + "".join(answer.texts)
-        logprobs = None if answer.logprobs is None else spell_logprobs(answer.logprobs, self._token_texts)
-        return CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason)
+        text = "".join(answer.texts)
+        logprobs = None
+        if answer.logprobs is not None:
+            shift = len(self._echoes[index].text) if self._echoes else 0
+            logprobs = spell_logprobs(answer.logprobs, self._token_texts, shift)
+        if index in self._to_begin:
+            self._to_begin.discard(index)
+            echo = self._echoes[index]
+            text = echo.text + text
+            if logprobs is not None and answer.prompt_logprobs is not None:
+                begin = echo.logprobs(answer.prompt_logprobs, self._num_logprobs or 0, self._token_texts)
+                logprobs = join_logprobs(begin, logprobs)
+        return CompletionChoice(
+            index,
+            text,
+            logprobs,
+            answer.finish_reason,
+            answer.stop_reason,
+            spell_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts),
+        )
 
     def _object(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
@@ -96,23 +118,63 @@ class CompletionSpeller:
         )
 
 
-def spell_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts) -> CompletionLogprobs:
-    """Log probabilities in the form of completions. The sampled token is always among the best ones given."""
+def spell_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts, shift: int = 0) -> CompletionLogprobs:
+    """Log probabilities in the form of completions. The sampled token is always among the best ones given.
+
+    ``shift``: characters that stand before the answer's own text.
+    """
     return CompletionLogprobs(
         tokens=[texts.text(entry.logprobs.token_id) for entry in placed],
         token_logprobs=[max(entry.logprobs.logprob, LOWEST_LOGPROB) for entry in placed],
-        top_logprobs=[_best(entry, texts) for entry in placed],
-        text_offset=[entry.text_offset for entry in placed],
+        top_logprobs=[_best(entry.logprobs, texts) for entry in placed],
+        text_offset=[shift + entry.text_offset for entry in placed],
     )
 
 
-def _best(entry: PlacedLogprobs, texts: TokenTexts) -> dict[str, float]:
+def join_logprobs(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        first.tokens + then.tokens,
+        first.token_logprobs + then.token_logprobs,
+        first.top_logprobs + then.top_logprobs,
+        first.text_offset + then.text_offset,
+    )
+
+
+def spell_prompt_logprobs(
+    entries: Sequence[TokenLogprobs] | None, num_best: int | None, texts: TokenTexts
+) -> list[dict[int, Logprob] | None] | UnsetType:
+    """In vLLM's form: per prompt token, token id to Logprob; nothing unless asked for and there."""
+    if entries is None or num_best is None:
+        return UNSET
+    cut = (TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[:num_best]) for entry in entries)
+    return [None, *(logprob_by_id(entry, texts, lowest=LOWEST_LOGPROB) for entry in cut)]
+
+
+class _Echo:
+    """A prompt as the beginning of its answers."""
+
+    def __init__(self, server: Server, prompt: Prompt) -> None:
+        self._text_in = server.text_in
+        self._token_ids = prompt.token_ids
+        self.text = server.text_in.decode(prompt.token_ids.tolist()) if prompt.text is None else prompt.text
+
+    def logprobs(self, entries: Sequence[TokenLogprobs], num_best: int, texts: TokenTexts) -> CompletionLogprobs:
+        """Of the prompt's tokens, of which the first has none."""
+        ids = self._token_ids.tolist()
+        out = TextOut(self._text_in.tokenizer)
+        offsets: list[int] = []
+        for token in ids:
+            # What the tokenizer put before the text, or lost of it, moves no token beyond its end.
+            offsets.append(min(out.num_chars, len(self.text)))
+            out.push((token,))
+        best = [_best(TokenLogprobs(e.token_id, e.logprob, e.rank, e.top[:num_best]), texts) for e in entries]
+        values = [max(entry.logprob, LOWEST_LOGPROB) for entry in entries]
+        return CompletionLogprobs([texts.text(token) for token in ids], [None, *values], [None, *best], offsets)
+
+
+def _best(entry: TokenLogprobs, texts: TokenTexts) -> dict[str, float]:
     best: dict[str, float] = {}
-    for token_id, logprob in (*entry.logprobs.top, (entry.logprobs.token_id, entry.logprobs.logprob)):
+    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
         # Two tokens may have the same text; the likelier one keeps the name.
         best.setdefault(texts.text(token_id), max(logprob, LOWEST_LOGPROB))
     return best
-
-
-def _prompt_text(server: Server, prompt: Prompt) -> str:
-    return server.text_in.decode(prompt.token_ids.tolist()) if prompt.text is None else prompt.text

@@ -20,11 +20,14 @@ STATUS_OF_CODE = {
     "unsupported_value": 400,
     "context_length_exceeded": 400,
     "kv_pool_too_small": 400,
+    "invalid_structured_outputs": 400,
     "model_not_found": 404,
     "duplicate_request_id": 409,
     "queue_full": 503,
     "loading": 503,
 }
+# Of what an engine's ERROR begins with, where the request failed by itself; any other failure is ours.
+STATUS_OF_FAILURE = {"request_failed": 422, "numerical_error": 500, "engine_fault": 500}
 # After how many seconds a client may try again, where that can help.
 RETRY_AFTER_S = {"queue_full": 1}
 TYPE_OF_STATUS = {
@@ -89,6 +92,14 @@ def as_api_error(error: Exception) -> ApiError:
         case _:
             log.error("unexpected error while answering a request", exc_info=error)
             return ApiError(500, "internal error", None, "internal_error")
+
+
+def failed_request(detail: str) -> ApiError:
+    """The error of a request that ended with ERROR; ``detail`` is ``code: words``, or words alone."""
+    code, _, words = detail.partition(": ")
+    if code not in STATUS_OF_FAILURE:
+        return ApiError(500, detail or "the engine failed this request", None, "engine_error")
+    return ApiError(STATUS_OF_FAILURE[code], words, None, code)
 
 
 def shorten(word: str, most: int = 64) -> str:

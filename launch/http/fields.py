@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from quire.launch.http.errors import shorten
 from quire.protocol.errors import InvalidRequest, did_you_mean
-from quire.protocol.sampling_params import check_float, check_int
+from quire.protocol.sampling_params import check_int
 
 Check: TypeAlias = Callable[[str, Any], object]
 
@@ -94,21 +94,3 @@ def objects(name: str, value: Any) -> None:
 def strings(name: str, value: Any) -> None:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise InvalidRequest(f"{name} must be a list of strings", name)
-
-
-def penalty(name: str, value: Any) -> None:
-    check_float(name, value, -2.0, 2.0)
-
-
-def logit_bias(vocab_size: int) -> Check:
-    """A check of OpenAI's map from token id to a number from -100 to 100."""
-
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, dict) or len(value) > 1024:
-            raise InvalidRequest(f"{name} must be an object of at most 1024 token ids", name)
-        for key, bias in value.items():
-            if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-                raise InvalidRequest(f"{name} must have token ids from 0 to {vocab_size - 1} as keys", name)
-            check_float(name, bias, -100.0, 100.0)
-
-    return check

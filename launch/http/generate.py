@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.launch.answers import Piece, PlacedLogprobs, StreamedAnswer, start_answers
-from quire.launch.http.errors import ApiError, as_api_error
+from quire.launch.engine_client import TokenLogprobs
+from quire.launch.http.errors import as_api_error, failed_request
 from quire.launch.http.metrics import AnswerClock
 from quire.launch.http.schema import CommonRequest
-from quire.launch.http.server import Server
+from quire.launch.http.server import Server, in_thread_if_long
 from quire.launch.http.sse import DONE, EventStream, until_gone
 from quire.launch.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
@@ -41,6 +42,7 @@ class Collected:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[PlacedLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -48,6 +50,8 @@ class Collected:
         self.texts.append(piece.text)
         if piece.logprobs is not None:
             self.logprobs = (self.logprobs or []) + piece.logprobs
+        if piece.prompt_logprobs is not None:
+            self.prompt_logprobs = piece.prompt_logprobs
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
@@ -98,7 +102,8 @@ class Generation:
             async for batch in batches:
                 for index, piece in batch:
                     collected[index].add(piece)
-        body = self._speller.whole(collected, self._usage())
+        num_spelt = sum(len(answer.prompt_logprobs or ()) for answer in collected)
+        body = await in_thread_if_long(num_spelt, lambda: self._speller.whole(collected, self._usage()))
         headers = {"x-request-id": self._speller.request_id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 
@@ -131,6 +136,7 @@ class Generation:
             clamp_max_tokens=request.clamp_max_tokens,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            prompt_only=request.prompt_only,
         )
         lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(request.params.n)]
         clocks = [AnswerClock(metrics, self._arrival, length) for length in lengths]
@@ -141,7 +147,7 @@ class Generation:
                         self._count(index, piece)
                         clocks[index].saw(piece)
                         if piece.finish_reason == "error":
-                            raise ApiError(500, piece.detail or "the engine failed this request", None, "engine_error")
+                            raise failed_request(piece.detail)
                     yield batch
         except InvalidRequest as refused:
             metrics.rejected(refused.code)

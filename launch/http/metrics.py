@@ -138,7 +138,7 @@ class AnswerClock:
         """The answer is over; aborted ones count, but tell nothing of speed."""
         metrics = self._metrics
         metrics.ended(reason)
-        if reason not in ("stop", "length"):
+        if reason not in ("stop", "length", "repetition"):
             return
         metrics.e2e_latency.observe(metrics.now() - self._arrival)
         metrics.prompt_tokens.observe(self._num_prompt_tokens)

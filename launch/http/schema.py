@@ -4,8 +4,10 @@ Adding a field: put its name into one of the tables below and, if it is used, re
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from quire.launch.chat_template import Message
 from quire.launch.engine_client import MAX_PRIORITY, MIN_PRIORITY
@@ -16,13 +18,13 @@ from quire.launch.http.fields import (
     any_object,
     anything,
     boolean,
-    logit_bias,
     objects,
-    penalty,
     string,
     string_or_object,
     strings,
 )
+from quire.launch.http.sampling_fields import constraint, sampling_objects
+from quire.launch.http.tools import ToolUse, parse_tools
 from quire.launch.prompts import ModelLimits, check_messages, check_params, check_template_variables, split_prompts
 from quire.launch.text_in import ChatOptions
 from quire.protocol.errors import InvalidRequest
@@ -31,19 +33,27 @@ from quire.protocol.sampling_params import MAX_LOGPROBS, MAX_N, MAX_TOKENS_LIMIT
 # Fields that go into SamplingParams under their own name, which checks their types and ranges.
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+    *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "min_tokens", "prompt_logprobs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
+    "thinking_token_budget",
+)
+# Those that sampling_fields.py reads.
+SAMPLING_OBJECTS = (
+    *("logit_bias", "repetition_detection", "extra_args", "vllm_xargs", "structured_outputs", "response_format"),
 )
 SHARED_FIELDS = (
     *SAMPLING_FIELDS,
+    *SAMPLING_OBJECTS,
     *("model", "max_tokens", "logprobs", "stream", "stream_options", "priority", "cache_salt"),
 )
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 COMPLETION_FIELDS = (*SHARED_FIELDS, "prompt", "echo")
-CHAT_FIELDS = (*SHARED_FIELDS, *TEMPLATE_FIELDS, "messages", "max_completion_tokens", "top_logprobs")
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+CHAT_FIELDS = (*SHARED_FIELDS, *TEMPLATE_FIELDS, *TOOL_FIELDS, "messages", "max_completion_tokens", "top_logprobs")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
 # Fields that OpenAI defines and that have no effect here yet; README.md lists them.
-UNUSED_SHARED: dict[str, Check] = {"presence_penalty": penalty, "frequency_penalty": penalty, "user": string}
+UNUSED_SHARED: dict[str, Check] = {"user": string}
 UNUSED_COMPLETION: dict[str, Check] = {
     **UNUSED_SHARED,
     "best_of": lambda name, value: check_int(name, value, 1, MAX_N),
@@ -57,18 +67,14 @@ UNUSED_CHAT: dict[str, Check] = {
     "metadata": any_object,
     "modalities": strings,
     "moderation": anything,
-    "parallel_tool_calls": boolean,
     "prediction": any_object,
     "prompt_cache_key": string,
     "prompt_cache_options": anything,
     "prompt_cache_retention": string,
     "reasoning_effort": string,
-    "response_format": any_object,
     "safety_identifier": string,
     "service_tier": string,
     "store": boolean,
-    "tool_choice": string_or_object,
-    "tools": objects,
     "verbosity": string,
     "web_search_options": any_object,
 }
@@ -88,7 +94,13 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonRequest:
-    """What completions and chat share. ``clamp_max_tokens``: its max_tokens is a default, to be cut as needed."""
+    """What completions and chat share.
+
+    Attributes:
+        clamp_max_tokens: its max_tokens is a default, to be cut as needed.
+        prompt_only: nothing of the answer is told, for a client that asked for no tokens.
+        prompt_logprobs: as its own field asked for them.
+    """
 
     model: str
     params: SamplingParams
@@ -96,18 +108,25 @@ class CommonRequest:
     stream: StreamOptions
     priority: int
     cache_salt: str
+    prompt_logprobs: int | None
+    prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(CommonRequest):
+    """``echo``: the answer begins with the prompt, its log probabilities too. ``prompt_only``: and ends with it."""
+
     prompts: list[str | list[int]]
     echo: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(CommonRequest):
+    """``tool_use``: the call that the answer has to be."""
+
     messages: list[Message]
     options: ChatOptions
+    tool_use: ToolUse | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,31 +138,37 @@ class Parser:
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
         fields = Fields(raw)
-        unused = {**UNUSED_COMPLETION, "logit_bias": logit_bias(self.limits.vocab_size)}
-        fields.refuse_unknown((*COMPLETION_FIELDS, *unused))
-        fields.check(unused)
+        fields.refuse_unknown((*COMPLETION_FIELDS, *UNUSED_COMPLETION))
+        fields.check(UNUSED_COMPLETION)
         echo = fields.boolean("echo", False)
-        if echo and fields.has("logprobs"):
-            raise InvalidRequest("echo with logprobs is not supported yet", "echo", "unsupported_value")
-        max_tokens = self._max_tokens(fields, "max_tokens")
-        params = self._params(fields, max_tokens or DEFAULT_COMPLETION_TOKENS, fields.get("logprobs"))
+        max_tokens = self._max_tokens(fields, "max_tokens", least=0 if echo else 1)
+        logprobs = fields.get("logprobs")
+        # The engine always makes a token; where none was asked for, it is not told.
+        wanted = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
+        params = self._params(fields, wanted, logprobs, echo_logprobs=logprobs if echo else None)
         return CompletionRequest(
             **self._common(fields, params, max_tokens),
             prompts=split_prompts(fields.require("prompt")),
             echo=echo,
+            prompt_only=max_tokens == 0,
         )
 
     def chat(self, raw: Mapping[str, Any]) -> ChatRequest:
         fields = Fields(raw)
-        unused = {**UNUSED_CHAT, "logit_bias": logit_bias(self.limits.vocab_size)}
-        fields.refuse_unknown((*CHAT_FIELDS, *unused))
-        fields.check(unused)
+        fields.refuse_unknown((*CHAT_FIELDS, *UNUSED_CHAT))
+        fields.check(UNUSED_CHAT)
         newer = self._max_tokens(fields, "max_completion_tokens")
         older = self._max_tokens(fields, "max_tokens")
         max_tokens = older if newer is None else newer
-        params = self._params(fields, max_tokens, _chat_logprobs(fields))
+        tools, tool_use = parse_tools(fields)
+        params = self._params(fields, max_tokens, _chat_logprobs(fields), tool_use=tool_use)
         messages, options = self.conversation(fields)
-        return ChatRequest(**self._common(fields, params, max_tokens), messages=messages, options=options)
+        return ChatRequest(
+            **self._common(fields, params, max_tokens),
+            messages=messages,
+            options=replace(options, tools=tools),
+            tool_use=tool_use,
+        )
 
     def conversation(self, fields: Fields) -> tuple[list[Message], ChatOptions]:
         """The messages, and how they are to be laid out."""
@@ -168,18 +193,42 @@ class Parser:
             raise InvalidRequest(f"the model {shorten(name)} does not exist", "model", "model_not_found")
         return name
 
-    def _max_tokens(self, fields: Fields, name: str) -> int | None:
+    def _max_tokens(self, fields: Fields, name: str, *, least: int = 1) -> int | None:
         value = fields.get(name)
         if value is None:
             return None
         try:
-            return check_int(name, value, 1, min(self.limits.max_model_len, MAX_TOKENS_LIMIT))
+            return check_int(name, value, least, min(self.limits.max_model_len, MAX_TOKENS_LIMIT))
         except InvalidRequest as refusal:
             context = f"{refusal.message}, this model's maximum context length"
             raise InvalidRequest(context, name, refusal.code) from None
 
-    def _params(self, fields: Fields, max_tokens: int | None, logprobs: Any) -> SamplingParams:
-        params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields.present(SAMPLING_FIELDS))
+    def _params(
+        self,
+        fields: Fields,
+        max_tokens: int | None,
+        logprobs: Any,
+        *,
+        echo_logprobs: Any = None,
+        tool_use: ToolUse | None = None,
+    ) -> SamplingParams:
+        """``echo_logprobs``: how many of each token of the prompt the answer is to begin with."""
+        given = fields.present(SAMPLING_FIELDS) | sampling_objects(fields, self.limits.vocab_size)
+        if "prompt_logprobs" in given and fields.get("stream") is True:
+            raise InvalidRequest("prompt_logprobs are not given in a stream", "prompt_logprobs", "unsupported_value")
+        required = constraint(fields)
+        if required is not None and tool_use is not None:
+            raise InvalidRequest(
+                f"{required[0]} cannot be combined with a tool_choice that demands a call", required[0]
+            )
+        if tool_use is not None:
+            given["structured_outputs"] = tool_use.constraint
+        elif required is not None:
+            given["structured_outputs"] = required[1]
+        params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        if echo_logprobs is not None:
+            most = max(echo_logprobs, params.prompt_logprobs or 0)
+            params = msgspec.structs.replace(params, prompt_logprobs=most)
         check_params(params, self.limits)
         return params
 
@@ -191,6 +240,7 @@ class Parser:
             "stream": _stream(fields),
             "priority": fields.integer("priority", MIN_PRIORITY, MAX_PRIORITY, 0),
             "cache_salt": fields.string("cache_salt", "", max_length=MAX_SALT_LENGTH),
+            "prompt_logprobs": fields.get("prompt_logprobs"),
         }
 
 

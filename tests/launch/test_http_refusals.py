@@ -53,7 +53,89 @@ SHARED = [
     *[("logit_bias", value, "from -100 to 100") for value in ({"5": 1e9}, {"5": "x"}, {"5": None})],
     ("logit_bias", {str(i): 1 for i in range(100_000)}, "at most 1024"),
     ("logit_bias", [1], "logit_bias must be an object"),
+    ("logit_bias", {"5": 1, "420": 1}, "not '420'"),
+    *[("logit_bias", value, "not '0") for value in ({"05": 1}, {"0x5": 1})],
+    ("logit_bias", {"7": 101}, "logit_bias of token 7 must be a number"),
+    ("repetition_penalty", 0, "repetition_penalty must be a number above 0 and at most 10"),
+    *[("repetition_penalty", value, "at most 10") for value in (-1, 10.5, "x", True)],
+    *[("min_tokens", value, "min_tokens must be an integer from 0 to") for value in (-1, 1.5, "x", 2**40)],
+    *[("allowed_token_ids", value, f"0 to {VOCAB - 1}") for value in ([VOCAB], [3, 2**31 - 1])],
+    *[("allowed_token_ids", value, "list of 1 to 65536 token ids") for value in ([], [-1], [1.5], ["a"], 7, [True])],
+    ("allowed_token_ids", [5] * 100_000, "list of 1 to 65536 token ids"),
+    ("allowed_token_ids", [5, 6, 5], "must not name a token twice"),
+    *[("bad_words", value, "string of 1 to 256 characters") for value in ([""], [7], ["x" * 257])],
+    *[("bad_words", value, "at most 1024 strings") for value in ("word", ["x"] * 100_000, {})],
+    ("bad_words", ["ж" * 250], "from 1 to 256 tokens long"),
+    *[("prompt_logprobs", value, "integer from 0 to 20") for value in (-1, 21, 1.5, True)],
+    *[("thinking_token_budget", value, "thinking_token_budget must be an integer") for value in (-1, 1.5, "x")],
+    *[("structured_outputs", value, "exactly one of json, regex") for value in ({}, {"json": {}, "regex": "a"})],
+    ("structured_outputs", {"json_object": False}, "exactly one of"),
+    ("structured_outputs", {"regex": ""}, "structured_outputs.regex must be a non-empty string"),
+    ("structured_outputs", {"choice": []}, "structured_outputs.choice must be a list"),
+    ("structured_outputs", {"choice": [1]}, "structured_outputs.choice must be a list"),
+    ("structured_outputs", {"json": [1]}, "structured_outputs.json must be a non-empty string"),
+    ("structured_outputs", {"grammar": "x" * 600_000}, "at most 524288 bytes"),
+    *[("structured_outputs", value, "structured_outputs must be an object") for value in ("json", 7, [])],
+    *[("repetition_detection", value, "must have max_pattern_size") for value in ({}, {"min_count": 3})],
+    ("repetition_detection", {"max_pattern_size": 0}, "repetition_detection.max_pattern_size must be an integer"),
+    ("repetition_detection", {"max_pattern_size": 5, "min_count": 1}, "repetition_detection.min_count must be"),
+    ("repetition_detection", {"max_pattern_size": 5, "min_pattern_size": 6}, "from 1 to 5"),
+    ("repetition_detection", 7, "repetition_detection must be an object"),
+    *[("extra_args", value, "extra_args must be an object") for value in (7, {"a": {"b": 1}}, {"a": "x" * 70_000})],
+    ("vllm_xargs", [], "vllm_xargs must be an object"),
+    ("response_format", "json", "response_format must be an object"),
     ("user", 7, "user must be a string"),
+]
+NESTED = [
+    ("structured_outputs", {"jsn": {}}, "structured_outputs.jsn", "did you mean structured_outputs.json?"),
+    ("repetition_detection", {"min_pattern": 1}, "repetition_detection.min_pattern", "min_pattern_size?"),
+    ("response_format", {"type": "xml"}, "response_format.type", "one of text, json_object, json_schema"),
+    ("response_format", {}, "response_format.type", "one of text"),
+    ("response_format", {"type": "text", "json_schema": {}}, "response_format.json_schema", "unknown field"),
+    ("response_format", {"type": "json_schema"}, "response_format.json_schema", "must be an object"),
+    *[
+        ("response_format", {"type": "json_schema", "json_schema": value}, f"response_format.json_schema.{at}", says)
+        for value, at, says in (
+            ({}, "name", "1 to 64 letters"),
+            ({"name": "a b", "schema": {}}, "name", "1 to 64 letters"),
+            ({"name": "a"}, "schema", "must be an object"),
+            ({"name": "a", "schema": {}, "strict": 1}, "strict", "true or false"),
+            ({"name": "a", "schema": {}, "x": 1}, "x", "unknown field"),
+            ({"name": "a", "schema": {"enum": ["x" * 600_000]}}, "schema", "at most 524288 bytes"),
+        )
+    ],
+]
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+TOOLS = [
+    ({"tools": [7]}, "tools", "tools must be a list of objects"),
+    ({"tools": [TOOL] * 129}, "tools", "at most 128 tools"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", "must be function"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "must be an object"),
+    ({"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1].function.name", "1 to 64 letters"),
+    ({"tools": [TOOL, {"type": "function", "function": {"name": "é"}}]}, "tools[1].function.name", "1 to 64"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "args": 1}}]}, "tools[0].function.args", "unknown"),
+    ({"tools": [{**TOOL, "function": {**FUNCTION, "parameters": []}}]}, "tools[0].function.parameters", "an object"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "two functions of the name f"),
+    ({"tools": [{**TOOL, "function": {**FUNCTION, "description": "x" * 600_000}}]}, "tools", "at most 524288 bytes"),
+    *[({"tools": [TOOL], "tool_choice": value}, "tool_choice", "must be none, auto") for value in (7, "f", {}, [])],
+    *[({"tool_choice": value}, "tool_choice", "needs tools") for value in ("required", {"type": "function"})],
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "'g' is none of the tools",
+    ),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "cannot be combined with a tool_choice",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+        "cannot be combined with a tool_choice",
+    ),
 ]
 COMPLETION = [
     *[("prompt", value, IDS_RANGE) for value in ([VOCAB], [-1], [1, 2.0], [1, True], [1, "a"], [1, None], [{}])],
@@ -80,9 +162,6 @@ CHAT = [
     ("chat_template_kwargs", {"tokenize": True}, "chat_template_kwargs must not set tokenize"),
     ("chat_template_kwargs", [], "must be an object"),
     ("chat_template", "{{ 1 }}", "unknown field 'chat_template'; did you mean chat_template_kwargs?"),
-    ("tools", [7], "tools must be a list of objects"),
-    ("tool_choice", 7, "tool_choice must be a string or an object"),
-    ("response_format", "json", "response_format must be an object"),
     ("metadata", [], "metadata must be an object"),
     ("store", "x", "store must be true or false"),
     ("modalities", "text", "modalities must be a list of strings"),
@@ -130,11 +209,37 @@ class TestFields:
         refused(client.chat(**{name: value}), 400, name, says)
         assert client.chat().status_code == 200
 
+    @pytest.mark.parametrize(("name", "value", "param", "says"), NESTED, ids=short)
+    def test_members_of_objects(self, client: Any, name: str, value: Any, param: str, says: str) -> None:
+        refused(client.chat(**{name: value}), 400, param, says)
+        refused(client.complete(**{name: value}), 400, param, says)
+
+    @pytest.mark.parametrize(("fields", "param", "says"), TOOLS, ids=short)
+    def test_tools(self, client: Any, fields: dict[str, Any], param: str, says: str) -> None:
+        refused(client.chat(**fields), 400, param, says)
+
+    @pytest.mark.parametrize("depth", [100, 3_000])
+    def test_schemas_that_are_nested_deeply(self, client: Any, depth: int) -> None:
+        text = '{"items":' * depth + "{}" + "}" * depth
+        for field in (
+            f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {text}}}}}',
+            f'"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {text}}}}}]'
+            ', "tool_choice": "required"',
+        ):
+            body = f'{{"messages": [{{"role": "user", "content": "x"}}], {field}}}'
+            status = client.post("/v1/chat/completions", content=body.encode()).status_code
+            assert status == (200 if depth == 100 else 400)
+
+    @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+    def test_biases_that_are_no_numbers(self, client: Any, value: str) -> None:
+        body = f'{{"prompt": "x", "logit_bias": {{"5": {value}}}}}'.encode()
+        refused(client.post("/v1/completions", content=body), 400, "logit_bias", "logit_bias of token 5 must be")
+
     @pytest.mark.parametrize(("message", "param"), BAD_MESSAGES, ids=short)
     def test_messages(self, client: Any, message: Any, param: str) -> None:
         refused(client.chat(messages=[message, {"role": "user", "content": "x"}]), 400, param, "messages[0]")
 
-    @pytest.mark.parametrize("name", ["temprature", "max_token", "x", "", "a\nb", "n" * 10_000, "prompt_logprobs"])
+    @pytest.mark.parametrize("name", ["temprature", "max_token", "x", "", "a\nb", "n" * 10_000, "bad_words_token_ids"])
     def test_unknown_fields_are_named(self, client: Any, name: str) -> None:
         for response in (client.complete(**{name: 1}), client.chat(**{name: 1})):
             refused(response, 400, name[:64], "unknown field")
@@ -150,21 +255,30 @@ class TestFields:
         refused(client.complete(stream=True, stream_options=7), 400, "stream_options", "must be an object")
 
     def test_combinations(self, client: Any) -> None:
-        refused(client.complete(echo=True, logprobs=1), 400, "echo", "not supported yet")
+        both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+        refused(client.complete(**both), 400, "response_format", "cannot be combined")
+        refused(client.complete(extra_args={}, vllm_xargs={}), 400, "vllm_xargs", "another name of extra_args")
+        refused(client.complete(max_tokens=0), 400, "max_tokens", "from 1 to 256")
+        refused(client.complete(max_tokens=4, min_tokens=5), 400, "min_tokens", "from 0 to 4 (max_tokens)")
+        refused(client.complete(prompt=[5] * 250, min_tokens=10), 400, "min_tokens", "from 0 to 6 (max_tokens)")
+        refused(client.chat(ignore_eos=True, structured_outputs={"regex": "a"}), 400, "ignore_eos", "structured")
+        for response in (client.complete(prompt_logprobs=0, stream=True), client.chat(prompt_logprobs=0, stream=True)):
+            refused(response, 400, "prompt_logprobs", "not given in a stream")
         refused(client.complete(prompt=["a"] * 100, n=100), 400, "n", "prompts times n must be at most 2048")
         response = client.chat(continue_final_message=True, add_generation_prompt=True)
         refused(response, 400, "continue_final_message", "cannot both be true")
 
     def test_everything_that_openai_defines_is_accepted(self, client: Any) -> None:
         shared = {"presence_penalty": 1, "frequency_penalty": -1, "user": "me", "logit_bias": {"5": -100, "419": 1}}
+        shared["response_format"] = {"type": "text"}
         assert client.complete(**shared, best_of=2, suffix="x", top_k=None, stop=None).status_code == 200
-        objects = {key: {} for key in ("response_format", "metadata", "prediction", "audio", "web_search_options")}
+        objects = {key: {} for key in ("metadata", "prediction", "audio", "web_search_options")}
         words = ("service_tier", "reasoning_effort", "verbosity", "safety_identifier", "prompt_cache_key")
         chat = {
             **objects,
             **dict.fromkeys((*words, "prompt_cache_retention", "tool_choice", "function_call"), "auto"),
             **dict.fromkeys(("parallel_tool_calls", "store"), True),
-            "tools": [{"type": "function"}],
+            "tools": [TOOL],
             "functions": [],
             "modalities": ["text"],
             "moderation": {},
@@ -388,5 +502,5 @@ def test_the_readme_lists_every_field() -> None:
     text = Path(schema.__file__).with_name("README.md").read_text(encoding="utf-8")
     words = set(re.findall(r"[a-z_]+", text))
     used = {*schema.COMPLETION_FIELDS, *schema.CHAT_FIELDS, *schema.STREAM_OPTIONS}
-    unused = {*schema.UNUSED_COMPLETION, *schema.UNUSED_CHAT, "logit_bias"}
+    unused = {*schema.UNUSED_COMPLETION, *schema.UNUSED_CHAT}
     assert {*used, *unused} <= words

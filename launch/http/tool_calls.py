@@ -1,0 +1,156 @@
+"""An answer that has to be tool calls, turned into them as it grows."""
+
+import json
+import uuid
+from dataclasses import dataclass
+from enum import Enum, auto
+
+WHITESPACE = " \t\n\r"
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """What a piece of text adds to call ``index``; ``name`` is set once, when the call begins."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class NamedCall:
+    """The whole answer is the arguments of one call."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def push(self, text: str) -> list[CallDelta]:
+        name, self._name = self._name, None
+        return [CallDelta(0, name, text)] if text or name is not None else []
+
+
+class _At(Enum):
+    OUTSIDE = auto()
+    """Between calls, and before and behind the list."""
+    MEMBER = auto()
+    """In a call, before a key."""
+    KEY = auto()
+    COLON = auto()
+    """Behind a key, before its value."""
+    VALUE = auto()
+
+
+class AnyCalls:
+    """The answer is a JSON list of ``{"name": ..., "parameters": ...}``; each character is looked at once.
+
+    It was constrained to be that, so nothing here checks it: what does not fit makes no call. An answer that was cut
+    short gives what there is of its last call.
+    """
+
+    def __init__(self) -> None:
+        self._at = _At.OUTSIDE
+        self._index = -1
+        self._begin_call()
+
+    def _begin_call(self) -> None:
+        self._token: list[str] = []
+        """The key or the name that is being read, quotes included."""
+        self._key = ""
+        self._name: str | None = None
+        self._named = False
+        """Its name was told."""
+        self._arguments: list[str] = []
+        """Read and not told."""
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def push(self, text: str) -> list[CallDelta]:
+        """What ``text`` adds: at most one delta for each call that it touches."""
+        deltas: list[CallDelta] = []
+        for char in text:
+            ended = self._step(char)
+            if ended:
+                self._tell(deltas)
+                self._begin_call()
+        self._tell(deltas)
+        return deltas
+
+    def _tell(self, deltas: list[CallDelta]) -> None:
+        """Add what was read; the arguments wait for the name."""
+        if self._name is None:
+            return
+        arguments = "".join(self._arguments)
+        self._arguments.clear()
+        name = None if self._named else self._name
+        self._named = True
+        if arguments or name is not None:
+            deltas.append(CallDelta(self._index, name, arguments))
+
+    def _step(self, char: str) -> bool:
+        """Take one character; true when it ends a call."""
+        if self._at is _At.VALUE:
+            return self._value(char)
+        if self._at is _At.KEY:
+            self._token.append(char)
+            if self._closes_string(char):
+                self._key, self._at = _decoded(self._token), _At.COLON
+                self._token = []
+            return False
+        if char in WHITESPACE:
+            return False
+        match self._at, char:
+            case _At.OUTSIDE, "{":
+                self._index += 1
+                self._at = _At.MEMBER
+            case _At.MEMBER, '"':
+                self._token, self._in_string, self._at = ['"'], True, _At.KEY
+            case _At.MEMBER, "}":
+                self._at = _At.OUTSIDE
+                return True
+            case _At.COLON, ":":
+                self._at = _At.VALUE
+                self._token = []
+        return False
+
+    def _value(self, char: str) -> bool:
+        """A character of a member's value, or the first one behind it."""
+        if not self._in_string and not self._depth and char in ",}":
+            if self._key == "name" and self._name is None:
+                self._name = _decoded(self._token)
+            self._at = _At.OUTSIDE if char == "}" else _At.MEMBER
+            return char == "}"
+        if self._in_string:
+            self._closes_string(char)
+        elif char == '"':
+            self._in_string = True
+        elif char in "[{":
+            self._depth += 1
+        elif char in "]}":
+            self._depth -= 1
+        elif char in WHITESPACE and not self._depth:
+            return False
+        if self._key == "parameters":
+            self._arguments.append(char)
+        elif self._key == "name":
+            self._token.append(char)
+        return False
+
+    def _closes_string(self, char: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+        return not self._in_string
+
+
+def _decoded(token: list[str]) -> str:
+    try:
+        decoded = json.loads("".join(token))
+    except ValueError:
+        return ""
+    return decoded if isinstance(decoded, str) else ""
