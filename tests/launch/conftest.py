@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quire.launch.chat_template import ChatTemplate
-from quire.launch.engine_client import TokenLogprobs, Update
+from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs, Update
 from quire.launch.http.app import make_app
 from quire.launch.http.server import ServerSettings
 from quire.launch.text_in import TextIn
@@ -23,6 +23,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 TEMPLATE = (
     "{%- if messages[0].role == 'tool' %}{{ raise_exception('a tool cannot begin') }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>' + '\\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
@@ -70,6 +71,7 @@ class FakeSequence:
     per_update: int
     hang_after: int | None
     ending: EndReason | Exception
+    detail: str
     on_abort: Callable[[], None]
     on_hang: Callable[[], None]
     stopped_at: int | None = None
@@ -107,8 +109,15 @@ class FakeSequence:
             ended=ended,
             num_output_tokens=self.delivered,
             num_cached_tokens=len(self.prompt) // 2,
-            detail="the worker failed twice on this request" if ended is EndReason.ERROR else "",
+            detail=self.detail if ended is EndReason.ERROR else "",
+            prompt_logprobs=self._prompt_logprobs() if self.delivered == len(part) else None,
         )
+
+    def _prompt_logprobs(self) -> PromptLogprobTable | None:
+        """As the engine gives them: of all tokens but the first, and nothing of a prompt of one token."""
+        if self.params.prompt_logprobs is None or len(self.prompt) == 1:
+            return None
+        return fake_prompt_logprobs(self.prompt)
 
     def stop_at(self, num_output_tokens: int) -> None:
         self.stopped_at = num_output_tokens
@@ -122,6 +131,14 @@ def fake_logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 1, [(token, -0.5), (5, -2.0), (6, float("-inf"))][:count])
 
 
+def fake_prompt_logprobs(prompt: list[int]) -> PromptLogprobTable:
+    """Token ``i`` has -i and rank i + 1; the best are 5 and 6 of -0.25 and -inf."""
+    num_tokens = len(prompt) - 1
+    ids = np.array([[token, 5, 6] for token in prompt[1:]], np.int32)
+    values = np.array([[-float(i), -0.25, -np.inf] for i in range(1, num_tokens + 1)], np.float32)
+    return PromptLogprobTable(ids, values, np.arange(2, num_tokens + 2, dtype=np.int32))
+
+
 @dataclass
 class FakeEngine:
     """Answers every prompt with ``reply``, or with tokens that depend on the seed alone."""
@@ -129,6 +146,7 @@ class FakeEngine:
     tokenizer: Tokenizer | None
     reply: str | None = None
     ending: EndReason | Exception = EndReason.STOPPED
+    detail: str = "the worker failed twice on this request"
     per_update: int = 1
     hang_after: int | None = None
     refuse: Exception | None = None
@@ -151,7 +169,7 @@ class FakeEngine:
         if self.refuse is not None:
             raise self.refuse
         assert params.n == 1
-        assert params.stop == []
+        assert params.stop == params.bad_words == []
         assert params.max_tokens is not None
         prompt = np.asarray(prompt_token_ids, dtype=np.int32).tolist()
         assert len(prompt) + params.max_tokens <= self.max_model_len
@@ -164,6 +182,7 @@ class FakeEngine:
             self.per_update,
             self.hang_after,
             self.ending,
+            self.detail,
             self.on_abort,
             self.on_hang,
         )

@@ -2,12 +2,19 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from quire.launch.answers import Answer
+from quire.launch.engine_client import TokenLogprobs, Update
+from quire.launch.prompts import Prompt
+from quire.launch.text_in import TextIn
 from quire.launch.text_out import MAX_HELD_TOKENS, Detokenizer, StopStrings, TextOut, TokenTexts
+from quire.protocol.messages import EndReason
+from quire.protocol.sampling_params import SamplingParams
 
 
 def cut(text: str, stop: list[str], *, include: bool = False) -> tuple[str, str | None]:
@@ -163,6 +170,105 @@ class TestStopStrings:
             # Not a token later than need be: only behind a half character is text held back.
             before = tokenizer.decode(ids[: count - 1])
             assert found not in before or before.endswith("\ufffd")
+
+    @given(data=st.data())
+    @settings(max_examples=200, deadline=None)
+    def test_no_stop_within_the_least_tokens(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+        """A stop string counts if a later token completes it, wherever it begins; however the stream is cut."""
+        ids = data.draw(st.lists(st.sampled_from([tokenizer.token_to_id(char) for char in "ab"]), max_size=30))
+        stop = data.draw(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+        least = data.draw(st.integers(0, 12))
+        include = data.draw(st.booleans())
+        sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+        whole = tokenizer.decode(ids)
+        ends = [(end, -len(s), s) for s in stop for end in range(least + 1, len(whole) + 1) if whole[:end].endswith(s)]
+        end, _, found = min(ends, default=(len(whole), 0, None))
+        out = TextOut(tokenizer, stop=stop, include_stop=include, min_tokens=least)
+        sent = stream(out, in_parts(ids, sizes))
+        assert sent == (whole[:end] if found is None or include else whole[: end - len(found)])
+        assert out.stop is None if found is None else out.stop is not None and out.stop.text == found
+        assert out.stop is None or out.stop.num_output_tokens == end > least
+
+
+class TestAnswers:
+    """Updates to pieces: text, finish reason and counts do not depend on how the tokens were cut into updates."""
+
+    @given(data=st.data())
+    @settings(max_examples=80, deadline=None)
+    def test_any_cutting_gives_the_same_answer(
+        self, tokenizer: Tokenizer, text_in: TextIn, data: st.DataObject
+    ) -> None:
+        ids = data.draw(st.lists(st.integers(3, 330), min_size=1, max_size=30))
+        text = tokenizer.decode(ids)
+        inside = st.builds(lambda a, n: text[a : a + n], st.integers(0, len(text)), st.integers(1, 4)).filter(bool)
+        params = SamplingParams(
+            stop=data.draw(st.lists(inside, max_size=2)) if text else [],
+            min_tokens=data.draw(st.integers(0, 8)),
+            include_stop_str_in_output=data.draw(st.booleans()),
+            logprobs=data.draw(st.sampled_from([None, 0])),
+            max_tokens=40,
+        )
+        ended = data.draw(st.sampled_from([EndReason.STOPPED, EndReason.LENGTH, EndReason.REPETITION]))
+        sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+        cut, told = assemble(text_in, params, in_parts(ids, sizes), ended)
+        whole, _ = assemble(text_in, params, [ids], ended)
+        assert cut == whole
+        # The engine is told of a stop string only where it has not ended the answer by itself.
+        by_string = isinstance(cut[2], str)
+        assert told in ([], [cut[3]])
+        if told:
+            assert by_string
+        elif by_string:
+            # The last update brought it, or let go what the detokenizer had held back.
+            assert cut[3] > len(ids) - len(in_parts(ids, sizes)[-1]) or "\ufffd" in str(cut[2])
+        if not by_string:
+            assert (cut[1], cut[3]) == (ended.finish_reason, len(ids))
+
+    @pytest.mark.parametrize("reason", list(EndReason))
+    def test_every_ending(self, text_in: TextIn, reason: EndReason) -> None:
+        answer, _ = assemble(text_in, SamplingParams(max_tokens=9), [[5, 6], [7]], reason)
+        assert answer[1:] == (reason.finish_reason, None, 3, None)
+
+
+class Recorder:
+    """A sequence that notes what it is told."""
+
+    request_id = "a"
+
+    def __init__(self) -> None:
+        self.stops: list[int] = []
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        self.stops.append(num_output_tokens)
+
+    def abort(self) -> None:
+        raise AssertionError("nobody aborts")
+
+
+Assembled = tuple[str, str | None, int | str | None, int, list[tuple[int, int]] | None]
+
+
+def assemble(
+    text_in: TextIn, params: SamplingParams, parts: list[list[int]], ended: EndReason
+) -> tuple[Assembled, list[int]]:
+    """(text, finish reason, stop reason, tokens that count, token and offset of each) of one answer; stops told."""
+    sequence = Recorder()
+    answer = Answer(sequence, text_in, Prompt(np.array([5], np.int32)), params)
+    texts: list[str] = []
+    placed: list[tuple[int, int]] | None = None if params.logprobs is None else []
+    total = 0
+    for i, part in enumerate(parts):
+        total += len(part)
+        logprobs = None if params.logprobs is None else [TokenLogprobs(t, -1.0, 1, [(9, -2.0)]) for t in part]
+        last = ended if i == len(parts) - 1 else None
+        piece = answer.assemble(Update(list(part), logprobs, last, None, total))
+        texts.append(piece.text)
+        if placed is not None and piece.logprobs is not None:
+            placed += [(entry.logprobs.token_id, entry.text_offset) for entry in piece.logprobs]
+            assert all(entry.logprobs.top == [] for entry in piece.logprobs)
+        if piece.finish_reason is not None:
+            break
+    return ("".join(texts), piece.finish_reason, piece.stop_reason, piece.num_output_tokens, placed), sequence.stops
 
 
 class TestTokenTexts:

@@ -1,0 +1,133 @@
+"""The table of streams: what a step's messages bring each answer, log probabilities of prompts above all."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.launch.engine_client import PromptLogprobTable
+from quire.launch.streams import Stream, StreamTable
+from quire.protocol.messages import Ended, EndReason, Introduced, PromptLogprobs, StepOutputs
+
+WIDTH = 3
+
+
+def table_of(*request_ids: str) -> tuple[StreamTable, list[Stream]]:
+    table = StreamTable()
+    streams = [table.add(request_id) for request_id in request_ids]
+    introduced = [Introduced(i, request_id, 0) for i, request_id in enumerate(request_ids)]
+    table.apply(StepOutputs(introduced, None, None, []))
+    return table, streams
+
+
+def values_of(handle: int, places: range, width: int = WIDTH) -> tuple[Any, Any, Any]:
+    """Invented log probabilities: of each place, so that whatever lands elsewhere is seen."""
+    ids = np.array([[100 * handle + place, *range(1, width)] for place in places], np.int32)
+    return ids, -ids.astype(np.float32), np.array(places, np.int32)
+
+
+def parts_of(*parts: tuple[int, int, int], tokens: dict[int, int] | None = None, width: int = WIDTH) -> StepOutputs:
+    """One message of (handle, start, count) parts, and a token for some handles."""
+    arrays = [values_of(handle, range(start, start + count), width) for handle, start, count in parts]
+    ids, values, ranks = (np.concatenate([a[i] for a in arrays]) for i in range(3))
+    tokens = tokens or {}
+    handles, starts, counts = (list(column) for column in zip(*parts, strict=True))
+    return StepOutputs(
+        [],
+        np.array(list(tokens), np.int32),
+        np.array(list(tokens.values()), np.int32),
+        [],
+        prompt_logprobs=PromptLogprobs(handles, starts, counts, width),
+        prompt_logprob_token_ids=ids.ravel(),
+        prompt_logprob_values=values.ravel(),
+        prompt_logprob_ranks=ranks,
+    )
+
+
+def complete(table: PromptLogprobTable | None, handle: int, num_prompt: int, width: int = WIDTH) -> None:
+    assert table is not None
+    for got, wanted in zip(
+        (table.token_ids, table.values, table.ranks), values_of(handle, range(1, num_prompt)), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted[..., :width] if wanted.ndim == 2 else wanted)
+
+
+def test_they_come_with_the_first_token() -> None:
+    table, (first, second) = table_of("a", "b")
+    table.apply(parts_of((0, 1, 4), (1, 1, 2)))
+    assert first.take() is None
+    table.apply(parts_of((1, 3, 5), (0, 5, 1), tokens={0: 7}))
+    update = first.take()
+    assert update is not None
+    assert update.token_ids == [7]
+    complete(update.prompt_logprobs, 0, 6)
+    assert second.take() is None
+    table.apply(StepOutputs([], np.array([0, 1], np.int32), np.array([8, 9], np.int32), []))
+    later, of_second = first.take(), second.take()
+    assert later is not None
+    assert of_second is not None
+    assert later.prompt_logprobs is None
+    complete(of_second.prompt_logprobs, 1, 8)
+
+
+def test_what_comes_again_after_a_token_is_dropped() -> None:
+    table, (stream,) = table_of("a")
+    table.apply(parts_of((0, 1, 3), tokens={0: 7}))
+    assert stream.take() is not None
+    table.apply(parts_of((0, 1, 3), tokens={0: 8}))
+    update = stream.take()
+    assert update is not None
+    assert (update.token_ids, update.prompt_logprobs) == ([8], None)
+
+
+def test_nobody_reads_any_more() -> None:
+    table, (stream,) = table_of("a")
+    stream.muted = True
+    table.apply(parts_of((0, 1, 3), tokens={0: 7}))
+    assert stream.take() is None
+
+
+def test_an_ending_before_the_first_token() -> None:
+    table, (stream,) = table_of("a")
+    table.apply(parts_of((0, 1, 3)))
+    table.apply(StepOutputs([], None, None, [Ended(0, EndReason.ERROR, 0, detail="request_failed: x")]))
+    update = stream.take()
+    assert update is not None
+    assert (update.ended, update.detail) == (EndReason.ERROR, "request_failed: x")
+    assert len(table) == 0
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_parts_that_come_again_and_in_any_width(data: st.DataObject) -> None:
+    """A preempted request begins again, and its chunks may be cut otherwise; others may want more of the best."""
+    num_prompt = data.draw(st.integers(2, 20))
+    stream, widths = Stream("a"), []
+    for _ in range(data.draw(st.integers(0, 2))):
+        _place(data, stream, data.draw(st.integers(1, num_prompt - 1)), widths)
+    _place(data, stream, num_prompt, widths)
+    stream.pending()
+    update = stream.take()
+    assert update is not None
+    assert update.prompt_logprobs is not None
+    width = update.prompt_logprobs.token_ids.shape[1]
+    assert min(widths) <= width <= WIDTH
+    complete(update.prompt_logprobs, 4, num_prompt, width)
+
+
+def _place(data: st.DataObject, stream: Stream, upto: int, widths: list[int]) -> None:
+    place = 1
+    while place < upto:
+        end = data.draw(st.integers(place + 1, upto))
+        widths.append(data.draw(st.integers(2, WIDTH)))
+        stream.place_prompt_logprobs(place, PromptLogprobTable(*values_of(4, range(place, end), widths[-1])))
+        place = end
+
+
+@pytest.mark.parametrize("num_best", [0, 1, 2, 20])
+def test_entries(num_best: int) -> None:
+    (entry,) = PromptLogprobTable(*values_of(4, range(1, 2))).entries(num_best)
+    assert (entry.token_id, entry.logprob, entry.rank) == (401, -401.0, 1)
+    assert entry.top == [(1, -1.0), (2, -2.0)][:num_best]

@@ -1,0 +1,197 @@
+"""Tools of a chat request: the constraint that a demanded call makes, and answers turned into calls."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.launch.http.fields import Fields
+from quire.launch.http.tool_calls import AnyCalls, NamedCall
+from quire.launch.http.tools import parse_tools
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"$ref": "#/$defs/place"}, "self": {"$ref": "#"}},
+            "$defs": {"place": {"type": "string"}},
+        },
+        "strict": True,
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CALLS = [
+    {"name": "weather", "parameters": {"place": 'a "b" \\ {[', "days": [1, {"x": None}]}},
+    {"name": "clock", "parameters": {}},
+]
+
+
+def given_fields(**fields: Any) -> Fields:
+    return Fields(fields)
+
+
+def constraint(**fields: Any) -> Any:
+    _, use = parse_tools(given_fields(**fields))
+    assert use is not None
+    assert isinstance(use.constraint.json, str)
+    return json.loads(use.constraint.json)
+
+
+class TestConstraint:
+    @pytest.mark.parametrize("choice", [None, "auto", "none"])
+    def test_a_free_choice_is_none(self, choice: Any) -> None:
+        tools, use = parse_tools(given_fields(tools=[WEATHER], tool_choice=choice))
+        assert use is None
+        assert tools == (None if choice == "none" else [WEATHER])
+
+    def test_no_tools(self) -> None:
+        assert parse_tools(given_fields(tools=[], tool_choice="auto")) == (None, None)
+
+    def test_a_named_function(self) -> None:
+        schema = constraint(tools=[CLOCK, WEATHER], tool_choice=NAMED)
+        assert schema == WEATHER["function"]["parameters"]  # type: ignore[index]
+
+    def test_required(self) -> None:
+        schema = constraint(tools=[WEATHER, CLOCK], tool_choice="required")
+        assert (schema["type"], schema["minItems"]) == ("array", 1)
+        assert "maxItems" not in schema
+        first, second = schema["items"]["anyOf"]
+        assert [s["properties"]["name"]["enum"] for s in (first, second)] == [["weather"], ["clock"]]
+        assert list(first["properties"]) == first["required"] == ["name", "parameters"]
+        # References of a tool's schema to itself still find what they name.
+        place = schema["$defs"]["parameters_0"]
+        assert first["properties"]["parameters"] == {"$ref": "#/$defs/parameters_0"}
+        assert place["properties"]["place"] == {"$ref": "#/$defs/parameters_0/$defs/place"}
+        assert place["properties"]["self"] == {"$ref": "#/$defs/parameters_0"}
+        assert schema["$defs"]["parameters_1"]["additionalProperties"] is False
+
+    def test_one_call_at_most(self) -> None:
+        assert constraint(tools=[CLOCK], tool_choice="required", parallel_tool_calls=False)["maxItems"] == 1
+
+
+class TestScanner:
+    def test_a_named_call_begins_before_its_text(self) -> None:
+        call = NamedCall("f")
+        deltas = [delta for part in ("", "{", "}", "") for delta in call.push(part)]
+        assert [(d.name, d.arguments) for d in deltas] == [("f", ""), (None, "{"), (None, "}")]
+
+    @given(data=st.data())
+    @settings(max_examples=150, deadline=None)
+    def test_any_calls_cut_anywhere(self, data: st.DataObject) -> None:
+        values: st.SearchStrategy[Any] = st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+            max_leaves=8,
+        )
+        one = st.fixed_dictionaries(
+            {"name": st.text(min_size=1, max_size=6), "parameters": st.dictionaries(st.text(max_size=4), values)}
+        )
+        calls = data.draw(st.lists(one, max_size=3))
+        swapped = [dict(reversed(call.items())) if data.draw(st.booleans()) else call for call in calls]
+        text = json.dumps(
+            swapped, indent=data.draw(st.sampled_from([None, 0, 2])), ensure_ascii=data.draw(st.booleans())
+        )
+        sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+        names: list[str] = []
+        arguments: list[str] = []
+        scanner, place, turn = AnyCalls(), 0, 0
+        while place < len(text):
+            size = sizes[turn % len(sizes)]
+            for delta in scanner.push(text[place : place + size]):
+                if delta.name is not None:
+                    names.append(delta.name)
+                    arguments.append("")
+                assert delta.index == len(names) - 1
+                arguments[delta.index] += delta.arguments
+            place, turn = place + size, turn + 1
+        assert names == [call["name"] for call in calls]
+        assert [json.loads(each) for each in arguments] == [call["parameters"] for call in calls]
+
+    def test_arguments_come_as_they_grow(self) -> None:
+        scanner = AnyCalls()
+        assert scanner.push('[{"name": "f"') == []
+        (begun,) = scanner.push(', "parameters": {"a"')
+        assert (begun.name, begun.arguments) == ("f", '{"a"')
+        (more,) = scanner.push(": 1")
+        assert (more.name, more.arguments) == (None, ": 1")
+
+    def test_no_state_grows_with_what_was_told(self) -> None:
+        scanner = AnyCalls()
+        scanner.push('[{"name": "f", "parameters": {"a": "')
+        for _ in range(1000):
+            assert scanner.push("x" * 100)[0].arguments == "x" * 100
+        assert not scanner._arguments
+        assert not scanner._token
+
+
+class TestAnswers:
+    @pytest.fixture
+    def ask(self, client: Any, engine: Any) -> Any:
+        def ask(calls: Any, **fields: Any) -> Any:
+            engine.reply = json.dumps(calls)
+            return client.chat(tools=[WEATHER, CLOCK], **fields)
+
+        engine.max_model_len = 2000
+        return ask
+
+    def test_a_named_function(self, ask: Any) -> None:
+        choice = ask(CALLS[0]["parameters"], tool_choice=NAMED).json()["choices"][0]
+        message = choice["message"]
+        assert (message["content"], choice["finish_reason"]) == (None, "stop")
+        (call,) = message["tool_calls"]
+        assert (call["type"], call["function"]["name"]) == ("function", "weather")
+        assert call["id"].startswith("call_")
+        assert json.loads(call["function"]["arguments"]) == CALLS[0]["parameters"]
+
+    def test_required(self, ask: Any) -> None:
+        choice = ask(CALLS, tool_choice="required").json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+        calls = choice["message"]["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == ["weather", "clock"]
+        assert [json.loads(call["function"]["arguments"]) for call in calls] == [c["parameters"] for c in CALLS]
+        assert len({call["id"] for call in calls}) == 2
+
+    def test_an_answer_that_was_cut(self, ask: Any) -> None:
+        choice = ask(CALLS, tool_choice="required", max_tokens=25).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        (call,) = choice["message"]["tool_calls"]
+        assert json.dumps(CALLS[0]["parameters"]).startswith(call["function"]["arguments"])
+
+    @pytest.mark.parametrize("per_update", [1, 3, 1000])
+    @pytest.mark.parametrize("choice", [NAMED, "required"])
+    def test_streamed(self, ask: Any, engine: Any, events: Any, choice: Any, per_update: int) -> None:
+        engine.per_update = per_update
+        required = choice == "required"
+        got = events(ask(CALLS if required else CALLS[0]["parameters"], tool_choice=choice, stream=True, n=2))[:-1]
+        for index in (0, 1):
+            own = [event["choices"][0] for event in got if event["choices"][0]["index"] == index]
+            assert own[0]["delta"]["role"] == "assistant"
+            assert own[0]["delta"]["content"] is None
+            assert own[-1]["finish_reason"] == ("tool_calls" if required else "stop")
+            calls: list[Any] = []
+            for delta in (d for each in own for d in each["delta"].get("tool_calls", [])):
+                if delta["index"] == len(calls):
+                    calls.append([delta["id"], delta["type"], delta["function"]["name"], ""])
+                else:
+                    assert set(delta) == {"index", "function"}
+                    assert set(delta["function"]) == {"arguments"}
+                calls[delta["index"]][3] += delta["function"]["arguments"]
+            expected = CALLS if required else CALLS[:1]
+            assert [call[2] for call in calls] == [call["name"] for call in expected]
+            assert [json.loads(call[3]) for call in calls] == [call["parameters"] for call in expected]
+
+    def test_a_free_choice_stays_text(self, ask: Any) -> None:
+        message = ask(CALLS, tool_choice="auto").json()["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": json.dumps(CALLS), "refusal": None}
+
+    def test_the_template_is_told(self, ask: Any, engine: Any, tokenizer: Any) -> None:
+        for choice in ("auto", "none", "required"):
+            ask([], tool_choice=choice)
+        told = ['"description": "of a place"' in tokenizer.decode(s.prompt) for s in engine.added]
+        assert told == [True, False, True]
