@@ -115,8 +115,9 @@ class InProcessEngine:
             return
         assert message.handles is not None and message.logprob_values is not None
         values = message.logprob_values.reshape(-1, message.logprobs.width)
+        owners = _owners(message)
         for row, own in zip(message.logprobs.rows, values, strict=True):
-            self.answers[self._handles[int(message.handles[row])]].logprobs.append(own.tobytes())
+            self.answers[self._handles[owners[row]]].logprobs.append(own.tobytes())
 
     def statistics(self) -> Statistics:
         return self.scheduler.statistics()
@@ -135,7 +136,7 @@ class InProcessEngine:
                 self._handles[introduced.handle] = introduced.request_id
                 self.answers[introduced.request_id].num_cached_tokens = introduced.num_cached_tokens
             if message.handles is not None and message.tokens is not None:
-                for handle, token in zip(message.handles.tolist(), message.tokens.tolist(), strict=True):
+                for handle, token in zip(_owners(message), message.tokens.tolist(), strict=True):
                     answer = self.answers[self._handles[handle]]
                     assert answer.ended is None, "a token after the end"
                     answer.tokens.append(token)
@@ -144,3 +145,10 @@ class InProcessEngine:
                 answer = self.answers[self._handles[ended.handle]]
                 assert answer.ended is None, "ended twice"
                 answer.ended = ended
+
+
+def _owners(message: StepOutputs) -> list[int]:
+    """The handle of each token."""
+    assert message.handles is not None
+    handles = message.handles if message.counts is None else np.repeat(message.handles, message.counts)
+    return handles.tolist()
