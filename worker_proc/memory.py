@@ -12,11 +12,16 @@ DEFAULT_CPU_KV_BYTES = 2**30
 _MIB = 2**20
 
 
-def plan_memory(config: EngineConfig, layout: KVLayout, weight_bytes: int, device: torch.device) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig, layout: KVLayout, weight_bytes: int, device: torch.device, draft_block_bytes: int = 0
+) -> MemoryPlan:
     """How many KV blocks there will be, by flag or by what is left of memory.
 
     On a GPU the pool takes what ``gpu_memory_utilization`` leaves after weights and activations; on a CPU 1 GiB,
     unless ``kv_cache_memory_bytes`` says otherwise.
+
+    Args:
+        draft_block_bytes: what a draft model keeps for each block; its weights are among ``weight_bytes``.
 
     Raises:
         ConfigError: weights and a pool of one block do not fit; says what is needed and what there is.
@@ -29,16 +34,17 @@ def plan_memory(config: EngineConfig, layout: KVLayout, weight_bytes: int, devic
         total = psutil.virtual_memory().total
         usable = psutil.virtual_memory().available
     left = usable - weight_bytes - activations
+    block_bytes = layout.block_bytes + draft_block_bytes
     if config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1
     else:
         default = left if device.type == "cuda" else min(DEFAULT_CPU_KV_BYTES, left)
-        num_blocks = (config.kv_cache_memory_bytes or max(default, 0)) // layout.block_bytes
-    kv_cache = num_blocks * layout.block_bytes
+        num_blocks = (config.kv_cache_memory_bytes or max(default, 0)) // block_bytes
+    kv_cache = num_blocks * block_bytes
     if num_blocks < 2 or kv_cache > left:
         raise ConfigError(
             f"memory does not suffice: weights {weight_bytes // _MIB} MiB, activations {activations // _MIB} MiB, "
-            f"KV cache {max(kv_cache, 2 * layout.block_bytes) // _MIB} MiB; {max(usable, 0) // _MIB} MiB are usable; "
+            f"KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; {max(usable, 0) // _MIB} MiB are usable; "
             f"lower --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise --gpu-memory-utilization"
         )
     return MemoryPlan(

@@ -16,6 +16,7 @@ from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.block_table import make_block_tables
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.decode_step import DecodeStep
+from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.kv_cache import allocate_kv_caches
@@ -75,8 +76,9 @@ class ModelRunner:
         model: Decoder,
         backend: AttentionBackend,
         device: torch.device,
+        draft: DraftModel | None = None,
     ) -> None:
-        """``layout``: of this rank."""
+        """``layout``: of this rank. ``draft``: for the proposer of that kind."""
         self._device = device
         self._model = model
         self._backend = backend
@@ -91,7 +93,7 @@ class ModelRunner:
         self.batch.register(Column(self.last_sampled))
         self.sampler = Sampler(self.batch, config, device)
         self.history = TokenHistory(self.batch)
-        self._proposer = make_proposer(config, self.batch, device)
+        self._proposer = make_proposer(config, self.batch, device, draft)
         self._clock = StepClock()
         self._step = 0
         self._sampling_handles = NEVER_TOLD

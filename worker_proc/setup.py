@@ -14,8 +14,10 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import Ready
+from quire.protocol.model_config import ModelConfig
 from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.device import ComputeDtypes, cpu_compute_dtypes
+from quire.worker_proc.drafts.draft_setup import load_draft, plan_draft
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
 from quire.worker_proc.model_runner import ModelRunner
@@ -48,31 +50,33 @@ def make_runner(
     device = pick_device(config, group.rank)
     dtypes = _compute_dtypes(config, device, say)
 
-    def build(place: torch.device | str) -> Decoder:
+    def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Decoder:
         """On ``place``; on meta there is nothing in it, and it says how much it will be."""
         return build_model(
-            config.model,
+            of,
             dtypes.weights,
             place,
             config.max_model_len,
             ops=pick_ops(device, config.deterministic),
-            parallel=group,
+            parallel=ranks,
             activation_dtype=dtypes.activations,
         )
 
-    model = build("meta")
+    model = build(config.model, "meta", group)
     layout = _own_layout(config, layout, model.num_kv_heads, dtypes.weights)
+    draft_plan = plan_draft(config, build, _name(dtypes.weights))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size += draft_plan.weight_bytes if draft_plan is not None else 0
     if device.type == "cpu":
         set_threads(size, group.size)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     backend = pick_backend(config, layout, device, capability, say)
-    plan = plan_memory(config, layout, size, device)
+    plan = plan_memory(config, layout, size, device, draft_plan.block_bytes if draft_plan is not None else 0)
     say(describe_plan(plan, config.max_model_len))
     warning = pool_warning(plan, config.max_model_len)
     if warning:
         say(warning)
-    model = build(device)
+    model = build(config.model, device, group)
     with torch.inference_mode():
         if config.load_format == "dummy":
             init_dummy_weights(model, config.seed)
@@ -80,8 +84,12 @@ def make_runner(
             load_weights(model, Path(config.model_path), dtypes.weights, progress)
         if device.type == "cpu":
             model.prepack(deterministic=config.deterministic)
+    draft = None
+    if draft_plan is not None:
+        own = pick_backend(draft_plan.config, draft_plan.layout, device, capability, say)
+        draft = load_draft(draft_plan, plan.num_blocks, own, device, progress=progress)
     loaded = time.monotonic()
-    runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device)
+    runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, draft)
     runner.warm_up(say)
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)

@@ -2,11 +2,60 @@
 
 import torch
 
-from quire.protocol.config import EngineConfig
+from quire.protocol.config import EngineConfig, SpeculativeConfig
+from quire.protocol.errors import ConfigError
+from quire.worker_proc.drafts.draft_model import DraftModel, DraftModelProposer
+from quire.worker_proc.drafts.draft_sampling import DraftSampler
+from quire.worker_proc.drafts.ngram import NgramProposer
 from quire.worker_proc.drafts.proposer import Proposer
+from quire.worker_proc.drafts.rejection import RejectionSampler
+from quire.worker_proc.drafts.suffix import SuffixProposer
 from quire.worker_proc.input_batch import InputBatch
 
 
-def make_proposer(config: EngineConfig, batch: InputBatch, device: torch.device) -> Proposer | None:
-    """The proposer, or None without speculation."""
-    return None
+def make_proposer(
+    config: EngineConfig, batch: InputBatch, device: torch.device, draft: DraftModel | None = None
+) -> Proposer | None:
+    """The proposer, or None without speculation.
+
+    Args:
+        draft: the draft model, for the method of that name.
+
+    Raises:
+        ConfigError: settings that are not known, or do not go together.
+    """
+    chosen = config.speculative
+    if chosen is None or not config.num_speculative_tokens:
+        return None
+    _check(chosen)
+    match chosen.method:
+        case "ngram":
+            return NgramProposer(batch, chosen.prompt_lookup_min, chosen.prompt_lookup_max)
+        case "suffix":
+            return SuffixProposer(batch, chosen.suffix_max_depth, chosen.suffix_max_cached_requests)
+        case "draft_model":
+            assert draft is not None, "the draft model is loaded before the runner is made"
+            sampler = DraftSampler(batch, keeps=chosen.acceptance == "rejection")
+            most = config.num_speculative_tokens, config.max_num_batched_tokens
+            return DraftModelProposer(draft, batch, device, *most, sampler)
+        case unknown:
+            raise ConfigError(f"speculative method {unknown!r} is not known; there are ngram, suffix, draft_model")
+
+
+def make_rejection(config: EngineConfig, batch: InputBatch, proposer: Proposer | None) -> RejectionSampler | None:
+    """Who accepts the proposer's drafts, where that is not by shared noise."""
+    wanted = config.speculative is not None and config.speculative.acceptance == "rejection"
+    if not wanted or not isinstance(proposer, DraftModelProposer):
+        return None
+    return RejectionSampler(batch, proposer.sampler)
+
+
+def _check(chosen: SpeculativeConfig) -> None:
+    if chosen.acceptance not in ("shared_noise", "rejection"):
+        raise ConfigError(f"speculative acceptance {chosen.acceptance!r}: there are shared_noise and rejection")
+    if chosen.acceptance == "rejection" and chosen.method != "draft_model":
+        raise ConfigError(f"speculative acceptance rejection needs the method draft_model, not {chosen.method}")
+    if chosen.method == "ngram" and not 1 <= chosen.prompt_lookup_min <= chosen.prompt_lookup_max:
+        raise ConfigError("speculative: it must be 1 <= prompt_lookup_min <= prompt_lookup_max")
+    if chosen.method == "suffix" and (chosen.suffix_max_depth < 1 or chosen.suffix_max_cached_requests < 0):
+        raise ConfigError("speculative: suffix_max_depth is at least 1, suffix_max_cached_requests at least 0")

@@ -1,0 +1,65 @@
+"""Speculative sampling by rejection (Leviathan et al., 2023): for drafts that come with their distribution."""
+
+import numpy as np
+import torch
+
+from quire.worker_proc.drafts.draft_sampling import DraftSampler, draw
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.noise import uniform
+from quire.worker_proc.sampling.positions import SampledPositions
+
+_ACCEPTS = np.uint64(0x5851F42D4C957F2D)
+_REDRAWS = np.uint64(0x14057B7EF767814F)
+"""Streams of noise apart from that which drafts and samples are drawn with: all three must be independent."""
+
+
+class RejectionSampler:
+    """Chooses the token at each position that has a draft so that it is distributed as if there were none.
+
+    A draft ``x`` is taken with probability ``min(1, p(x) / q(x))``, else the token is drawn from ``max(p - q, 0)``,
+    where ``p`` is the model's distribution and ``q`` the draft model's. Since ``x`` has no mass in the latter, the
+    token equals the draft exactly where that was taken: what is accepted is seen by comparing, as with shared noise.
+
+    A request's text depends on how many drafts it had, unlike with shared noise, but on nothing else: noise is a
+    function of seed and position here too. Greedy rows are left as they are.
+    """
+
+    def __init__(self, batch: InputBatch, drafts: DraftSampler) -> None:
+        self._batch = batch
+        self._drafts = drafts
+
+    def choose(self, tokens: torch.Tensor, probabilities: torch.Tensor, positions: SampledPositions) -> torch.Tensor:
+        """The token of each of ``positions``.
+
+        Args:
+            tokens: int64 ``[num_positions]``: as sampled without regard to drafts; stay where there is none.
+            probabilities: float32 ``[num_positions, vocab]``: what those were drawn from, any sum.
+        """
+        batch, rows = self._batch, positions.rows
+        tokens = tokens.clone()
+        judged = (positions.drafts >= 0) & (batch.temperature[rows] > 0)
+        for offset in np.unique(positions.offsets[judged]).tolist():
+            at = np.flatnonzero(judged & (positions.offsets == offset))
+            there = torch.from_numpy(at).to(tokens.device)
+            seeds, places = batch.seed[rows[at]], batch.num_known[rows[at]] + offset
+            accepts, redraws = uniform(seeds ^ _ACCEPTS, places), uniform(seeds ^ _REDRAWS, places)
+            tokens[there] = _judge(
+                probabilities[there],
+                self._drafts.probabilities(rows[at], offset),
+                torch.from_numpy(positions.drafts[at]).to(tokens.device),
+                torch.from_numpy(accepts).to(tokens.device),
+                torch.from_numpy(redraws).to(tokens.device),
+            )
+        return tokens
+
+
+def _judge(
+    p: torch.Tensor, q: torch.Tensor, drafts: torch.Tensor, accepts: torch.Tensor, redraws: torch.Tensor
+) -> torch.Tensor:
+    """``p``, ``q``: float32 ``[rows, vocab]``; the others ``[rows]``."""
+    p = p.double() / p.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    q = q.double() / q.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    own = drafts[:, None]
+    taken = accepts * q.gather(-1, own)[:, 0] < p.gather(-1, own)[:, 0]
+    rest = (p - q).clamp_(min=0.0)
+    return torch.where(taken, drafts, draw(rest, redraws))

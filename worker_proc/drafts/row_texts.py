@@ -1,0 +1,47 @@
+"""The texts of the batch's rows, indexed as they grow."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.protocol.messages import Int32
+from quire.worker_proc.drafts.text_index import TextIndex
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.positions import Ints
+
+
+class RowTexts:
+    """Owns a TextIndex in which each row's request has a text to itself: nobody finds anything in another's.
+
+    A RowStore: a row's text does not move with it, only who has which does.
+    """
+
+    def __init__(self, batch: InputBatch, lengths: Sequence[int], *, most: int) -> None:
+        """``lengths``, ``most``: as for ``TextIndex``."""
+        self._batch = batch
+        max_rows, width = batch.tokens.data.shape
+        self.index = TextIndex(max_rows, width, lengths, shared=False, most=most)
+        self._num_prompt = np.zeros(max_rows, np.int64)
+        self._text_of = np.arange(max_rows)
+
+    def catch_up(self, rows: Ints) -> Ints:
+        """Index what ``rows`` know by now; returns the text of each."""
+        column, texts = self._batch.tokens, self._text_of[rows]
+        self._num_prompt[texts] = self._batch.num_prompt[rows]
+        starts = self.index.num_tokens[texts]
+        counts = column.length[rows] - starts
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.index.append(texts, counts, column.data[np.repeat(rows, counts), np.repeat(starts, counts) + offsets])
+        return texts
+
+    def answer(self, row: int) -> Int32:
+        """What the row has answered so far, as far as it is indexed."""
+        text = self._text_of[row]
+        return self.index.tokens[text, self._num_prompt[text] : self.index.num_tokens[text]]
+
+    def move_row(self, source: int, target: int) -> None:
+        self._text_of[[source, target]] = self._text_of[[target, source]]
+
+    def clear_row(self, row: int) -> None:
+        self.index.begin(int(self._text_of[row]))
+        self._num_prompt[self._text_of[row]] = 0

@@ -1,0 +1,131 @@
+"""Suffix decoding: the continuation that is most frequent behind the last tokens, in this request and earlier answers.
+
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with hashed runs of a few lengths in place of a suffix tree: the
+places behind the longest run that stood before are the leaves under a node of that tree, and drafts descend from
+there, token by token, to the most frequent child.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.protocol.messages import Int32
+from quire.worker_proc.drafts.row_texts import RowTexts
+from quire.worker_proc.drafts.text_index import NONE, TextIndex
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.positions import Ints
+
+MOST_PLACES = 8
+"""Of one run, the newest so many count."""
+MOST_ANSWER_TOKENS = 2048
+"""Of one earlier answer, the first so many are remembered."""
+DRAFTS_PER_MATCHED = 2
+"""A short match says little: at most so many drafts per token of it."""
+LEAST_PROBABILITY = 0.1
+"""Drafts end where, by frequency, they would be accepted less often than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """Of each row: ``tokens`` ``[rows, count]``, NONE behind its last one; ``score``: accepted ones to be expected;
+    ``newest``: the newest place that it comes from.
+    """
+
+    tokens: Ints
+    score: npt.NDArray[np.float64]
+    newest: Ints
+
+
+class SuffixProposer:
+    """Owns the rows' texts and the answers of earlier requests, as far as they were known when drafts were last made.
+
+    Prompts are never shared, answers are: a client who sends the beginning of another's answer gets no token of it that
+    the model would not have said, but may measure that it came faster. ``max_cached_requests`` 0 shares nothing.
+    A request that was preempted leaves an answer each time: its beginning counts twice then.
+    """
+
+    def __init__(self, batch: InputBatch, max_depth: int, max_cached_requests: int) -> None:
+        lengths = [length for length in (1, 2, 4, 8, 16) if length < max_depth] + [max_depth]
+        self._texts = RowTexts(batch, lengths, most=MOST_PLACES)
+        batch.register(self)
+        width = min(batch.tokens.data.shape[1], MOST_ANSWER_TOKENS)
+        self._answers = (
+            TextIndex(max_cached_requests, width, lengths, shared=True, most=MOST_PLACES)
+            if max_cached_requests
+            else None
+        )
+        self._width = width
+        self._free = list(range(max_cached_requests))[::-1]
+        self._used: OrderedDict[int, None] = OrderedDict()  # places of answers, the least recently used first
+
+    @property
+    def num_answers(self) -> int:
+        """Earlier answers that are remembered."""
+        return len(self._used)
+
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        rows = np.fromiter(wanted, np.int64, len(wanted))
+        most = np.fromiter(wanted.values(), np.int64, len(wanted))
+        own, texts = self._texts.index, self._texts.catch_up(rows)
+        ends, known = own.ends(texts)
+        best = _guess(own, *own.find(texts, ends, known), most, repeating=True)
+        tokens = best.tokens
+        if self._used:
+            assert self._answers is not None
+            others = _guess(self._answers, *self._answers.find(texts, ends, known), most, repeating=False)
+            better = others.score > best.score
+            tokens = np.where(better[:, None], others.tokens, tokens)
+            for place in others.newest[better].tolist():
+                self._used.move_to_end(place // self._width)
+        counts = (tokens != NONE).sum(axis=1).tolist()
+        drafts = zip(wanted, tokens.tolist(), counts, strict=True)
+        return {row: tokens_of_row[:count] for row, tokens_of_row, count in drafts if count}
+
+    def move_row(self, source: int, target: int) -> None:
+        self._texts.move_row(source, target)
+
+    def clear_row(self, row: int) -> None:
+        self._remember(self._texts.answer(row)[: self._width])
+        self._texts.clear_row(row)
+
+    def _remember(self, answer: Int32) -> None:
+        if self._answers is None or len(answer) < 2:  # one token follows nothing
+            return
+        text = self._free.pop() if self._free else self._used.popitem(last=False)[0]
+        self._used[text] = None
+        self._answers.begin(text)
+        self._answers.append(np.array([text]), np.array([len(answer)]), answer)
+
+
+def _guess(index: TextIndex, places: Ints, matched: Ints, most: Ints, *, repeating: bool) -> _Guess:
+    """Descend to the most frequent token among those that follow ``places``; of equals, to the one of the newest.
+
+    Args:
+        places, matched: ``[rows, places]``, as ``find`` gives them.
+        most: ``[rows]``: drafts that are wanted.
+    """
+    count = int(most.max())
+    allowed = np.minimum(most, DRAFTS_PER_MATCHED * matched[:, 0])
+    following = index.following(places, count, repeating=repeating)
+    tokens = np.full((len(places), count), NONE, np.int64)
+    score = np.zeros(len(places))
+    probability = np.ones(len(places))
+    alive = places != NONE
+    for step in range(count):
+        own = following[:, :, step]
+        alive = alive & (own != NONE)
+        votes = ((own[:, :, None] == own[:, None, :]) & alive[:, None, :]).sum(axis=2, dtype=np.int8) * alive
+        winner = votes.argmax(axis=1)[:, None]
+        chosen = np.take_along_axis(own, winner, axis=1)
+        counted = np.take_along_axis(votes, winner, axis=1)[:, 0]
+        probability = probability * counted / np.maximum(alive.sum(axis=1), 1)
+        alive = alive & (own == chosen) & ((probability >= LEAST_PROBABILITY) & (step < allowed))[:, None]
+        goes_on = alive.any(axis=1)
+        if not goes_on.any():
+            break
+        tokens[:, step] = np.where(goes_on, chosen[:, 0], NONE)
+        score += np.where(goes_on, probability, 0.0)
+    return _Guess(tokens, score, places[:, 0])
