@@ -1,11 +1,16 @@
 """Whether a request can be accepted, and the Request it becomes. Each refusal names the field and the range."""
 
+from collections.abc import Iterable
+from itertools import chain
+
 import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import AddRequest, Int32, OpaqueRequest, Rejected
+from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.repetition import RepetitionWatch
 from quire.scheduler_proc.request import OpaqueTokens, Request, Tokens
 
 MAX_REQUEST_ID = 256
@@ -38,8 +43,8 @@ def admit(
     if isinstance(event, AddRequest):
         _check_add_request(event, config, kv)
         num_prompt_tokens = len(event.prompt_token_ids)
-        chain = hasher.chain(event.cache_salt) if config.enable_prefix_caching else None
-        tokens = Tokens(_known_tokens(event), chain)
+        names = hasher.chain(event.cache_salt) if config.enable_prefix_caching else None
+        tokens = Tokens(_known_tokens(event), names)
     else:
         _check_opaque_request(event, config, kv)
         num_prompt_tokens, size = event.num_prompt_tokens, event.hash_bytes
@@ -64,6 +69,9 @@ def admit(
         arrival=event.arrival,
     )
     request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
+    if sampling.repetition_detection is not None and isinstance(event, AddRequest):
+        delivered = () if event.output_token_ids is None else event.output_token_ids.tolist()
+        request.repetition = RepetitionWatch(sampling.repetition_detection, delivered)
     return request
 
 
@@ -84,14 +92,32 @@ def _check_add_request(event: AddRequest, config: EngineConfig, kv: KVCacheManag
     for known in (prompt, event.output_token_ids):
         if known is not None and len(known) and not (known.min() >= 0 and known.max() < vocab_size):
             raise Refusal("invalid_value", "prompt", f"token ids must be from 0 to {vocab_size - 1}")
-    bad_stop = [t for t in event.sampling.stop_token_ids if t >= vocab_size]
-    if bad_stop:
-        raise Refusal("invalid_value", "stop_token_ids", f"stop_token_ids must be from 0 to {vocab_size - 1}")
+    _check_sampling(event.sampling, config)
     if not 0 <= event.seed < 2**64:
         raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1}")
     reserved = (event.job_id, event.resumable, event.lora, event.mm_features, event.kv_transfer)
     if any(reserved) or not event.is_last_step:
         raise Refusal("unsupported", "", "the request uses a field that this version reserves")
+
+
+def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
+    """Raise Refusal unless the model has the tokens that ``sampling`` names, and the markers that it goes by."""
+    vocab_size = config.model.vocab_size
+    named: dict[str, Iterable[int]] = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_words_token_ids": chain.from_iterable(sampling.bad_words_token_ids),
+    }
+    for name, tokens in named.items():
+        if max(tokens, default=0) >= vocab_size:
+            raise Refusal("invalid_value", name, f"token ids of {name} must be from 0 to {vocab_size - 1}")
+    if sampling.thinking_token_budget is not None and not config.thinking_end_token_ids:
+        raise Refusal(
+            "invalid_value",
+            "thinking_token_budget",
+            "thinking_token_budget needs thinking markers, which this engine has none of",
+        )
 
 
 def _check_opaque_request(event: OpaqueRequest, config: EngineConfig, kv: KVCacheManager) -> None:

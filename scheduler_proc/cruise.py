@@ -3,7 +3,7 @@
 While a request cruises, each step computes one position of it and samples one token. So its counters need not be
 touched: they follow from two step numbers, the last one sent and the last one answered. Its tokens wait in a table
 with one row per step, into which a whole result goes at once. Only when something is due is the request looked at:
-its next block, or its last token. A calendar says who is due when.
+its next block, its last token, or a draft to try. A calendar says who is due when.
 """
 
 from collections.abc import Sequence
@@ -55,16 +55,20 @@ class Cruise:
 
     # ---- coming and going
 
-    def join(self, request: Request, step: int) -> None:
+    def join(self, request: Request, step: int, until: int) -> None:
         """From the step after ``step`` on. It samples in ``step``, which is not counted as sent yet.
 
         Its outstanding samples, at most one per step in flight, are those of the last steps up to ``step``.
+
+        Args:
+            until: the step in which it is to be looked at again, which may never come.
         """
         request.cruising = True
         request.joined_step = step
         request.synced_step = step - request.num_output_placeholders
         tokens_ahead = request.num_tokens + request.num_output_placeholders
         request.last_step = step + request.max_total_tokens - tokens_ahead
+        request.leave_step = min(request.last_step, until)
         self._own_roster()[request.handle] = request
         self._expect(request, step + 1 + -request.num_computed_tokens % self.block_size)
 
@@ -113,7 +117,7 @@ class Cruise:
     # ---- what is due
 
     def due(self, step: int) -> list[Request]:
-        """Members of whom ``step`` is the ``block_step`` or the ``last_step``, in order of admission."""
+        """Members of whom ``step`` is the ``block_step`` or the ``leave_step``, in order of admission."""
         found = []
         for request in self._calendar.pop(step, ()):
             if request.event_step == step and request.cruising:
@@ -128,15 +132,15 @@ class Cruise:
         following = step + self.block_size
         bucket = self._calendar.setdefault(following, [])
         for request in requests:
-            if request.last_step >= following:
+            if request.leave_step >= following:
                 request.block_step = request.event_step = following
                 bucket.append(request)
-            elif request.last_step > step:
+            elif request.leave_step > step:
                 self._expect(request, following)
 
     def _expect(self, request: Request, block_step: int) -> None:
         request.block_step = block_step
-        request.event_step = min(block_step, request.last_step)
+        request.event_step = min(block_step, request.leave_step)
         self._calendar.setdefault(request.event_step, []).append(request)
 
     # ---- what was sampled

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.messages import Int32, ModelRunnerOutput, OpaqueResult
+from quire.protocol.messages import Int32, ModelRunnerOutput, OpaqueResult, PromptLogprobs
 from quire.scheduler_proc.cruise import Roster
 from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.step import Share
@@ -31,6 +31,7 @@ class InFlightStep:
         roster: who cruises since this step or before; they sample too.
         newcomers: members whose first token this may be.
         retired: handles that nobody uses once this step is answered.
+        num_tokens: positions that it computes if there are as many drafts as there may be, ``num_drafts``.
         constrained: those of ``sampling`` that have a grammar: the workers wait for their masks, until
             ``inputs_given``.
     """
@@ -38,6 +39,8 @@ class InFlightStep:
     step: int
     shares: dict[int, Share]
     retired: list[int]
+    num_tokens: int
+    num_drafts: int = 0
     sampling: dict[int, Request] = field(default_factory=dict)
     roster: Roster = field(default_factory=dict)
     newcomers: list[Request] = field(default_factory=list)
@@ -48,25 +51,34 @@ class InFlightStep:
         """Everyone who samples in it, by handle."""
         return self.roster | self.sampling
 
+    def member(self, handle: int) -> Request | None:
+        """Who computes in it under this handle, sampling or not."""
+        share = self.shares.get(handle)
+        return self.roster.get(handle) if share is None else share.request
+
 
 @dataclass(slots=True)
 class Sampled:
     """A checked result. ``tokens`` has ``counts[i]`` entries for ``handles[i]``; ``counts`` None: one each.
 
-    ``last_tokens``: the last one of each.
+    ``last_tokens``: the last one of each. ``verified``: how many drafts each had; None: nobody had any.
     """
 
     handles: Int32
     tokens: Int32
     counts: Int32 | None
     last_tokens: Int32
+    verified: Int32 | None
 
     @classmethod
-    def of(cls, handles: Int32, tokens: Int32, counts: Int32 | None) -> "Sampled":
-        return cls(handles, tokens, counts, tokens if counts is None else tokens[np.cumsum(counts) - 1])
+    def of(cls, handles: Int32, tokens: Int32, counts: Int32 | None, verified: Int32 | None) -> "Sampled":
+        return cls(handles, tokens, counts, tokens if counts is None else tokens[np.cumsum(counts) - 1], verified)
 
     def count(self, position: int) -> int:
         return 1 if self.counts is None else int(self.counts[position])
+
+    def num_verified(self, position: int) -> int:
+        return 0 if self.verified is None else int(self.verified[position])
 
     def row(self, position: int) -> list[int]:
         """All tokens of the handle at ``position``."""
@@ -107,23 +119,26 @@ class StepsInFlight:
         handles = self.handles if output.handles is None else output.handles
         tokens = NOBODY if output.tokens is None else output.tokens
         self._check_handles(record, output, handles)
-        counts = self._checked_counts(record, output, handles, tokens)
+        _check_counts(record, output, handles, tokens)
         if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:  # as unsigned, a negative id is a huge one
             raise WorkerFault(f"result of step {output.step}: a token id outside the vocabulary")
-        if output.bad or output.logprobs is not None:
-            fault = fault_of_extras(output, handles, len(tokens), self._vocab_size)
-            if fault:
-                raise WorkerFault(f"result of step {output.step}: {fault}")
+        if output.bad or output.failed or output.logprobs is not None:
+            _raise(output, fault_of_extras(output, handles, len(tokens), self._vocab_size))
+        if output.prompt_logprobs is not None:
+            _raise(output, fault_of_prompts(record, output, output.prompt_logprobs, self._vocab_size))
         if output.handles is not None:
             self.handles, self._positions = output.handles, None
         self._verified = None if record.sampling else record.roster
-        return record, Sampled.of(handles, tokens, counts)
+        return record, Sampled.of(handles, tokens, output.counts, output.drafts)
 
     def match_opaque(self, event: OpaqueResult) -> tuple[InFlightStep, Sampled]:
         """The same for a recorded result without tokens, which always tells its handles."""
         counts = event.counts
         tokens = np.zeros(len(event.handles) if counts is None else int(counts.sum()), np.int32)
-        return self.match(ModelRunnerOutput(event.step, tokens, event.handles, counts, drafts=event.drafts))
+        result = ModelRunnerOutput(
+            event.step, tokens, event.handles, counts, bad=event.bad, drafts=event.drafts, failed=event.failed
+        )
+        return self.match(result)
 
     def drop_all(self) -> list[InFlightStep]:
         """None of the steps in flight will be answered."""
@@ -146,29 +161,36 @@ class StepsInFlight:
         if len(told) != len(expected) or set(told) != expected:
             raise WorkerFault(f"result of step {output.step}: tokens of other requests than those that sample")
 
-    def _checked_counts(
-        self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32, tokens: Int32
-    ) -> Int32 | None:
-        counts = output.counts
-        if counts is None:
-            if len(tokens) != len(handles):
-                raise WorkerFault(f"result of step {output.step}: {len(tokens)} tokens for {len(handles)} requests")
-        else:
-            shares = record.shares
-            most = [1 + shares[h].num_drafts if h in shares else 1 for h in handles.tolist()]
-            if len(counts) != len(handles) or int(counts.sum()) != len(tokens):
-                raise WorkerFault(f"result of step {output.step}: its counts do not add up")
-            if any(not 1 <= count <= top for count, top in zip(counts.tolist(), most, strict=True)):
-                raise WorkerFault(f"result of step {output.step}: more tokens of a request than it had drafts for")
-        if output.drafts is not None and (len(output.drafts) != len(handles) or output.drafts.min(initial=0) < 0):
-            raise WorkerFault(f"result of step {output.step}: its drafts do not add up")
-        return counts
+
+def _raise(output: ModelRunnerOutput, fault: str | None) -> None:
+    if fault is not None:
+        raise WorkerFault(f"result of step {output.step}: {fault}")
+
+
+def _check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32, tokens: Int32) -> None:
+    counts, verified = output.counts, output.drafts
+    if counts is None and len(tokens) != len(handles):
+        _raise(output, f"{len(tokens)} tokens for {len(handles)} requests")
+    if counts is None and verified is None:
+        return
+    if counts is not None and (len(counts) != len(handles) or int(counts.sum()) != len(tokens)):
+        _raise(output, "its counts do not add up")
+    if verified is None:
+        verified = np.zeros(len(handles), np.int32)
+    if len(verified) != len(handles) or (verified < 0).any():
+        _raise(output, "its drafts do not add up")
+    shares = record.shares
+    most = np.array([shares[h].num_drafts if h in shares else 0 for h in handles.tolist()], np.int32)
+    if (verified > most).any():
+        _raise(output, "more drafts of a request than it was to have")
+    if counts is not None and ((counts < 1).any() or (counts - 1 > verified).any()):
+        _raise(output, "more tokens of a request than it had drafts for")
 
 
 def fault_of_extras(result: ModelRunnerOutput, handles: Int32, num_tokens: int, vocab_size: int) -> str | None:
-    """Why bad rows or log probabilities of a result cannot belong to its tokens; None when they can."""
-    if result.bad and not set(result.bad) <= set(handles.tolist()):
-        return "bad rows that did not sample"
+    """Why bad or failed rows or log probabilities of a result cannot belong to its tokens; None when they can."""
+    if not {*result.bad, *(handle for handle, _ in result.failed)} <= set(handles.tolist()):
+        return "bad or failed rows that did not sample"
     told = result.logprobs
     if told is None:
         return None
@@ -179,6 +201,29 @@ def fault_of_extras(result: ModelRunnerOutput, handles: Int32, num_tokens: int, 
     if [-1 if f is None else len(f) for f in frames] != [entries, entries, len(told.rows)]:
         return "log probabilities do not add up"
     ids = result.logprob_token_ids
+    if ids is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        return "log probability of a token id outside the vocabulary"
+    return None
+
+
+def fault_of_prompts(
+    record: InFlightStep, result: ModelRunnerOutput, told: PromptLogprobs, vocab_size: int
+) -> str | None:
+    """The same for log probabilities of prompt tokens, and the step's requests."""
+    handles, starts, counts = told.handles, told.starts, told.counts
+    if not len(handles) == len(starts) == len(counts) == len(set(handles)) or told.width < 1:
+        return "log probabilities of prompts do not add up"
+    for handle, start, count in zip(handles, starts, counts, strict=True):
+        request = record.member(handle)
+        if request is None or request.sampling.prompt_logprobs is None:
+            return "log probabilities of a prompt that nobody asked for"
+        if start < 1 or count < 1 or start + count > request.num_prompt_tokens:
+            return "log probabilities beyond a prompt"
+    frames = (result.prompt_logprob_token_ids, result.prompt_logprob_values, result.prompt_logprob_ranks)
+    entries = sum(counts) * told.width
+    if [-1 if f is None else len(f) for f in frames] != [entries, entries, sum(counts)]:
+        return "log probabilities of prompts do not add up"
+    ids = result.prompt_logprob_token_ids
     if ids is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         return "log probability of a token id outside the vocabulary"
     return None

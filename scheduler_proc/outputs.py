@@ -1,9 +1,19 @@
 """What one step brings each front end, handed over as one message per client."""
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.messages import Ended, EndReason, Int32, Introduced, Logprobs, ModelRunnerOutput, StepOutputs
+from quire.protocol.messages import (
+    Ended,
+    EndReason,
+    Int32,
+    Introduced,
+    Logprobs,
+    ModelRunnerOutput,
+    PromptLogprobs,
+    StepOutputs,
+)
 from quire.scheduler_proc.in_flight import Sampled
 from quire.scheduler_proc.request import Request
 
@@ -13,12 +23,13 @@ _Mask = npt.NDArray[np.bool_]
 class _ClientOutputs:
     """One client's part of a step."""
 
-    __slots__ = ("ended", "introduced", "sampled")
+    __slots__ = ("ended", "introduced", "prompts", "sampled")
 
     def __init__(self) -> None:
         self.introduced: list[Introduced] = []
         self.ended: list[Ended] = []
         self.sampled: tuple[Sampled, _Mask | None, ModelRunnerOutput] | None = None
+        self.prompts: tuple[list[int], ModelRunnerOutput] | None = None
 
 
 class OutputCollector:
@@ -64,6 +75,12 @@ class OutputCollector:
             mine = owners == client
             self._client(client).sampled = (sampled, mine if keep is None else mine & keep, result)
 
+    def prompts(self, owners: dict[int, int], result: ModelRunnerOutput) -> None:
+        """Log probabilities of prompts: entry of ``result.prompt_logprobs`` → whose it is; others are nobody's."""
+        for client in dict.fromkeys(owners.values()):
+            mine = [index for index, owner in owners.items() if owner == client]
+            self._client(client).prompts = (mine, result)
+
     def introduce(self, request: Request) -> None:
         """Its first message names it; later ones use the handle."""
         if not request.introduced:
@@ -107,6 +124,11 @@ def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
 
 
 def _message(parts: _ClientOutputs) -> StepOutputs:
+    message = _with_tokens(parts)
+    return message if parts.prompts is None else _with_prompt_logprobs(message, *parts.prompts)
+
+
+def _with_tokens(parts: _ClientOutputs) -> StepOutputs:
     if parts.sampled is None:
         return StepOutputs(parts.introduced, None, None, parts.ended)
     sampled, keep, result = parts.sampled
@@ -138,14 +160,30 @@ def _with_logprobs(message: StepOutputs, result: ModelRunnerOutput, kept: _Mask 
     order = np.argsort(rows, kind="stable")
     rows, picked = rows[order], picked[order]
     width = result.logprobs.width
-    return StepOutputs(
-        introduced=message.introduced,
-        handles=message.handles,
-        tokens=message.tokens,
-        ended=message.ended,
-        counts=message.counts,
+    return msgspec.structs.replace(
+        message,
         logprobs=Logprobs(rows.tolist(), width),
         logprob_token_ids=result.logprob_token_ids.reshape(-1, width)[picked].ravel(),
         logprob_values=result.logprob_values.reshape(-1, width)[picked].ravel(),
         logprob_ranks=result.logprob_ranks[picked],
+    )
+
+
+def _with_prompt_logprobs(message: StepOutputs, entries: list[int], result: ModelRunnerOutput) -> StepOutputs:
+    """``message`` with these entries of the prompts' log probabilities in ``result``."""
+    told = result.prompt_logprobs
+    assert told is not None and result.prompt_logprob_ranks is not None
+    assert result.prompt_logprob_token_ids is not None and result.prompt_logprob_values is not None
+    mine = np.repeat(np.isin(np.arange(len(told.handles)), entries), told.counts)
+    return msgspec.structs.replace(
+        message,
+        prompt_logprobs=PromptLogprobs(
+            [told.handles[i] for i in entries],
+            [told.starts[i] for i in entries],
+            [told.counts[i] for i in entries],
+            told.width,
+        ),
+        prompt_logprob_token_ids=result.prompt_logprob_token_ids.reshape(-1, told.width)[mine].ravel(),
+        prompt_logprob_values=result.prompt_logprob_values.reshape(-1, told.width)[mine].ravel(),
+        prompt_logprob_ranks=result.prompt_logprob_ranks[mine],
     )

@@ -4,6 +4,7 @@ from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
+from quire.scheduler_proc.drafting import DraftPolicy
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.steady import SteadyBlocks
@@ -31,6 +32,7 @@ class Planner:
         layout: KVLayout,
         table: RequestTable,
         kv: KVCacheManager,
+        drafting: DraftPolicy,
         decisions: DecisionLog,
         stats: Counters,
     ) -> None:
@@ -39,6 +41,7 @@ class Planner:
         self.cruise = table.cruise
         self.kv = kv
         self._steady = SteadyBlocks(layout, kv)
+        self._drafting = drafting
         self._decisions = decisions
         self._stats = stats
         # A proposer that reads hidden states writes the KV of its drafts in the step that makes them.
@@ -68,13 +71,9 @@ class Planner:
                 self.table.unsettle(request)
         self._serve_due(plan)
         plan.budget -= len(self.cruise.roster)
-        prefills: list[Request] = []
-        if self.table.unsteady:
-            running = sorted(self.table.unsteady.values(), key=_by_order)
-            prefills = [r for r in running if r.num_tokens_to_compute > 1]
-            for request in running:
-                if request.num_tokens_to_compute <= 1:
-                    self._share_decode(plan, request)
+        running = sorted(self.table.unsteady.values(), key=_by_order)
+        prefills = [r for r in running if r.num_tokens_to_compute > 1]
+        self._share_decodes(plan, [r for r in running if r.num_tokens_to_compute <= 1])
         if prefills or self.table.waiting:
             self._bound_prefill(plan)
         for request in prefills:
@@ -84,7 +83,7 @@ class Planner:
         self._note_evictions(plan, evicted, None)
 
     def _serve_due(self, plan: StepPlan) -> None:
-        """Who cruises and needs a block, gets one; whoever needs no more steps goes.
+        """Who cruises and needs a block, gets one; whoever needs no more steps goes, and who has drafts to try leaves.
 
         The short way is taken where it cannot matter: blocks for all, and no other decode that might take one between.
         Else whoever is due goes the long way, and cruises again after it.
@@ -93,7 +92,9 @@ class Planner:
         for request in sorted((r for r in table.unsteady.values() if r.needs_no_more_steps), key=_by_order):
             table.let_go(request)  # length limits are known a step ahead (law 4)
         plan.last = [r for r in due if r.last_step == plan.step]
-        due = [r for r in due if r.block_step == plan.step]
+        for request in [r for r in due if r.leave_step == plan.step < r.last_step]:
+            table.unsettle(request)
+        due = [r for r in due if r.block_step == plan.step and r.cruising]
         if not due:
             return
         if self._steady.can_begin(len(due)) and not any(r.num_tokens_to_compute <= 1 for r in table.unsteady.values()):
@@ -103,12 +104,19 @@ class Planner:
             for request in due:
                 table.unsettle(request)
 
-    def _share_decode(self, plan: StepPlan, request: Request) -> None:
+    def _share_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
+        """One token each; drafts from what that leaves of the budget, so that nobody goes without for them."""
+        states = [request.draft_state for request in decodes]
+        wanted = self._drafting.choose(states, len(self.cruise) + len(decodes), plan.step)
+        for served, (request, num_drafts) in enumerate(zip(decodes, wanted, strict=True)):
+            self._share_decode(plan, request, min(num_drafts, plan.budget - (len(decodes) - served)))
+
+    def _share_decode(self, plan: StepPlan, request: Request, most_drafts: int) -> None:
         if request.num_drafts_in_flight and self.kv.coordinator.has_states:
             return  # where its next state begins is known when the drafts are
         ahead = request.max_total_tokens - request.num_tokens - request.num_output_placeholders
         if ahead > 0 and plan.budget > 0:  # none ahead: it is done if all drafts in flight are accepted; wait and see
-            drafts = max(min(request.num_drafts, ahead - 1, plan.budget - 1), 0)
+            drafts = max(min(most_drafts, ahead - 1), 0)
             self._share(plan, Share(request, 1 + drafts, None, drafts))
 
     def _share_prefill(self, plan: StepPlan, request: Request) -> None:
@@ -126,7 +134,7 @@ class Planner:
             plan.prefill_budget = min(plan.budget, max(part, 1))
 
     def _share(self, plan: StepPlan, share: Share) -> None:
-        """Find the blocks for a running request's share, putting others out where they are short.
+        """Find the blocks for a running request's share, putting others out where they are short; not for drafts.
 
         Nothing is given to a request that was put out itself, now or before.
         """
@@ -137,6 +145,9 @@ class Planner:
             if share.new_blocks is not None:
                 plan.add(share)
                 return
+            if share.num_drafts:
+                share.num_tokens, share.num_drafts = share.num_tokens - share.num_drafts, 0
+                continue
             self._preempt(self._victim(), plan, request)
 
     def _lookahead(self, request: Request, end: int) -> int:

@@ -7,8 +7,10 @@ import numpy as np
 
 from quire.protocol.messages import EndReason, Int32
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.drafting import DraftState
 from quire.scheduler_proc.kv.block_hash import HashChain
 from quire.scheduler_proc.reasons import WaitReason
+from quire.scheduler_proc.repetition import RepetitionWatch
 
 
 class RequestStatus(enum.IntEnum):
@@ -21,6 +23,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH_CAPPED = 5
     FINISHED_ABORTED = 6
     FINISHED_ERROR = 7
+    FINISHED_REPETITION = 8
 
     @property
     def is_finished(self) -> bool:
@@ -32,6 +35,7 @@ STATUS_OF_END = {
     EndReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
     EndReason.ABORTED: RequestStatus.FINISHED_ABORTED,
     EndReason.ERROR: RequestStatus.FINISHED_ERROR,
+    EndReason.REPETITION: RequestStatus.FINISHED_REPETITION,
 }
 
 
@@ -106,12 +110,14 @@ class Request:
         num_in_flight: steps sent and not yet answered in which it runs.
         deaf_until: step up to which results are not this request's any more.
         num_cached_tokens: of the prompt, found in the prefix cache when first scheduled; -1 before.
-        num_drafts: drafts that the workers hold, or will, for its next step.
-        num_drafts_in_flight: drafts of the steps in flight; each is a placeholder that may come to nothing.
+        num_drafts_in_flight: drafts that it may have in the steps in flight; each is a placeholder that may come to
+            nothing.
+        draft_state: what its drafts have taught.
+        repetition: looks at each token of its answer; None where nobody asked, and in a replay without tokens.
         on_worker, parked: what the workers hold of it, as of the last step sent.
         wait_reason: why it waits, while it does.
         skip_reading_prefix_cache: it needs something of each position that a cache hit does not give.
-        joined_step, synced_step, event_step, last_step, block_step: for the Cruise alone.
+        joined_step, synced_step, event_step, last_step, leave_step, block_step: for the Cruise alone.
     """
 
     __slots__ = (
@@ -120,16 +126,17 @@ class Request:
         "client",
         "cruising",
         "deaf_until",
+        "draft_state",
         "event_step",
         "handle",
         "introduced",
         "joined_step",
         "last_step",
+        "leave_step",
         "max_total_tokens",
         "num_acknowledged_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_drafts",
         "num_drafts_in_flight",
         "num_in_flight",
         "num_output_placeholders",
@@ -140,6 +147,7 @@ class Request:
         "order",
         "parked",
         "priority",
+        "repetition",
         "request_id",
         "sampling",
         "seed",
@@ -186,14 +194,17 @@ class Request:
         self.num_cached_tokens = -1
         self.deaf_until = -1
         self.num_preemptions = 0
-        self.num_drafts = self.num_drafts_in_flight = 0
+        self.num_drafts_in_flight = 0
+        self.draft_state = DraftState()
+        self.repetition: RepetitionWatch | None = None
         self.wait_reason = WaitReason.QUEUED
         self.skip_reading_prefix_cache = False
         self.introduced = False
         self.on_worker = False
         self.parked = False
         self.cruising = False
-        self.joined_step = self.synced_step = self.event_step = self.last_step = self.block_step = 0
+        self.joined_step = self.synced_step = self.event_step = self.block_step = 0
+        self.last_step = self.leave_step = 0
 
     @property
     def num_tokens(self) -> int:
@@ -221,6 +232,12 @@ class Request:
     def is_watched(self) -> bool:
         """Somebody looks at each of its tokens as it comes, so that it cannot cruise."""
         return self.has_grammar or self.sampling.repetition_detection is not None
+
+    @property
+    def repeats_itself(self) -> bool:
+        """Its newest tokens are what it is watched for; it may have been too early to end it."""
+        watch = self.repetition
+        return watch is not None and watch.found and self.num_output_tokens >= self.sampling.min_tokens
 
     @property
     def needs_no_more_steps(self) -> bool:

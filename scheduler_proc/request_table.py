@@ -70,10 +70,10 @@ class RequestTable:
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
 
-    def steady(self, request: Request, step: int) -> None:
-        """From ``step`` on it only ever needs one more token."""
+    def steady(self, request: Request, step: int, until: int) -> None:
+        """After ``step`` it only needs one more token in each step, up to the one before ``until``."""
         del self.unsteady[request.handle]
-        self.cruise.join(request, step)
+        self.cruise.join(request, step, until)
 
     def unsettle(self, request: Request) -> None:
         """Something else than one more token happens to it: its counters, and its shares, are its own again."""
@@ -96,7 +96,7 @@ class RequestTable:
         else:
             self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = request.num_acknowledged_tokens = request.num_drafts = 0
+        request.num_computed_tokens = request.num_acknowledged_tokens = 0
         request.num_preemptions += 1
         request.wait_reason = WaitReason.QUEUED
         self.waiting.add_request(request)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import NamedTuple
 
-from quire.protocol.config import EngineConfig
 from quire.protocol.messages import EndReason, ModelRunnerOutput, OpaqueResult
+from quire.scheduler_proc.drafting import DraftPolicy
 from quire.scheduler_proc.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.outputs import OutputCollector
@@ -21,6 +21,17 @@ class _Ending(NamedTuple):
     detail: str = ""
 
 
+class _Faults(NamedTuple):
+    """By handle, what is wrong in a result: ``bad`` logits may have written anything; ``failed`` is the request's own."""
+
+    bad: dict[int, str]
+    failed: dict[int, str]
+
+    @classmethod
+    def of(cls, bad: dict[int, str], failed: list[tuple[int, str]]) -> "_Faults":
+        return cls(bad, {handle: f"request_failed: {why}" for handle, why in failed})
+
+
 _Verdict = Callable[[Request, int], _Ending | None]
 """Whether a request, to which a token was just added, ends with it."""
 
@@ -33,10 +44,10 @@ class Results:
 
     def __init__(
         self,
-        config: EngineConfig,
         table: RequestTable,
         kv: KVCacheManager,
         in_flight: StepsInFlight,
+        drafting: DraftPolicy,
         stats: Counters,
         decisions: DecisionLog,
     ) -> None:
@@ -49,8 +60,7 @@ class Results:
         """Results of steps up to this one are not applied any more."""
         self._stats = stats
         self._decisions = decisions
-        self._drafts_are_told = not config.async_scheduling
-        self._num_speculative_tokens = config.num_speculative_tokens
+        self._drafting = drafting
 
     def update_from_output(self, output: ModelRunnerOutput) -> None:
         """Apply the result of the oldest step in flight: append tokens, end what ends, reply.
@@ -67,7 +77,7 @@ class Results:
         hits = self.table.stops.positions(sampled.last_tokens)
         may_end = sampled.handles[hits].tolist() if hits else []
         bad = dict.fromkeys(output.bad, "numerical_error: the model's logits are not finite")
-        self._apply(record, sampled, output, may_end, bad, self._verdict)
+        self._apply(record, sampled, output, may_end, _Faults.of(bad, output.failed), self._verdict)
 
     def update_from_opaque(self, event: OpaqueResult) -> None:
         """A recorded result without tokens: the same endings and block contents as the real one had."""
@@ -85,7 +95,8 @@ class Results:
             return ended.get(request.handle) if there else None
 
         bad = {handle: ended[handle].detail if handle in ended else "" for handle in event.bad}
-        self._apply(record, sampled, ModelRunnerOutput(event.step, drafts=event.drafts), list(ended), bad, verdict)
+        output = ModelRunnerOutput(event.step, seconds=event.seconds)
+        self._apply(record, sampled, output, list(ended), _Faults.of(bad, event.failed), verdict)
 
     def _is_stale(self, step: int) -> bool:
         """Whether a result belongs to a step of before the epoch began. The first one after it tells the rows anew."""
@@ -100,21 +111,25 @@ class Results:
         sampled: Sampled,
         output: ModelRunnerOutput,
         may_end: list[int],
-        bad: dict[int, str],
+        faults: _Faults,
         verdict: _Verdict,
     ) -> None:
-        """``may_end``: handles of whom to ask ``verdict`` although they cruise; ``bad``: with what is wrong."""
-        for handle in bad:
+        """``may_end``: handles of whom to ask ``verdict`` although they cruise."""
+        for handle in (*faults.bad, *faults.failed):
             if handle in self.cruise.roster:
                 self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
-        self._send_back_readers(record, bad)
+        self._send_back_readers(record, faults.bad)
         self.in_flight.records.popleft()
         latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
+        num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
+        num_computed = record.num_tokens - record.num_drafts + num_verified
+        self._drafting.step_took(output.seconds, num_computed, record.num_drafts > 0)
         self.outputs.begin_result()
         for request in (*record.newcomers, *record.sampling.values()):
             if not request.status.is_finished:
                 self.outputs.introduce(request)
+        self._pass_on_prompts(record, output)
         cut: dict[int, int] = {}
         for position, request in self._to_look_at(record, may_end):
             if request.cruising:
@@ -124,7 +139,7 @@ class Results:
                     self._end(request, ending)
                 continue
             count = sampled.count(position)
-            kept = self._apply_row(record, request, sampled.row(position), output, position, bad, verdict)
+            kept = self._apply_row(record, request, sampled, position, faults, verdict)
             if kept < count:
                 cut[position] = kept
         num_kept = len(sampled.tokens) - sum(sampled.count(at) - kept for at, kept in cut.items())
@@ -160,13 +175,13 @@ class Results:
         self,
         record: InFlightStep,
         request: Request,
-        tokens: list[int],
-        output: ModelRunnerOutput,
+        sampled: Sampled,
         position: int,
-        bad: dict[int, str],
+        faults: _Faults,
         verdict: _Verdict,
     ) -> int:
-        """One request's part of a result; returns how many of ``tokens`` are its client's."""
+        """One request's part of a result; returns how many of its tokens are its client's."""
+        tokens, bad = sampled.row(position), faults.bad
         drafts = record.shares[request.handle].num_drafts
         request.num_output_placeholders -= 1 + drafts
         request.num_drafts_in_flight -= drafts
@@ -182,7 +197,11 @@ class Results:
         if request.handle in bad:
             self._finish_bad(request, bad[request.handle])
             return 0
-        self._settle_drafts(request, drafts, len(tokens) - 1, output, position)
+        if request.handle in faults.failed:  # what it wrote is right: nobody has to forget it
+            self.finish(request, EndReason.ERROR, detail=faults.failed[request.handle])
+            return 0
+        if drafts:
+            self._settle_drafts(request, drafts, sampled.num_verified(position), len(tokens) - 1)
         for kept, token in enumerate(tokens, 1):
             request.tokens.append(token)
             ending = verdict(request, token)
@@ -191,26 +210,43 @@ class Results:
                 return kept
         return len(tokens)
 
-    def _settle_drafts(
-        self, request: Request, drafts: int, accepted: int, output: ModelRunnerOutput, position: int
-    ) -> None:
-        """Claw back what was counted for rejected drafts, and see what the next step has."""
+    def _settle_drafts(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
+        """Claw back what was counted for drafts that were not there, or not right; and learn from it."""
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens -= drafts - accepted
             request.num_acknowledged_tokens -= drafts - accepted
-            if self._drafts_are_told:
-                told = 0 if output.drafts is None else int(output.drafts[position])
-                request.num_drafts = min(told, self._num_speculative_tokens)
-        self._stats.num_draft_tokens += drafts
+        self._stats.num_draft_tokens += verified
         self._stats.num_accepted_tokens += accepted
+        self._drafting.verified(request.draft_state, verified, accepted)
+
+    def _pass_on_prompts(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
+        """Log probabilities of prompts, to whoever is not gone, and does not compute them again."""
+        if output.prompt_logprobs is None:
+            return
+        live: dict[int, int] = {}
+        for index, handle in enumerate(output.prompt_logprobs.handles):
+            request = record.member(handle)
+            if request is not None and not request.status.is_finished and record.step > request.deaf_until:
+                self.outputs.introduce(request)
+                live[index] = request.client
+        self.outputs.prompts(live, output)
 
     def _verdict(self, request: Request, token: int) -> _Ending | None:
-        if token in request.stop_tokens:
+        if token in request.stop_tokens and self._may_stop(request):
             own = token in request.sampling.stop_token_ids
             return _Ending(EndReason.STOPPED, token if own else None)
-        if not request.cruising and request.num_tokens >= request.max_total_tokens:
+        if request.cruising:
+            return None
+        if request.num_tokens >= request.max_total_tokens:
             return _Ending(EndReason.LENGTH)
-        return None
+        if request.repetition is not None:
+            request.repetition.add(token)
+        return _Ending(EndReason.REPETITION) if request.repeats_itself else None
+
+    def _may_stop(self, request: Request) -> bool:
+        """Whether its newest token may be a stop: not one of the first ``min_tokens``, where the workers ban them."""
+        least = request.sampling.min_tokens
+        return not least or self.cruise.progress(request).num_tokens - request.num_prompt_tokens > least
 
     def _end(self, request: Request, ending: _Ending) -> None:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)

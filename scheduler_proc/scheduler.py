@@ -33,6 +33,7 @@ from quire.protocol.messages import (
 )
 from quire.scheduler_proc.admission import Refusal, admit
 from quire.scheduler_proc.cruise import Cruise
+from quire.scheduler_proc.drafting import make_draft_policy
 from quire.scheduler_proc.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -64,6 +65,11 @@ class Scheduler:
             ConfigError: a setting that is not known, or contradicts the layout.
         """
         verified = 1 + config.num_speculative_tokens
+        if config.max_num_batched_tokens < config.max_num_seqs * verified:
+            raise ConfigError(
+                f"max_num_batched_tokens must be at least max_num_seqs * (1 + num_speculative_tokens), which is "
+                f"{config.max_num_seqs * verified}; it is {config.max_num_batched_tokens}"
+            )
         for group in layout.groups:
             if group.kind == "mamba" and group.block_size < verified:
                 raise ConfigError(
@@ -87,8 +93,9 @@ class Scheduler:
         """Empty, ``pause_new`` (nobody is admitted) or ``pause`` (nothing runs)."""
         self.decisions = DecisionLog()
         self._stats = Counters()
-        self.planner = Planner(config, layout, self.table, self.kv, self.decisions, self._stats)
-        self.results = Results(config, self.table, self.kv, self.in_flight, self._stats, self.decisions)
+        self._drafting = make_draft_policy(config)
+        self.planner = Planner(config, layout, self.table, self.kv, self._drafting, self.decisions, self._stats)
+        self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self._stats, self.decisions)
         self._cruising_allowed = cruise
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, self.kv.block_size)
         self._step = 0
@@ -201,6 +208,8 @@ class Scheduler:
         self._stats.prompt_tokens += request.num_prompt_tokens
         if request.needs_no_more_steps:  # a resubmission that had got everything
             self.results.finish(request, EndReason.LENGTH)
+        elif request.repeats_itself:
+            self.results.finish(request, EndReason.REPETITION)
 
     def _control(self, event: Control, client: int) -> None:
         done = True
@@ -275,7 +284,7 @@ class Scheduler:
         """Fix the plan: build the diff, then advance what was scheduled."""
         table, step = self.table, plan.step
         diff = build_diff(plan, table.unsteady.values(), table.take_removed(), self.kv)
-        record = InFlightStep(step, plan.shares, table.take_retired())
+        record = InFlightStep(step, plan.shares, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
         for handle, share in plan.shares.items():
             request = share.request
             samples = share.num_tokens - share.num_drafts == request.num_tokens_to_compute
@@ -284,11 +293,13 @@ class Scheduler:
             if not samples:
                 continue
             request.num_output_placeholders += 1 + share.num_drafts
-            request.num_drafts_in_flight += share.num_drafts
-            if self.config.num_speculative_tokens and self.config.async_scheduling:
-                request.num_drafts = self.config.num_speculative_tokens
-            if self._may_cruise(request):
-                table.steady(request, step)
+            if share.num_drafts:
+                request.num_drafts_in_flight += share.num_drafts
+                record.num_drafts += share.num_drafts
+                self._drafting.asked(request.draft_state, step)
+            until = self._drafting.wakes(request.draft_state)
+            if until > step + 1 and self._may_cruise(request):
+                table.steady(request, step, until)
                 record.newcomers.append(request)
             else:
                 record.sampling[handle] = request
@@ -307,7 +318,7 @@ class Scheduler:
     def _may_cruise(self, request: Request) -> bool:
         return (
             self._cruising_allowed
-            and not self.config.num_speculative_tokens
+            and not request.num_drafts_in_flight
             and not request.needs_no_more_steps
             and not request.is_watched
             and len(self.table.running) <= self.config.max_num_batched_tokens

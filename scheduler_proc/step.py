@@ -13,7 +13,9 @@ from quire.scheduler_proc.request import Request
 
 @dataclass(slots=True)
 class Share:
-    """What one request gets of a step: ``num_tokens`` positions, the last ``num_drafts`` of them drafts.
+    """What one request gets of a step: ``num_tokens`` positions, the last ``num_drafts`` of them for drafts.
+
+    The workers may find fewer drafts, and then compute fewer positions.
 
     ``new_blocks``: for a request that the workers hold already; None when they are to be told everything.
     ``is_prefill``: it counts towards prefill's part of the step.

@@ -173,7 +173,8 @@ def describe(diff: SchedulerOutput) -> str:
     new = [(n.handle, n.request_id, n.num_tokens, n.num_computed_tokens, n.num_blocks) for n in diff.new_requests]
     return (
         f"step {diff.step}: removed {diff.removed}, parked {diff.parked}, new {new} with blocks {blocks}, "
-        f"unparked {diff.unparked}, appended {appended}, counts {diff.counts}, drafts {diff.drafts}"
+        f"unparked {diff.unparked}, appended {appended}, counts {diff.counts}, drafts {diff.drafts}, "
+        f"awaits {diff.awaits_sample_inputs}"
     )
 
 
@@ -235,4 +236,6 @@ def _opaque_result(scheduler: Scheduler, event: ModelRunnerOutput) -> OpaqueResu
     scheduler.consume(event)
     ended = [e for _, m in scheduler.take_messages() if isinstance(m, StepOutputs) for e in m.ended]
     hashes = [(h, block_hash) for h, n in known.items() for block_hash in sampling[h].block_hashes[n:]]
-    return OpaqueResult(event.step, order, ended, hashes, event.counts, event.drafts, event.bad)
+    return OpaqueResult(
+        event.step, order, ended, hashes, event.counts, event.drafts, event.bad, event.seconds, event.failed
+    )

@@ -102,7 +102,7 @@ def test_messages_are_handed_over_once() -> None:
 
 
 def test_endings_have_openais_words() -> None:
-    assert [reason.finish_reason for reason in EndReason] == ["stop", "length", "abort", "error"]
+    assert [reason.finish_reason for reason in EndReason] == ["stop", "length", "abort", "error", "repetition"]
 
 
 @pytest.mark.parametrize("damage", ["place", "placeholder", "blocks", "handles", "held"])

@@ -23,8 +23,8 @@ def drafting(asynchronous: bool, quality: float = 1.0, **settings: Any) -> Drive
 
 
 def always(driver: Driver, count: int) -> None:
-    """The proposer has so many drafts each time."""
-    driver.worker.draft_rng.randint = lambda low, high: count  # type: ignore[method-assign]
+    """The proposer has so many drafts each time, if so many are wanted."""
+    driver.worker.draft_rng.randint = lambda low, high: min(count, high)  # type: ignore[method-assign]
 
 
 def finish(driver: Driver) -> None:
@@ -93,24 +93,54 @@ def test_drafts_are_trimmed_to_what_the_budget_leaves() -> None:
     finish(driver)
 
 
-def test_told_of_more_drafts_than_there_may_be_the_scheduler_takes_what_may_be() -> None:
-    driver = drafting(False)
-    driver.add("a", PROMPT, max_tokens=30)
-    driver.schedule()
-    driver.execute()
-    result = driver.down.receive()
-    assert result is not None
-    driver.scheduler.consume(change(result.message, drafts=np.array([9], np.int32)))
+@pytest.mark.parametrize(("budget", "drafts"), [(5, [(0, 2)]), (4, [(0, 1)]), (3, [])])
+def test_nobody_goes_without_a_token_for_anothers_drafts(budget: int, drafts: list[tuple[int, int]]) -> None:
+    driver = drafting(False, max_num_seqs=3, max_num_batched_tokens=12)
+    for name in "abc":
+        driver.add(name, [ord(name)], max_tokens=30)
+    driver.step()
+    driver.scheduler.config = change(driver.config, max_num_batched_tokens=budget)
     diff = driver.schedule()
-    assert diff is not None and diff.drafts == [(0, 3)]
-
-
-def test_without_drafts_told_there_are_none() -> None:
-    driver = drafting(False)
-    always(driver, 0)
-    driver.add("a", PROMPT, max_tokens=5)
+    assert diff is not None and diff.drafts == drafts and not diff.parked
+    driver.execute()
+    driver.deliver()
     finish(driver)
-    assert all(d.drafts == [] for d in driver.diffs) and len(driver.diffs) == 5
+
+
+def test_nobody_is_put_out_for_a_draft() -> None:
+    """7 usable blocks: a has 8 positions in 2, b has 16 in 4; a draft of b needs a fifth, a ninth position a third."""
+    driver = drafting(False, num_blocks=8)
+    driver.add("a", list(range(8)), max_tokens=3)
+    driver.add("b", list(range(50, 65)), max_tokens=3)
+    driver.step()
+    diff = driver.schedule()
+    assert diff is not None and diff.drafts == [(0, 1)], "b has one position left in its blocks, and a got the last one"
+    finish(driver)
+    assert driver.scheduler.statistics().num_preemptions == 0
+
+
+@BOTH
+def test_a_worker_that_finds_no_drafts_computes_one_token(asynchronous: bool) -> None:
+    driver = drafting(asynchronous)
+    always(driver, 0)
+    driver.add("a", PROMPT, max_tokens=7)
+    finish(driver)
+    assert sum(d for _, d in told(driver.diffs)) > 3, "they may have some each time, as far as the limit lets them"
+    assert driver.answers["a"].tokens == expected_tokens(PROMPT, 7)
+    statistics = driver.scheduler.statistics()
+    assert (statistics.num_draft_tokens, statistics.num_accepted_tokens) == (0, 0)
+
+
+@BOTH
+@pytest.mark.parametrize("there", [1, 2])
+def test_fewer_drafts_than_asked_for_are_clawed_back(asynchronous: bool, there: int) -> None:
+    driver = drafting(asynchronous)
+    always(driver, there)
+    driver.add("a", PROMPT, max_tokens=30)
+    finish(driver)
+    assert driver.answers["a"].tokens == expected_tokens(PROMPT, 30)
+    statistics = driver.scheduler.statistics()
+    assert statistics.num_draft_tokens == statistics.num_accepted_tokens > 0
 
 
 def test_rejected_drafts_are_clawed_back() -> None:
@@ -206,6 +236,14 @@ def test_who_may_be_done_if_all_drafts_are_right_waits_for_the_answer() -> None:
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 5)
 
 
+def test_a_step_has_room_for_all_drafts_of_all_requests() -> None:
+    drafting(False, max_num_seqs=8, max_num_batched_tokens=32)
+    with pytest.raises(
+        ConfigError, match=r"at least max_num_seqs \* \(1 \+ num_speculative_tokens\), which is 32; it is 31"
+    ):
+        drafting(False, max_num_seqs=8, max_num_batched_tokens=31)
+
+
 def test_nobody_cruises_while_there_are_drafts() -> None:
     driver = drafting(True)
     driver.add("a", PROMPT, max_tokens=20)
@@ -253,6 +291,9 @@ def test_a_state_after_accepted_drafts_is_named_only_where_it_is_one(asynchronou
         lambda r: change(r, counts=np.array([1, 1], np.int32)),
         lambda r: change(r, drafts=np.array([-1], np.int32)),
         lambda r: change(r, drafts=np.array([1, 1], np.int32)),
+        lambda r: change(r, drafts=np.array([4], np.int32)),  # 3 were asked for
+        lambda r: change(r, drafts=np.array([1], np.int32)),  # 3 were accepted
+        lambda r: change(r, drafts=None),
     ],
 )
 def test_results_whose_drafts_cannot_be_are_refused(damage: Any) -> None:
@@ -274,6 +315,8 @@ def test_several_tokens_without_drafts_are_refused() -> None:
     several = ModelRunnerOutput(1, np.array([1, 2], np.int32), np.array([0], np.int32), np.array([2], np.int32))
     with pytest.raises(WorkerFault, match="more tokens of a request than it had drafts for"):
         driver.scheduler.consume(several)
+    with pytest.raises(WorkerFault, match="more drafts of a request than it was to have"):
+        driver.scheduler.consume(change(several, drafts=np.array([1], np.int32)))
 
 
 def test_a_chunk_to_verify_fits_a_state_block() -> None:

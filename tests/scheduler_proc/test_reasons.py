@@ -326,7 +326,7 @@ def result(**fields: Any) -> ModelRunnerOutput:
         (result(tokens=np.array([1, -1], np.int32)), "a token id outside the vocabulary"),
         (result(counts=np.array([1, 2], np.int32)), "its counts do not add up"),
         (result(counts=np.array([2, 0], np.int32)), "more tokens of a request than it had drafts for"),
-        (result(bad=[7]), "bad rows that did not sample"),
+        (result(bad=[7]), "bad or failed rows that did not sample"),
     ],
 )
 def test_an_odd_result_is_refused_and_changes_nothing(odd: ModelRunnerOutput, text: str) -> None:

@@ -84,7 +84,7 @@ def test_decoding_requests_come_before_prefills_that_came_earlier() -> None:
 
 
 def test_a_prefill_gets_what_decodes_leave() -> None:
-    driver = Driver(max_num_batched_tokens=4)
+    driver = Driver(max_num_seqs=4, max_num_batched_tokens=4)
     for name in ("a", "b"):
         driver.add(name, [ord(name)], max_tokens=30)
     driver.step()

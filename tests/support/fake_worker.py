@@ -47,7 +47,6 @@ class Row:
     """One request as the worker holds it; ``contexts[i]`` is the context up to token ``i``.
 
     ``tables``: block ids per group; entries that no later position reads may belong to others by now.
-    ``num_drafts``: what the proposer has for the next step.
     """
 
     handle: int
@@ -59,7 +58,6 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_drafts: int = 0
     active: bool = True
 
     @property
@@ -101,10 +99,11 @@ class FakeWorker:
         bad_from: request id → index of the output token from which its logits are not finite.
         bad_once: (request id, output tokens with this one) that are not finite when first sampled.
         salt_of: request id → cache salt, which no slot may cross.
-        num_speculative_tokens: most drafts per row and step; 0 for no proposer.
-        tells_drafts: whether results say how many drafts there are; else there are always as many as may be.
         first_of_epoch: step whose result tells its handles in any case.
-        draft_rng, draft_quality: whether a draft is right is drawn, so often.
+        failed_at: request id → index of the output token from which it fails for a reason of its own.
+        num_speculative_tokens: most drafts per row and step; 0 for no proposer.
+        draft_rng, draft_quality: how many drafts there are, of those that may be, is drawn; and so often one is right.
+        step_seconds: (tokens, drafts) → what the step is said to have taken; 0: not measured.
     """
 
     def __init__(
@@ -118,11 +117,10 @@ class FakeWorker:
         groups: list[KVGroup] | None = None,
         caching: bool = True,
         num_speculative_tokens: int = 0,
-        tells_drafts: bool = True,
     ) -> None:
         self.num_blocks, self.max_rows, self.max_tokens, self.vocab_size = num_blocks, max_rows, max_tokens, vocab_size
         self.groups = groups or [KVGroup("full_attention", block_size, [0])]
-        self.num_speculative_tokens, self.tells_drafts = num_speculative_tokens, tells_drafts
+        self.num_speculative_tokens = num_speculative_tokens
         # Without prefix caching a state has one entry for ever.
         self.sizes = [g.block_size if caching or g.kind != "mamba" else 1 << 40 for g in self.groups]
         self.rows: dict[int, Row] = {}
@@ -133,8 +131,10 @@ class FakeWorker:
         self.forced: dict[tuple[str, int], int] = {}
         self.bad_from: dict[str, int] = {}
         self.bad_once: set[tuple[str, int]] = set()
+        self.failed_at: dict[str, int] = {}
         self.salt_of: Callable[[str], str] = lambda request_id: ""
         self.draft_rng, self.draft_quality = random.Random(0), 0.6
+        self.step_seconds: Callable[[int, int], float] = lambda num_tokens, num_drafts: 0.0
         self.step = 0
         self.first_of_epoch = 1
         self.num_accepted_drafts = self.num_rejected_drafts = 0
@@ -237,12 +237,15 @@ class FakeWorker:
         assert drafts.keys() <= counts.keys() and all(0 < drafts[h] < counts[h] for h in drafts), "odd drafts"
         return [self._chunk(self.rows[handle], count, drafts.get(handle, 0)) for handle, count in counts.items()]
 
-    def _chunk(self, row: Row, count: int, num_drafts: int) -> Chunk:
-        start, num_known = row.num_computed, count - num_drafts
+    def _chunk(self, row: Row, count: int, most_drafts: int) -> Chunk:
+        """The proposer makes its drafts now: as many as may be, or fewer."""
+        start, num_known = row.num_computed, count - most_drafts
+        num_drafts = self.draft_rng.randint(0, most_drafts) if most_drafts else 0
         assert start + num_known <= len(row.tokens), f"{row.request_id} computes tokens that nobody knows"
-        assert num_drafts <= row.num_drafts, f"{row.request_id}: {num_drafts} drafts, there are {row.num_drafts}"
+        assert most_drafts <= self.num_speculative_tokens, f"{row.request_id}: {most_drafts} drafts are too many"
+        self._check_blocks(row, start + count)
         samples = start + num_known == len(row.tokens)
-        assert samples or not num_drafts, "drafts before the prompt is computed"
+        assert samples or not most_drafts, "drafts before the prompt is computed"
         chunk = Chunk(row, start, num_known, samples, [])
         context, right = row.contexts[-1], True
         for ahead in range(num_drafts):
@@ -255,6 +258,11 @@ class FakeWorker:
         self.num_accepted_drafts += chunk.num_accepted
         self.num_rejected_drafts += num_drafts - chunk.num_accepted
         return chunk
+
+    def _check_blocks(self, row: Row, end: int) -> None:
+        """There is room for as many drafts as may be, however many there are."""
+        for group, size in enumerate(self.sizes):
+            assert len(row.tables[group]) * size >= end, f"{row.request_id}: no block for {end} in group {group}"
 
     # ---- the step
 
@@ -350,12 +358,11 @@ class FakeWorker:
         for token in chunk.drafts[: chunk.num_accepted]:
             row.know(token)
         row.know(self._answer(row, len(row.tokens), row.contexts[-1]))
-        most = self.num_speculative_tokens
-        row.num_drafts = self.draft_rng.randint(0, most) if most and self.tells_drafts else most
         return row.tokens[-1 - chunk.num_accepted :]
 
     def _sample(self, chunks: list[Chunk]) -> ModelRunnerOutput:
         handles, tokens, counts, bad, drafts = [], [], [], [], []
+        failed = []
         for chunk in chunks:
             row, sampled = chunk.row, self._settle(chunk)
             if not sampled:
@@ -365,18 +372,21 @@ class FakeWorker:
             if num_output > self.bad_from.get(row.request_id, 1 << 40) or once in self.bad_once:
                 self.bad_once.discard(once)
                 bad.append(row.handle)
+            if num_output > self.failed_at.get(row.request_id, 1 << 40):
+                failed.append((row.handle, "no token is allowed"))
             handles.append(row.handle)
             counts.append(len(sampled))
-            drafts.append(row.num_drafts)
+            drafts.append(len(chunk.drafts))
             tokens += sampled
         changed = handles != self._last_handles or self.step == self.first_of_epoch
         self._last_handles = handles
-        tells = self.num_speculative_tokens > 0 and self.tells_drafts
         return ModelRunnerOutput(
             step=self.step,
             tokens=np.array(tokens, np.int32) if tokens else None,
             handles=np.array(handles, np.int32) if changed else None,
             counts=np.array(counts, np.int32) if set(counts) - {1} else None,
             bad=bad,
-            drafts=np.array(drafts, np.int32) if tells else None,
+            seconds=self.step_seconds(sum(c.end - c.start for c in chunks), sum(drafts)),
+            drafts=np.array(drafts, np.int32) if any(drafts) else None,
+            failed=failed,
         )

@@ -16,7 +16,7 @@ from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 
 from quire.protocol.channel import Received, memory_pair
 from quire.protocol.codec import Codec
-from quire.protocol.config import EngineConfig
+from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.kv_layout import KVLayout, kv_layout
 from quire.protocol.messages import (
     Abort,
@@ -46,7 +46,7 @@ VOCAB_SIZE = 1000
 
 
 def make_config(**settings: Any) -> EngineConfig:
-    """Small settings; ``num_blocks`` and ``eos`` are given to ``Driver``, not here."""
+    """Small settings; ``num_blocks`` is given to ``Driver``, not here. ``adaptive``: how drafts are counted out."""
     model = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=settings.pop("vocab_size", VOCAB_SIZE),
@@ -58,8 +58,12 @@ def make_config(**settings: Any) -> EngineConfig:
         head_dim=4,
         eos_token_ids=settings.pop("eos", []),
     )
+    adaptive = settings.pop("adaptive", False)
     defaults = {
         "model_path": "",
+        "speculative": SpeculativeConfig(method="ngram", adaptive=adaptive)
+        if settings.get("num_speculative_tokens")
+        else None,
         "max_model_len": 128,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -132,7 +136,6 @@ class Driver:
             groups=layout.groups,
             caching=config.enable_prefix_caching,
             num_speculative_tokens=config.num_speculative_tokens,
-            tells_drafts=not config.async_scheduling,
         )
         self.heard: list[tuple[int, Any]] = []
         self.num_cruising = 0

@@ -1,0 +1,314 @@
+"""How many drafts each request may have in the next step: from recorded timings and acceptance, and nothing else."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from quire.protocol.config import EngineConfig
+
+NEVER = 1 << 62
+"""A step that does not come."""
+PROBE_INTERVAL = 64
+"""Steps between two single drafts of a request for which they did not pay; all probe in multiples of it, for the first
+draft of a step costs the most: the step can only begin when the sample before is there."""
+MAX_PROBE_INTERVAL = 1024
+LOOK_INTERVAL = 32
+"""Once in so many steps nobody has drafts, or all have half, by turns: else nothing tells what they cost."""
+MIN_CHANCE = 1 / 16
+"""A draft that is right less often is not worth its energy, however little time it takes."""
+MIN_GAIN = 1.005
+"""Drafts keep a request from cruising, which no step time shows."""
+_REMEMBERED_TRIALS = 10.0
+_SHARED_TRIALS = 1000.0
+_REMEMBERED_STEPS = 256.0
+_FINDS_STEP = 1 / 16
+
+
+class Acceptance:
+    """How often a draft was right of late: a decaying mean over trials.
+
+    A step tries drafts up to the first wrong one; those behind it say nothing.
+    """
+
+    __slots__ = ("_decay", "finds", "right", "trials")
+
+    def __init__(self, chance: float, trials: float, remembered: float, finds: float = 1.0) -> None:
+        """
+        Args:
+            chance: believed at first, as if so many ``trials`` had shown it.
+            remembered: trials after which one counts for little.
+            finds: how often there is a draft at all.
+        """
+        self.right = chance * trials
+        self.trials = trials
+        self.finds = finds
+        self._decay = 1.0 - 1.0 / remembered
+
+    @property
+    def chance(self) -> float:
+        return self.right / self.trials
+
+    def observe(self, verified: int, accepted: int) -> None:
+        self.finds += _FINDS_STEP * ((verified > 0) - self.finds)
+        tried = min(accepted + 1, verified)
+        for index in range(tried):
+            self.right = self.right * self._decay + (index < accepted)
+            self.trials = self.trials * self._decay + 1.0
+
+
+class DraftState:
+    """What a request's drafts have taught.
+
+    Attributes:
+        acceptance: None before it was first asked for.
+        resting: it gets none but one in ``probe_step``, or as soon after it as it can.
+        interval: steps from one probe to the next; twice as long after each that was rejected.
+    """
+
+    __slots__ = ("acceptance", "interval", "probe_step", "resting")
+
+    def __init__(self) -> None:
+        self.acceptance: Acceptance | None = None
+        self.resting = False
+        self.probe_step = 0
+        self.interval = PROBE_INTERVAL
+
+    def rest(self, step: int) -> None:
+        """No drafts after ``step`` for a while."""
+        self.resting = True
+        self.probe_step = -(-(step + self.interval) // PROBE_INTERVAL) * PROBE_INTERVAL
+
+
+class DraftPolicy(Protocol):
+    """Decides the numbers; hears what came of them."""
+
+    def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
+        """The number of drafts for each of ``states`` in ``step``.
+
+        Asked for every step; what is decided does not depend on whether resting requests are among ``states``.
+
+        Args:
+            num_decoding: requests that decode in the step, those that cruise included.
+        """
+        ...
+
+    def wakes(self, state: DraftState) -> int:
+        """The step in which this request may have drafts again; one that is past where it has some now."""
+        ...
+
+    def asked(self, state: DraftState, step: int) -> None:
+        """The request has drafts in ``step``, which is sent."""
+        ...
+
+    def verified(self, state: DraftState, verified: int, accepted: int) -> None:
+        """What came of it: so many drafts there were, so many of them were right."""
+        ...
+
+    def step_took(self, seconds: float, num_tokens: int, drafted: bool) -> None:
+        """A step's time (0 where it was not measured) for ``num_tokens``; ``drafted``: somebody might have drafts."""
+        ...
+
+
+class NoDrafts:
+    """Without a proposer."""
+
+    def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
+        return [0] * len(states)
+
+    def wakes(self, state: DraftState) -> int:
+        return NEVER
+
+    def asked(self, state: DraftState, step: int) -> None:
+        pass
+
+    def verified(self, state: DraftState, verified: int, accepted: int) -> None:
+        pass
+
+    def step_took(self, seconds: float, num_tokens: int, drafted: bool) -> None:
+        pass
+
+
+class MostDrafts(NoDrafts):
+    """Always as many as may be."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
+        return [self._most] * len(states)
+
+    def wakes(self, state: DraftState) -> int:
+        return 0
+
+
+class DraftController:
+    """As many as make the most tokens per second, by a model of steps that is fitted as they run.
+
+    A draft is right with the request's chance p if all before it were, so the j-th brings p^j tokens. The batch makes
+    E tokens in T seconds; one more draft raises E / T exactly while p^j is above (seconds per token) * E / T. That
+    threshold is carried from step to step (Dinkelbach's iteration). Whether the batch as a whole gains, the fixed costs
+    of a step with drafts included, is asked afterwards; where it does not, everyone rests.
+    """
+
+    def __init__(self, most: int, most_step_tokens: int) -> None:
+        """``most_step_tokens``: of a step that only decodes; larger ones tell nothing of what a draft costs."""
+        self._most = most
+        self._times = StepTimes(most_step_tokens)
+        self._shared = Acceptance(0.7, 8.0, _SHARED_TRIALS)
+        self._threshold = MIN_CHANCE
+        self._drafting = False
+
+    def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
+        if not self._drafting:  # nobody in the step before: begin from what a batch without any is worth
+            self._set_threshold(float(num_decoding), 0.0, num_decoding)
+        numbers = [int(step >= state.probe_step) if state.resting else self._number(state) for state in states]
+        gain, drafts = self._expected(states, numbers)
+        self._drafting = drafts > 0 and self._pays(gain, drafts, num_decoding)
+        for index, state in enumerate(states):
+            if not state.resting and not (self._drafting and numbers[index]):
+                state.rest(step)
+                numbers[index] = 0
+        if self._drafting:
+            self._set_threshold(num_decoding + gain, drafts, num_decoding)
+        if step % LOOK_INTERVAL == LOOK_INTERVAL // 2:
+            return [number // 2 for number in numbers] if step // LOOK_INTERVAL % 2 else [0] * len(numbers)
+        return numbers
+
+    def wakes(self, state: DraftState) -> int:
+        return state.probe_step if state.resting else 0
+
+    def asked(self, state: DraftState, step: int) -> None:
+        if state.resting:
+            state.rest(step)
+
+    def verified(self, state: DraftState, verified: int, accepted: int) -> None:
+        acceptance = self._acceptance(state)
+        acceptance.observe(verified, accepted)
+        self._shared.observe(verified, accepted)
+        if not state.resting or not verified:
+            return
+        if self._number(state):
+            state.resting, state.interval = False, PROBE_INTERVAL
+        elif not accepted:
+            state.interval = min(2 * state.interval, MAX_PROBE_INTERVAL)
+
+    def step_took(self, seconds: float, num_tokens: int, drafted: bool) -> None:
+        self._times.observe(seconds, num_tokens, drafted)
+
+    def _acceptance(self, state: DraftState) -> Acceptance:
+        if state.acceptance is None:
+            shared = self._shared
+            state.acceptance = Acceptance(shared.chance, 3.0, _REMEMBERED_TRIALS, max(shared.finds, 0.25))
+        return state.acceptance
+
+    def _number(self, state: DraftState) -> int:
+        """How many of its drafts are each worth their time."""
+        chance = self._acceptance(state).chance
+        likely, number = chance, 0
+        while number < self._most and likely > self._threshold:
+            likely *= chance
+            number += 1
+        return number
+
+    def _expected(self, states: Sequence[DraftState], numbers: Sequence[int]) -> tuple[float, float]:
+        """(tokens gained, drafts computed) by those who do not rest, where their proposer finds something."""
+        gain = drafts = 0.0
+        for state, number in zip(states, numbers, strict=True):
+            if number and not state.resting:
+                acceptance = self._acceptance(state)
+                likely, own = 1.0, 0.0
+                for _ in range(number):
+                    likely *= acceptance.chance
+                    own += likely
+                gain += acceptance.finds * own
+                drafts += acceptance.finds * number
+        return gain, drafts
+
+    def _pays(self, gain: float, drafts: float, num_decoding: int) -> bool:
+        plain = self._times.predict(num_decoding, drafted=False)
+        drafted = self._times.predict(num_decoding + drafts, drafted=True)
+        return (num_decoding + gain) * plain > MIN_GAIN * num_decoding * drafted
+
+    def _set_threshold(self, num_tokens: float, drafts: float, num_decoding: int) -> None:
+        """``num_tokens``: what a step with so many drafts brings."""
+        seconds = self._times.predict(num_decoding + drafts, drafted=drafts > 0)
+        self._threshold = max(MIN_CHANCE, self._times.per_token * num_tokens / seconds)
+
+
+class StepTimes:
+    """Seconds of a step as a + b * tokens, with an a of their own for steps with drafts; what is old is forgotten.
+
+    One slow step (a compilation, a page fault) counts as twice what was expected at most, while a guess that has
+    become much too high is forgotten fast: a step cannot be quick by mistake.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._plain, self._drafted = _Line(), _Line()
+
+    def observe(self, seconds: float, num_tokens: int, drafted: bool) -> None:
+        if seconds <= 0.0 or not 0 < num_tokens <= self._most_tokens:
+            return
+        kept = 1.0 - 1.0 / _REMEMBERED_STEPS
+        if self._plain.weight or self._drafted.weight:
+            expected = self.predict(num_tokens, drafted)
+            if seconds < 0.5 * expected:
+                kept = 0.5
+            seconds = min(seconds, 2.0 * expected)
+        self._plain.forget(kept)
+        self._drafted.forget(kept)
+        (self._drafted if drafted else self._plain).add(float(num_tokens), seconds)
+
+    @property
+    def per_token(self) -> float:
+        """b; 0 while all steps had about the same number of tokens."""
+        spread = self._plain.spread + self._drafted.spread
+        if spread < 0.01 * (self._plain.weight + self._drafted.weight) or spread == 0.0:
+            return 0.0
+        return max(0.0, (self._plain.shared + self._drafted.shared) / spread)
+
+    def predict(self, num_tokens: float, drafted: bool) -> float:
+        """Seconds, above 0; 1 while nothing is known."""
+        plain, with_drafts, slope = self._plain, self._drafted, self.per_token
+        if not plain.weight and not with_drafts.weight:
+            return 1.0
+        fixed = (plain if plain.weight else with_drafts).fixed(slope)
+        if drafted and with_drafts.weight:
+            trust = with_drafts.weight / (with_drafts.weight + 4.0)
+            fixed += trust * max(0.0, with_drafts.fixed(slope) - fixed)
+        return max(fixed + slope * num_tokens, 1e-9)
+
+
+class _Line:
+    """Decaying sums of a straight line's fit. ``spread``: of x around its mean; ``shared``: of x with y."""
+
+    __slots__ = ("mean_x", "mean_y", "shared", "spread", "weight")
+
+    def __init__(self) -> None:
+        self.weight = self.mean_x = self.mean_y = self.spread = self.shared = 0.0
+
+    def forget(self, kept: float) -> None:
+        self.weight *= kept
+        self.spread *= kept
+        self.shared *= kept
+
+    def add(self, x: float, y: float) -> None:
+        self.weight += 1.0
+        off = x - self.mean_x
+        self.mean_x += off / self.weight
+        self.mean_y += (y - self.mean_y) / self.weight
+        self.spread += off * (x - self.mean_x)
+        self.shared += off * (y - self.mean_y)
+
+    def fixed(self, slope: float) -> float:
+        """Where the line through the mean begins."""
+        return self.mean_y - slope * self.mean_x
+
+
+def make_draft_policy(config: EngineConfig) -> DraftPolicy:
+    """The policy that the configuration asks for."""
+    most = config.num_speculative_tokens
+    if not most:
+        return NoDrafts()
+    if config.speculative is not None and config.speculative.adaptive:
+        return DraftController(most, config.max_num_seqs * (1 + most))
+    return MostDrafts(most)
