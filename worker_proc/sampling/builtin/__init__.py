@@ -1,0 +1,1 @@
+"""The logits processors that need no plugin, each usable alone through ``LogitsProcessor``."""

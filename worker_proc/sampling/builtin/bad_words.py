@@ -1,0 +1,80 @@
+"""``bad_words``: of each, the last token is banned where the others are the last ones of the answer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, Places, RowTokens, find, model_tokens
+from quire.worker_proc.sampling.positions import Ints, SampledPositions
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Of one request.
+
+    Attributes:
+        single: words of one token: they are always banned.
+        by_last: the last token of a word's beginning → each such (beginning, banned token).
+        longest: tokens of the longest beginning.
+    """
+
+    single: Ints
+    by_last: dict[int, list[tuple[list[int], int]]]
+    longest: int
+    output: list[int]
+
+    def banned_after(self, drafts: list[int]) -> list[int]:
+        """By the words of several tokens, where ``drafts`` follow the answer."""
+        text = self.output[-self.longest :] + drafts
+        if not text:
+            return []
+        found = self.by_last.get(text[-1], ())
+        return [banned for beginning, banned in found if text[-len(beginning) :] == beginning]
+
+
+class BadWords(BanProcessor[Words]):
+    """Looks at the answers themselves, of those rows that have a word of several tokens."""
+
+    _long: list[Words]
+
+    @staticmethod
+    def reads_output(params: SamplingParams) -> bool:
+        return any(len(ids) > 1 for ids in params.bad_words_token_ids)
+
+    def bans(self, positions: SampledPositions) -> Places:
+        if not self._same_rows(positions):
+            which, at = find(positions, self._tokens.rows)
+            self._singles, _ = self._tokens.at(which, at)
+            which, self._long_at = find(positions, self._long_rows)
+            self._long = [self._states[row] for row in self._long_rows[which].tolist()]
+        places, tokens = [], []
+        for state, at in zip(self._long, self._long_at.tolist(), strict=True):
+            offset = positions.offsets[at]
+            banned = state.banned_after(positions.drafts[at - offset : at].tolist() if offset else [])
+            tokens += banned
+            places += [at] * len(banned)
+        if not tokens:
+            return self._singles
+        return Places(
+            np.concatenate([self._singles.positions, np.array(places, np.int64)]),
+            np.concatenate([self._singles.tokens, np.array(tokens, np.int64)]),
+        )
+
+    def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> Words | None:
+        words = params.bad_words_token_ids
+        if not words:
+            return None
+        by_last: dict[int, list[tuple[list[int], int]]] = {}
+        for ids in words:
+            if len(ids) > 1 and ids[-1] < self._vocab_size:
+                by_last.setdefault(ids[-2], []).append((ids[:-1], ids[-1]))
+        single = model_tokens([ids[0] for ids in words if len(ids) == 1], self._vocab_size)
+        return Words(single, by_last, max(len(ids) for ids in words) - 1, output)
+
+    def _rows_changed(self) -> None:
+        self._tokens = RowTokens({row: state.single for row, state in self._states.items()})
+        self._long_rows = np.array([row for row, state in self._states.items() if state.by_last], np.int64)
+        self._singles = Places(NO_INTS, NO_INTS)
+        self._long_at = NO_INTS
+        self._long = []

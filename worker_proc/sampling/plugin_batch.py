@@ -1,0 +1,88 @@
+"""All plugins of a worker, and the batch as they are told of it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.logits_processors import BatchUpdate, LogitsProcessor, apply_update
+from quire.worker_proc.sampling.isolated import Held, IsolatedPlugin
+from quire.worker_proc.sampling.positions import Ints, SampledPositions
+
+
+class PluginBatch:
+    """Owns the plugins and a ``Held`` for each row; makes of a step's positions the batches that plugins work on."""
+
+    def __init__(self, classes: Sequence[type[LogitsProcessor]], config: EngineConfig, device: torch.device) -> None:
+        self._device = device
+        plugins = [IsolatedPlugin(cls, config, device, device.type == "cuda") for cls in classes]
+        self.argmax_invariant = [plugin for plugin in plugins if plugin.is_argmax_invariant]
+        self.non_argmax_invariant = [plugin for plugin in plugins if not plugin.is_argmax_invariant]
+        self._plugins = plugins
+        self._rows: dict[int, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._plugins)
+
+    def update_state(self, update: BatchUpdate | None) -> None:
+        if self._plugins:
+            apply_update(self._rows, update, Held)
+        for plugin in self._plugins:
+            plugin.update_state(update, self._rows)
+
+    def reset(self) -> None:
+        """The batch is empty, whatever updates were not told."""
+        self._rows.clear()
+        for plugin in self._plugins:
+            plugin.reset()
+
+    def apply(
+        self, plugins: Sequence[IsolatedPlugin], logits: torch.Tensor, positions: SampledPositions
+    ) -> dict[int, str]:
+        """Let ``plugins``, some of the own ones, change float32 ``[len(positions), vocab]`` in place.
+
+        First all rows' first positions, as one batch; then all second ones, where the answers have the first drafts;
+        and so on. So a plugin never learns of drafts.
+
+        Returns:
+            Positions that failed, and why.
+        """
+        failed: dict[int, str] = {}
+        with self._drafts_taken_back(positions):
+            for level in range(int(positions.offsets.max(initial=-1)) + 1):
+                at = np.flatnonzero(positions.offsets == level)
+                if level:
+                    for place in at.tolist():
+                        self._rows[int(positions.rows[place])].output.append(int(positions.drafts[place - 1]))
+                    for plugin in plugins:
+                        plugin.update_state(None, self._rows)
+                failed |= self._apply_once(plugins, logits, at, positions.rows[at])
+        return failed | {
+            place: self._rows[row].failed for place, row in enumerate(positions.rows.tolist()) if self._rows[row].failed
+        }
+
+    def _apply_once(
+        self, plugins: Sequence[IsolatedPlugin], logits: torch.Tensor, at: Ints, rows: Ints
+    ) -> dict[int, str]:
+        """One position of each of ``rows``: at ``at``."""
+        there, own = torch.from_numpy(at).to(self._device), torch.from_numpy(rows).to(self._device)
+        whole = logits.new_zeros(len(self._rows), logits.shape[1])
+        whole[own] = logits[there]
+        failed: dict[int, str] = {}
+        for plugin in plugins:
+            whole, broken = plugin.apply(whole, rows, self._rows)
+            failed = broken | failed
+        logits[there] = whole[own]
+        return {place: failed[row] for place, row in zip(at.tolist(), rows.tolist(), strict=True) if row in failed}
+
+    @contextmanager
+    def _drafts_taken_back(self, positions: SampledPositions) -> Iterator[None]:
+        """Afterwards the answers are as long as before, whatever was put behind them."""
+        lengths = [(held.output, len(held.output)) for held in self._rows.values()] if positions.any_drafts else []
+        try:
+            yield
+        finally:
+            for output, length in lengths:
+                del output[length:]

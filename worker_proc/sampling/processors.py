@@ -1,0 +1,208 @@
+"""Everything that changes a step's logits before a token is chosen, in the order in which it does.
+
+1. logit bias
+2. presence, frequency and repetition penalties
+3. bans: allowed token ids, bad words, minimum length
+4. plugins that may change which token is the best one
+5. grammars' masks
+6. the forced end of thinking, which is all that is left where it applies
+
+Then the Sampler divides by the temperature; for rows that are not greedy, plugins follow that never change which token
+is the best one (argmax-invariant). Temperature, top-k, top-p and min-p are columns of the Sampler, not classes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.logits_processors import BatchUpdate, LogitsProcessor
+from quire.protocol.plugins import load_logits_processors
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.accept import Accepted
+from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
+from quire.worker_proc.sampling.builtin.bad_words import BadWords
+from quire.worker_proc.sampling.builtin.base import NO_INTS, Places, RowProcessor
+from quire.worker_proc.sampling.builtin.logit_bias import LogitBias
+from quire.worker_proc.sampling.builtin.min_tokens import MinTokens
+from quire.worker_proc.sampling.builtin.penalties import Penalties, Text
+from quire.worker_proc.sampling.exhausted import exhausted
+from quire.worker_proc.sampling.plugin_batch import PluginBatch
+from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.thinking import ThinkingBudget
+from quire.worker_proc.sampling.token_masks import TokenMasks
+
+NOTHING_ALLOWED = "no token is allowed by the request's constraints"
+Failures = list[tuple[int, str]]
+"""Positions that have no token to give, and why, in words for the client."""
+
+
+class LogitsProcessors:
+    """Owns the built-in processors and the plugins of a worker.
+
+    Where a request's answer is needed as a list, it says so to the batch (``InputBatch.keeps_output``): such lists must
+    be exact when ``apply`` is called, for which the host waits. Lengths and counts need no waiting.
+    """
+
+    def __init__(self, config: EngineConfig, batch: InputBatch, device: torch.device) -> None:
+        """Raises ConfigError when a plugin cannot be loaded or made."""
+        self._batch = batch
+        self._vocab_size = config.model.vocab_size
+        made = (config, device, device.type == "cuda")
+        self._bias = LogitBias(*made)
+        self._penalties = Penalties(*made)
+        self._penalties.text_of = self._text_of
+        self._allowed = AllowedTokenIds(*made)
+        self._bad_words = BadWords(*made)
+        self._min_tokens = MinTokens(*made)
+        self._min_tokens.num_output = lambda rows: (batch.num_known[rows] - batch.num_prompt[rows]).astype(np.int64)
+        self._thinking = ThinkingBudget(*made)
+        self._builtin: list[RowProcessor[Any]] = [
+            self._bias,
+            self._penalties,
+            self._allowed,
+            self._bad_words,
+            self._min_tokens,
+            self._thinking,
+        ]
+        self._plugins = PluginBatch(load_logits_processors(config.logits_processors), config, device)
+        batch.keeps_output = self.keeps_output
+
+    @property
+    def argmax_invariant(self) -> list[LogitsProcessor]:
+        return [plugin.main for plugin in self._plugins.argmax_invariant if plugin.main is not None]
+
+    @property
+    def non_argmax_invariant(self) -> list[LogitsProcessor]:
+        """The built-in ones, then plugins."""
+        plugins = [plugin.main for plugin in self._plugins.non_argmax_invariant if plugin.main is not None]
+        return [*self._builtin, *plugins]
+
+    @property
+    def all(self) -> Iterator[LogitsProcessor]:
+        yield from self.argmax_invariant
+        yield from self.non_argmax_invariant
+
+    @property
+    def active(self) -> bool:
+        """Whether any row has anything for any processor; its cost does not depend on how many rows there are."""
+        return bool(len(self._plugins)) or any(processor.active for processor in self._builtin)
+
+    @property
+    def has_argmax_invariant(self) -> bool:
+        return bool(self._plugins.argmax_invariant)
+
+    def keeps_output(self, sampling: SamplingParams) -> bool:
+        """Whether the request's answer must be kept as a list: somebody looks at its tokens."""
+        return bool(len(self._plugins)) or BadWords.reads_output(sampling) or self._thinking.reads_output(sampling)
+
+    def update_state(self, update: BatchUpdate | None) -> None:
+        """How the rows changed; once per step, before its ``apply``."""
+        if update is not None:
+            for processor in self._builtin:
+                processor.update_state(update)
+        self._plugins.update_state(update)
+
+    def reset(self) -> None:
+        """The batch is empty, whatever updates were not told."""
+        for processor in self._builtin:
+            processor.reset()
+        self._plugins.reset()
+
+    def apply(self, logits: torch.Tensor, positions: SampledPositions, masks: TokenMasks | None) -> Failures:
+        """Edit contiguous float32 ``[len(positions), vocab_size]`` in place; each position as if the drafts before it
+        were part of its answer.
+
+        Returns:
+            Positions without a token, for a reason of their request's own; their logits are all 0 then. Not among them
+            are those whose logits were not finite before.
+        """
+        if masks is None and not self.active:
+            return []
+        plugins = self._plugins.non_argmax_invariant
+        bad_words, min_tokens = self._bad_words.bans(positions), self._min_tokens.bans(positions)
+        usable, dead = None, []
+        if plugins:
+            usable = _finite(logits)
+        elif masks is not None or self._allowed.active or len(bad_words.positions) or len(min_tokens.positions):
+            dead = self._exhausted(logits, positions, [bad_words, min_tokens], masks)
+        if self._bias.active:
+            self._bias.edit(logits, positions)
+        if self._penalties.active:
+            self._penalties.edit(logits, positions)
+        if self._allowed.active:
+            self._allowed.edit(logits, positions)
+        self._bad_words.ban(logits, bad_words)
+        self._min_tokens.ban(logits, min_tokens)
+        failed = self._plugins.apply(plugins, logits, positions) if plugins else {}
+        if masks is not None:
+            masks.apply(logits)
+        forced = NO_INTS
+        if self._thinking.active:
+            forced, tokens = self._thinking.forced(positions)
+            self._thinking.force(logits, forced, tokens)
+        if usable is not None:
+            dead = _nothing_left(logits, usable)
+        failed = dict.fromkeys(set(dead) - set(forced.tolist()), NOTHING_ALLOWED) | failed
+        return self._told(logits, failed)
+
+    def apply_argmax_invariant(self, logits: torch.Tensor, positions: SampledPositions) -> Failures:
+        """The same for plugins that never change which token is the best one: of rows that are not greedy, after their
+        temperature. ``positions`` may be those of some rows only, but all of each; failures are indices into them."""
+        plugins = self._plugins.argmax_invariant
+        if not plugins or not len(positions):
+            return []
+        usable = _finite(logits)
+        failed = self._plugins.apply(plugins, logits, positions)
+        return self._told(logits, dict.fromkeys(_nothing_left(logits, usable), NOTHING_ALLOWED) | failed)
+
+    def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
+        """What became of the last ``apply``: the rows have all of its tokens now (None), or those that were
+        ``accepted``. Does not wait for the device.
+
+        Args:
+            tokens: int64 ``[len(positions)]`` on the device: the samples.
+        """
+        if self._penalties.active:
+            self._penalties.accepted(positions, tokens, accepted)
+
+    def _exhausted(
+        self, logits: torch.Tensor, positions: SampledPositions, bans: list[Places], masks: TokenMasks | None
+    ) -> list[int]:
+        """Positions whose rules leave nothing, unless there was nothing to choose from in the first place."""
+        banned = Places(
+            np.concatenate([places.positions for places in bans]), np.concatenate([places.tokens for places in bans])
+        )
+        lists = self._allowed.lists(positions)
+        dead = exhausted(len(positions), self._vocab_size, lists, banned, masks)
+        if not dead:
+            return []
+        usable = _finite(logits[dead]).tolist()
+        return [place for place, good in zip(dead, usable, strict=True) if good]
+
+    def _text_of(self, row: int) -> Text:
+        """As the batch has it: a request that just came has all of its tokens there."""
+        batch = self._batch
+        known = batch.tokens.data[row, : batch.tokens.length[row]]
+        return known[: batch.num_prompt[row]], known[batch.num_prompt[row] :]
+
+    @staticmethod
+    def _told(logits: torch.Tensor, failed: dict[int, str]) -> Failures:
+        """Whoever samples after a failure has numbers to do it with; the token goes nowhere."""
+        if failed:
+            logits[list(failed)] = 0.0
+        return sorted(failed.items())
+
+
+def _finite(logits: torch.Tensor) -> torch.Tensor:
+    """Of each position, whether there is a best token: bool ``[num_positions]``."""
+    return torch.isfinite(logits.amax(-1))
+
+
+def _nothing_left(logits: torch.Tensor, usable: torch.Tensor) -> list[int]:
+    """Which of the ``usable`` positions have no possible token any more. Waits for the device."""
+    found: list[int] = torch.nonzero(usable & (logits.amax(-1) == -torch.inf))[:, 0].tolist()
+    return found

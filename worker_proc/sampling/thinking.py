@@ -1,0 +1,76 @@
+"""``thinking_token_budget``: where it is spent, the end marker is forced."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.thinking import ThinkingState
+from quire.worker_proc.sampling.builtin.base import RowProcessor, find
+from quire.worker_proc.sampling.positions import Ints, SampledPositions
+
+
+@dataclass(slots=True)
+class Budget:
+    """Of one request. ``state`` has read ``num_read`` tokens of ``output``."""
+
+    num_tokens: int
+    state: ThinkingState
+    output: list[int]
+    num_read: int = 0
+
+    def forced(self, drafts: list[int]) -> int | None:
+        """The token that must come behind the answer and ``drafts``."""
+        self.state.extend(self.output[self.num_read :])
+        self.num_read = len(self.output)
+        state = self.state
+        if drafts:
+            state = state.copy()
+            state.extend(drafts)
+        return state.forced(self.num_tokens)
+
+
+class ThinkingBudget(RowProcessor[Budget]):
+    """A pure function of each row's prompt and answer: a forced token that was a wrong draft never reaches the answer,
+    and so leaves no trace here."""
+
+    def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._start, self._end = config.thinking_start_token_ids, config.thinking_end_token_ids
+        super().__init__(config, device, is_pin_memory)
+
+    def reads_output(self, params: SamplingParams) -> bool:
+        return params.thinking_token_budget is not None and bool(self._start and self._end)
+
+    def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
+        self.force(logits, *self.forced(positions))
+
+    def forced(self, positions: SampledPositions) -> tuple[Ints, Ints]:
+        """Positions that have no choice, and the token of each."""
+        which, at = find(positions, self._rows)
+        places: list[int] = []
+        tokens: list[int] = []
+        for row, place in zip(self._rows[which].tolist(), at.tolist(), strict=True):
+            offset = positions.offsets[place]
+            drafts = positions.drafts[place - offset : place].tolist() if offset else []
+            token = self._states[row].forced(drafts)
+            if token is not None:
+                places.append(place)
+                tokens.append(token)
+        return np.array(places, np.int64), np.array(tokens, np.int64)
+
+    def force(self, logits: torch.Tensor, places: Ints, tokens: Ints) -> None:
+        """Leave only ``tokens[i]`` at ``places[i]``: it wins whatever stood there."""
+        if len(places):
+            at, there = self._transfer(places, tokens)
+            logits.index_fill_(0, at, -torch.inf)
+            logits[at, there] = 0.0
+
+    def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> Budget | None:
+        if params.thinking_token_budget is None or not self.reads_output(params):
+            return None
+        return Budget(params.thinking_token_budget, ThinkingState(self._start, self._end, prompt), output)
+
+    def _rows_changed(self) -> None:
+        self._rows = np.fromiter(self._states, np.int64, len(self._states))
