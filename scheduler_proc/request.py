@@ -68,6 +68,10 @@ class Tokens:
         """A copy of all known tokens."""
         return np.frombuffer(bytes(self._data), "<i4")
 
+    def tail(self, start: int) -> list[int]:
+        """The known tokens from index ``start`` on; copies no others."""
+        return np.frombuffer(self._data[4 * start :], "<i4").tolist()
+
 
 class OpaqueTokens:
     """Tokens that a trace does not tell: only how many, and the given hashes of full blocks."""
@@ -90,6 +94,9 @@ class OpaqueTokens:
     def array(self) -> Int32:
         """Zeros: a simulated worker needs lengths only."""
         return np.zeros(self._length, np.int32)
+
+    def tail(self, start: int) -> list[int]:
+        return [0] * (self._length - start)
 
 
 class Request:
