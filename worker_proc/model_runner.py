@@ -17,7 +17,7 @@ from quire.worker_proc.block_table import make_block_tables
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.decode_step import DecodeStep
 from quire.worker_proc.drafts.draft_model import DraftModel
-from quire.worker_proc.drafts.make import make_proposer
+from quire.worker_proc.drafts.make import make_proposer, make_rejection
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.kv_cache import allocate_kv_caches
 from quire.worker_proc.models.decoder import Decoder
@@ -94,6 +94,7 @@ class ModelRunner:
         self.sampler = Sampler(self.batch, config, device)
         self.history = TokenHistory(self.batch)
         self._proposer = make_proposer(config, self.batch, device, draft)
+        self._rejection = make_rejection(config, self.batch, self._proposer)
         self._clock = StepClock()
         self._step = 0
         self._sampling_handles = NEVER_TOLD
@@ -225,7 +226,8 @@ class ModelRunner:
         if launched.logits is not None:
             if self.sampler.needs_history:
                 self.history.catch_up()
-            sampled = self.sampler.sample(launched.logits, positions, masks)
+            choose = None if self._rejection is None else self._rejection.chooser(positions)
+            sampled = self.sampler.sample(launched.logits, positions, masks, choose)
         if sampled is not None and launched.steady and launched.sampled is None:
             assert self.steady is not None
             self.steady.graphs.step.advance(sampled.tokens)

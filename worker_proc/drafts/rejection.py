@@ -1,5 +1,7 @@
 """Speculative sampling by rejection (Leviathan et al., 2023): for drafts that come with their distribution."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -7,6 +9,7 @@ from quire.worker_proc.drafts.draft_sampling import DraftSampler, draw
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.noise import uniform
 from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.sampler import Choose
 
 _ACCEPTS = np.uint64(0x5851F42D4C957F2D)
 _REDRAWS = np.uint64(0x14057B7EF767814F)
@@ -28,7 +31,11 @@ class RejectionSampler:
         self._batch = batch
         self._drafts = drafts
 
-    def choose(self, tokens: torch.Tensor, probabilities: torch.Tensor, positions: SampledPositions) -> torch.Tensor:
+    def chooser(self, positions: SampledPositions) -> Choose | None:
+        """``choose`` at ``positions``; None where they have no drafts."""
+        return partial(self.choose, positions) if positions.any_drafts else None
+
+    def choose(self, positions: SampledPositions, tokens: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
         """The token of each of ``positions``.
 
         Args:

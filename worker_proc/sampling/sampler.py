@@ -4,6 +4,7 @@ Sampling is by inverse distribution function: one uniform number per token (``no
 probabilities. Rows that need a sorted distribution are sorted; the others never are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,8 @@ from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
 Rows = npt.NDArray[np.int64]
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the sampled tokens and what they were drawn from (``Sampler.probabilities``) to those that are taken."""
 
 
 @dataclass(slots=True)
@@ -85,12 +88,19 @@ class Sampler:
         plan = self._plan_for(rows)
         return not len(plan.sorted) and not len(plan.with_logprobs)
 
-    def sample(self, logits: torch.Tensor, positions: SampledPositions, masks: TokenMasks | None = None) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        positions: SampledPositions,
+        masks: TokenMasks | None = None,
+        choose: Choose | None = None,
+    ) -> Sampled:
         """A token for each of ``positions``, as if the drafts before it were part of the answer.
 
         Args:
             logits: float32 ``[len(positions), vocab]``; not changed.
             masks: what grammars allow.
+            choose: has the last word on the tokens.
         """
         rows = positions.rows
         plan = self._plan_for(rows)
@@ -101,7 +111,22 @@ class Sampler:
                 tokens[plan.plain] = self._sample_plain(logits, plan, noise)
             if len(plan.sorted):
                 tokens[plan.sorted] = self._sample_sorted(logits, plan, noise)
+        if choose is not None:
+            tokens = choose(tokens, self.probabilities(logits, positions, masks))
         return Sampled(tokens, ~torch.isfinite(best_values), self._logprobs(logits, tokens, plan))
+
+    def probabilities(
+        self, logits: torch.Tensor, positions: SampledPositions, masks: TokenMasks | None = None
+    ) -> torch.Tensor:
+        """What ``sample`` draws from: float32 ``[len(positions), vocab]``, of any sum; one token if greedy."""
+        plan = self._plan_for(positions.rows)
+        found = torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        if len(plan.plain):
+            found[plan.plain] = self._plain_probs(logits, plan)
+        if len(plan.sorted):
+            probs, order = self._sorted_probs(logits, plan)
+            found[plan.sorted] = torch.zeros_like(logits[plan.sorted]).scatter_(-1, order, probs)
+        return found
 
     def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
         """What became of the last ``sample``: all of its tokens are the rows' (None), or those that were ``accepted``.
@@ -133,14 +158,23 @@ class Sampler:
         return own.sub_(own.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
 
     def _sample_plain(self, logits: torch.Tensor, plan: _SamplePlan, noise: npt.NDArray[np.float64]) -> torch.Tensor:
+        return _draw(self._plain_probs(logits, plan), self._tensor(noise[plan.plain], logits))
+
+    def _plain_probs(self, logits: torch.Tensor, plan: _SamplePlan) -> torch.Tensor:
         probs = torch.softmax(self._scaled(logits, plan, plan.plain), dim=-1)
         min_p = self._batch.min_p[plan.rows[plan.plain]]
         if min_p.any():
             floor = probs.amax(dim=-1, keepdim=True) * self._tensor(min_p, logits)[:, None]
             probs = probs.masked_fill(probs < floor, 0.0)
-        return _draw(probs, self._tensor(noise[plan.plain], logits))
+        return probs
 
     def _sample_sorted(self, logits: torch.Tensor, plan: _SamplePlan, noise: npt.NDArray[np.float64]) -> torch.Tensor:
+        probs, order = self._sorted_probs(logits, plan)
+        chosen = _draw(probs, self._tensor(noise[plan.sorted], logits))
+        return order.gather(-1, chosen[:, None])[:, 0]
+
+    def _sorted_probs(self, logits: torch.Tensor, plan: _SamplePlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities in falling order, and the tokens that they are of."""
         rows = plan.rows[plan.sorted]
         scaled = self._scaled(logits, plan, plan.sorted)
         vocab = scaled.shape[-1]
@@ -153,9 +187,7 @@ class Sampler:
         before = probs.cumsum(dim=-1) - probs
         probs = probs.masked_fill(before >= self._tensor(self._batch.top_p[rows], logits)[:, None], 0.0)
         floor = probs[:, :1] * self._tensor(self._batch.min_p[rows], logits)[:, None]
-        probs = probs.masked_fill(probs < floor, 0.0)
-        chosen = _draw(probs, self._tensor(noise[plan.sorted], logits))
-        return order.gather(-1, chosen[:, None])[:, 0]
+        return probs.masked_fill(probs < floor, 0.0), order
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, plan: _SamplePlan) -> SampledLogprobs | None:
         at = plan.with_logprobs
