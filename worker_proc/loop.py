@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
 
+import numpy as np
+
 from quire.protocol.channel import Channel, Frames, Received
 from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
@@ -16,6 +18,7 @@ from quire.protocol.messages import (
     Fault,
     Hello,
     ModelRunnerOutput,
+    Proposed,
     Refused,
     SampleInputs,
     SchedulerOutput,
@@ -93,7 +96,7 @@ class WorkerLoop:
                     inputs = None
                     if step.awaits_sample_inputs and not launched.void:
                         self._send_results(pending, group, all_of_them=True)  # the masks depend on them
-                        inputs, following = self._sample_inputs(runner, launched, group)
+                        inputs, following = self._sample_inputs(runner, step, launched, group)
                         if following is not None:
                             launched = dataclasses.replace(launched, void=True)
                     pending.append((runner.finish(launched, inputs), received.frames))
@@ -109,16 +112,15 @@ class WorkerLoop:
             received = following
 
     def _sample_inputs(
-        self, runner: ModelRunner, launched: LaunchedStep, group: TensorParallel
+        self, runner: ModelRunner, step: SchedulerOutput, launched: LaunchedStep, group: TensorParallel
     ) -> tuple[SampleInputs | None, Received | None]:
         """What ``launched`` waits for; or the message that came instead, when nobody wants the step any more."""
-        proposed = runner.proposed(launched)
-        if proposed is not None and group.rank == 0:
-            self._channel.send(proposed)
+        if step.drafts and group.rank == 0:
+            self._channel.send(runner.proposed(launched) or _no_drafts(launched.step))
         while True:
             received = self._channel.receive(None)
             match received.message if received else None:
-                case SampleInputs(step=step) as inputs if step == launched.step:
+                case SampleInputs() as inputs if inputs.step == launched.step:
                     return inputs, None
                 case SampleInputs() | None:
                     continue
@@ -135,6 +137,12 @@ class WorkerLoop:
                 self._channel.send(result)
             if group.size > 1:
                 self._channel.send(Digest(result.step, _digest(frames, result)))
+
+
+def _no_drafts(step: int) -> Proposed:
+    """Said too: who makes the masks cannot know that the proposer found nothing."""
+    nothing = np.zeros(0, np.int32)
+    return Proposed(step, nothing, nothing, nothing)
 
 
 def _digest(diff: Frames, result: ModelRunnerOutput) -> bytes:
