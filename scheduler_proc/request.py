@@ -70,7 +70,8 @@ class Tokens:
 
     def tail(self, start: int) -> list[int]:
         """The known tokens from index ``start`` on; copies no others."""
-        return np.frombuffer(self._data[4 * start :], "<i4").tolist()
+        tail: list[int] = np.frombuffer(self._data[4 * start :], "<i4").tolist()
+        return tail
 
 
 class OpaqueTokens:
