@@ -1,0 +1,1 @@
+"""Structured output: what grammars allow next, for the requests that have one."""

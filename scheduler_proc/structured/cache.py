@@ -1,0 +1,45 @@
+"""Grammars that were compiled, for the next request that has the same."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarRefused
+
+Outcome = CompiledGrammar | GrammarRefused
+Source = tuple[str, str]
+"""The kind of a constraint, and its text."""
+
+
+@dataclass(slots=True)
+class GrammarCache:
+    """The newest outcomes by source, refusals among them; bounded by count and by bytes of source.
+
+    Bytes, because what a library builds grows with them, and it does not say how much that is.
+    """
+
+    max_count: int = 256
+    max_bytes: int = 2 * 2**20
+    num_bytes: int = 0
+    _outcomes: OrderedDict[Source, Outcome] = field(default_factory=OrderedDict)
+
+    def get(self, source: Source) -> Outcome | None:
+        outcome = self._outcomes.get(source)
+        if outcome is not None:
+            self._outcomes.move_to_end(source)
+        return outcome
+
+    def put(self, source: Source, outcome: Outcome) -> None:
+        self.discard(source)
+        self._outcomes[source] = outcome
+        self.num_bytes += len(source[1])
+        while len(self._outcomes) > self.max_count or (self.num_bytes > self.max_bytes and len(self._outcomes) > 1):
+            oldest, _ = self._outcomes.popitem(last=False)
+            self.num_bytes -= len(oldest[1])
+
+    def discard(self, source: Source) -> None:
+        """What was built for it has reached a limit: the next request begins anew."""
+        if self._outcomes.pop(source, None) is not None:
+            self.num_bytes -= len(source[1])
+
+    def __len__(self) -> int:
+        return len(self._outcomes)

@@ -1,0 +1,143 @@
+"""What is refused before a grammar library sees it: what libraries refuse unclearly, slowly, or by crashing.
+
+The sizes bound a library's time and memory: its recursion follows chains of rules and references, and its automata
+grow with literals. Each was measured against ``llguidance``; see README.md.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.structured.backend import GrammarRefused
+
+MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_OBJECTS = 10_000
+MAX_PROPERTIES = 1000
+MAX_PATTERN_PROPERTIES = 50
+MAX_REFERENCES = 1000
+"""Different definitions that a schema refers to: how long a chain of them can be."""
+MAX_LITERAL = 8192
+"""Characters of a regular expression, of a choice, and of any string in a schema."""
+MAX_GRAMMAR_LINE = 16_384
+MAX_GRAMMAR_RULES = 2000
+MAX_GBNF = 65_536
+
+_DATA = ("const", "enum", "default", "examples")
+"""Keywords below which there is no schema."""
+_RECURSION = re.compile(r"\(\?(?:R|[0-9]|&|P>)")
+_RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\[[^\]\n]*\])?(?:\.\d+)?[ \t]*:", re.MULTILINE)
+_ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+
+
+def check(wanted: StructuredOutputs) -> None:
+    """Raise GrammarRefused where ``wanted`` cannot be given to a library."""
+    match wanted.kind:
+        case "json":
+            check_schema(str(wanted.json))
+        case "regex":
+            check_regex(str(wanted.regex))
+        case "choice":
+            if max(map(len, wanted.choice or [])) > MAX_LITERAL:
+                raise GrammarRefused(f"each choice must have at most {MAX_LITERAL} characters")
+        case "grammar":
+            check_grammar(str(wanted.grammar))
+
+
+def check_regex(regex: str) -> None:
+    if len(regex) > MAX_LITERAL:
+        raise GrammarRefused(f"the regular expression must have at most {MAX_LITERAL} characters")
+    if _RECURSION.search(regex):
+        raise GrammarRefused("the regular expression calls itself, which is not supported")
+
+
+def is_gbnf(grammar: str) -> bool:
+    return "::=" in grammar
+
+
+def check_grammar(grammar: str) -> None:
+    if max(map(len, grammar.splitlines()), default=0) > MAX_GRAMMAR_LINE:
+        raise GrammarRefused(f"each line of the grammar must have at most {MAX_GRAMMAR_LINE} characters")
+    if is_gbnf(grammar):
+        if len(grammar) > MAX_GBNF:
+            raise GrammarRefused(f"a GBNF grammar must have at most {MAX_GBNF} characters")
+        if not _ROOT.search(grammar):
+            raise GrammarRefused("a GBNF grammar must have a rule called root")
+        rules = grammar.count("::=")
+    else:
+        rules = len(_RULE.findall(grammar))
+    if rules > MAX_GRAMMAR_RULES:
+        raise GrammarRefused(f"the grammar must have at most {MAX_GRAMMAR_RULES} rules; it has {rules}")
+
+
+def check_schema(text: str) -> Any:
+    """The schema in ``text``, if a library can be given it."""
+    try:
+        schema = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise GrammarRefused(f"the JSON schema is not valid JSON: {error}") from None
+    except RecursionError:
+        raise GrammarRefused(_too_deep()) from None
+    if schema is False:
+        raise GrammarRefused("the JSON schema allows no text: it is false")
+    if not isinstance(schema, dict | bool):
+        raise GrammarRefused("the JSON schema must be an object or true")
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise GrammarRefused("the JSON schema uses x-guidance, which is not supported")
+    references: set[str] = set()
+    num_objects = num_patterns = 0
+    for node, depth in _walk(schema):
+        if depth > MAX_SCHEMA_DEPTH:
+            raise GrammarRefused(_too_deep())
+        if isinstance(node, dict):
+            num_objects += 1
+            num_patterns += _check_object(node, references)
+        elif isinstance(node, str) and len(node) > MAX_LITERAL:
+            raise GrammarRefused(f"each string in the JSON schema must have at most {MAX_LITERAL} characters")
+    for count, most, name in (
+        (num_objects, MAX_SCHEMA_OBJECTS, "objects"),
+        (num_patterns, MAX_PATTERN_PROPERTIES, "patternProperties"),
+        (len(references), MAX_REFERENCES, "definitions that are referred to"),
+    ):
+        if count > most:
+            raise GrammarRefused(f"the JSON schema must have at most {most} {name}; it has {count}")
+    return schema
+
+
+def _check_object(node: dict[str, Any], references: set[str]) -> int:
+    """Returns how many patternProperties it has."""
+    if len(node) > MAX_PROPERTIES and not all(isinstance(value, dict | bool) for value in node.values()):
+        raise GrammarRefused(f"an object in the JSON schema has more than {MAX_PROPERTIES} members")
+    properties = node.get("properties")
+    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+        raise GrammarRefused(f"an object of the JSON schema must have at most {MAX_PROPERTIES} properties")
+    reference = node.get("$ref")
+    if isinstance(reference, str):
+        if not reference.startswith("#"):
+            raise GrammarRefused("$ref must refer to the JSON schema itself (#...): nothing is fetched")
+        references.add(reference)
+    patterns = node.get("patternProperties")
+    return len(patterns) if isinstance(patterns, dict) else 0
+
+
+def _walk(schema: Any) -> Iterator[tuple[Any, int]]:
+    """(value, how deep it lies) of everything in ``schema``; of data, which refers to nothing, only the values."""
+    left: list[tuple[Any, int, bool]] = [(schema, 1, False)]
+    while left:
+        node, depth, is_data = left.pop()
+        if not (is_data and isinstance(node, dict)):
+            yield node, depth
+        if depth > MAX_SCHEMA_DEPTH:
+            continue
+        if isinstance(node, dict):
+            for key, value in node.items():
+                yield key, depth
+                left.append((value, depth + 1, is_data or key in _DATA))
+        elif isinstance(node, list):
+            left.extend((value, depth + 1, is_data) for value in node)
+
+
+def _too_deep() -> str:
+    return f"the JSON schema must be nested at most {MAX_SCHEMA_DEPTH} levels deep"

@@ -1,0 +1,181 @@
+"""Grammars by llguidance: Earley parsing over lexers that are built while they are used, so compiling takes little.
+
+JSON is written without blanks, but for at most one after each comma and colon: a model cannot fill its answer with
+them, and both usual ways (compact, and as ``json.dumps``) stay open to it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.structured.backend import GrammarRefused, Masks
+from quire.scheduler_proc.structured.checks import check, is_gbnf
+
+MAX_LEXER_STATES = 50_000
+"""Of one grammar, over all answers that use it: 1 to 2 KB each."""
+MAX_THREADS = 8
+PARALLEL_FROM = 4
+"""Rows from which threads are worth waking."""
+
+_JSON_STYLE: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+_TOO_COMPLEX = re.compile(
+    r"too many|too large|too complex|Current row has|fuel|step_max_items|Failed to generate regex"
+)
+_GBNF_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+class LLGuidanceMatcher:
+    """One answer. The library counts no end of text as a token, so that is done here."""
+
+    __slots__ = ("_eos", "_has_ended", "_ids")
+
+    def __init__(self, ids: "llguidance.LLMatcher", eos: frozenset[int]) -> None:
+        self._ids = ids
+        self._eos = eos
+        self._has_ended = False
+
+    def accept(self, token: int) -> bool:
+        if self._has_ended:
+            return False
+        if token in self._eos and self._ids.is_accepting():
+            self._has_ended = True
+            return True
+        return bool(self._ids.try_consume_tokens([token]) == 1)
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens and self._has_ended:
+            self._has_ended = False
+            num_tokens -= 1
+        if num_tokens:
+            self._ids.rollback(num_tokens)
+
+    @property
+    def is_done(self) -> bool:
+        return self._has_ended or (self._ids.is_stopped() and not self._ids.is_error())
+
+    @property
+    def ids(self) -> "llguidance.LLMatcher":
+        return self._ids
+
+
+class LLGuidanceGrammar:
+    """Owns the matcher at the start, of which each answer gets a copy. Copies share the lexer and what it has built."""
+
+    def __init__(self, start: "llguidance.LLMatcher", eos: frozenset[int]) -> None:
+        self._start = start
+        self._eos = eos
+
+    def matcher(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._start.deep_copy(), self._eos)
+
+
+class LLGuidanceBackend:
+    """Owns the vocabulary as the library sees it, and threads for filling masks."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """
+        Args:
+            tokenizer: the text of a ``tokenizer.json``.
+            vocab_size: width of the model's logits; ids that the tokenizer does not have are never allowed.
+
+        Raises:
+            ValueError: the library cannot use the tokenizer.
+        """
+        self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._eos = frozenset(eos_token_ids)
+        self._num_words = (vocab_size + 31) // 32
+        self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+    def compile(self, wanted: StructuredOutputs) -> LLGuidanceGrammar:
+        check(wanted)
+        try:
+            grammar = _grammar(wanted)
+        except Exception as error:  # the library's converters raise nothing narrower
+            raise GrammarRefused(f"{_name(wanted)} cannot be used: {_reason(str(error), in_grammar=False)}") from None
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        self._check_start(matcher, wanted)
+        return LLGuidanceGrammar(matcher, self._eos)
+
+    def fill(self, matchers: Sequence[tuple[Any, int]], masks: Masks) -> None:
+        rows = [(matcher.ids, index) for matcher, index in matchers]
+        if len(rows) < PARALLEL_FROM:
+            for ids, index in rows:
+                fill_next_token_bitmask(ids, masks, index)
+        else:
+            fill_next_token_bitmask_par(self._threads, rows, masks)
+        for ids, index in rows:
+            if ids.is_error():
+                masks[index] = 0  # the library lets a text end that can go nowhere
+
+    def _check_start(self, matcher: "llguidance.LLMatcher", wanted: StructuredOutputs) -> None:
+        """Builds what every answer begins with, too."""
+        in_grammar = wanted.kind == "grammar" and not is_gbnf(wanted.grammar or "")
+        if error := matcher.get_error():
+            raise GrammarRefused(f"{_name(wanted)} cannot be used: {_reason(error, in_grammar=in_grammar)}")
+        mask = np.zeros((1, self._num_words), np.int32)
+        fill_next_token_bitmask(matcher, mask)
+        error = matcher.get_error()
+        if error and "NoExtension" not in error:
+            raise GrammarRefused(f"{_name(wanted)} cannot be used: {_reason(error, in_grammar=in_grammar)}")
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if error or self._eos.issuperset(allowed.tolist()):
+            raise GrammarRefused(f"{_name(wanted)} allows no text that the model could write")
+
+
+def _grammar(wanted: StructuredOutputs) -> str:
+    """In the library's own notation."""
+    matcher = llguidance.LLMatcher
+    match wanted.kind:
+        case "json":
+            schema = "{}" if wanted.json == "true" else str(wanted.json)
+            return str(matcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE))
+        case "json_object":
+            return str(matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_STYLE))
+        case "regex":
+            return str(matcher.grammar_from_regex(str(wanted.regex)))
+        case "choice":  # a terminal: as rules, so many alternatives would be as many parses
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice or [])
+            return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
+        case _:
+            grammar = str(wanted.grammar)
+            return str(matcher.grammar_from_lark(any_to_lark(_spelt_out(grammar)) if is_gbnf(grammar) else grammar))
+
+
+def _spelt_out(gbnf: str) -> str:
+    """``\\u`` escapes as what they stand for: the library's converter drops their leading zeros."""
+
+    def spell(found: re.Match[str]) -> str:
+        digits = found[1] or found[2]
+        if digits is None:
+            return found[0]
+        code = int(digits, 16)
+        return f"\\x{code:02x}" if code < 128 else chr(code)
+
+    return _GBNF_UNICODE.sub(spell, gbnf)
+
+
+def _name(wanted: StructuredOutputs) -> str:
+    names = {"json": "the JSON schema", "regex": "the regular expression", "grammar": "the grammar"}
+    return names.get(wanted.kind, wanted.kind)
+
+
+def _reason(error: str, *, in_grammar: bool) -> str:
+    """The library's words without its own affairs. ``in_grammar``: positions in the text are the client's."""
+    if _TOO_COMPLEX.search(error):
+        return "it is too complex"
+    marked = re.findall(r"^error: (.+)$", error, re.MULTILINE)
+    if marked:
+        return str(marked[-1])
+    line = re.sub(r"json-schema:/*", "", error.strip().split("\n")[0].split("; following")[0])
+    line = re.sub(r"(, ')?\s+\^ .*$", "", line)
+    line = re.sub(r" \(at .*$", "", line)
+    return re.sub(r"^(?:at )?(\d+)\(\d+\): (?:at )?", r"line \1: " if in_grammar else "", line)

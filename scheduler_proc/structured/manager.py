@@ -1,0 +1,244 @@
+"""Grammars of live requests: compiled beside the loop, advanced and asked for masks between steps."""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.messages import AddRequest, Fail, Proposed, Refuse, Release, SampleInputs
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.in_flight import InFlightStep
+from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.structured.answer import ConstrainedAnswer, Reading
+from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarBackend, GrammarRefused, Masks
+from quire.scheduler_proc.structured.cache import GrammarCache, Outcome, Source
+from quire.scheduler_proc.structured.compile_pool import CompilePool
+from quire.scheduler_proc.structured.drafts import drafts_of
+from quire.scheduler_proc.structured.make import backend_maker
+
+COMPILE_SECONDS = 2.0
+"""How long a request waits for its grammar before it is refused."""
+REFUSED = ("invalid_structured_outputs", "structured_outputs")
+
+Key = tuple[int, str]
+"""Client and request id."""
+Failures = list[tuple[int, Fail]]
+
+
+class _Wait(NamedTuple):
+    source: Source
+    until: float
+
+
+@dataclass(slots=True)
+class _Constrained:
+    """A request whose grammar is there. ``answer``: since it first sampled."""
+
+    source: Source
+    grammar: CompiledGrammar
+    answer: ConstrainedAnswer | None = None
+
+
+@dataclass(slots=True)
+class _Positions:
+    """One request's rows of the masks: ``first`` and one more for each of ``drafts``."""
+
+    request: Request
+    answer: Reading
+    first: int
+    drafts: list[int]
+    is_masked: bool = False
+    reading: Reading = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reading = self.answer.fork() if self.drafts else self.answer
+
+
+class GrammarManager:
+    """Owns the compiled grammars and where each request stands in its own; knows nothing of sockets and steps' order.
+
+    ``fileno`` is readable when ``poll`` has something to tell; where somebody waits, ``poll`` is also to be called
+    every now and then, for no request waits for longer than COMPILE_SECONDS.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        make_backend: Callable[[], GrammarBackend] | None = None,
+    ) -> None:
+        """
+        Args:
+            make_backend: instead of what ``config`` names.
+
+        Raises:
+            ConfigError: the library that ``config`` names is not there.
+        """
+        self._config = config
+        self._clock = clock
+        self._pool = CompilePool(make_backend or backend_maker(config))
+        self._cache = GrammarCache()
+        self._compiling: dict[Source, list[Key]] = {}
+        self._waiting: dict[Key, _Wait] = {}
+        self._constrained: dict[Key, _Constrained] = {}
+        self._prune_from = 64
+
+    def fileno(self) -> int:
+        return self._pool.fileno()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Somebody's grammar is being compiled."""
+        return bool(self._waiting)
+
+    # ---- compiling
+
+    def begin(self, client: int, request: AddRequest) -> bool:
+        """A request with a grammar has come. True: hold it until ``poll`` tells of it."""
+        wanted = request.sampling.structured_outputs
+        assert wanted is not None
+        key, source = (client, request.request_id), source_of(wanted)
+        self._constrained.pop(key, None)  # of one that had the same id
+        outcome = self._cache.get(source)
+        if outcome is not None and not isinstance(outcome, GrammarRefused):
+            self._constrained[key] = _Constrained(source, outcome)
+            return False
+        self._waiting[key] = _Wait(source, self._clock() + COMPILE_SECONDS)
+        if source in self._compiling:
+            self._compiling[source].append(key)
+        else:
+            self._compiling[source] = [key]
+            self._pool.submit(source, wanted)
+        return True
+
+    def poll(self) -> list[tuple[int, Release | Refuse]]:
+        """(client, what became of a request that was held) since the last call."""
+        told: list[tuple[int, Release | Refuse]] = []
+        for source, outcome in self._pool.take():
+            self._cache.put(source, outcome)
+            told += [
+                self._tell(key, source, outcome) for key in self._compiling.pop(source) if self._waits(key, source)
+            ]
+        if self._waiting:
+            now = self._clock()
+            late = GrammarRefused(f"structured_outputs took longer than {COMPILE_SECONDS:g} s to compile")
+            overdue = [(key, wait.source) for key, wait in self._waiting.items() if wait.until < now]
+            told += [self._tell(key, source, late) for key, source in overdue]
+        return told
+
+    def _waits(self, key: Key, source: Source) -> bool:
+        """Not so when it was told already, or when its id is another's by now."""
+        wait = self._waiting.get(key)
+        return wait is not None and wait.source == source
+
+    def _tell(self, key: Key, source: Source, outcome: Outcome) -> tuple[int, Release | Refuse]:
+        del self._waiting[key]
+        client, request_id = key
+        if isinstance(outcome, GrammarRefused):
+            return client, Refuse(request_id, *REFUSED, str(outcome))
+        self._constrained[key] = _Constrained(source, outcome)
+        return client, Release(request_id)
+
+    # ---- masks
+
+    def sample_inputs(self, record: InFlightStep, proposed: Proposed | None = None) -> tuple[SampleInputs, Failures]:
+        """What a step waits for, once every token before it is known; and requests that cannot go on.
+
+        Args:
+            proposed: the step's drafts, if its masks depend on them.
+
+        Raises:
+            WorkerFault: they cannot be; nothing has changed.
+        """
+        drafts = {} if proposed is None else drafts_of(record, proposed, self._config.model.vocab_size)
+        failures: Failures = []
+        found: list[_Positions] = []
+        num_rows = 0
+        for request in record.constrained:
+            if request.status.is_finished:
+                continue
+            reading = self._caught_up(request)
+            if reading is None:
+                failures.append(self._fail(request, "the grammar does not allow a token that was sampled"))
+                continue
+            found.append(_Positions(request, reading, num_rows, drafts.get(request.handle, [])))
+            num_rows += 1 + len(found[-1].drafts)
+        masks = np.full((num_rows, (self._config.model.vocab_size + 31) // 32), -1, np.int32)
+        self._fill(found, masks)
+        masked = [positions for positions in found if positions.is_masked]
+        stuck = [positions for positions in masked if not masks[positions.first].any()]
+        for positions in stuck:
+            failures.append(self._fail(positions.request, "the grammar allows nothing that the model could write here"))
+        told = [positions for positions in masked if positions not in stuck] if stuck else masked
+        return _message(record.step, told, masks), failures
+
+    def prune(self, live: Collection[Key]) -> None:
+        """Forget requests that are not among ``live``; does nothing while there are few of them."""
+        if len(self._constrained) >= self._prune_from:
+            self._constrained = {key: value for key, value in self._constrained.items() if key in live}
+            self._prune_from = max(64, 2 * len(self._constrained))
+
+    def _caught_up(self, request: Request) -> Reading | None:
+        """Its reading of all known tokens; None where the grammar does not allow one of them."""
+        constrained = self._constrained[request.client, request.request_id]
+        if constrained.answer is None:
+            constrained.answer = ConstrainedAnswer(constrained.grammar.matcher(), request, self._config)
+        return constrained.answer.reading if constrained.answer.catch_up(request) else None
+
+    def _fill(self, found: list[_Positions], masks: Masks) -> None:
+        """Draft by draft for all of them, so that those of one round are filled in parallel.
+
+        Behind a draft that the grammar refuses any mask will do: it is never accepted.
+        """
+        going, offset = found, 0
+        while going:
+            batch = [(p.reading.matcher, p.first + offset) for p in going if not p.reading.is_free]
+            if batch:
+                self._pool.backend().fill(batch, masks)
+            for positions in going:
+                positions.is_masked |= not positions.reading.is_free
+            going = [p for p in going if offset < len(p.drafts) and p.reading.read(p.drafts[offset])]
+            offset += 1
+        for positions in found:
+            if positions.drafts:
+                positions.reading.undo()
+
+    def _fail(self, request: Request, why: str) -> tuple[int, Fail]:
+        """What was built for its grammar may be at a limit, for all that share it: later requests begin anew."""
+        constrained = self._constrained.pop((request.client, request.request_id))
+        self._cache.discard(constrained.source)
+        return request.client, Fail(request.request_id, f"request_failed: {why}")
+
+
+def source_of(wanted: StructuredOutputs) -> Source:
+    """By what a compiled grammar is found again."""
+    match wanted.kind:
+        case "json":
+            return "json", str(wanted.json)
+        case "choice":
+            return "choice", json.dumps(wanted.choice)
+        case "json_object":
+            return "json_object", ""
+        case "regex":
+            return "regex", str(wanted.regex)
+        case _:
+            return "grammar", str(wanted.grammar)
+
+
+def _message(step: int, told: list[_Positions], masks: Masks) -> SampleInputs:
+    handles = [positions.request.handle for positions in told]
+    counts = [1 + len(positions.drafts) for positions in told]
+    if not told:
+        return SampleInputs(step, [], [])
+    if sum(counts) < len(masks):
+        rows = [
+            positions.first + offset for positions, count in zip(told, counts, strict=True) for offset in range(count)
+        ]
+        masks = masks[rows]
+    return SampleInputs(step, handles, counts, masks.reshape(-1))

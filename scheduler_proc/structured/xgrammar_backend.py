@@ -1,0 +1,143 @@
+"""Grammars by xgrammar, an extra: pushdown automata whose masks are mostly made while compiling, so that takes longer.
+
+JSON has no blanks but one after each comma and colon. Grammars are GBNF; Lark's notation is llguidance's alone.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.structured.backend import GrammarRefused, Masks
+from quire.scheduler_proc.structured.checks import check, is_gbnf
+
+CACHE_BYTES = 64 * 2**20
+MAX_ROLLBACK = 256
+"""Tokens that can be undone: the drafts of one step."""
+SEPARATORS = (", ", ": ")
+
+
+class XGrammarMatcher:
+    """One answer; ``inner`` is the library's."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def accept(self, token: int) -> bool:
+        return not self.inner.is_terminated() and bool(self.inner.accept_token(token))
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.inner.rollback(num_tokens)
+
+    @property
+    def is_done(self) -> bool:
+        """The end of the text was accepted: the library tells no earlier."""
+        return bool(self.inner.is_terminated())
+
+
+class XGrammarGrammar:
+    def __init__(self, compiled: Any, eos: list[int]) -> None:
+        self._compiled = compiled
+        self._eos = eos
+
+    def matcher(self) -> XGrammarMatcher:
+        return XGrammarMatcher(
+            xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=self._eos, max_rollback_tokens=MAX_ROLLBACK)
+        )
+
+
+class XGrammarBackend:
+    """Owns the compiler, and the tensor that the library fills: it takes none of numpy's."""
+
+    def __init__(self, tokenizer: dict[str, Any], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """
+        Args:
+            tokenizer: a ``tokenizer.json``.
+            vocab_size: width of the model's logits.
+        """
+        self._eos = list(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._ends = _mask_of(self._eos, vocab_size)
+        info = xgrammar.TokenizerInfo(
+            _spellings(tokenizer, vocab_size), _vocab_type(tokenizer), vocab_size=vocab_size, stop_token_ids=self._eos
+        )
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=2, cache_enabled=True, cache_limit_bytes=CACHE_BYTES
+        )
+        self._filled = xgrammar.allocate_token_bitmask(1, vocab_size)
+
+    def compile(self, wanted: StructuredOutputs) -> XGrammarGrammar:
+        check(wanted)
+        try:
+            grammar = XGrammarGrammar(self._compile(wanted), self._eos)
+            start = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+            grammar.matcher().inner.fill_next_token_bitmask(start, 0)
+        except GrammarRefused:
+            raise
+        except Exception as error:  # the library raises nothing narrower; what stands before "] " is its own affair
+            line = (str(error).strip() or "invalid").splitlines()[0].rpartition("] ")[2]
+            raise GrammarRefused(f"structured_outputs.{wanted.kind} cannot be used: {line}") from None
+        if not (start.numpy()[0] & ~self._ends).any():
+            raise GrammarRefused(f"structured_outputs.{wanted.kind} allows no text that the model could write")
+        return grammar
+
+    def fill(self, matchers: Sequence[tuple[Any, int]], masks: Masks) -> None:
+        for matcher, index in matchers:
+            if matcher.is_done:  # the library refuses to be asked
+                masks[index] = self._ends
+                continue
+            matcher.inner.fill_next_token_bitmask(self._filled, 0)
+            masks[index] = self._filled.numpy()[0]
+
+    def _compile(self, wanted: StructuredOutputs) -> Any:
+        compiler = self._compiler
+        match wanted.kind:
+            case "json" | "json_object":
+                schema = '{"type": "object"}' if wanted.json_object else str(wanted.json)
+                return compiler.compile_json_schema(
+                    "{}" if schema == "true" else schema, any_whitespace=False, separators=SEPARATORS
+                )
+            case "regex":
+                return compiler.compile_regex(str(wanted.regex))
+            case "choice":
+                choices = " | ".join(json.dumps(choice) for choice in wanted.choice or [])
+                return compiler.compile_grammar(f"root ::= {choices}")
+            case _:
+                if not is_gbnf(str(wanted.grammar)):
+                    raise GrammarRefused("this server takes grammars in GBNF (root ::= ...) only")
+                return compiler.compile_grammar(str(wanted.grammar))
+
+
+def _mask_of(tokens: Sequence[int], vocab_size: int) -> Masks:
+    """int32 ``[ceil(vocab_size / 32)]`` with the bits of ``tokens``."""
+    words = np.zeros((vocab_size + 31) // 32, np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words.view(np.int32)
+
+
+def _spellings(tokenizer: dict[str, Any], vocab_size: int) -> list[str]:
+    """Each id's token as the tokenizer's own vocabulary spells it; empty where there is none."""
+    vocabulary = tokenizer["model"]["vocab"]
+    spellings = [""] * vocab_size
+    named = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], i) for i, e in enumerate(vocabulary))
+    added = ((token["content"], token["id"]) for token in tokenizer.get("added_tokens", []))
+    for spelling, token_id in (*named, *added):
+        if token_id < vocab_size:
+            spellings[token_id] = spelling
+    return spellings
+
+
+def _vocab_type(tokenizer: dict[str, Any]) -> Any:
+    """How the vocabulary spells bytes that are no text, by the decoder that undoes it."""
+    decoder = tokenizer.get("decoder") or {}
+    kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
+    if "ByteLevel" in kinds:
+        return xgrammar.VocabType.BYTE_LEVEL
+    return xgrammar.VocabType.BYTE_FALLBACK if "ByteFallback" in kinds else xgrammar.VocabType.RAW
