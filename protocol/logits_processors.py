@@ -75,8 +75,9 @@ class BatchUpdate:
 class LogitsProcessor(ABC):
     """Changes the logits of some rows of a batch, before their tokens are sampled.
 
-    One instance serves the whole life of a worker. What it keeps per request, it keeps by row, and follows the batch
-    by ``update_state``.
+    What an instance keeps per request, it keeps by row, and follows the batch by ``update_state``. It should be a
+    function of what it was told and of the lists it was given, for it may be replaced: once one has raised, or returned
+    nonsense, a fresh one is told the whole batch as added, and each row is tried alone to find out whose request fails.
     """
 
     @classmethod  # noqa: B027  (by default there is nothing to refuse)
@@ -95,6 +96,9 @@ class LogitsProcessor(ABC):
     def apply(self, logits: Tensor) -> Tensor:
         """The logits to go on with; may be the same tensor, changed in place.
 
+        Called for each token that is sampled, and, where there are drafts, once per draft more: the answers have the
+        drafts before it meanwhile.
+
         Args:
             logits: float32 ``[batch_size, vocab_size]``, row ``i`` of the request in row ``i``. Rows that sample
                 nothing in this step are there too, and what becomes of them has no effect.
@@ -106,7 +110,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Before each ``apply``: how the batch changed; None where it did not."""
+        """How the batch changed; None where it did not. Before each ``apply``; a step that samples nothing has none."""
 
 
 def apply_update(
@@ -157,6 +161,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
         for row, process in self._requests.items():
             own = logits[row]
             new = process(own)
+            if new.shape != own.shape:
+                raise ValueError(f"a request's logits processor must keep the shape {tuple(own.shape)}")
             if new is not own:
                 logits[row] = new
         return logits

@@ -46,10 +46,10 @@ class BatchUpdateBuilder:
         return self.get_and_reset(0) is not None
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
-        """The update, which later changes here leave alone, or None when nothing changed. The builder is empty then."""
+        """The update, which nothing changes any more, or None when nothing happened. The builder is empty then."""
         update = None
         if self._removed or self.added or self.moved:
-            update = BatchUpdate(batch_size, self.removed, self.added, self.moved)
+            update = BatchUpdate(batch_size, tuple(self.removed), tuple(self.added), tuple(self.moved))
         self._removed, self.added, self.moved = [], [], []
         self._sorted = False
         return update

@@ -135,7 +135,7 @@ def test_a_row_freed_and_filled_again_is_an_addition_alone() -> None:
     """Seed 002 has it as a removal too; a processor would then clear what it has just been told."""
     update = three().change([2], [(make_new(9, [5]), [5])])
     assert update is not None
-    assert (update.removed, [(a.row, a.params.seed) for a in update.added], update.moved) == ([], [(1, 9)], [])
+    assert (update.removed, [(a.row, a.params.seed) for a in update.added], update.moved) == ((), [(1, 9)], ())
 
 
 def test_a_hole_is_closed_by_the_last_row() -> None:
@@ -143,15 +143,15 @@ def test_a_hole_is_closed_by_the_last_row() -> None:
     assert update is not None
     assert (update.batch_size, update.removed, update.added, update.moved) == (
         2,
-        [0],
-        [],
-        [(2, 0, MoveDirectionality.UNIDIRECTIONAL)],
+        (0,),
+        (),
+        ((2, 0, MoveDirectionality.UNIDIRECTIONAL),),
     )
 
 
 def test_holes_at_the_end_need_no_move() -> None:
     update = three().change([2, 3], [])
-    assert update is not None and (update.batch_size, update.removed, update.moved) == (1, [2, 1], [])
+    assert update is not None and (update.batch_size, update.removed, update.moved) == (1, (2, 1), ())
 
 
 def test_nothing_is_told_when_no_row_changed() -> None:
