@@ -10,8 +10,9 @@ the first ``top_k``; of those every token while the mass before it is below ``to
 whose scaled logit is at least ``log(min_p)``. The draw is the token that holds unit ``floor(noise * kept mass)``: in
 this order where the row has a top-k or a top-p, and in the order of the vocabulary where it has neither.
 
-That is what the engine's CPU sampler defines, to the rounding of its float32 probabilities: a token whose share of the
-sum ends within that rounding of ``top_p``, ``min_p`` or the noise may fall to the other side.
+So draw the reference, the GPU and the CPU's C++ (``cpu/sampling.cpp``): the same seed gives the same token. Their
+exponentials may differ in the last bits of a float32: a token whose share of the sum ends within that of ``top_p`` or
+the noise may fall to the other side.
 
 **Selection.** The k-th token, the last of top-p and the drawn one are each found by histograms, not by a sort: first by
 the scaled logit, 32 bins to the unit, and then three times by ever finer bits of its key, 1024 bins each, until a bin
@@ -50,27 +51,54 @@ def sample_reference(
 ) -> torch.Tensor:
     """What ``sample`` chooses, by a sort; int64 ``[num_rows]``. Rows that cannot be sampled are not looked at."""
     wide = logits.float()
-    rows, vocab = wide.shape
-    sampled = temperature > 0
-    scaled = (wide - wide.amax(-1, keepdim=True)) / torch.where(sampled, temperature, 1.0)[:, None]
+    masses, order = _kept_masses(_scaled(wide, temperature), top_k, top_p, min_p)
+    running = masses.cumsum(-1)
+    target = (noise * running[:, -1]).long().clamp(max=running[:, -1] - 1)
+    chosen = (running <= target[:, None]).sum(-1, keepdim=True).clamp(max=wide.shape[1] - 1)
+    best = (wide == wide.amax(-1, keepdim=True)).int().argmax(-1)
+    return torch.where(temperature > 0, order.gather(-1, chosen)[:, 0], best)
+
+
+def sampled_logits(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Float32 ``[num_rows, vocab]``, whose softmax is the distribution that ``sample`` draws from.
+
+    Scaled logits, minus infinity for what is never drawn. Rows with temperature 0 are as they were.
+    """
+    wide = logits.float()
+    scaled = _scaled(wide, temperature)
+    masses, order = _kept_masses(scaled, top_k, top_p, min_p)
+    drawn = torch.zeros_like(masses, dtype=torch.bool).scatter_(-1, order, masses > 0)
+    return torch.where((temperature > 0)[:, None], scaled.masked_fill(~drawn, -torch.inf), wide)
+
+
+def _scaled(wide: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Logits below the best one, over the temperature: however small that is, nothing overflows upwards."""
+    below = wide - wide.amax(-1, keepdim=True)
+    return below / torch.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def _kept_masses(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masses in the order of the draw, 0 for what the cuts leave out; and the tokens in that order."""
+    rows, vocab = scaled.shape
     masses = (scaled.exp() * 2.0**MASS_BITS).long()
+    rank = torch.arange(vocab, device=scaled.device)
     cut = (top_k > 0) | (top_p < 1)
-    bits = scaled.view(torch.int32)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    best_first = keys.sort(dim=-1, descending=True, stable=True).indices
-    order = torch.where(cut[:, None], best_first, torch.arange(vocab, device=logits.device).expand(rows, vocab))
+    order = rank.expand(rows, vocab)
+    if bool(cut.any()):
+        bits = scaled.view(torch.int32)
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        order = torch.where(cut[:, None], keys.sort(dim=-1, descending=True, stable=True).indices, order)
     ordered = masses.gather(-1, order)
-    rank = torch.arange(vocab, device=logits.device)
     ordered[(rank >= torch.where(top_k > 0, top_k, vocab)[:, None]) & cut[:, None]] = 0
     before = ordered.cumsum(-1) - ordered
     limit = top_p.double() * ordered.sum(-1)
-    ordered[(before >= limit[:, None]) & cut[:, None]] = 0
+    ordered[(before >= limit[:, None]) & (top_p < 1)[:, None]] = 0
     ordered[scaled.gather(-1, order) < min_p.log()[:, None]] = 0
-    running = ordered.cumsum(-1)
-    target = (noise * running[:, -1]).long().clamp(max=running[:, -1] - 1)
-    chosen = (running <= target[:, None]).sum(-1, keepdim=True).clamp(max=vocab - 1)
-    best = (wide == wide.amax(-1, keepdim=True)).int().argmax(-1)
-    return torch.where(sampled, order.gather(-1, chosen)[:, 0], best)
+    return ordered, order
 
 
 def sample(

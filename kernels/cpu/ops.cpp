@@ -1,6 +1,7 @@
 // The element-wise steps between a decoder's matrix products: norms and gates. A row's bits depend on that row alone.
 
 #include "common.h"
+#include "exp.h"
 #include "pool.h"
 
 using namespace quire;
@@ -25,27 +26,6 @@ QUIRE_INLINE void store_some(T* to, vfloat x, int count) {
     float lanes[VF];
     store(lanes, x);
     for (int i = 0; i < count; i++) store_float(to + i, lanes[i]);
-}
-
-// e^x within 2 units in the last place; 0 below -104, infinity above 88.72, NaN stays. The polynomial is Cephes' expf,
-// over the remainder after a multiple of ln 2 that is subtracted in two parts.
-QUIRE_INLINE vfloat exp_of(vfloat x) {
-    const vfloat low = splat(-104.f), high = splat(88.8f);
-    x = x < low ? low : x;
-    x = x > high ? high : x;
-    const vfloat magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    const vfloat n = multiply_add(x, splat(1.44269504f), magic) - magic;
-    const vfloat r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
-    vfloat p = splat(1.9875691500e-4f);
-    p = multiply_add(p, r, 1.3981999507e-3f);
-    p = multiply_add(p, r, 8.3334519073e-3f);
-    p = multiply_add(p, r, 4.1665795894e-2f);
-    p = multiply_add(p, r, 1.6666665459e-1f);
-    p = multiply_add(p, r, 5.0000001201e-1f);
-    p = multiply_add(p, r * r, r) + 1.f;
-    // 2^n in two factors: one would leave float32's range before the product does.
-    const vint whole = __builtin_convertvector(n, vint), half = whole >> 1;
-    return p * (vfloat)((half + 127) << 23) * (vfloat)((whole - half + 127) << 23);
 }
 
 enum Activation { SILU, GELU, GELU_TANH, SWIGLU_OAI };  // as in kernels/gated_activation.py

@@ -1,31 +1,28 @@
 """Log probabilities of given tokens and of the best ones."""
 
-from dataclasses import dataclass
-
 import torch
 
+from quire.kernels.cpu.logits import native_logits
+from quire.kernels.sampling_logprobs import TopLogprobs, top_logprobs
 
-@dataclass(slots=True)
-class TokenLogprobs:
-    """Of some positions: ``[num_positions, width]``, the given token first, then the best ones in falling order.
 
-    ``ranks``: int64 ``[num_positions]`` of the given token, from 1.
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) -> TopLogprobs:
+    """Of each row of float32 ``logits`` ``[n, vocab]``, for its token of int64 ``tokens`` ``[n]``.
+
+    On a GPU by Triton, on a CPU by the native library, or torch where there is none.
     """
+    num_best = min(num_best, logits.shape[-1])
+    if not logits.is_cpu:
+        return top_logprobs(logits, tokens, num_best)
+    native = native_logits()
+    return _by_torch(logits, tokens, num_best) if native is None else native.top_logprobs(logits, tokens, num_best)
 
-    token_ids: torch.Tensor
-    values: torch.Tensor
-    ranks: torch.Tensor
 
-
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) -> TokenLogprobs:
-    """Of each row of float32 ``logits`` ``[n, vocab]``, for its token of int64 ``tokens`` ``[n]``."""
-    all_values = torch.log_softmax(logits, dim=-1)
+def _by_torch(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) -> TopLogprobs:
     given = tokens[:, None]
-    value = all_values.gather(-1, given)
-    values, token_ids = best(all_values, min(num_best, all_values.shape[-1]))
-    return TokenLogprobs(
-        torch.cat([given, token_ids], dim=-1), torch.cat([value, values], dim=-1), (all_values > value).sum(dim=-1) + 1
-    )
+    token_ids = torch.cat([given, best(logits + 0.0, num_best)[1]], dim=-1)  # -0.0 + 0.0 is 0.0: both zeros are equal
+    values = torch.log_softmax(logits, dim=-1).gather(-1, token_ids)
+    return TopLogprobs(token_ids, values, (logits > logits.gather(-1, given)).sum(dim=-1) + 1)
 
 
 def best(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

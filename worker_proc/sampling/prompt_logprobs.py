@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.kernels.sampling_logprobs import TopLogprobs
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.sampling.logprobs import TokenLogprobs, token_logprobs
+from quire.worker_proc.sampling.logprobs import token_logprobs
 from quire.worker_proc.step_inputs import StepInputs
 
 SLICE = 256
@@ -21,7 +22,7 @@ class PromptRows:
     handles: list[int]
     starts: list[int]
     counts: list[int]
-    logprobs: TokenLogprobs
+    logprobs: TopLogprobs
 
 
 def prompt_logprobs(model: Decoder, hidden: torch.Tensor, inputs: StepInputs, batch: InputBatch) -> PromptRows | None:
@@ -51,7 +52,7 @@ def prompt_logprobs(model: Decoder, hidden: torch.Tensor, inputs: StepInputs, ba
         handles=batch.handles[own_rows[begins]].tolist(),
         starts=own_positions[begins].tolist(),
         counts=np.diff(np.append(begins, len(own_rows))).tolist(),
-        logprobs=TokenLogprobs(
+        logprobs=TopLogprobs(
             torch.cat([part.token_ids for part in parts]),
             torch.cat([part.values for part in parts]),
             torch.cat([part.ranks for part in parts]),

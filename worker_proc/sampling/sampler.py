@@ -1,26 +1,28 @@
-"""Chooses one token per row: greedy, or temperature, then top-k, then top-p, then min-p.
+"""Chooses one token per position: processors first; then greedily, or by temperature, top-k, top-p and min-p, in turn.
 
-Sampling is by inverse distribution function: one uniform number per token (``noise.py``) against the running sum of
-probabilities. Rows that need a sorted distribution are sorted; the others never are.
+Sampling is by inverse distribution function, with one uniform number per token (``noise.py``), as
+``quire.kernels.sampling`` defines it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from quire.kernels.sampling import sampled_logits
+from quire.kernels.sampling_logprobs import TopLogprobs
 from quire.protocol.config import EngineConfig
 from quire.protocol.logits_processors import BatchUpdate
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.accept import Accepted
-from quire.worker_proc.sampling.logprobs import TokenLogprobs, best, token_logprobs
-from quire.worker_proc.sampling.noise import uniform
-from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.draw import Draw, make_draw
+from quire.worker_proc.sampling.logprobs import token_logprobs
+from quire.worker_proc.sampling.positions import Ints, SampledPositions
+from quire.worker_proc.sampling.processors import LogitsProcessors
 from quire.worker_proc.sampling.token_masks import TokenMasks
+from quire.worker_proc.transfer import Transfer
 
-Rows = npt.NDArray[np.int64]
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From the sampled tokens and what they were drawn from (``Sampler.probabilities``) to those that are taken."""
 
@@ -30,7 +32,7 @@ class SampledLogprobs:
     """Of those positions that asked: ``at`` are indices into the sampled ones."""
 
     at: list[int]
-    logprobs: TokenLogprobs
+    logprobs: TopLogprobs
 
 
 @dataclass(slots=True)
@@ -50,24 +52,33 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class _SamplePlan:
-    """How the sampled rows split; indices are into them. Kept while neither rows nor their order change."""
+class _Asked:
+    """What any row of the batch asks for, so that a step without it pays for one look at a flag."""
 
-    rows: Rows
-    plain: Rows
-    sorted: Rows
-    with_logprobs: Rows
-    num_logprobs: int
+    cuts: bool
+    logprobs: bool
+
+    @classmethod
+    def of(cls, batch: InputBatch, rows: Ints | slice) -> "_Asked":
+        cut = (batch.top_k[rows] > 0) | (batch.top_p[rows] < 1)
+        return cls(bool((cut & (batch.temperature[rows] > 0)).any()), bool((batch.num_logprobs[rows] >= 0).any()))
 
 
 class Sampler:
-    """Reads the batch's sampling columns; keeps no state of a request but what ``_plan`` derives from them."""
+    """Reads the batch's sampling columns; keeps no state of a request but what is derived from them.
 
-    def __init__(self, batch: InputBatch, config: EngineConfig, device: torch.device) -> None:
+    Attributes:
+        processors: what changes logits before they are sampled.
+    """
+
+    def __init__(self, batch: InputBatch, config: EngineConfig, device: torch.device, draw: Draw | None = None) -> None:
+        """``draw``: another than the device's own."""
         self._batch = batch
-        self._config = config
-        self._device = device
-        self._plan: _SamplePlan | None = None
+        self._raw_logprobs = config.logprobs_mode == "raw_logprobs"
+        self._transfer = Transfer(device)
+        self._draw = make_draw(batch, device) if draw is None else draw
+        self.processors = LogitsProcessors(config, batch, device)
+        self._asked: _Asked | None = None
 
     @property
     def needs_history(self) -> bool:
@@ -76,17 +87,27 @@ class Sampler:
 
     def reset(self) -> None:
         """The batch is empty, whatever updates were not told."""
-        self._plan = None
+        self._forget()
+        self.processors.reset()
 
     def update_state(self, update: BatchUpdate | None) -> None:
         """Rows changed: what was derived from them is stale."""
         if update is not None:
-            self._plan = None
+            self._forget()
+        self.processors.update_state(update)
 
-    def is_plain(self, rows: Rows) -> bool:
+    def _forget(self) -> None:
+        self._asked = None
+        self._draw.rows_changed()
+
+    def is_plain(self, rows: Ints) -> bool:
         """Whether all of ``rows`` sample greedily, or by temperature and min-p alone: what a device can do unaided."""
-        plan = self._plan_for(rows)
-        return not len(plan.sorted) and not len(plan.with_logprobs)
+        if self.processors.active:
+            return False
+        asked = self._asked_by_any()
+        if asked.cuts or asked.logprobs:
+            asked = _Asked.of(self._batch, rows)
+        return not asked.cuts and not asked.logprobs
 
     def sample(
         self,
@@ -98,113 +119,94 @@ class Sampler:
         """A token for each of ``positions``, as if the drafts before it were part of the answer.
 
         Args:
-            logits: float32 ``[len(positions), vocab]``; not changed.
+            logits: contiguous float32 ``[len(positions), vocab]``; afterwards as the processors have left them.
             masks: what grammars allow.
             choose: has the last word on the tokens.
         """
-        rows = positions.rows
-        plan = self._plan_for(rows)
-        best_values, tokens = logits.max(dim=-1)
-        if len(plan.plain) or len(plan.sorted):
-            noise = uniform(self._batch.seed[rows], self._batch.num_known[rows] + positions.offsets)
-            if len(plan.plain):
-                tokens[plan.plain] = self._sample_plain(logits, plan, noise)
-            if len(plan.sorted):
-                tokens[plan.sorted] = self._sample_sorted(logits, plan, noise)
+        processors = self.processors
+        edited = masks is not None or processors.active
+        asking = self._asking(positions)
+        raw = asking.logits_now(logits, edited=edited) if asking is not None and self._raw_logprobs else None
+        model_bad, failed = None, []
+        if edited:
+            model_bad = self._draw.bad(logits)
+            failed = processors.apply(logits, positions, masks)
+        if processors.has_argmax_invariant:
+            failed = failed + self._scale(logits, positions)
+        tokens, bad = self._draw.draw(logits, positions, is_scaled=processors.has_argmax_invariant)
         if choose is not None:
-            tokens = choose(tokens, self.probabilities(logits, positions, masks))
-        return Sampled(tokens, ~torch.isfinite(best_values), self._logprobs(logits, tokens, plan))
+            tokens = choose(tokens, self.probabilities(logits, positions))
+        told = None
+        if asking is not None:
+            source = self._drawn_from(logits[asking.index], positions.rows[asking.at]) if raw is None else raw
+            told = SampledLogprobs(asking.at.tolist(), token_logprobs(source, tokens[asking.index], asking.num_best))
+        return Sampled(tokens, bad if model_bad is None else model_bad, told, failed)
 
-    def probabilities(
-        self, logits: torch.Tensor, positions: SampledPositions, masks: TokenMasks | None = None
-    ) -> torch.Tensor:
-        """What ``sample`` draws from: float32 ``[len(positions), vocab]``, of any sum; one token if greedy."""
-        plan = self._plan_for(positions.rows)
-        found = torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-        if len(plan.plain):
-            found[plan.plain] = self._plain_probs(logits, plan)
-        if len(plan.sorted):
-            probs, order = self._sorted_probs(logits, plan)
-            found[plan.sorted] = torch.zeros_like(logits[plan.sorted]).scatter_(-1, order, probs)
-        return found
+    def probabilities(self, logits: torch.Tensor, positions: SampledPositions) -> torch.Tensor:
+        """What ``sample`` drew from: float32 ``[len(positions), vocab]``, of any sum; one token if greedy.
+
+        ``logits``: as ``sample`` has left them.
+        """
+        greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        (is_random,) = self._transfer(self._batch.temperature[positions.rows] > 0)
+        drawn = torch.softmax(self._drawn_from(logits, positions.rows), dim=-1)
+        return torch.where(is_random[:, None], drawn, greedy)
 
     def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
         """What became of the last ``sample``: all of its tokens are the rows' (None), or those that were ``accepted``.
 
         ``tokens``: int64 on the device, as ``sample`` gave them.
         """
+        self.processors.accepted(positions, tokens, accepted)
 
-    def _plan_for(self, rows: Rows) -> _SamplePlan:
-        plan = self._plan
-        if plan is not None and np.array_equal(plan.rows, rows):
-            return plan
-        batch = self._batch
-        random = batch.temperature[rows] > 0
-        cut = (batch.top_k[rows] > 0) | (batch.top_p[rows] < 1)
-        asked = batch.num_logprobs[rows]
-        self._plan = _SamplePlan(
-            rows=rows,
-            plain=np.flatnonzero(random & ~cut),
-            sorted=np.flatnonzero(random & cut),
-            with_logprobs=np.flatnonzero(asked >= 0),
-            num_logprobs=int(asked.max(initial=0)),
-        )
-        return self._plan
+    def _asked_by_any(self) -> _Asked:
+        if self._asked is None:
+            self._asked = _Asked.of(self._batch, slice(self._batch.num_rows))
+        return self._asked
 
-    def _scaled(self, logits: torch.Tensor, plan: _SamplePlan, which: Rows) -> torch.Tensor:
-        """Logits below the best one, over the temperature: however small that is, nothing overflows upwards."""
-        temperature = self._tensor(self._batch.temperature[plan.rows[which]], logits)
-        own = logits[which]
-        return own.sub_(own.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
-
-    def _sample_plain(self, logits: torch.Tensor, plan: _SamplePlan, noise: npt.NDArray[np.float64]) -> torch.Tensor:
-        return _draw(self._plain_probs(logits, plan), self._tensor(noise[plan.plain], logits))
-
-    def _plain_probs(self, logits: torch.Tensor, plan: _SamplePlan) -> torch.Tensor:
-        probs = torch.softmax(self._scaled(logits, plan, plan.plain), dim=-1)
-        min_p = self._batch.min_p[plan.rows[plan.plain]]
-        if min_p.any():
-            floor = probs.amax(dim=-1, keepdim=True) * self._tensor(min_p, logits)[:, None]
-            probs = probs.masked_fill(probs < floor, 0.0)
-        return probs
-
-    def _sample_sorted(self, logits: torch.Tensor, plan: _SamplePlan, noise: npt.NDArray[np.float64]) -> torch.Tensor:
-        probs, order = self._sorted_probs(logits, plan)
-        chosen = _draw(probs, self._tensor(noise[plan.sorted], logits))
-        return order.gather(-1, chosen[:, None])[:, 0]
-
-    def _sorted_probs(self, logits: torch.Tensor, plan: _SamplePlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities in falling order, and the tokens that they are of."""
-        rows = plan.rows[plan.sorted]
-        scaled = self._scaled(logits, plan, plan.sorted)
-        vocab = scaled.shape[-1]
-        top_k = np.where(self._batch.top_k[rows] > 0, np.minimum(self._batch.top_k[rows], vocab), vocab)
-        values, order = best(scaled, int(top_k.max()))
-        rank = torch.arange(values.shape[-1], device=logits.device)
-        values = values.masked_fill(rank >= self._tensor(top_k, logits)[:, None], -torch.inf)
-        probs = torch.softmax(values, dim=-1)
-        # A token stays while the mass before it is below top_p, so that the best one always does.
-        before = probs.cumsum(dim=-1) - probs
-        probs = probs.masked_fill(before >= self._tensor(self._batch.top_p[rows], logits)[:, None], 0.0)
-        floor = probs[:, :1] * self._tensor(self._batch.min_p[rows], logits)[:, None]
-        return probs.masked_fill(probs < floor, 0.0), order
-
-    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, plan: _SamplePlan) -> SampledLogprobs | None:
-        at = plan.with_logprobs
-        if not len(at):
+    def _asking(self, positions: SampledPositions) -> "_Asking | None":
+        if not self._asked_by_any().logprobs:
             return None
-        return SampledLogprobs(at.tolist(), token_logprobs(logits[at], tokens[at], plan.num_logprobs))
+        asked = self._batch.num_logprobs[positions.rows]
+        at = np.flatnonzero(asked >= 0)
+        return _Asking(at, self._transfer(at)[0], int(asked.max())) if len(at) else None
 
-    @staticmethod
-    def _tensor(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(array).to(like.device)
+    def _scale(self, logits: torch.Tensor, positions: SampledPositions) -> list[tuple[int, str]]:
+        """Put the temperature, and plugins that come between it and the cuts, to rows that are not greedy.
+
+        Plugins see logits below the best one, over the temperature: however small that is, they are finite.
+        """
+        temperature = self._batch.temperature[positions.rows]
+        at = np.flatnonzero(temperature > 0)
+        random, heat = self._transfer(at, temperature[at])
+        own = logits[random]
+        own.sub_(own.amax(dim=-1, keepdim=True)).div_(heat[:, None])
+        those = SampledPositions(positions.rows[at], positions.offsets[at], positions.drafts[at])
+        failed = self.processors.apply_argmax_invariant(own, those)
+        logits[random] = own
+        return [(int(at[place]), why) for place, why in failed]
+
+    def _drawn_from(self, logits: torch.Tensor, rows: Ints) -> torch.Tensor:
+        """Logits of the distribution that tokens of ``rows`` were drawn from, one row each; of greedy ones, as edited.
+
+        ``logits``: of these rows, as ``sample`` has left them.
+        """
+        batch = self._batch
+        temperature = batch.temperature[rows]
+        if self.processors.has_argmax_invariant:
+            temperature = (temperature > 0).astype(np.float32)
+        columns = self._transfer(temperature, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
+        return sampled_logits(logits, *columns)
 
 
-def _draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """The first index at which the running sum of ``probs`` ``[rows, n]`` passes ``noise`` of its total."""
-    running = probs.cumsum(dim=-1, dtype=torch.float64)
-    target = noise[:, None] * running[:, -1:]
-    index = torch.searchsorted(running, target, right=True)[:, 0]
-    # Rounding may put the target at the very end, behind trailing zeros: take the last index that has any mass.
-    last = (running < running[:, -1:]).sum(dim=-1)
-    return torch.minimum(index, last)
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """Positions that ask for log probabilities: int64 on the host, and on the device; and of how many best tokens."""
+
+    at: Ints
+    index: torch.Tensor
+    num_best: int
+
+    def logits_now(self, logits: torch.Tensor, *, edited: bool) -> torch.Tensor:
+        """Their logits, which stay as they are where ``logits`` are ``edited`` afterwards."""
+        return logits if len(self.at) == len(logits) and not edited else logits[self.index]

@@ -1,0 +1,100 @@
+// What is asked of rows of logits besides a token: whether they are finite, and log probabilities.
+
+#include <cmath>
+
+#include "common.h"
+#include "exp.h"
+#include "pool.h"
+#include "row_scan.h"
+
+using namespace quire;
+
+namespace {
+
+// Logits; with fewer, waking the other threads costs more than they save.
+constexpr long SCAN_THREADS_FROM = 1 << 17, LOGPROB_THREADS_FROM = 1 << 15;
+constexpr long CHUNK = 1024;  // terms that are added in float32, lane by lane, before float64 takes over
+
+template <class Body>
+void for_rows(long rows, long width, long threads_from, Body&& body) {
+    parallel_runs(rows, rows * width > threads_from ? max_threads() : 1, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) body(row);
+    });
+}
+
+double log_sum_exp(const float* row, long vocab, float best) {
+    double sum = 0;
+    for (long start = 0; start < vocab; start += CHUNK) {
+        const long end = std::min(start + CHUNK, vocab);
+        vfloat lanes{};
+        for (long i = start; i < end; i += VF) lanes += exp_of(load_logits(row + i, end - i) - best);
+        sum += sum_lanes(lanes);
+    }
+    return double(best) + std::log(sum);
+}
+
+long count_above(const float* row, long vocab, float value) {
+    long above = 0;
+    for (long start = 0; start < vocab; start += CHUNK) {
+        const long end = std::min(start + CHUNK, vocab);
+        vint lanes{};
+        for (long i = start; i < end; i += VF) lanes -= load_logits(row + i, end - i) > value;
+        for (int i = 0; i < VF; i++) above += lanes[i];
+    }
+    return above;
+}
+
+// Ascending: the better logit first, of equals the lower token.
+uint64_t key_of(float x, long token) {
+    int32_t bits;
+    x += 0.f;  // both zeros are equal
+    std::memcpy(&bits, &x, 4);
+    const int32_t ordered = bits ^ ((bits >> 31) & 0x7fffffff);
+    return uint64_t(0x7fffffffu - uint32_t(ordered)) << 32 | uint64_t(token);
+}
+
+// One thread's memory, used again for every row.
+struct Ranking {
+    RowScan scan;
+    std::vector<uint64_t> keys;
+
+    // The `count` best tokens. Where a NaN hides some of them, 0 stands for these.
+    void best(const float* row, long count, int64_t* tokens) {
+        keys.clear();
+        scan.for_each_from(scan.reached_by(count), [&](long token) {
+            keys.push_back(key_of(row[token], token));
+            return false;
+        });
+        const long there = std::min(count, long(keys.size()));
+        std::partial_sort(keys.begin(), keys.begin() + there, keys.end());
+        for (long i = 0; i < count; i++) tokens[i] = i < there ? int64_t(uint32_t(keys[size_t(i)])) : 0;
+    }
+};
+
+}  // namespace
+
+// bad[r]: row r's best logit is not finite.
+QUIRE_API void quire_bad_rows(const float* logits, long stride, long rows, long vocab, uint8_t* bad) {
+    for_rows(rows, vocab, SCAN_THREADS_FROM, [&](int64_t row) {
+        static thread_local RowScan scan;
+        scan.read(logits + row * stride, vocab);
+        bad[row] = !scan.usable();
+    });
+}
+
+// ids and values: [rows][1 + n]: the given token of each row, which must exist, then its n best, n <= vocab. ranks: 1
+// and how many logits are above the given token's.
+QUIRE_API void quire_top_logprobs(const float* logits, long stride, long rows, long vocab, const int64_t* given, long n,
+                                  int64_t* ids, float* values, int64_t* ranks) {
+    for_rows(rows, vocab, LOGPROB_THREADS_FROM, [&](int64_t r) {
+        static thread_local Ranking ranking;
+        const float* row = logits + r * stride;
+        int64_t* own_ids = ids + r * (n + 1);
+        ranking.scan.read(row, vocab);
+        own_ids[0] = given[r];
+        if (n > 0) ranking.best(row, n, own_ids + 1);
+        const double all = log_sum_exp(row, vocab, ranking.scan.best);
+        for (long i = 0; i <= n; i++) values[r * (n + 1) + i] = float(double(row[own_ids[i]]) - all);
+        ranks[r] = 1 + count_above(row, vocab, row[given[r]]);
+    });
+}

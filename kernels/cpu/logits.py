@@ -1,0 +1,75 @@
+"""Whether rows of logits are finite, and log probabilities, by the native library: the checked launcher.
+
+``kernels.sampling_stats`` and ``kernels.sampling_logprobs`` write down what is computed; the tolerances there hold.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from quire.kernels.checks import check_tensor
+from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.sampling import check_logits_cpu
+from quire.kernels.sampling_logprobs import TopLogprobs
+
+
+class CpuLogits:
+    """The library's functions on rows of logits, looked up once."""
+
+    def __init__(self, native: Native) -> None:
+        pointer, long = ctypes.c_void_p, ctypes.c_long
+        rows = (pointer, long, long, long)
+        self._bad_rows = native.function("quire_bad_rows", *rows, pointer)
+        self._logprobs = native.function("quire_top_logprobs", *rows, pointer, long, pointer, pointer, pointer)
+
+    def bad(self, logits: torch.Tensor) -> torch.Tensor:
+        """Bool ``[num_rows]``: whether the best of each row of float32 ``[num_rows, vocab]`` is not finite.
+
+        Raises:
+            ValueError: ``logits`` is not such a tensor.
+        """
+        num_rows, vocab = check_logits_cpu(logits)
+        bad = torch.empty(num_rows, dtype=torch.bool)
+        self._bad_rows(logits.data_ptr(), logits.stride(0), num_rows, vocab, bad.data_ptr())
+        return bad
+
+    def top_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
+        """As ``kernels.sampling_logprobs.top_logprobs``, of float32, for any ``n`` up to the vocabulary.
+
+        Raises:
+            ValueError: a tensor does not have the shape, dtype or place there, a token does not exist, or ``n`` is
+                out of its range.
+        """
+        num_rows, vocab = check_logits_cpu(logits)
+        check_tensor("tokens", tokens, {"num_rows": num_rows}, (torch.int64,), logits.device)
+        if not 0 <= n <= vocab:
+            raise ValueError(f"n: {n} of {vocab} tokens, expected 0 to {vocab}")
+        if num_rows and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+            raise ValueError(f"tokens: one is not of the vocabulary of {vocab}")
+        ids = torch.empty(num_rows, 1 + n, dtype=torch.int64)
+        values = torch.empty(num_rows, 1 + n, dtype=torch.float32)
+        ranks = torch.empty(num_rows, dtype=torch.int64)
+        self._logprobs(
+            logits.data_ptr(),
+            logits.stride(0),
+            num_rows,
+            vocab,
+            tokens.data_ptr(),
+            n,
+            ids.data_ptr(),
+            values.data_ptr(),
+            ranks.data_ptr(),
+        )
+        return TopLogprobs(ids, values, ranks)
+
+
+def native_logits() -> CpuLogits | None:
+    """None where there is no native library (``load_native`` says why)."""
+    native = load_native()
+    return None if native is None else _logits_of(native)
+
+
+@functools.cache
+def _logits_of(native: Native) -> CpuLogits:
+    return CpuLogits(native)

@@ -1,0 +1,199 @@
+"""Who draws the tokens: the native library on a CPU, torch where there is none, Triton on a GPU.
+
+All three draw by ``quire.kernels.sampling``, so that a seed gives the same token on each.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from quire.kernels.cpu.logits import CpuLogits
+from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.sampling import CpuSampling, SamplingColumns
+from quire.kernels.sampling import sample, sample_reference
+from quire.kernels.sampling_noise import uniform as uniform_on_device
+from quire.kernels.sampling_stats import row_statistics
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.noise import uniform
+from quire.worker_proc.sampling.positions import Ints, SampledPositions
+from quire.worker_proc.transfer import Transfer
+
+
+class Draw(Protocol):
+    """Draws by the batch's columns; the noise is that of each position's seed and place."""
+
+    def draw(
+        self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens, int64 ``[len(positions)]``, and where the best logit is not finite, bool.
+
+        Args:
+            logits: float32 ``[len(positions), vocab]``, not changed.
+            is_scaled: those of rows with a temperature are divided by it already.
+        """
+        ...
+
+    def bad(self, logits: torch.Tensor) -> torch.Tensor:
+        """Bool, one per row: whether its best logit is not finite."""
+        ...
+
+    def rows_changed(self) -> None:
+        """What was derived from the rows is stale."""
+        ...
+
+
+def make_draw(batch: InputBatch, device: torch.device) -> Draw:
+    if device.type != "cpu":
+        return TritonDraw(batch, device)
+    native = load_native()
+    return TorchDraw(batch) if native is None else NativeDraw(batch, native)
+
+
+class NativeDraw:
+    """Reads the batch's columns where they lie: nothing is gathered, and nothing is kept."""
+
+    def __init__(self, batch: InputBatch, native: Native) -> None:
+        self._batch = batch
+        self._one_or_greedy = np.zeros_like(batch.temperature)
+        self._by_temperature = CpuSampling(native, self._columns(batch.temperature))
+        self._by_one = CpuSampling(native, self._columns(self._one_or_greedy))
+        self._logits = CpuLogits(native)
+
+    def _columns(self, temperature: np.ndarray[tuple[int], np.dtype[np.float32]]) -> SamplingColumns:
+        batch = self._batch
+        columns = (batch.seed, batch.num_known, temperature, batch.top_k, batch.top_p, batch.min_p)
+        return SamplingColumns(*(torch.from_numpy(column) for column in columns))
+
+    def draw(
+        self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sampler = self._by_temperature
+        if is_scaled:
+            self._one_or_greedy[:] = self._batch.temperature > 0
+            sampler = self._by_one
+        return sampler.sample(logits, torch.from_numpy(positions.rows), torch.from_numpy(positions.offsets))
+
+    def bad(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._logits.bad(logits)
+
+    def rows_changed(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class RowParameters:
+    """The columns of some positions' rows, on the device, as ``quire.kernels.sampling.sample`` takes them.
+
+    Attributes:
+        rows: int64 ``[num_positions]`` on the host, of which they are.
+        ones: as ``temperature``, with 1 for all that is not greedy.
+    """
+
+    rows: Ints
+    seeds: torch.Tensor
+    temperature: torch.Tensor
+    ones: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    any_top_k: bool
+    any_top_p: bool
+
+    @classmethod
+    def of(cls, batch: InputBatch, rows: Ints, transfer: Transfer) -> "RowParameters":
+        temperature, top_k, top_p = batch.temperature[rows], batch.top_k[rows], batch.top_p[rows]
+        random = temperature > 0
+        host = (
+            batch.seed[rows].view(np.int64),
+            temperature,
+            random.astype(np.float32),
+            top_k,
+            top_p,
+            batch.min_p[rows],
+        )
+        seeds, heat, ones, counts, shares, floors = transfer(*host)
+        any_top_k, any_top_p = bool((top_k[random] > 0).any()), bool((top_p[random] < 1).any())
+        return cls(rows, seeds, heat, ones, counts, shares, floors, any_top_k, any_top_p)
+
+    def cuts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.top_k, self.top_p, self.min_p
+
+
+class KeptParameters:
+    """The parameters of the newest positions: rows that are sampled step after step are gathered once."""
+
+    def __init__(self, batch: InputBatch, device: torch.device) -> None:
+        self._batch, self.transfer = batch, Transfer(device)
+        self._kept: RowParameters | None = None
+
+    def forget(self) -> None:
+        self._kept = None
+
+    def of(self, rows: Ints) -> RowParameters:
+        if self._kept is None or not np.array_equal(self._kept.rows, rows):
+            self._kept = RowParameters.of(self._batch, rows, self.transfer)
+        return self._kept
+
+
+class TorchDraw:
+    """Sorts the rows with a top-k or a top-p, and only those."""
+
+    def __init__(self, batch: InputBatch) -> None:
+        self._batch = batch
+        self._parameters = KeptParameters(batch, torch.device("cpu"))
+
+    def draw(
+        self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parameters = self._parameters.of(positions.rows)
+        temperature = parameters.ones if is_scaled else parameters.temperature
+        best_values, tokens = logits.max(dim=-1)
+        bad = ~best_values.isfinite()
+        random = (temperature > 0) & ~bad
+        if bool(random.any()):
+            batch, rows = self._batch, positions.rows
+            noise = torch.from_numpy(uniform(batch.seed[rows], batch.num_known[rows] + positions.offsets))
+            cut = (parameters.top_k > 0) | (parameters.top_p < 1)
+            for which in (random & cut, random & ~cut):
+                columns = (column[which] for column in (noise, temperature, *parameters.cuts()))
+                tokens[which] = sample_reference(logits[which], *columns)
+        return tokens, bad
+
+    def bad(self, logits: torch.Tensor) -> torch.Tensor:
+        return ~logits.amax(dim=-1).isfinite()
+
+    def rows_changed(self) -> None:
+        self._parameters.forget()
+
+
+class TritonDraw:
+    """No sort, no wait for the device; a step sends its places, and parameters where rows changed."""
+
+    def __init__(self, batch: InputBatch, device: torch.device) -> None:
+        self._batch = batch
+        self._parameters = KeptParameters(batch, device)
+
+    def draw(
+        self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parameters = self._parameters.of(positions.rows)
+        (places,) = self._parameters.transfer(self._batch.num_known[positions.rows] + positions.offsets)
+        statistics = row_statistics(logits)
+        tokens = sample(
+            logits,
+            uniform_on_device(parameters.seeds, places),
+            parameters.ones if is_scaled else parameters.temperature,
+            *parameters.cuts(),
+            any_top_k=parameters.any_top_k,
+            any_top_p=parameters.any_top_p,
+            statistics=statistics,
+        )
+        return tokens, statistics.bad
+
+    def bad(self, logits: torch.Tensor) -> torch.Tensor:
+        return row_statistics(logits).bad
+
+    def rows_changed(self) -> None:
+        self._parameters.forget()
