@@ -148,6 +148,9 @@ def _add_sampling_options(parser: _Parser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="0: all (0)")
     parser.add_argument("--sampling-seed", "--seed", dest="sampling_seed", type=int, help="same seed, same text")
     parser.add_argument("--stop", action="append", default=[], help="string that ends the answer; may be repeated")
+    parser.add_argument("--json-schema", type=Path, metavar="FILE", help="the answer is JSON by this schema")
+    parser.add_argument("--regex", help="the answer is text that this regular expression matches")
+    parser.add_argument("--thinking-token-budget", type=int, metavar="N", help="most tokens of thinking (no limit)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
@@ -175,7 +178,9 @@ def _argument(kind: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if get_origin(kind) is list:
-        return {"nargs": "+", "metavar": "NAME"}
+        return {"nargs": "+", "action": "extend", "metavar": "NAME"}
+    if get_origin(kind) is dict:
+        return {"type": str, "metavar": "JSON"}  # the options read it
     return {"type": kind, "metavar": {"int": "N", "float": "X", "str": "NAME"}[kind.__name__]}
 
 

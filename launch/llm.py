@@ -27,6 +27,7 @@ from quire.launch.request_output import EngineStatistics, RequestOutput
 from quire.launch.supervisor import START_DEADLINE, Supervisor
 from quire.launch.text_in import ChatOptions, TextIn
 from quire.launch.text_out import TokenTexts
+from quire.protocol import plugins
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.messages import Control, Statistics
@@ -38,7 +39,8 @@ PromptInput = str | list[int] | Mapping[str, Any]
 class LLM:
     """An engine of its own: starts a scheduler and a worker process, and ends them with ``close`` or ``with``.
 
-    Keyword arguments are the flags of ``quire serve`` with underscores. Usable from several threads, one at a time.
+    Keyword arguments are the flags of ``quire serve`` with underscores; ``logits_processors`` may hold classes, and
+    ``speculative_config`` is a dictionary. Usable from several threads, one at a time.
 
     Raises:
         ConfigError: an unknown keyword (with the nearest known one), a value out of range, an unusable checkpoint.
@@ -66,6 +68,7 @@ class LLM:
         self.vocab_size = config.model.vocab_size
         self._text_in = text_in
         self._token_texts = TokenTexts(text_in.tokenizer)
+        self._processors = plugins.load_logits_processors(config.logits_processors)
         self._lock = threading.Lock()
         self._num_requests = 0
         self._supervisor = Supervisor(config, quiet=quiet)
@@ -168,6 +171,7 @@ class LLM:
             raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
         for each in params:
             check_params(each, self)
+            plugins.check_params(self._processors, each)
         return [spell_bad_words(each, self._text_in, self) for each in params]
 
     def _run(

@@ -12,6 +12,13 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
+from quire.launch.sampling_options import (
+    check_grammar_library,
+    check_processor_names,
+    processor_name,
+    thinking_markers,
+)
+from quire.launch.speculative import parse_speculative
 from quire.protocol.checkpoint import stored_tensors
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
@@ -34,6 +41,11 @@ FOREIGN_NAMES = {
     "schedule_policy": "--scheduling-policy",
     "max_queued_requests": "--max-num-queued-reqs",
     "scheduler_reserve_full_isl": "--reserve-full-sequence",
+    "speculative_model": "--speculative-config",
+    "num_speculative_tokens": "--speculative-config",
+    "guided_decoding_backend": "--structured-outputs-backend",
+    "grammar_backend": "--structured-outputs-backend",
+    "logits_processor_pattern": "--logits-processors",
 }
 
 KV_CACHE_DTYPES = {
@@ -107,6 +119,16 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "xxh3_128", "xxhash"], Help("of cached blocks; xxhash means xxh3_128, and needs the extra")
     ] = "sha256"
+    speculative_config: Annotated[
+        dict[str, Any] | None, Help("who drafts tokens, as JSON: method, num_speculative_tokens, ...")
+    ] = None
+    logits_processors: Annotated[list[str] | None, Help("logits processors to load, as module:Class")] = None
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"], Help("of the model itself, or of what is sampled from")
+    ] = "raw_logprobs"
+    reasoning_start_str: Annotated[str | None, Help("begins thinking (<think>, if that is a token)")] = None
+    reasoning_end_str: Annotated[str | None, Help("ends thinking (</think>, if that is a token)")] = None
+    structured_outputs_backend: Annotated[Literal["llguidance", "xgrammar"], Help("library of grammars")] = "llguidance"
     kv_events_endpoint: Annotated[str, Help("publish cache events: ipc:///folder/name or tcp://127.0.0.1:port")] = ""
     kv_events_replay_endpoint: Annotated[str, Help("where missed cache events are asked for, in the same form")] = ""
     seed: Annotated[int, Help("of random weights")] = 0
@@ -130,11 +152,25 @@ def parse_options(given: Mapping[str, Any], where: str) -> EngineOptions:
         name = str(key).replace("-", "_")
         if name not in known:
             raise ConfigError(f"{where}: unknown key {key!r}{suggest(name, known)}")
-        values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        values[name] = _plain(name, value)
     try:
         return msgspec.convert(values, EngineOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_say(error)}") from None
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value as its field has it, from the other forms that Python and JSON have for it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if name == "logits_processors" and isinstance(value, list | tuple):
+        return [processor_name(each) for each in value]
+    if name == "speculative_config" and isinstance(value, str):
+        try:
+            return msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            raise ConfigError(f"--speculative-config must be a JSON object, not {value[:64]!r}") from None
+    return value
 
 
 def suggest(name: str, known: "tuple[str, ...] | list[str]") -> str:
@@ -161,13 +197,23 @@ def make_engine_config(
             stored_tensors(folder)  # a broken checkpoint fails here, before any process starts
     device = _device(options.device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
-    max_model_len, max_num_seqs, batched = _sizes(options, model, on_cpu=device == "cpu")
+    speculative, num_drafts = None, 0
+    if options.speculative_config is not None:
+        speculative, num_drafts = parse_speculative(
+            options.speculative_config, model, find_model, with_weights=options.load_format != "dummy"
+        )
+    max_model_len, max_num_seqs, batched = _sizes(options, model, num_drafts, on_cpu=device == "cpu")
     for name, (low, high) in RANGES.items():
         _check_range(name, getattr(options, name), low, high)
     _check_ranks(model, options.tensor_parallel_size)
     check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint)
     if options.kv_events_endpoint and not options.enable_prefix_caching:
         raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
+    check_processor_names(options.logits_processors or [])
+    check_grammar_library(options.structured_outputs_backend)
+    thinking_start, thinking_end = thinking_markers(
+        folder, options.reasoning_start_str, options.reasoning_end_str, model.vocab_size
+    )
     return EngineConfig(
         model=model,
         model_path=str(folder) if folder is not None else "",
@@ -195,6 +241,13 @@ def make_engine_config(
         reserve_full_sequence=options.reserve_full_sequence,
         watermark=options.watermark,
         prefix_caching_hash_algo=_hash_algo(options.prefix_caching_hash_algo),
+        num_speculative_tokens=num_drafts,
+        speculative=speculative,
+        logits_processors=options.logits_processors or [],
+        logprobs_mode=options.logprobs_mode,
+        thinking_start_token_ids=thinking_start,
+        thinking_end_token_ids=thinking_end,
+        structured_outputs_backend=options.structured_outputs_backend,
         kv_events_endpoint=options.kv_events_endpoint,
         kv_events_replay_endpoint=options.kv_events_replay_endpoint,
         async_scheduling=options.async_scheduling,
@@ -242,17 +295,24 @@ def _device(wanted: str) -> str:
     return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"
 
 
-def _sizes(options: EngineOptions, model: ModelConfig, *, on_cpu: bool) -> tuple[int, int, int]:
+def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cpu: bool) -> tuple[int, int, int]:
     """Of one request, of a step in requests, of a step in tokens: each bounds the next one's range."""
     max_model_len = options.max_model_len or model.max_position
     max_num_seqs = options.max_num_seqs if options.max_num_seqs is not None else (64 if on_cpu else 256)
+    # Everybody's token and drafts fit into one step.
+    least = max_num_seqs * (1 + num_drafts)
     batched = options.max_num_batched_tokens
     if batched is None:
-        batched = max(2048 if on_cpu else 8192, max_num_seqs)
+        batched = max(2048 if on_cpu else 8192, least)
         batched = batched if options.enable_chunked_prefill else max(batched, max_model_len)
     _check_range("max_model_len", max_model_len, 2, model.max_position)
     _check_range("max_num_seqs", max_num_seqs, 1, 16384)
     _check_range("max_num_batched_tokens", batched, max_num_seqs, 2**24)
+    if batched < least:
+        raise ConfigError(
+            f"--max-num-batched-tokens must be at least {least} (--max-num-seqs, times 1 + num_speculative_tokens), "
+            f"not {batched}"
+        )
     if not options.enable_chunked_prefill and batched < max_model_len:
         raise ConfigError(
             f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} (--max-model-len)"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.launch.sampling_options import import_paths
 from quire.protocol.child import EX_CONFIG, Report
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError, QuireError
@@ -40,8 +41,12 @@ class ChildProcess:
         arguments: Sequence[str],
         pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
+        import_paths: Sequence[str] = (),
     ) -> None:
-        """``environment``: variables for the child, where the user's own do not set them."""
+        """``environment``: variables for the child, where the user's own do not set them.
+
+        ``import_paths``: where the child finds modules, besides where it would.
+        """
         self.name = name
         self.failure: Report | None = None
         self.started = self.ready = False
@@ -55,7 +60,7 @@ class ChildProcess:
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(child_status, child_lifeline, *pass_fds),
-                env={**(environment or {}), **os.environ},
+                env={**(environment or {}), **os.environ, **_python_path(import_paths)},
             )
         finally:
             os.close(child_status)
@@ -111,6 +116,12 @@ class ChildProcess:
         self.status = self._lifeline = -1
 
 
+def _python_path(more: Sequence[str]) -> dict[str, str]:
+    """The variable by which a child also finds what lies in ``more``; behind the user's own entries."""
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*entries, *more]))} if more else {}
+
+
 class Supervisor:
     """The engine's processes: a scheduler, a worker per rank, and for a server its front end.
 
@@ -120,6 +131,7 @@ class Supervisor:
     def __init__(self, config: EngineConfig, *, quiet: bool = False) -> None:
         self.config = config
         self._quiet = quiet
+        self._import_paths = import_paths(config.logits_processors)
         self._children: list[ChildProcess] = []
         self._selector = selectors.DefaultSelector()
         self._begun = time.monotonic()
@@ -152,7 +164,7 @@ class Supervisor:
         pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> ChildProcess:
-        child = ChildProcess(name, module, arguments, pass_fds, environment)
+        child = ChildProcess(name, module, arguments, pass_fds, environment, self._import_paths)
         self._children.append(child)
         self._selector.register(child.status, selectors.EVENT_READ, child)
         return child

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,7 +10,9 @@ import msgspec
 from quire.launch.llm import LLM
 from quire.launch.options import EngineOptions
 from quire.launch.request_output import RequestOutput
+from quire.protocol.errors import ConfigError
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputs
 
 
 def generate(args: argparse.Namespace, options: EngineOptions) -> None:
@@ -49,6 +52,14 @@ def _keywords(options: EngineOptions) -> dict[str, Any]:
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
+    """Raises ConfigError where the schema's file cannot be read, InvalidRequest for a value out of range."""
+    required = None
+    if args.json_schema is not None and args.regex is not None:
+        raise ConfigError("--json-schema and --regex cannot be combined")
+    if args.json_schema is not None:
+        required = StructuredOutputs(json=_read_schema(args.json_schema))
+    elif args.regex is not None:
+        required = StructuredOutputs(regex=args.regex)
     return SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -56,7 +67,18 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         seed=args.sampling_seed,
         max_tokens=args.max_tokens,
         stop=args.stop,
+        structured_outputs=required,
+        thinking_token_budget=args.thinking_token_budget,
     )
+
+
+def _read_schema(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+        msgspec.json.decode(text)
+    except (OSError, ValueError, RecursionError, msgspec.DecodeError):
+        raise ConfigError(f"{path}: cannot be read as a JSON schema") from None
+    return text
 
 
 def _print(output: RequestOutput, as_json: bool) -> None:

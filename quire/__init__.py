@@ -11,22 +11,46 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from quire.launch.llm import LLM
     from quire.launch.request_output import CompletionOutput, RequestOutput
+    from quire.protocol.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
     from quire.protocol.sampling_params import SamplingParams
+    from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
+    from quire.protocol.structured_outputs import StructuredOutputs as StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AdapterLogitsProcessor",
+    "BatchUpdate",
+    "CompletionOutput",
+    "LogitsProcessor",
+    "RepetitionDetection",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
-_HOMES = {
-    "LLM": "quire.launch.llm",
-    "RequestOutput": "quire.launch.request_output",
-    "CompletionOutput": "quire.launch.request_output",
-    "SamplingParams": "quire.protocol.sampling_params",
+_LOGITS_PROCESSORS = "quire.protocol.logits_processors"
+_STRUCTURED = "quire.protocol.structured_outputs"
+# Public name to its module, and to its name there where that is another.
+_HOMES: dict[str, tuple[str, str | None]] = {
+    "LLM": ("quire.launch.llm", None),
+    "RequestOutput": ("quire.launch.request_output", None),
+    "CompletionOutput": ("quire.launch.request_output", None),
+    "SamplingParams": ("quire.protocol.sampling_params", None),
+    "RepetitionDetection": (_STRUCTURED, None),
+    "StructuredOutputs": (_STRUCTURED, None),
+    "StructuredOutputsParams": (_STRUCTURED, "StructuredOutputs"),
+    "LogitsProcessor": (_LOGITS_PROCESSORS, None),
+    "AdapterLogitsProcessor": (_LOGITS_PROCESSORS, None),
+    "BatchUpdate": (_LOGITS_PROCESSORS, None),
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(home), name)
+    home, its_name = _HOMES[name]
+    return getattr(import_module(home), its_name or name)

@@ -18,6 +18,7 @@ from quire.launch.serve import FrontEndSettings
 from quire.launch.text_in import TextIn
 from quire.protocol.child import Child, Report, child_parser, enter_child
 from quire.protocol.config import EngineConfig
+from quire.protocol.plugins import load_logits_processors
 from quire.protocol.zmq_channel import check_socket_directory
 
 ABORT_GRACE = 2.0
@@ -38,6 +39,7 @@ async def serve(directory: Path, listener: socket.socket, child: Child) -> None:
     """
     config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
     settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=FrontEndSettings)
+    processors = load_logits_processors(config.logits_processors)
     text_in = TextIn.load(Path(config.model_path)) if config.model_path else TextIn()
     engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size)
     await engine.connect()
@@ -45,6 +47,7 @@ async def serve(directory: Path, listener: socket.socket, child: Child) -> None:
         engine,
         ServerSettings(
             text_in=text_in,
+            processors=tuple(processors),
             served_model_names=tuple(settings.served_model_names),
             api_keys=tuple(settings.api_keys),
         ),

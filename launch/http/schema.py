@@ -27,7 +27,9 @@ from quire.launch.http.sampling_fields import constraint, sampling_objects
 from quire.launch.http.tools import ToolUse, parse_tools
 from quire.launch.prompts import ModelLimits, check_messages, check_params, check_template_variables, split_prompts
 from quire.launch.text_in import ChatOptions
+from quire.protocol import plugins
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.logits_processors import LogitsProcessor
 from quire.protocol.sampling_params import MAX_LOGPROBS, MAX_N, MAX_TOKENS_LIMIT, SamplingParams, check_int
 
 # Fields that go into SamplingParams under their own name, which checks their types and ranges.
@@ -135,6 +137,7 @@ class Parser:
 
     served_names: Sequence[str]
     limits: ModelLimits
+    processors: Sequence[type[LogitsProcessor]] = ()
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
         fields = Fields(raw)
@@ -230,6 +233,7 @@ class Parser:
             most = max(echo_logprobs, params.prompt_logprobs or 0)
             params = msgspec.structs.replace(params, prompt_logprobs=most)
         check_params(params, self.limits)
+        plugins.check_params(self.processors, params)
         return params
 
     def _common(self, fields: Fields, params: SamplingParams, max_tokens: int | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from quire.launch.http.metrics import Metrics
 from quire.launch.http.schema import Parser
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
+from quire.protocol.logits_processors import LogitsProcessor
 from quire.version import __version__
 
 # Longer texts are tokenized off the event loop: about 4 ms of work, which other streams should not wait for.
@@ -26,11 +27,13 @@ class ServerSettings:
 
     Attributes:
         served_model_names: the first is the one that answers bear.
+        processors: the engine's logits processors, which are asked about each request.
         api_keys: any of them opens every route; with none, everything is open.
     """
 
     text_in: TextIn
     served_model_names: tuple[str, ...]
+    processors: tuple[type[LogitsProcessor], ...] = ()
     api_keys: tuple[str, ...] = ()
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
@@ -44,7 +47,7 @@ class Server:
         self.settings = settings
         self.text_in = settings.text_in
         self.token_texts = TokenTexts(settings.text_in.tokenizer)
-        self.parser = Parser(served_names=settings.served_model_names, limits=engine)
+        self.parser = Parser(served_names=settings.served_model_names, limits=engine, processors=settings.processors)
         self.metrics = Metrics(settings.served_model_names[0])
 
     def require_serving(self) -> None:

@@ -219,7 +219,8 @@ class TestFields:
         refused(client.chat(**fields), 400, param, says)
 
     @pytest.mark.parametrize("depth", [100, 3_000])
-    def test_schemas_that_are_nested_deeply(self, client: Any, depth: int) -> None:
+    def test_schemas_that_are_nested_deeply(self, client: Any, engine: Any, depth: int) -> None:
+        engine.max_model_len = 10_000
         text = '{"items":' * depth + "{}" + "}" * depth
         for field in (
             f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {text}}}}}',

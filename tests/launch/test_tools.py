@@ -82,12 +82,12 @@ class TestScanner:
         assert [(d.name, d.arguments) for d in deltas] == [("f", ""), (None, "{"), (None, "}")]
 
     @given(data=st.data())
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     def test_any_calls_cut_anywhere(self, data: st.DataObject) -> None:
         values: st.SearchStrategy[Any] = st.recursive(
             st.none() | st.booleans() | st.integers() | st.text(max_size=8),
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-            max_leaves=8,
+            max_leaves=5,
         )
         one = st.fixed_dictionaries(
             {"name": st.text(min_size=1, max_size=6), "parameters": st.dictionaries(st.text(max_size=4), values)}

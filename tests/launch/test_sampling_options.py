@@ -1,0 +1,271 @@
+"""The flags of sampling: speculative decoding, logits processors, thinking markers, the grammar library."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+import quire
+from quire.launch.cli import main
+from quire.launch.options import EngineOptions, make_engine_config, parse_options
+from quire.launch.sampling_options import import_paths, processor_name, thinking_markers
+from quire.launch.supervisor import _python_path
+from quire.launch.terminal import _sampling
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.logits_processors import LogitsProcessor
+from quire.protocol.model_config import ModelConfig
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=64,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def config_of(**options: Any) -> EngineConfig:
+    return make_engine_config(parse_options(options, "LLM"), MODEL)
+
+
+class TestSpeculative:
+    def test_none_unless_asked_for(self) -> None:
+        config = config_of()
+        assert (config.speculative, config.num_speculative_tokens) == (None, 0)
+
+    @pytest.mark.parametrize("form", [dict, json.dumps])
+    def test_ngram(self, form: Any) -> None:
+        given = form({**NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 3, "adaptive": False})
+        config = config_of(speculative_config=given)
+        assert config.speculative is not None
+        assert config.num_speculative_tokens == 3
+        chosen = config.speculative
+        assert (chosen.method, chosen.prompt_lookup_min, chosen.prompt_lookup_max) == ("ngram", 3, 4)
+        assert (chosen.acceptance, chosen.adaptive) == ("shared_noise", False)
+
+    @pytest.mark.parametrize(("given", "lengths"), [({}, (2, 5)), ({"min": 3}, (3, 3)), ({"max": 4}, (4, 4))])
+    def test_one_length_is_the_other_too(self, given: dict[str, int], lengths: tuple[int, int]) -> None:
+        keys = {f"prompt_lookup_{name}": value for name, value in given.items()}
+        chosen = config_of(speculative_config={**NGRAM, **keys}).speculative
+        assert chosen is not None
+        assert (chosen.prompt_lookup_min, chosen.prompt_lookup_max) == lengths
+
+    def test_suffix_has_a_number_of_its_own(self) -> None:
+        config = config_of(speculative_config={"method": "suffix"})
+        assert config.speculative is not None
+        assert (config.num_speculative_tokens, config.speculative.suffix_max_cached_requests) == (24, 1000)
+        keys = {"suffix_decoding_max_tree_depth": 8, "suffix_decoding_max_cached_requests": 0}
+        config = config_of(speculative_config={"method": "suffix", **keys})
+        assert config.speculative is not None
+        assert (config.num_speculative_tokens, config.speculative.suffix_max_depth) == (8, 8)
+        assert config.speculative.suffix_max_cached_requests == 0
+
+    def test_a_step_has_room_for_all_drafts(self) -> None:
+        config = config_of(speculative_config=NGRAM, max_num_seqs=1024)
+        assert config.max_num_batched_tokens == 4096
+        with pytest.raises(ConfigError, match=r"must be at least 40 .*not 39"):
+            config_of(speculative_config=NGRAM, max_num_seqs=10, max_num_batched_tokens=39)
+        assert config_of(speculative_config=NGRAM, max_num_seqs=10, max_num_batched_tokens=40)
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({"num_speculative_tokens": 3}, "method must be ngram, suffix or draft_model"),
+            ({"method": "eagle", "num_speculative_tokens": 3}, "Invalid enum value 'eagle'"),
+            ({"method": "ngram"}, "num_speculative_tokens must be from 1 to 32"),
+            ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 32, not 0"),
+            ({**NGRAM, "num_speculative_tokens": 33}, "num_speculative_tokens must be from 1 to 32, not 33"),
+            ({**NGRAM, "num_speculative_tokens": "3"}, "Expected `int | null`, got `str`"),
+            ({**NGRAM, "num_spec_tokens": 3}, "unknown key 'num_spec_tokens'; did you mean num_speculative_tokens"),
+            ({**NGRAM, "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "at most prompt_lookup_max, not 5 and 4"),
+            ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min must be from 1 to 64, not 0"),
+            ({**NGRAM, "model": "x"}, "model is for the method draft_model, not for ngram"),
+            ({**NGRAM, "suffix_decoding_max_tree_depth": 4}, "is for the method suffix, not for ngram"),
+            ({**NGRAM, "acceptance": "rejection"}, "acceptance rejection needs the method draft_model"),
+            ({**NGRAM, "acceptance": "typical"}, "Invalid enum value 'typical'"),
+            ({"method": "draft_model", "num_speculative_tokens": 3}, "needs model, the draft model's folder"),
+            ({"model": "nowhere", "num_speculative_tokens": 3}, "nowhere is not a folder"),
+            ("ngram", "--speculative-config must be a JSON object, not 'ngram'"),
+            ("[1]", "Expected `object | null`, got `array`"),
+        ],
+        ids=lambda value: repr(value)[:40],
+    )
+    def test_what_is_refused(self, given: Any, says: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            config_of(speculative_config=given)
+        assert says in str(caught.value)
+
+    def test_a_draft_model_has_the_models_vocabulary(self, checkpoint_factory: Any) -> None:
+        folder, _ = checkpoint_factory("qwen3")
+        given = {"model": str(folder), "num_speculative_tokens": 2, "acceptance": "rejection"}
+        config = make_engine_config(parse_options({"speculative_config": given}, "LLM"), folder=folder)
+        assert config.speculative is not None
+        assert config.speculative.method == "draft_model"
+        assert config.speculative.model == config.model
+        assert config.speculative.model_path == str(folder)
+        with pytest.raises(ConfigError, match=rf"vocabulary of {config.model.vocab_size} tokens, the model one of 64"):
+            config_of(speculative_config=given)
+
+    def test_on_the_command_line_and_in_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "a.yaml"
+        file.write_text("speculative-config: {method: ngram, num_speculative_tokens: 99}\n")
+        for words in (
+            ["--config", str(file)],
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 99}'],
+        ):
+            with pytest.raises(SystemExit) as caught:
+                main(["generate", "--prompt", "x", *words])
+            assert caught.value.code == 78
+            assert "num_speculative_tokens must be from 1 to 32, not 99" in capsys.readouterr().err
+
+
+class Nothing(LogitsProcessor):
+    def __init__(self, config: Any, device: Any, is_pin_memory: bool) -> None:
+        pass
+
+    def apply(self, logits: Any) -> Any:
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        pass
+
+
+class TestProcessors:
+    def test_classes_become_names(self) -> None:
+        config = config_of(logits_processors=[Nothing, "json:JSONDecoder"])
+        assert config.logits_processors == [f"{__name__}:Nothing", "json:JSONDecoder"]
+        assert config_of().logits_processors == []
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ("json", "must be module:Class, not 'json'"),
+            (":Class", "must be module:Class, not ':Class'"),
+            ("no_such_module:Class", "no module no_such_module; the current directory .* PYTHONPATH"),
+            (Nothing.apply, "must hold classes or module:Class"),
+        ],
+    )
+    def test_what_is_refused(self, given: Any, says: str) -> None:
+        with pytest.raises(ConfigError, match=says):
+            config_of(logits_processors=[given])
+
+    def test_a_class_that_no_other_process_could_import(self) -> None:
+        class Local(Nothing):
+            pass
+
+        with pytest.raises(ConfigError, match="Local must be importable by the engine's processes"):
+            processor_name(Local)
+        Local.__module__, Local.__qualname__ = "__main__", "Local"
+        with pytest.raises(ConfigError, match="must be importable"):
+            processor_name(Local)
+
+    def test_children_find_modules_where_this_process_does(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "my_own_plugin.py").write_text("x = 1\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        paths = import_paths(["my_own_plugin:Class", "my_own_plugin:Other", "nowhere_at_all:Class"])
+        assert paths == [str(tmp_path)]
+        monkeypatch.setenv("PYTHONPATH", "/somewhere")
+        assert _python_path(paths) == {"PYTHONPATH": f"/somewhere:{tmp_path}"}
+        assert _python_path([]) == {}
+        monkeypatch.delenv("PYTHONPATH")
+        assert _python_path(paths) == {"PYTHONPATH": str(tmp_path)}
+
+    def test_the_flag_may_be_repeated(self, capsys: pytest.CaptureFixture[str]) -> None:
+        flags = ["--logits-processors", "json:A", "json:B", "--logits-processors", "no_such_module:C"]
+        with pytest.raises(SystemExit):
+            main(["generate", "--prompt", "x", *flags])
+        assert "no_such_module" in capsys.readouterr().err
+
+
+class TestThinkingMarkers:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        made = Tokenizer(models.BPE({"<": 0, "t": 1, ">": 2, "b": 3, " ": 4}, [], byte_fallback=False))
+        made.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+        made.add_tokens([AddedToken("<think>", special=False)])
+        made.add_special_tokens([AddedToken("</think>", special=True)])
+        made.save(str(tmp_path / "tokenizer.json"))
+        return tmp_path
+
+    def test_the_tokenizers_own(self, folder: Path) -> None:
+        assert thinking_markers(folder, None, None, 64) == ([5], [6])
+        assert thinking_markers(folder, "", "", 64) == ([], [])
+        # Ids that the model has no logits for are none.
+        assert thinking_markers(folder, None, None, 6) == ([], [])
+
+    def test_texts_of_any_tokens(self, folder: Path) -> None:
+        assert thinking_markers(folder, "<t>", "b</think>", 64) == ([0, 1, 2], [3, 6])
+
+    def test_without_a_tokenizer(self, tmp_path: Path) -> None:
+        assert thinking_markers(tmp_path, None, None, 64) == thinking_markers(None, None, None, 64) == ([], [])
+        with pytest.raises(ConfigError, match="needs a tokenizer"):
+            thinking_markers(tmp_path, "a", "b", 64)
+
+    @pytest.mark.parametrize(("start", "end"), [("<t>", None), (None, "<t>"), ("<t>", ""), ("", "<t>")])
+    def test_one_alone(self, folder: Path, start: str | None, end: str | None) -> None:
+        with pytest.raises(ConfigError, match="must be given together"):
+            thinking_markers(folder, start, end, 64)
+
+    def test_texts_that_are_too_long_or_beyond_the_model(self, folder: Path) -> None:
+        with pytest.raises(ConfigError, match="--reasoning-end-str must be 1 to 64"):
+            thinking_markers(folder, "<t>", "t" * 65, 64)
+        with pytest.raises(ConfigError, match="--reasoning-start-str must be 1 to 64"):
+            thinking_markers(folder, "<think>", "b", 5)
+
+    def test_they_reach_the_engine(self, checkpoint_factory: Any) -> None:
+        folder, _ = checkpoint_factory("qwen3")
+        config = make_engine_config(EngineOptions(), folder=folder)
+        assert (config.thinking_start_token_ids, config.thinking_end_token_ids) == ([], [])
+
+
+class TestOtherFlags:
+    def test_modes(self) -> None:
+        assert config_of(logprobs_mode="processed_logprobs").logprobs_mode == "processed_logprobs"
+        assert config_of().logprobs_mode == EngineConfig(model=MODEL, model_path="", max_model_len=8).logprobs_mode
+        with pytest.raises(ConfigError, match="logprobs_mode"):
+            config_of(logprobs_mode="raw_logits")
+
+    def test_a_grammar_library_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match="needs the package xgrammar: pip install xgrammar"):
+            config_of(structured_outputs_backend="xgrammar")
+
+    def test_a_schema_out_of_a_file(self, tmp_path: Path) -> None:
+        def sampling(*words: str) -> Any:
+            from quire.launch.cli import _make_parser
+
+            return _sampling(_make_parser()[0].parse_args(["generate", "--prompt", "x", *words]))
+
+        file = tmp_path / "schema.json"
+        file.write_text('{"type": "object"}')
+        assert sampling("--json-schema", str(file)).structured_outputs.json == '{"type": "object"}'
+        params = sampling("--regex", "a+", "--thinking-token-budget", "7")
+        assert (params.structured_outputs.regex, params.thinking_token_budget) == ("a+", 7)
+        with pytest.raises(ConfigError, match="cannot be combined"):
+            sampling("--regex", "a+", "--json-schema", str(file))
+        file.write_text("{")
+        with pytest.raises(ConfigError, match="cannot be read as a JSON schema"):
+            sampling("--json-schema", str(file))
+
+
+def test_the_public_names() -> None:
+    for name in quire.__all__:
+        assert getattr(quire, name) is not None
+    assert quire.StructuredOutputsParams is quire.StructuredOutputs
+    assert quire.LogitsProcessor is LogitsProcessor
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = quire.Nothing
+    assert "quire.launch" in sys.modules
