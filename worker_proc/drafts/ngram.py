@@ -8,17 +8,24 @@ from quire.worker_proc.drafts.row_texts import RowTexts
 from quire.worker_proc.drafts.text_index import NONE
 from quire.worker_proc.input_batch import InputBatch
 
+MOST_LENGTHS = 8
+"""Each length costs time and memory for every token."""
+
 
 class NgramProposer:
     """Drafts from a request's own prompt and answer alone.
 
     Looks for the longest run of ``prompt_lookup_max`` to ``prompt_lookup_min`` last tokens that stood there before;
     of several places it takes the newest. Where that is so near to the end that the text ends before there are
-    enough drafts, they go on by repeating: a loop is drafted to its full length.
+    enough drafts, they go on by repeating: a loop is drafted to its full length. Of a range of many lengths only
+    ``MOST_LENGTHS`` are looked for, the first and the last among them.
     """
 
     def __init__(self, batch: InputBatch, lookup_min: int, lookup_max: int) -> None:
-        self._texts = RowTexts(batch, range(lookup_min, lookup_max + 1), most=1)
+        lengths = np.arange(lookup_min, lookup_max + 1)
+        if len(lengths) > MOST_LENGTHS:
+            lengths = np.unique(np.geomspace(lookup_min, lookup_max, MOST_LENGTHS).round().astype(np.int64))
+        self._texts = RowTexts(batch, lengths.tolist(), most=1)
         batch.register(self._texts)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:

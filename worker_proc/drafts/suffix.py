@@ -48,7 +48,7 @@ class SuffixProposer:
     """
 
     def __init__(self, batch: InputBatch, max_depth: int, max_cached_requests: int) -> None:
-        lengths = [length for length in (1, 2, 4, 8, 16) if length < max_depth] + [max_depth]
+        lengths = [2**power for power in range(max_depth.bit_length()) if 2**power < max_depth] + [max_depth]
         self._texts = RowTexts(batch, lengths, most=MOST_PLACES)
         batch.register(self)
         width = min(batch.tokens.data.shape[1], MOST_ANSWER_TOKENS)

@@ -12,7 +12,8 @@ NONE = -1
 """A place that is none."""
 
 _HASH_BITS = 64
-_MOST_SLOT_BITS = 20
+_MOST_SLOT_BITS, _MOST_SHARED_SLOT_BITS = 15, 20
+"""A table of one text's runs is touched all over soon: 128 KiB for each length and row that has a long text."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -45,13 +46,14 @@ class TextIndex:
         self._width = width
         self._most = most
         self._shared = shared
-        in_a_table = width * num_texts if shared else width
-        self._slot_bits = min(in_a_table.bit_length(), _MOST_SLOT_BITS)
+        in_a_table, most_bits = (width * num_texts, _MOST_SHARED_SLOT_BITS) if shared else (width, _MOST_SLOT_BITS)
+        self._slot_bits = min(in_a_table.bit_length(), most_bits)
         num_tables = 1 if shared else num_texts
+        dtype = np.int32 if num_texts * width < 2**31 else np.int64
         # A place and one, so that memory that was never written (and costs nothing) says: none.
-        self._newest = np.zeros(num_tables * len(lengths) << self._slot_bits, np.int64)
+        self._newest = np.zeros(num_tables * len(lengths) << self._slot_bits, dtype)
         # Per length and place, the place before it with the same hash.
-        self._before = np.zeros(len(lengths) * num_texts * width if most > 1 else 0, np.int64)
+        self._before = np.zeros(len(lengths) * num_texts * width if most > 1 else 0, dtype)
         self._age = np.zeros(num_texts, np.int64)
         self._num_begun = 0
         self._reach = np.arange(self.depth)
@@ -106,7 +108,7 @@ class TextIndex:
             matched: of the same shape: how many tokens before each place agree, at most ``depth``.
         """
         slots = self._slots(tables, ends)
-        newest = self._newest[slots] - 1
+        newest = self._newest[slots].astype(np.int64) - 1
         fits = self._matched(newest, ends, known) >= self.lengths
         longest = len(self.lengths) - 1 - np.argmax(fits[:, ::-1], axis=1)
         at = np.where(fits.any(axis=1), np.take_along_axis(newest, longest[:, None], axis=1)[:, 0], NONE)
@@ -114,7 +116,7 @@ class TextIndex:
         places[:, 0] = at
         chain, age = longest * self.tokens.size, self._ages(at)
         for back in range(1, self._most):
-            before = np.where(at >= 0, self._before[chain + at] - 1, NONE)
+            before = np.where(at >= 0, self._before[chain + at].astype(np.int64) - 1, NONE)
             # A text that took the place of another may close a ring: places only ever get older.
             older = self._ages(before)
             at = np.where(older < age, before, NONE)
