@@ -14,6 +14,7 @@ from quire.launch.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.server import ServerSettings
 from quire.launch.http.socket_protocol import BoundedHttpProtocol
+from quire.launch.http.thinking import Thinking
 from quire.launch.serve import FrontEndSettings
 from quire.launch.text_in import TextIn
 from quire.protocol.child import Child, Report, child_parser, enter_child
@@ -48,6 +49,7 @@ async def serve(directory: Path, listener: socket.socket, child: Child) -> None:
         ServerSettings(
             text_in=text_in,
             processors=tuple(processors),
+            thinking=Thinking.of(config, text_in),
             served_model_names=tuple(settings.served_model_names),
             api_keys=tuple(settings.api_keys),
         ),

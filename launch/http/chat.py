@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,7 +15,7 @@ from quire.launch.http.completions import LOWEST_LOGPROB, spell_prompt_logprobs
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import ChatRequest
 from quire.launch.http.server import Server, in_thread_if_long
-from quire.launch.http.tool_calls import AnyCalls, CallDelta, NamedCall, new_call_id
+from quire.launch.http.tool_calls import AfterThought, AnyCalls, CallDelta, NamedCall, new_call_id
 from quire.launch.http.tools import ToolUse
 from quire.launch.prompts import encode_messages
 from quire.launch.request_output import Logprob
@@ -56,6 +57,7 @@ class Delta(msgspec.Struct, frozen=True):
     content: str | UnsetType | None = UNSET
     role: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -91,6 +93,7 @@ class AnswerMessage(msgspec.Struct, frozen=True):
     content: str | None
     refusal: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -120,13 +123,22 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
     prompt = await in_thread_if_long(
         num_chars, lambda: encode_messages(parsed.messages, parsed.options, server.text_in, server.engine)
     )
-    return Generation(server, parsed, [prompt], ChatSpeller(server, parsed))
+    thoughts_end = ""
+    if parsed.tool_use is not None:
+        thoughts_end = server.settings.thinking.end_before_answer(prompt.token_ids, parsed.params)
+        if thoughts_end:
+            # The marker may be a special token, and is looked for in the text.
+            parsed = replace(parsed, params=msgspec.structs.replace(parsed.params, skip_special_tokens=False))
+    return Generation(server, parsed, [prompt], ChatSpeller(server, parsed, thoughts_end))
 
 
 class ChatSpeller:
-    """Writes ``chat.completion`` objects and their chunks; the first chunk of an answer has its role."""
+    """Writes ``chat.completion`` objects and their chunks; the first chunk of an answer has its role.
 
-    def __init__(self, server: Server, request: ChatRequest) -> None:
+    ``thoughts_end``: what ends the thinking that comes before a demanded call; empty for none.
+    """
+
+    def __init__(self, server: Server, request: ChatRequest, thoughts_end: str = "") -> None:
         self.request_id = new_request_id("chatcmpl")
         self._created = int(time.time())
         self._model = request.model
@@ -134,9 +146,11 @@ class ChatSpeller:
         self._token_texts = server.token_texts
         self._num_prompt_logprobs = request.prompt_logprobs
         self._tool_use = request.tool_use
-        self._calls = (
-            {} if request.tool_use is None else {i: _scanner(request.tool_use) for i in range(request.params.n)}
-        )
+        self._calls: dict[int, AfterThought] = {}
+        if request.tool_use is not None:
+            self._calls = {
+                index: AfterThought(_scanner(request.tool_use), thoughts_end) for index in range(request.params.n)
+            }
         self._to_begin = set(range(request.params.n))
 
     def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
@@ -145,8 +159,9 @@ class ChatSpeller:
         if self._tool_use is None:
             delta = Delta(piece.text, role)
         else:
-            calls = [_call_delta(call) for call in self._calls[index].push(piece.text)]
-            delta = Delta(UNSET if role is UNSET else None, role, calls or UNSET)
+            thought, found = self._calls[index].push(piece.text, last=piece.finish_reason is not None)
+            calls = [_call_delta(call) for call in found]
+            delta = Delta(UNSET if role is UNSET else None, role, calls or UNSET, thought or UNSET)
         logprobs = None if piece.logprobs is None else spell_logprobs(piece.logprobs, self._token_texts)
         choice = ChunkChoice(index, delta, logprobs, self._reason(piece.finish_reason), piece.stop_reason)
         return self._chunk([choice], usage or (None if self._include_usage else UNSET))
@@ -167,7 +182,10 @@ class ChatSpeller:
         if self._tool_use is None:
             message = AnswerMessage("assistant", text)
         else:
-            message = AnswerMessage("assistant", None, tool_calls=_calls(self._calls[index].push(text)))
+            thought, found = self._calls[index].push(text, last=True)
+            message = AnswerMessage(
+                "assistant", None, tool_calls=_calls(found) or UNSET, reasoning_content=thought or UNSET
+            )
         logprobs = None if answer.logprobs is None else spell_logprobs(answer.logprobs, self._token_texts)
         return ChatChoice(index, message, logprobs, self._reason(answer.finish_reason), answer.stop_reason)
 

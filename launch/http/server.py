@@ -10,6 +10,7 @@ from quire.launch.engine_client import EngineClient
 from quire.launch.http.errors import ApiError
 from quire.launch.http.metrics import Metrics
 from quire.launch.http.schema import Parser
+from quire.launch.http.thinking import Thinking
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol.logits_processors import LogitsProcessor
@@ -28,12 +29,14 @@ class ServerSettings:
     Attributes:
         served_model_names: the first is the one that answers bear.
         processors: the engine's logits processors, which are asked about each request.
+        thinking: the engine's markers.
         api_keys: any of them opens every route; with none, everything is open.
     """
 
     text_in: TextIn
     served_model_names: tuple[str, ...]
     processors: tuple[type[LogitsProcessor], ...] = ()
+    thinking: Thinking = field(default_factory=Thinking)
     api_keys: tuple[str, ...] = ()
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))

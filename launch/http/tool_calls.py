@@ -5,6 +5,8 @@ import uuid
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from quire.launch.text_out import StopStrings
+
 WHITESPACE = " \t\n\r"
 
 
@@ -30,6 +32,36 @@ class NamedCall:
     def push(self, text: str) -> list[CallDelta]:
         name, self._name = self._name, None
         return [CallDelta(0, name, text)] if text or name is not None else []
+
+
+class AfterThought:
+    """Calls that come behind thinking: all up to the end marker is thought, and none of it a call.
+
+    Args:
+        end: the marker's text; empty where the answer begins with its calls.
+    """
+
+    def __init__(self, calls: "NamedCall | AnyCalls", end: str) -> None:
+        self._calls = calls
+        self._end = StopStrings([end]) if end else None
+        self._end_length = len(end)
+        self._held = ""
+        """What may be the beginning of the marker."""
+
+    def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
+        """The thought and the calls that ``text`` adds; ``last``: nothing follows."""
+        if self._end is None:
+            return "", self._calls.push(text)
+        found = self._end.find(text)
+        before, self._held = self._held, ""
+        text = before + text
+        if found is None:
+            cut = len(text) - (0 if last else self._end.held)
+            self._held = text[cut:]
+            return text[:cut], []
+        end = len(before) + found[1]
+        self._end = None
+        return text[: end - self._end_length], self._calls.push(text[end:])
 
 
 class _At(Enum):

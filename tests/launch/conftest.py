@@ -23,11 +23,12 @@ from quire.protocol.sampling_params import SamplingParams
 
 TEMPLATE = (
     "{%- if messages[0].role == 'tool' %}{{ raise_exception('a tool cannot begin') }}{% endif %}"
-    "{% if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>' + '\\n' }}{% endif %}"
+    "{% if tools and not bare %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>' + '\\n' }}{% endif %}"
+    "{% if bare %}{{ messages[-1].content }}{% else %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}{% endif %}"
 )
 CORPUS = [
     "Once upon a time there was a little engine that could serve tokens. The end.",

@@ -3,13 +3,18 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.launch.http.app import make_app
 from quire.launch.http.fields import Fields
+from quire.launch.http.server import ServerSettings
+from quire.launch.http.thinking import Thinking
 from quire.launch.http.tool_calls import AnyCalls, NamedCall
 from quire.launch.http.tools import parse_tools
+from quire.protocol.sampling_params import SamplingParams
 
 WEATHER = {
     "type": "function",
@@ -195,3 +200,61 @@ class TestAnswers:
             ask([], tool_choice=choice)
         told = ['"description": "of a place"' in tokenizer.decode(s.prompt) for s in engine.added]
         assert told == [True, False, True]
+
+
+class TestThinkingBeforeACall:
+    """``<|im_start|>`` ends thinking here: a special token, and one that the chat template writes, unless ``bare``."""
+
+    @pytest.fixture
+    def client(self, engine: Any, text_in: Any, client: Any) -> Any:
+        thinking = Thinking((0,), (1,), "<|im_start|>")
+        settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), thinking=thinking)
+        engine.max_model_len = 2000
+        return type(client)(make_app(engine, settings))
+
+    @pytest.mark.parametrize("per_update", [1, 4, 1000])
+    @pytest.mark.parametrize("choice", [NAMED, "required"])
+    def test_a_budget_says_that_there_is(
+        self, client: Any, engine: Any, events: Any, choice: Any, per_update: int
+    ) -> None:
+        text = json.dumps(CALLS if choice == "required" else CALLS[0]["parameters"])
+        engine.reply, engine.per_update = "well, <|im_ 7" + "<|im_start|>" + text, per_update
+        fields = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "thinking_token_budget": 9}
+        message = client.chat(**fields, chat_template_kwargs={"bare": True}).json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "well, <|im_ 7"
+        assert message["content"] is None
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == CALLS[0]["parameters"]
+        got = events(client.chat(**fields, stream=True, chat_template_kwargs={"bare": True}))[:-1]
+        deltas = [event["choices"][0]["delta"] for event in got]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "well, <|im_ 7"
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        arguments = "".join(call["function"]["arguments"] for call in calls if call["index"] == 0)
+        assert json.loads(arguments) == CALLS[0]["parameters"]
+
+    def test_cut_while_it_thinks(self, client: Any, engine: Any) -> None:
+        engine.reply = "hello world, how are you <|im_"
+        fields = {"tools": [CLOCK], "tool_choice": "required", "thinking_token_budget": 9}
+        choice = client.chat(**fields, chat_template_kwargs={"bare": True}).json()["choices"][0]
+        assert choice["message"]["reasoning_content"] == engine.reply
+        assert "tool_calls" not in choice["message"]
+
+    def test_none_where_the_prompt_ended_it(self, client: Any, engine: Any) -> None:
+        engine.reply = "{}"
+        fields = {"tools": [WEATHER], "tool_choice": NAMED, "thinking_token_budget": 9}
+        message = client.chat(**fields).json()["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"]["arguments"] == "{}"
+        assert "reasoning_content" not in message
+
+    def test_as_the_engine_decides(self) -> None:
+        thinking = Thinking((5, 6), (7,), "x")
+        with_budget = SamplingParams(thinking_token_budget=3)
+        for prompt, plain, budget in (
+            ([1, 2], "", "x"),
+            ([5, 6, 1], "x", "x"),
+            ([5, 6, 7, 1], "", ""),
+            ([7, 5, 6], "x", "x"),
+        ):
+            ids = np.array(prompt, np.int32)
+            assert thinking.end_before_answer(ids, SamplingParams()) == plain
+            assert thinking.end_before_answer(ids, with_budget) == budget
+        assert Thinking().end_before_answer(np.array([5, 6], np.int32), with_budget) == ""
