@@ -18,6 +18,7 @@ from quire.protocol.model_config import ModelConfig
 from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.draft_setup import load_draft, plan_draft
+from quire.worker_proc.drafts.make import check_speculative
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
 from quire.worker_proc.model_runner import ModelRunner
@@ -47,6 +48,8 @@ def make_runner(
     """
     started = time.monotonic()
     group = group or Alone()
+    if config.speculative is not None:
+        check_speculative(config.speculative)
     device = pick_device(config, group.rank)
     dtypes = _compute_dtypes(config, device, say)
 

@@ -136,7 +136,7 @@ class DraftModelProposer:
 
     def _go_on(self, rows: Ints, most: Ints, known: Ints, logits: torch.Tensor) -> dict[int, list[int]]:
         """Draft from ``logits`` on, float32 ``[rows, vocab]``; those of the first draft."""
-        drafts = [(rows, self.sampler.sample(logits, rows, known))]
+        drafts = [(rows, self.sampler.sample(logits, rows, 0))]
         for step in range(1, int(most.max())):
             going = np.flatnonzero(most > step)
             tokens = drafts[-1][1]
@@ -144,7 +144,7 @@ class DraftModelProposer:
                 tokens = tokens[torch.from_numpy(going).to(tokens.device)]
                 rows, most, known = rows[going], most[going], known[going]
             hidden = self._forward(rows, known + step - 1, np.ones(len(rows), np.int64), tokens)
-            drafts.append((rows, self.sampler.sample(self._draft.model.logits(hidden), rows, known + step)))
+            drafts.append((rows, self.sampler.sample(self._draft.model.logits(hidden), rows, step)))
         return self._take(drafts)
 
     def _take(self, drafts: list[tuple[Ints, torch.Tensor]]) -> dict[int, list[int]]:

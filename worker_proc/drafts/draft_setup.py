@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from quire.protocol.checkpoint import stored_tensors
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import KVGroup, KVLayout
@@ -59,6 +60,11 @@ def plan_draft(config: EngineConfig, build: Build, cache_dtype: str) -> DraftPla
             f"the draft model {_name(speculative.model_path)} has a vocabulary of {model.vocab_size} tokens, "
             f"the model {_name(config.model_path)} one of {config.model.vocab_size}: they must be the same"
         )
+    if config.load_format != "dummy":
+        try:
+            stored_tensors(Path(speculative.model_path))
+        except ConfigError as error:
+            raise ConfigError(f"no draft model for {_name(config.model_path)}: {error}") from None
     own = msgspec.structs.replace(
         config, model=model, model_path=speculative.model_path, tensor_parallel_size=1, kv_cache_dtype=cache_dtype
     )

@@ -12,6 +12,8 @@ from quire.worker_proc.drafts.rejection import RejectionSampler
 from quire.worker_proc.drafts.suffix import SuffixProposer
 from quire.worker_proc.input_batch import InputBatch
 
+METHODS = ("ngram", "suffix", "draft_model")
+
 
 def make_proposer(
     config: EngineConfig, batch: InputBatch, device: torch.device, draft: DraftModel | None = None
@@ -27,7 +29,7 @@ def make_proposer(
     chosen = config.speculative
     if chosen is None or not config.num_speculative_tokens:
         return None
-    _check(chosen)
+    check_speculative(chosen)
     match chosen.method:
         case "ngram":
             return NgramProposer(batch, chosen.prompt_lookup_min, chosen.prompt_lookup_max)
@@ -35,11 +37,11 @@ def make_proposer(
             return SuffixProposer(batch, chosen.suffix_max_depth, chosen.suffix_max_cached_requests)
         case "draft_model":
             assert draft is not None, "the draft model is loaded before the runner is made"
-            sampler = DraftSampler(batch, keeps=chosen.acceptance == "rejection")
+            sampler = DraftSampler(batch, device, keeps=chosen.acceptance == "rejection")
             most = config.num_speculative_tokens, config.max_num_batched_tokens
             return DraftModelProposer(draft, batch, device, *most, sampler)
         case unknown:
-            raise ConfigError(f"speculative method {unknown!r} is not known; there are ngram, suffix, draft_model")
+            raise ValueError(unknown)
 
 
 def make_rejection(config: EngineConfig, batch: InputBatch, proposer: Proposer | None) -> RejectionSampler | None:
@@ -50,7 +52,10 @@ def make_rejection(config: EngineConfig, batch: InputBatch, proposer: Proposer |
     return RejectionSampler(batch, proposer.sampler)
 
 
-def _check(chosen: SpeculativeConfig) -> None:
+def check_speculative(chosen: SpeculativeConfig) -> None:
+    """Raises ConfigError: settings that no proposer can have, or that do not go together."""
+    if chosen.method not in METHODS:
+        raise ConfigError(f"speculative method {chosen.method!r} is not known; there are {', '.join(METHODS)}")
     if chosen.acceptance not in ("shared_noise", "rejection"):
         raise ConfigError(f"speculative acceptance {chosen.acceptance!r}: there are shared_noise and rejection")
     if chosen.acceptance == "rejection" and chosen.method != "draft_model":

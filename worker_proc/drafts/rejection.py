@@ -5,11 +5,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from quire.worker_proc.drafts.draft_sampling import DraftSampler, draw
+from quire.worker_proc.drafts.draft_sampling import DraftSampler
 from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.accept import Choose
 from quire.worker_proc.sampling.noise import uniform
 from quire.worker_proc.sampling.positions import SampledPositions
-from quire.worker_proc.sampling.sampler import Choose
 
 _ACCEPTS = np.uint64(0x5851F42D4C957F2D)
 _REDRAWS = np.uint64(0x14057B7EF767814F)
@@ -40,7 +40,7 @@ class RejectionSampler:
 
         Args:
             tokens: int64 ``[num_positions]``: as sampled without regard to drafts; stay where there is none.
-            probabilities: float32 ``[num_positions, vocab]``: what those were drawn from, any sum.
+            probabilities: float32 ``[num_positions, vocab]``: what those were drawn from.
         """
         batch, rows = self._batch, positions.rows
         tokens = tokens.clone()
@@ -64,9 +64,16 @@ def _judge(
     p: torch.Tensor, q: torch.Tensor, drafts: torch.Tensor, accepts: torch.Tensor, redraws: torch.Tensor
 ) -> torch.Tensor:
     """``p``, ``q``: float32 ``[rows, vocab]``; the others ``[rows]``."""
-    p = p.double() / p.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    q = q.double() / q.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    p, q = p.double(), q.double()
     own = drafts[:, None]
     taken = accepts * q.gather(-1, own)[:, 0] < p.gather(-1, own)[:, 0]
     rest = (p - q).clamp_(min=0.0)
-    return torch.where(taken, drafts, draw(rest, redraws))
+    return torch.where(taken, drafts, _draw(rest, redraws))
+
+
+def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The first index at which the running sum of float64 ``weights`` ``[rows, n]`` passes ``noise`` of its total."""
+    running = weights.cumsum(dim=-1)
+    index = torch.searchsorted(running, noise[:, None] * running[:, -1:], right=True)[:, 0]
+    last = (running < running[:, -1:]).sum(dim=-1)  # rounding may put the target behind all that has mass
+    return torch.minimum(index, last)

@@ -1,11 +1,17 @@
 """Which drafts were right: those that are what would have been sampled, up to the first that is not."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
+
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the tokens of some positions, int64, and the distributions that they were drawn from, float32 ``[num_positions,
+vocab]`` (which say nothing where a row is greedy), to the tokens that are taken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,64 @@
+"""Prompt lookup against the plain search that it stands for, over texts that grow in rows that move."""
+
+from draft_batches import DraftBatch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.worker_proc.drafts import ngram
+from quire.worker_proc.drafts.ngram import NgramProposer
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+
+
+def plain(text: list[int], low: int, high: int, wanted: int) -> list[int]:
+    """The newest place of the longest run, and on from there, through the drafts themselves."""
+    for length in range(high, low - 1, -1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if text[end - length : end] == text[-length:]:
+                longer = list(text)
+                for at in range(end, end + wanted):
+                    longer.append(longer[at])
+                return longer[len(text) :]
+    return []
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_drafts_are_those_of_a_plain_search(data: st.DataObject) -> None:
+    rows = DraftBatch(max_rows=4, max_len=256)
+    proposer = NgramProposer(rows.batch, 2, 4)
+    held: list[int] = []
+    for step in range(data.draw(st.integers(2, 8))):
+        removed = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
+        held = [handle for handle in held if handle not in removed]
+        new = {10 * step + i: data.draw(TEXTS) for i in range(data.draw(st.integers(0, 4 - len(held))))}
+        rows.change(removed, new)
+        held += new
+        asked = [handle for handle in held if data.draw(st.booleans())]
+        for handle in asked:
+            rows.extend(handle, data.draw(TEXTS))
+        if not asked:
+            continue
+        wanted = {rows.batch.row(handle): data.draw(st.integers(1, 5)) for handle in asked}
+        drafts = proposer.propose(wanted)
+        for handle in asked:
+            row = rows.batch.row(handle)
+            assert drafts.get(row, []) == plain(rows.text(handle), 2, 4, wanted[row])
+
+
+def test_of_a_range_of_many_lengths_the_ends_are_looked_for() -> None:
+    rows = DraftBatch(max_len=128)
+    proposer = NgramProposer(rows.batch, 1, 40)
+    long = list(range(40, 80))
+    rows.change([], {1: [*long, 7, 99, *long], 2: [5, 6, 5]})
+    assert proposer.propose({0: 2, 1: 3}) == {0: [7, 99], 1: [6, 5, 6]}
+    assert len(proposer._texts.index.lengths) <= ngram.MOST_LENGTHS
+
+
+def test_a_row_says_nothing_of_the_one_before_it() -> None:
+    rows = DraftBatch()
+    proposer = NgramProposer(rows.batch, 1, 2)
+    rows.change([], {1: [1, 2, 3, 1, 2]})
+    assert proposer.propose({0: 1}) == {0: [3]}
+    rows.change([1], {2: [9, 8, 7, 1, 2]})
+    assert proposer.propose({0: 1}) == {}

@@ -1,0 +1,102 @@
+"""Suffix decoding: frequency decides, answers are remembered within bounds, prompts are nobody else's."""
+
+from draft_batches import DraftBatch
+
+from quire.worker_proc.drafts.suffix import DRAFTS_PER_MATCHED, SuffixProposer
+
+
+def answered(rows: DraftBatch, proposer: SuffixProposer, handle: int, prompt: list[int], answer: list[int]) -> None:
+    """One request comes alone, is answered, and goes."""
+    rows.change([], {handle: prompt})
+    rows.extend(handle, answer)
+    proposer.propose({rows.batch.row(handle): 1})
+    rows.change([handle], {})
+
+
+def test_the_more_frequent_continuation_is_drafted() -> None:
+    rows = DraftBatch()
+    proposer = SuffixProposer(rows.batch, 8, 0)
+    rows.change([], {1: [1, 2, 5, 6, 0, 1, 2, 5, 7, 9, 1, 2, 8, 8, 3, 1, 2]})
+    # After 1 2: 5 twice and 8 once, though 8 is newer. After 1 2 5: 6 and 7 once each, 7 is newer.
+    assert proposer.propose({0: 4})[0][:3] == [5, 7, 9]
+
+
+def test_the_longest_run_decides_before_frequency() -> None:
+    rows = DraftBatch()
+    proposer = SuffixProposer(rows.batch, 8, 0)
+    rows.change([], {1: [4, 3, 2, 1, 50, 9, 1, 60, 8, 1, 60, 7, 1, 60, 4, 3, 2, 1]})
+    assert proposer.propose({0: 1}) == {0: [50]}
+
+
+def test_a_short_match_makes_few_drafts() -> None:
+    rows = DraftBatch()
+    proposer = SuffixProposer(rows.batch, 8, 0)
+    rows.change([], {1: [1, 20, 21, 22, 23, 24, 1]})
+    assert proposer.propose({0: 5}) == {0: [20, 21, 22, 23, 24][:DRAFTS_PER_MATCHED]}
+
+
+def test_a_loop_is_drafted_on_and_on() -> None:
+    rows = DraftBatch()
+    proposer = SuffixProposer(rows.batch, 8, 0)
+    rows.change([], {1: [1, 2, 3] * 5})
+    assert proposer.propose({0: 7}) == {0: [1, 2, 3, 1, 2, 3, 1]}
+
+
+def test_drafts_come_from_earlier_answers_and_not_from_their_prompts() -> None:
+    rows = DraftBatch()
+    proposer = SuffixProposer(rows.batch, 8, 4)
+    answered(rows, proposer, 1, [30, 31, 32, 33], [11, 12, 13, 14, 15])
+    rows.change([], {2: [40, 11, 12]})
+    assert proposer.propose({0: 3}) == {0: [13, 14, 15]}
+    rows.change([2], {3: [30, 31]})
+    assert proposer.propose({0: 3}) == {}, "a prompt was shared"
+    assert proposer.num_answers == 1
+
+
+def test_a_switch_keeps_answers_apart() -> None:
+    rows = DraftBatch()
+    proposer = SuffixProposer(rows.batch, 8, 0)
+    answered(rows, proposer, 1, [30], [11, 12, 13, 14, 15])
+    rows.change([], {2: [40, 11, 12]})
+    assert proposer.propose({0: 3}) == {}
+    assert proposer.num_answers == 0
+
+
+def test_the_answer_least_recently_used_is_forgotten() -> None:
+    rows = DraftBatch()
+    proposer = SuffixProposer(rows.batch, 8, 2)
+    answered(rows, proposer, 1, [30], [11, 12, 13])
+    answered(rows, proposer, 2, [30], [21, 22, 23])
+    rows.change([], {3: [11, 12]})
+    assert proposer.propose({0: 1}) == {0: [13]}  # uses the first, and leaves no answer of its own
+    rows.change([3], {})
+    answered(rows, proposer, 4, [30], [31, 32, 33])
+    assert proposer.num_answers == 2
+    for handle, (start, expected) in enumerate({11: [13], 21: [], 31: [33]}.items(), 10):
+        rows.change([], {handle: [start, start + 1]})
+        assert proposer.propose({0: 1}).get(0, []) == expected, start
+        rows.change([handle], {})
+
+
+def test_places_taken_again_and_again_stay_sound() -> None:
+    rows = DraftBatch(max_rows=3)
+    proposer = SuffixProposer(rows.batch, 8, 3)
+    for turn in range(40):
+        answered(rows, proposer, 1 + turn, [30], [1, 2, 3 + turn % 5, 1, 2, 3 + turn % 5])
+        rows.change([], {1000 + turn: [1, 2]})
+        (draft,) = proposer.propose({0: 1})[0]
+        assert draft in {3 + max(turn - back, 0) % 5 for back in range(3)}
+        rows.change([1000 + turn], {})
+
+
+def test_texts_follow_rows_that_move() -> None:
+    rows = DraftBatch()
+    proposer = SuffixProposer(rows.batch, 8, 0)
+    rows.change([], {1: [1, 2, 9, 1, 2], 2: [1, 2, 8, 1, 2], 3: [1, 2, 7, 1, 2]})
+    assert proposer.propose({0: 1, 1: 1, 2: 1}) == {0: [9], 1: [8], 2: [7]}
+    rows.change([1], {})
+    rows.extend(3, [7, 1, 2])
+    assert proposer.propose({rows.batch.row(3): 1, rows.batch.row(2): 1}) == {
+        rows.batch.row(3): [7],
+        rows.batch.row(2): [8],
+    }
