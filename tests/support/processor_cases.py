@@ -23,9 +23,8 @@ EOS, START, END = 3, [1], [7, 8]
 
 
 def processor_config(**settings: Any) -> EngineConfig:
-    return sampling_config(
-        VOCAB, eos=[EOS], thinking_start_token_ids=START, thinking_end_token_ids=END, max_num_seqs=8, **settings
-    )
+    markers = {"thinking_start_token_ids": START, "thinking_end_token_ids": END}
+    return sampling_config(VOCAB, **{"eos": [EOS], "max_num_seqs": 8, **markers, **settings})
 
 
 def random_tokens(rng: random.Random, least: int, most: int) -> list[int]:

@@ -186,7 +186,5 @@ def test_a_spent_budget_leaves_one_token() -> None:
 
 
 def test_without_markers_there_is_no_budget() -> None:
-    config = processor_config()
-    config.thinking_end_token_ids.clear()
     own = request([5, 5], [1], thinking_token_budget=0)
-    assert not made(ThinkingBudget, [own], config).active
+    assert not made(ThinkingBudget, [own], processor_config(thinking_end_token_ids=[])).active
