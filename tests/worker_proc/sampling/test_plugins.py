@@ -1,0 +1,146 @@
+"""Plugins that break: the request that is to blame fails, with a reason and no secrets; nobody beside it notices."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processor_cases import VOCAB, Request
+from processors_under_test import ProcessorsUnderTest
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.processors import NOTHING_ALLOWED
+
+INF = torch.inf
+
+
+def request(output: list[int] | None = None, temperature: float = 0.0, **extra_args: Any) -> Request:
+    return Request(SamplingParams(max_tokens=None, temperature=temperature, extra_args=extra_args), [5], output or [])
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.CRITICAL, "quire.worker_proc.sampling.isolated")
+    return caplog
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("raise", "logits processor Breaks failed: ZeroDivisionError"),
+        ("nan", "logits processor Breaks failed: NaN or infinity"),
+        ("inf", "logits processor Breaks failed: NaN or infinity"),
+        ("neighbours", "logits processor Breaks failed: NaN or infinity"),
+        ("shape", "logits processor Breaks failed: wrong shape or dtype"),
+        ("dtype", "logits processor Breaks failed: wrong shape or dtype"),
+        ("none", "logits processor Breaks failed: no tensor"),
+        ("update", "logits processor Breaks failed: KeyError"),
+        ("nothing", NOTHING_ALLOWED),
+    ],
+)
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_who_breaks_a_plugin_fails_alone(what: str, why: str, row: int, quiet: object) -> None:
+    world = ProcessorsUnderTest(["Breaks", "AddText"])
+    rows = [request(add_text=True) for _ in range(3)]
+    rows[row] = request(**{"break": what})
+    world.add(*rows)
+    logits = torch.arange(3.0 * VOCAB).reshape(3, VOCAB)
+    expected = logits.clone()
+    expected[:, 0] += 1.0  # Breaks' work for everyone
+    expected[:, 5] += 1.0  # AddText's
+    expected[row] = 0.0
+    for _ in range(2):  # the second time with instances made afresh
+        edited, failed = world.apply(logits)
+        assert failed == {row: why}
+        assert torch.equal(edited, expected)
+
+
+def test_the_others_go_on_when_the_culprit_is_gone(quiet: object) -> None:
+    world = ProcessorsUnderTest(["Breaks", "AddText"])
+    world.add(request(**{"break": "raise"}), request(add_text=True), request(**{"break": "update"}), request())
+    assert set(world.apply(torch.zeros(4, VOCAB))[1]) == {0, 2}
+    world.change([0, 2], {9: request(add_text=True)})
+    world.sampled(world.everyone, [7] * world.batch.num_rows)
+    edited, failed = world.apply(torch.zeros(3, VOCAB))
+    assert failed == {}
+    for row in range(3):
+        adds = "add_text" in world.request_in(row).params.extra_args
+        assert edited[row, [0, 5, 7]].tolist() == [1.0, float(adds), float(adds)]
+
+
+def test_a_failure_behind_a_wrong_draft_is_that_positions_own(quiet: object) -> None:
+    """Whether a request fails must not depend on who guesses at its tokens."""
+    world = ProcessorsUnderTest(["Breaks"])
+    world.add(request(**{"break": "raise", "from": 1}), request())
+    positions = SampledPositions.of_drafts(np.array([0, 1]), [[4], [4]])
+    failures = world.processors.apply(torch.zeros(4, VOCAB), positions, None)
+    assert failures == [(1, "logits processor Breaks failed: ZeroDivisionError")]
+    world.sampled(positions, [3, 0, 4, 4])
+    assert [len(world.request_in(row).output) for row in range(2)] == [1, 2]
+
+
+def test_a_row_that_was_no_number_is_nobodys_failure(quiet: pytest.LogCaptureFixture) -> None:
+    world = ProcessorsUnderTest(["Breaks"])
+    world.add(request(), request())
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 3] = torch.nan
+    edited, failed = world.apply(logits)
+    assert failed == {} and edited[1, 0] == 1.0
+    assert torch.isnan(edited[0]).any()
+
+
+def test_what_happened_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    world = ProcessorsUnderTest(["Breaks"])
+    world.add(request(**{"break": "raise"}))
+    world.apply(torch.zeros(1, VOCAB))
+    assert "logits processor Breaks failed" in caplog.text and "/home/secret" in caplog.text
+
+
+def test_a_plugin_that_cannot_be_made_is_told_at_start() -> None:
+    with pytest.raises(ConfigError, match="logits processor RefusesToServe cannot be made: OSError: no model of mine"):
+        ProcessorsUnderTest(["RefusesToServe"])
+
+
+def test_answers_are_exact_whenever_a_plugin_is_applied() -> None:
+    """Also behind drafts, which are gone from the lists afterwards."""
+    world = ProcessorsUnderTest(["Lengths"])
+    world.add(request(name="a"), request([5, 5], name="b"))
+    world.apply(torch.zeros(2, VOCAB))
+    world.sampled(world.everyone, [1, 2])
+    positions = SampledPositions.of_drafts(np.array([0, 1]), [[4, 4], [6]])
+    world.processors.apply(torch.zeros(5, VOCAB), positions, None)
+    world.batch.check()
+    world.sampled(positions, [4, 9, 9, 6, 9])
+    world.apply(torch.zeros(2, VOCAB))
+    (lengths,) = [p for p in world.processors.all if type(p).__name__ == "Lengths"]
+    assert lengths.seen == {"a": [0, 1, 2, 3, 3], "b": [2, 3, 4, 4, 5]}  # type: ignore[attr-defined]
+
+
+def test_rows_that_sample_nothing_are_in_the_plugins_batch() -> None:
+    world = ProcessorsUnderTest(["AddText"])
+    world.add(request(), request(add_text=True), request())
+    logits = torch.zeros(1, VOCAB)
+    assert world.processors.apply(logits, SampledPositions.one_each(np.array([1])), None) == []
+    assert logits[0, 5] == 1.0 and logits.sum() == 1.0
+
+
+def test_invariant_plugins_have_a_call_of_their_own() -> None:
+    world = ProcessorsUnderTest(["Halve"])
+    world.add(request(halve=True), request(temperature=0.5, halve=True), request(temperature=0.5))
+    edited, failed = world.apply(torch.ones(3, VOCAB))
+    assert (edited == 1).all() and failed == {}
+    random_rows = torch.ones(2, VOCAB)
+    some = SampledPositions.one_each(np.array([1, 2]))
+    assert world.processors.apply_argmax_invariant(random_rows, some) == []
+    assert (random_rows[0] == 0.5).all() and (random_rows[1] == 1).all()
+
+
+def test_with_a_plugin_a_batch_is_never_plain() -> None:
+    world = ProcessorsUnderTest(["Halve"])
+    assert world.processors.active
+    world.add(request())
+    world.processors.reset()
+    assert world.processors.active
