@@ -150,7 +150,7 @@ def test_a_new_request_in_an_old_row_is_sampled_by_its_own_parameters() -> None:
     assert sampled.tokens.tolist() == logits.argmax(-1).tolist() and sampled.logprobs is not None
 
 
-def test_logits_are_not_changed() -> None:
+def test_logits_are_not_changed_where_nobody_asks_for_a_processor() -> None:
     logits = some_logits(len(MIXED))
     before = logits.clone()
     sample(logits, [(i, 1, params) for i, params in enumerate(MIXED)])

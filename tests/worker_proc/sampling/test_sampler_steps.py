@@ -1,0 +1,173 @@
+"""The sampler step after step, with processors: what comes before what, and what a row's tokens depend on."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processor_plugins import Halve
+from sampling_batch import batch_of, make_sampler, sample_each
+
+from quire.protocol.messages import NewRequestData
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.accept import accept_drafts
+from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.sampling.token_masks import TokenMasks
+
+VOCAB = 40
+EVERYTHING: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_k": 30,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.3,
+    "logit_bias": {4: 1.0, 7: -2.0},
+    "allowed_token_ids": list(range(2, VOCAB)),
+    "bad_words_token_ids": [[3], [4, 5]],
+    "min_tokens": 4,
+    "stop_token_ids": [6],
+    "max_tokens": None,
+    "logprobs": 2,
+}
+HALVE = "processor_plugins:Halve"
+
+
+def some_logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def sample(logits: torch.Tensor, rows: list[dict[str, Any]], **settings: Any) -> Sampled:
+    """Rows with seeds 0, 1, ... that know three tokens 0 each; the logits stay as they are."""
+    _, sampler = batch_of([(i, 3, params) for i, params in enumerate(rows)], VOCAB, **settings)
+    return sample_each(sampler, logits.clone())
+
+
+def fresh(seed: int, prompt: list[int], answer: list[int], params: dict[str, Any]) -> tuple[InputBatch, Sampler]:
+    """A row that came with all of these tokens, as after a resumption."""
+    batch, sampler = make_sampler(VOCAB, 2, 64)
+    known = np.array(prompt + answer, np.int32)
+    new = [NewRequestData(9, "r", len(prompt), len(known), 0, [1], SamplingParams(**params), seed)]
+    batch.change_rows([], new, known)
+    sampler.update_state(batch.builder.get_and_reset(1))
+    return batch, sampler
+
+
+def told(sampled: Sampled) -> tuple[list[int], list[Any]]:
+    assert sampled.logprobs is not None
+    return sampled.tokens.tolist(), sampled.logprobs.logprobs.values.tolist()
+
+
+def test_a_resumed_request_goes_on_with_the_tokens_and_logprobs_that_it_would_have_had() -> None:
+    prompt, answer = [1, 4, 4], [8]
+    batch, sampler = fresh(5, prompt, answer, EVERYTHING)
+    for step in range(10):
+        logits = some_logits(1, seed=step)
+        resumed = sample_each(fresh(5, prompt, answer, EVERYTHING)[1], logits.clone())
+        sampled = sample_each(sampler, logits.clone())
+        assert told(sampled) == told(resumed)
+        token = int(sampled.tokens[0])
+        sampler.accepted(SampledPositions.one_each(np.arange(1)), sampled.tokens, None)
+        answer.append(token)
+        batch.num_known[0] += 1
+        output = batch.outputs.data[0]
+        assert output is not None
+        output.append(token)
+        sampler.update_state(None)
+    assert len(set(answer)) > 4
+
+
+def test_each_position_behind_drafts_is_sampled_as_if_they_were_tokens() -> None:
+    prompt, answer, drafts = [1, 4, 4], [8], [9, 9, 4, 11]
+    logits = some_logits(5)
+    positions = SampledPositions.of_drafts(np.array([0]), [drafts])
+    _, sampler = fresh(5, prompt, answer, EVERYTHING)
+    with_drafts = sampler.sample(logits.clone(), positions)
+    one_by_one = [
+        sample_each(fresh(5, prompt, answer + drafts[:at], EVERYTHING)[1], logits[at : at + 1].clone())
+        for at in range(5)
+    ]
+    tokens, values = zip(*map(told, one_by_one), strict=True)
+    assert told(with_drafts) == ([t for own in tokens for t in own], [v for own in values for v in own])
+    assert accept_drafts(with_drafts.tokens.numpy(), positions).drafts.tolist() == [4]
+
+
+def test_a_row_with_everything_is_the_same_alone_and_beside_others() -> None:
+    rows = [EVERYTHING, {}, {"temperature": 0.0, "presence_penalty": 1.0}, {"top_p": 0.5}, EVERYTHING]
+    logits = some_logits(5)
+    whole = sample(logits, rows).tokens.tolist()
+    for i, params in enumerate(rows):
+        _, sampler = batch_of([(i, 3, params)], VOCAB)
+        assert sample_each(sampler, logits[i : i + 1].clone()).tokens.tolist() == [whole[i]]
+
+
+def test_bad_rows_are_those_whose_logits_were_bad_before_any_edit() -> None:
+    logits = some_logits(3)
+    logits[0, 5] = torch.nan
+    rows = [{"allowed_token_ids": [1, 2]}, {"allowed_token_ids": [1, 2]}, {"logit_bias": {3: 5.0}}]
+    assert sample(logits, rows).bad.tolist() == [True, False, False]
+    logits[0] = -torch.inf
+    assert sample(logits, rows).bad.tolist() == [True, False, False]
+
+
+def test_who_is_allowed_nothing_fails_alone() -> None:
+    rows = [{"allowed_token_ids": [6], "bad_words_token_ids": [[6]]}, {"allowed_token_ids": [6]}]
+    sampled = sample(some_logits(2), rows)
+    assert [at for at, _ in sampled.failed] == [0]
+    assert sampled.tokens[1] == 6 and not sampled.bad.any()
+
+
+def test_masks_bind_greedy_and_random_rows_and_leave_others_alone() -> None:
+    logits = some_logits(3)
+    _, sampler = batch_of([(i, 3, {"temperature": float(i)}) for i in range(3)], VOCAB)
+    words = np.zeros((2, 1), np.int32)  # tokens from 32 on have no bit: they are not allowed
+    words[:, 0] = 1 << 7 | 1 << 9
+    words.flags.writeable = False
+    masks = TokenMasks(np.array([0, 1]), words)
+    tokens = sampler.sample(logits.clone(), SampledPositions.one_each(np.arange(3)), masks).tokens.tolist()
+    assert tokens[0] == (7 if logits[0, 7] > logits[0, 9] else 9)
+    assert tokens[1] in (7, 9)
+    assert tokens[2] == sample(logits, [{"temperature": float(i)} for i in range(3)]).tokens[2]
+
+
+def test_plainness_is_what_a_device_can_do_unaided() -> None:
+    rows = np.arange(2)
+    for other, plain in [
+        ({"temperature": 0.0, "top_k": 5}, True),
+        ({"min_p": 0.2}, True),
+        ({"top_k": 5}, False),
+        ({"top_p": 0.9}, False),
+        ({"logprobs": 0}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"logit_bias": {1: 1.0}}, False),
+    ]:
+        _, sampler = batch_of([(0, 1, {}), (1, 1, other)], VOCAB)
+        assert sampler.is_plain(rows) is plain
+    _, sampler = batch_of([(0, 1, {}), (1, 1, {"top_k": 3})], VOCAB)
+    assert sampler.is_plain(rows[:1])
+
+
+def test_a_plugin_that_keeps_the_best_token_is_for_random_rows_and_between_temperature_and_cuts() -> None:
+    """Halving the scaled logits is twice the temperature; before the cuts, as min-p tells."""
+    asked = {"extra_args": {"halve": 1}, "temperature": 0.4, "min_p": 0.2}
+    logits = some_logits(200).repeat(2, 1)
+    rows = [asked | {"temperature": 0.0}, {"temperature": 0.4}] + [asked] * 398
+    got = sample(logits, rows, logits_processors=[HALVE]).tokens.tolist()
+    as_twice = [{"temperature": 0.0}, {"temperature": 0.4}] + [{"temperature": 0.8, "min_p": 0.2}] * 398
+    assert got == sample(logits, as_twice).tokens.tolist()
+
+
+def test_greedy_rows_alone_never_run_such_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Halve, "apply", lambda self, logits: 1 / 0)
+    logits = some_logits(2)
+    rows = [{"temperature": 0.0, "extra_args": {"halve": 1}}] * 2
+    sampled = sample(logits, rows, logits_processors=[HALVE])
+    assert sampled.tokens.tolist() == logits.argmax(-1).tolist() and not sampled.failed
+
+
+def test_needs_history_where_somebody_looks_at_the_answer() -> None:
+    assert not batch_of([(0, 1, {"presence_penalty": 1.0})], VOCAB)[1].needs_history
+    assert batch_of([(0, 1, {"bad_words_token_ids": [[1, 2]]})], VOCAB)[1].needs_history
