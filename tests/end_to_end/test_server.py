@@ -150,6 +150,59 @@ class TestOpenAIClient:
         assert text == "hello there"
         assert httpx.get(f"{server.url}/version").json()["version"]
 
+    def test_a_demanded_call_comes_back_as_one(self, client: openai.OpenAI) -> None:
+        schema = {"type": "object", "properties": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}}}
+        function = {"name": "set_clock", "parameters": {**schema, "required": ["hour"], "additionalProperties": False}}
+        fields: dict[str, Any] = {"model": "quire-demo", "messages": STORY, "max_tokens": 100, "temperature": 0}
+        fields["tools"] = [{"type": "function", "function": function}]
+        named = {"type": "function", "function": {"name": "set_clock"}}
+        for choice, reason in ((named, "stop"), ("required", "tool_calls")):
+            answer = client.chat.completions.create(**fields, tool_choice=choice, parallel_tool_calls=False).choices[0]
+            assert (answer.message.content, answer.finish_reason) == (None, reason)
+            (call,) = answer.message.tool_calls
+            assert call.function.name == "set_clock"
+            assert 0 <= json.loads(call.function.arguments)["hour"] <= 23
+            stream = client.chat.completions.create(
+                **fields, tool_choice=choice, parallel_tool_calls=False, stream=True
+            )
+            deltas = [d for chunk in stream for each in chunk.choices for d in each.delta.tool_calls or ()]
+            assert (deltas[0].function.name, bool(deltas[0].id)) == ("set_clock", True)
+            assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+
+    def test_a_response_format_holds(self, client: openai.OpenAI) -> None:
+        schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+        wanted = {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}},
+        }
+        answer = client.chat.completions.create(
+            model="quire-demo", messages=STORY, temperature=0, max_tokens=50, response_format=wanted
+        )
+        assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(
+                model="quire-demo", messages=STORY, extra_body={"structured_outputs": {"regex": "(a"}}
+            )
+        assert caught.value.code == "invalid_structured_outputs"
+
+    def test_the_likelihood_of_a_text(self, client: openai.OpenAI) -> None:
+        """As evaluation harnesses ask for it: echo, no tokens, token ids."""
+        fields: dict[str, Any] = {"model": "quire-demo", "temperature": 0, "logprobs": 1}
+        answer = client.completions.create(**fields, prompt=[[40, 41, 42, 43], [50, 51]], max_tokens=0, echo=True)
+        for choice, length in zip(answer.choices, (4, 2), strict=True):
+            logprobs = choice.logprobs
+            assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == length
+            assert logprobs.token_logprobs[0] is None
+            assert all(value < 0 for value in logprobs.token_logprobs[1:])
+        assert answer.usage.completion_tokens == 0
+
+    def test_a_request_that_fails_by_itself(self, server: Served) -> None:
+        body = {"prompt": "x", "allowed_token_ids": [65], "structured_outputs": {"regex": "[0-9]{3}"}}
+        for stream in (False, True):
+            failed = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": stream}, timeout=60)
+            assert failed.status_code == 422
+            assert failed.json()["error"]["code"] == "request_failed"
+
 
 BAD = [
     ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "from 1"),

@@ -1,0 +1,181 @@
+"""Sampling through the offline API, by the real processes and the demo model: from parameters to text."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, RepetitionDetection, SamplingParams, StructuredOutputs
+from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
+
+PROMPT = "Once upon a time"
+PLUGIN = """
+from quire import AdapterLogitsProcessor
+
+class Only(AdapterLogitsProcessor):
+    @classmethod
+    def validate_params(cls, params):
+        if not isinstance(params.extra_args.get("only", 0), int):
+            raise ValueError("only must be a token id")
+
+    def is_argmax_invariant(self):
+        return False
+
+    def new_req_logits_processor(self, params):
+        token = params.extra_args.get("only")
+
+        def process(output_token_ids, logits):
+            kept = logits[token].clone()
+            logits.fill_(float("-inf"))
+            logits[token] = kept
+            return logits
+
+        return None if token is None else process
+"""
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """With a plugin that lies in a folder which only this process has on its path."""
+    folder = tmp_path_factory.mktemp("plugins")
+    (folder / "only_one_token.py").write_text(PLUGIN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        from only_one_token import Only  # type: ignore[import-not-found]
+
+        options = {"reasoning_start_str": "<t>", "reasoning_end_str": "</t>", "max_model_len": 512}
+        with LLM(logits_processors=[Only], **options) as llm:
+            yield llm
+
+
+def ask(llm: LLM, prompt: Any = PROMPT, **params: Any) -> Any:
+    return llm.generate(prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **params}))[0]
+
+
+def text(llm: LLM, **params: Any) -> str:
+    answer: str = ask(llm, **params).outputs[0].text
+    return answer
+
+
+class TestParameters:
+    def test_biases_and_allowed_tokens(self, llm: LLM) -> None:
+        assert ask(llm, logit_bias={65: 100.0}, max_tokens=4).outputs[0].token_ids == [65] * 4
+        ids = ask(llm, allowed_token_ids=[65, 66], temperature=1.0, seed=1).outputs[0].token_ids
+        assert set(ids) == {65, 66}
+
+    def test_bad_words_are_not_there_in_either_spelling(self, llm: LLM) -> None:
+        free = text(llm)
+        word = next(word for word in free.split() if word.isalpha())
+        assert word not in text(llm, bad_words=[word]).replace(",", " ").split()
+
+    def test_penalties_change_the_text(self, llm: LLM) -> None:
+        free = text(llm, max_tokens=60)
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            assert text(llm, max_tokens=60, **{name: 2.0}) != free
+
+    def test_min_tokens_hold_off_stop_strings(self, llm: LLM) -> None:
+        free = text(llm, max_tokens=40)
+        stop = free.split()[1]
+        early = ask(llm, max_tokens=40, stop=[stop]).outputs[0]
+        late = ask(llm, max_tokens=40, stop=[stop], min_tokens=20).outputs[0]
+        assert (early.finish_reason, early.stop_reason) == ("stop", stop)
+        assert len(early.token_ids) < 20 < len(late.token_ids)
+        assert free.startswith(late.text)
+
+    def test_repetition_ends_an_answer(self, llm: LLM) -> None:
+        found = RepetitionDetection(max_pattern_size=3, min_count=5)
+        answer = ask(llm, logit_bias={65: 100.0}, repetition_detection=found, max_tokens=100).outputs[0]
+        assert (answer.finish_reason, len(answer.token_ids)) == ("repetition", 5)
+
+    def test_answers_of_one_seed_differ_and_come_again(self, llm: LLM) -> None:
+        fields = {"n": 4, "seed": 7, "temperature": 1.0, "prompt": "The"}
+        first, again = ask(llm, **fields), ask(llm, **fields)
+        assert [o.text for o in first.outputs] == [o.text for o in again.outputs]
+        assert len({o.text for o in first.outputs}) > 1
+        alone = ask(llm, **{**fields, "n": 1}).outputs[0]
+        assert alone.text == first.outputs[0].text
+
+
+class TestStructured:
+    SCHEMA = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"b": {"type": "integer", "maximum": 99}, "a": {"type": "boolean"}},
+        "required": ["b", "a"],
+        "additionalProperties": False,
+    }
+
+    def test_a_schema(self, llm: LLM) -> None:
+        for options in ({"temperature": 0.0}, {"temperature": 2.0, "seed": 3}):
+            answer = ask(llm, max_tokens=100, structured_outputs=StructuredOutputs(json=self.SCHEMA), **options)
+            found = json.loads(answer.outputs[0].text)
+            assert list(found) == ["b", "a"]
+            assert answer.outputs[0].finish_reason == "stop"
+
+    def test_choices_and_expressions(self, llm: LLM) -> None:
+        assert text(llm, structured_outputs=StructuredOutputs(choice=["red", "green"])) in ("red", "green")
+        assert len(text(llm, structured_outputs=StructuredOutputs(regex="[0-9]{3}"))) == 3
+
+    def test_what_does_not_compile_is_refused(self, llm: LLM) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            ask(llm, structured_outputs=StructuredOutputs(regex="(a"))
+        assert caught.value.code == "invalid_structured_outputs"
+        assert text(llm)
+
+    def test_no_token_is_left(self, llm: LLM) -> None:
+        with pytest.raises(EngineError, match="request_failed: "):
+            ask(llm, allowed_token_ids=[65], structured_outputs=StructuredOutputs(regex="[0-9]{3}"))
+        assert text(llm)
+
+    def test_the_end_of_thinking_is_forced_and_the_grammar_begins_there(self, llm: LLM) -> None:
+        wanted = StructuredOutputs(choice=["red", "green"])
+        # The demo model has nothing to think about; so that it does not end at once, its end of text is unlikely.
+        options = {"thinking_token_budget": 5, "logit_bias": {0: -100.0}, "max_tokens": 40}
+        answer = ask(llm, "<t>", structured_outputs=wanted, **options).outputs[0]
+        thought, _, rest = answer.text.partition("</t>")
+        assert rest in ("red", "green")
+        assert thought
+
+
+class TestLogprobs:
+    def test_of_the_prompt(self, llm: LLM) -> None:
+        output = ask(llm, prompt_logprobs=2, logprobs=1, max_tokens=3)
+        entries = output.prompt_logprobs
+        assert len(entries) == len(output.prompt_token_ids)
+        assert entries[0] is None
+        for token, entry in zip(output.prompt_token_ids[1:], entries[1:], strict=True):
+            assert 2 <= len(entry) <= 3
+            assert entry[token].rank >= 1
+            best = sorted(entry.values(), key=lambda logprob: logprob.rank)
+            assert [logprob.logprob for logprob in best] == sorted((v.logprob for v in best), reverse=True)
+        assert ask(llm, max_tokens=1).prompt_logprobs is None
+
+    def test_the_likelihood_of_an_answer_is_that_of_its_own_tokens(self, llm: LLM) -> None:
+        """A greedy answer as a prompt: the same log probabilities come back for it, chunk by chunk or not."""
+        answer = ask(llm, logprobs=0, max_tokens=30)
+        own = [
+            entry[token].logprob
+            for token, entry in zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True)
+        ]
+        ids = answer.prompt_token_ids + answer.outputs[0].token_ids
+        for n in (1, 2):
+            entries = ask(llm, ids, prompt_logprobs=0, max_tokens=1, n=n, temperature=float(n > 1)).prompt_logprobs
+            again = [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True)][-len(own) :]
+            np.testing.assert_allclose(again, own, atol=2e-2)
+
+
+class TestPlugins:
+    def test_it_runs_in_the_worker(self, llm: LLM) -> None:
+        assert ask(llm, extra_args={"only": 70}, max_tokens=5).outputs[0].token_ids == [70] * 5
+
+    def test_it_refuses_by_itself(self, llm: LLM) -> None:
+        with pytest.raises(InvalidRequest, match="only must be a token id"):
+            ask(llm, extra_args={"only": "x"})
+
+    def test_one_that_cannot_be_loaded_fails_the_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no licence')\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        with pytest.raises(ConfigError, match=r"broken_plugin:Any.*no licence"):
+            LLM(logits_processors=["broken_plugin:Any"])
