@@ -16,6 +16,8 @@ from quire.scheduler_proc.structured.backend import GrammarRefused
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_OBJECTS = 10_000
 MAX_PROPERTIES = 1000
+MAX_OPTIONAL = 400
+"""Properties of one object that may be left out: after each of them, all the later ones may come."""
 MAX_PATTERN_PROPERTIES = 50
 MAX_REFERENCES = 1000
 """Different definitions that a schema refers to: how long a chain of them can be."""
@@ -23,7 +25,7 @@ MAX_LITERAL = 8192
 """Characters of a regular expression, of a choice, and of any string in a schema."""
 MAX_GRAMMAR_LINE = 16_384
 MAX_GRAMMAR_RULES = 2000
-MAX_GBNF = 65_536
+MAX_GBNF = 16_384
 
 _DATA = ("const", "enum", "default", "examples")
 """Keywords below which there is no schema."""
@@ -108,11 +110,9 @@ def check_schema(text: str) -> Any:
 
 def _check_object(node: dict[str, Any], references: set[str]) -> int:
     """Returns how many patternProperties it has."""
-    if len(node) > MAX_PROPERTIES and not all(isinstance(value, dict | bool) for value in node.values()):
-        raise GrammarRefused(f"an object in the JSON schema has more than {MAX_PROPERTIES} members")
     properties = node.get("properties")
-    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
-        raise GrammarRefused(f"an object of the JSON schema must have at most {MAX_PROPERTIES} properties")
+    if isinstance(properties, dict):
+        _check_properties(properties, node.get("required"))
     reference = node.get("$ref")
     if isinstance(reference, str):
         if not reference.startswith("#"):
@@ -120,6 +120,14 @@ def _check_object(node: dict[str, Any], references: set[str]) -> int:
         references.add(reference)
     patterns = node.get("patternProperties")
     return len(patterns) if isinstance(patterns, dict) else 0
+
+
+def _check_properties(properties: dict[str, Any], required: Any) -> None:
+    if len(properties) > MAX_PROPERTIES:
+        raise GrammarRefused(f"an object of the JSON schema must have at most {MAX_PROPERTIES} properties")
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    if len(properties.keys() - names) > MAX_OPTIONAL:
+        raise GrammarRefused(f"an object of the JSON schema must have at most {MAX_OPTIONAL} optional properties")
 
 
 def _walk(schema: Any) -> Iterator[tuple[Any, int]]:

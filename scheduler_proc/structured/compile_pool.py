@@ -6,32 +6,56 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from quire.protocol.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarBackend, GrammarRefused
+from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarRefused
 from quire.scheduler_proc.structured.cache import Outcome, Source
+from quire.scheduler_proc.structured.guard import on_a_large_stack
 
 NUM_THREADS = 2
-STACK_BYTES = 256 * 2**20
-"""Address space, of which next to nothing is touched: a library's recursion is as deep as chains of rules are long."""
+
+_CRASHED = "structured_outputs cannot be used: compiling them failed"
 
 Job = tuple[Source, StructuredOutputs]
+
+
+class Check(Protocol):
+    """What a grammar must pass before it is compiled here; one for each thread."""
+
+    def start(self) -> None: ...
+
+    def check(self, wanted: StructuredOutputs) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class CompilePool:
     """Owns the threads, their jobs, and a pipe that is readable while there are outcomes.
 
-    The backend is made by the first job's thread: a large vocabulary takes a second.
+    Nothing is made before the first job: a large vocabulary takes a second and some memory.
+
+    Attributes:
+        ready_at: when a thread last was able to begin; None before the first time.
     """
 
-    def __init__(self, make_backend: Callable[[], GrammarBackend]) -> None:
+    def __init__(
+        self,
+        make_backend: Callable[[], GrammarBackend],
+        make_check: Callable[[], Check],
+        clock: Callable[[], float],
+    ) -> None:
         """``make_backend`` may raise GrammarRefused: then so is every grammar."""
         self._make_backend = make_backend
+        self._make_check = make_check
+        self._clock = clock
         self._made: GrammarBackend | GrammarRefused | None = None
         self._making = threading.Lock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._outcomes: deque[tuple[Source, Outcome]] = deque()
+        self._num_unfinished = 0
         self._threads: list[threading.Thread] = []
+        self.ready_at: float | None = None
         self._read_fd, self._write_fd = os.pipe()
         for fd in (self._read_fd, self._write_fd):
             os.set_blocking(fd, False)
@@ -40,8 +64,9 @@ class CompilePool:
         return self._read_fd
 
     def submit(self, source: Source, wanted: StructuredOutputs) -> None:
-        if len(self._threads) < NUM_THREADS:
-            self._start_thread()
+        self._num_unfinished += 1
+        if len(self._threads) < min(self._num_unfinished, NUM_THREADS):
+            self._threads.append(on_a_large_stack(self._work, "grammars"))
         self._jobs.put((source, wanted))
 
     def take(self) -> list[tuple[Source, Outcome]]:
@@ -51,6 +76,7 @@ class CompilePool:
         taken = []
         while self._outcomes:
             taken.append(self._outcomes.popleft())
+        self._num_unfinished -= len(taken)
         return taken
 
     def backend(self) -> GrammarBackend:
@@ -66,36 +92,37 @@ class CompilePool:
         return self._made
 
     def close(self) -> None:
-        """Ends the threads that are idle; one that compiles is not waited for, and ends with the process."""
+        """Ends the threads, at most one compilation later."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._jobs.get_nowait()
+                continue
+            break
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(0.2)
-        if not any(thread.is_alive() for thread in self._threads):
-            os.close(self._read_fd)
-            os.close(self._write_fd)
+            thread.join()
         self._threads.clear()
-
-    def _start_thread(self) -> None:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread = threading.Thread(target=self._work, name="grammars", daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
-        self._threads.append(thread)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
 
     def _work(self) -> None:
+        check = self._make_check()
         while (job := self._jobs.get()) is not None:
             source, wanted = job
-            self._outcomes.append((source, self._outcome(wanted)))
+            self._outcomes.append((source, self._outcome(check, wanted)))
             with contextlib.suppress(BlockingIOError):  # full, so readable
                 os.write(self._write_fd, b"x")
+        check.close()
 
-    def _outcome(self, wanted: StructuredOutputs) -> CompiledGrammar | GrammarRefused:
+    def _outcome(self, check: Check, wanted: StructuredOutputs) -> Outcome:
         try:
-            return self.backend().compile(wanted)
+            backend = self.backend()
+            check.start()
+            self.ready_at = self._clock()
+            check.check(wanted)
+            return backend.compile(wanted)
         except GrammarRefused as refused:
             return refused
         except BaseException:  # a library's panic too: what it does with a client's text costs that client's request
-            return GrammarRefused("the grammar cannot be used: the library failed on it")
+            return GrammarRefused(_CRASHED)

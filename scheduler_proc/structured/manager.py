@@ -15,12 +15,13 @@ from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.structured.answer import ConstrainedAnswer, Reading
 from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarBackend, GrammarRefused, Masks
 from quire.scheduler_proc.structured.cache import GrammarCache, Outcome, Source
-from quire.scheduler_proc.structured.compile_pool import CompilePool
+from quire.scheduler_proc.structured.compile_pool import Check, CompilePool
 from quire.scheduler_proc.structured.drafts import drafts_of
+from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, Guard
 from quire.scheduler_proc.structured.make import backend_maker
 
-COMPILE_SECONDS = 2.0
-"""How long a request waits for its grammar before it is refused."""
+START_SECONDS = 60.0
+"""How long a request waits at most where what compiles is still being started."""
 REFUSED = ("invalid_structured_outputs", "structured_outputs")
 
 Key = tuple[int, str]
@@ -30,7 +31,7 @@ Failures = list[tuple[int, Fail]]
 
 class _Wait(NamedTuple):
     source: Source
-    until: float
+    since: float
 
 
 @dataclass(slots=True)
@@ -69,17 +70,18 @@ class GrammarManager:
         config: EngineConfig,
         clock: Callable[[], float],
         make_backend: Callable[[], GrammarBackend] | None = None,
+        make_check: Callable[[], Check] | None = None,
     ) -> None:
         """
         Args:
-            make_backend: instead of what ``config`` names.
+            make_backend, make_check: instead of what ``config`` names, and of a Guard.
 
         Raises:
             ConfigError: the library that ``config`` names is not there.
         """
         self._config = config
         self._clock = clock
-        self._pool = CompilePool(make_backend or backend_maker(config))
+        self._pool = CompilePool(make_backend or backend_maker(config), make_check or (lambda: Guard(config)), clock)
         self._cache = GrammarCache()
         self._compiling: dict[Source, list[Key]] = {}
         self._waiting: dict[Key, _Wait] = {}
@@ -109,7 +111,7 @@ class GrammarManager:
         if outcome is not None and not isinstance(outcome, GrammarRefused):
             self._constrained[key] = _Constrained(source, outcome)
             return False
-        self._waiting[key] = _Wait(source, self._clock() + COMPILE_SECONDS)
+        self._waiting[key] = _Wait(source, self._clock())
         if source in self._compiling:
             self._compiling[source].append(key)
         else:
@@ -126,9 +128,9 @@ class GrammarManager:
                 self._tell(key, source, outcome) for key in self._compiling.pop(source) if self._waits(key, source)
             ]
         if self._waiting:
-            now = self._clock()
+            now, ready_at = self._clock(), self._pool.ready_at
             late = GrammarRefused(f"structured_outputs took longer than {COMPILE_SECONDS:g} s to compile")
-            overdue = [(key, wait.source) for key, wait in self._waiting.items() if wait.until < now]
+            overdue = [(key, wait.source) for key, wait in self._waiting.items() if _is_late(wait.since, ready_at, now)]
             told += [self._tell(key, source, late) for key, source in overdue]
         return told
 
@@ -214,6 +216,13 @@ class GrammarManager:
         constrained = self._constrained.pop((request.client, request.request_id))
         self._cache.discard(constrained.source)
         return request.client, Fail(request.request_id, f"request_failed: {why}")
+
+
+def _is_late(since: float, ready_at: float | None, now: float) -> bool:
+    """Time in which nothing could be compiled does not count."""
+    if ready_at is None:
+        return now > since + START_SECONDS
+    return now > max(since, ready_at) + COMPILE_SECONDS
 
 
 def source_of(wanted: StructuredOutputs) -> Source:

@@ -1,0 +1,59 @@
+"""The demo model's vocabulary, and texts walked through grammars by hand."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+import quire.launch.demo
+from quire.protocol.config import EngineConfig
+from quire.protocol.model_config import load_model_config
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.structured.llguidance_backend import LLGuidanceBackend
+
+DEMO = Path(quire.launch.demo.__file__).parent / "model"
+VOCAB_SIZE = 1024
+EOS = [0, 2]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+@cache
+def demo_backend() -> LLGuidanceBackend:
+    return LLGuidanceBackend((DEMO / "tokenizer.json").read_text(encoding="utf-8"), VOCAB_SIZE, EOS)
+
+
+def demo_config(**settings: Any) -> EngineConfig:
+    return EngineConfig(model=load_model_config(DEMO), model_path=str(DEMO), max_model_len=512, **settings)
+
+
+def tokens_of(text: str) -> list[int]:
+    ids: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def text_of(tokens: list[int]) -> str:
+    text: str = tokenizer().decode([token for token in tokens if token not in EOS])
+    return text
+
+
+def allowed(backend: Any, matcher: Any) -> set[int]:
+    """Tokens that may come next."""
+    masks = np.full((1, VOCAB_SIZE // 32), -1, np.int32)
+    backend.fill([(matcher, 0)], masks)
+    return set(np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist())
+
+
+def fits(text: str, **wanted: Any) -> bool:
+    """Whether the answer may be exactly ``text``, by the masks: each token is allowed, and then the end."""
+    backend = demo_backend()
+    matcher = backend.compile(StructuredOutputs(**wanted)).matcher()
+    for token in tokens_of(text):
+        if token not in allowed(backend, matcher) or not matcher.accept(token):
+            return False
+    return set(EOS) <= allowed(backend, matcher)
