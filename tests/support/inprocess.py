@@ -1,5 +1,7 @@
 """The whole engine in one process: real Scheduler, real codec, real ModelRunner; memory channels instead of sockets."""
 
+import select
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from quire.protocol.messages import (
     Abort,
     AddRequest,
     Ended,
+    Hold,
     ModelRunnerOutput,
     Rejected,
     SchedulerOutput,
@@ -25,6 +28,7 @@ from quire.protocol.messages import (
 from quire.protocol.model_config import load_model_config
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge
+from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.worker_proc.setup import make_runner
 
 
@@ -56,6 +60,7 @@ class InProcessEngine:
         layout = kv_layout(model, self.config.block_size, self.config.kv_cache_dtype)
         self.runner, ready = make_runner(self.config, layout, lambda text: None, progress=False)
         self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks))
+        self.grammars = GrammarManager(self.config, time.monotonic)
         self.to_worker, self.to_scheduler = memory_pair(WorkerToScheduler, SchedulerToWorker)
         self.answers: dict[str, Answer] = {}
         self.check = check
@@ -64,11 +69,25 @@ class InProcessEngine:
         self._pending: deque[object] = deque()
 
     def add(self, request_id: str, prompt: list[int], **sampling: object) -> None:
-        params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))  # type: ignore[arg-type]
+        """Waits until its grammar is compiled, where it has one."""
+        defaults = {"temperature": 0.0, "ignore_eos": "structured_outputs" not in sampling}
+        params = SamplingParams(**(defaults | sampling))  # type: ignore[arg-type]
         self.answers[request_id] = Answer()
         seed = 0 if params.seed is None else params.seed
-        self.scheduler.consume(AddRequest(request_id, np.array(prompt, np.int32), params, seed))
+        request = AddRequest(request_id, np.array(prompt, np.int32), params, seed)
+        self.scheduler.consume(request)
+        if params.structured_outputs is not None and (0, request_id) in self.scheduler.table.requests:
+            self._compile(request)
         self._collect()
+
+    def _compile(self, request: AddRequest) -> None:
+        if not self.grammars.begin(0, request):
+            return
+        self.scheduler.consume(Hold(request.request_id, "grammar"))
+        while self.grammars.is_waited_for:
+            select.select([self.grammars], [], [], 0.1)
+            for client, event in self.grammars.poll():
+                self.scheduler.consume(event, client)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.consume(Abort([request_id]))
@@ -98,7 +117,16 @@ class InProcessEngine:
         self._collect()
 
     def _execute(self, diff: SchedulerOutput) -> ModelRunnerOutput:
-        return self.runner.execute(diff).result()
+        launched = self.runner.launch(diff)
+        inputs = None
+        if diff.awaits_sample_inputs and not launched.void:
+            record = self.scheduler.awaited
+            assert record is not None and record.step == diff.step, "a step before it was not answered"
+            inputs, failures = self.grammars.sample_inputs(record, self.runner.proposed(launched))
+            record.inputs_given = True
+            for client, fail in failures:
+                self.scheduler.consume(fail, client)
+        return self.runner.finish(launched, inputs).result()
 
     def run(self, max_steps: int = 100_000) -> dict[str, Answer]:
         """Step until nothing waits or runs."""
