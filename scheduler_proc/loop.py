@@ -10,7 +10,7 @@ import zmq
 
 from quire.protocol.channel import Received
 from quire.protocol.child import Child, Report
-from quire.protocol.codec import ProtocolError
+from quire.protocol.codec import Codec, ProtocolError
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 from quire.protocol.kv_events import HASH_BYTES
@@ -20,16 +20,22 @@ from quire.protocol.messages import (
     Abort,
     AddRequest,
     Configure,
+    Consumed,
     Control,
     EngineState,
+    Fail,
     Fault,
     Heartbeat,
     Hello,
+    Hold,
     Message,
     ModelRunnerOutput,
+    Proposed,
     Ready,
+    Refuse,
     Refused,
     Rejected,
+    Release,
     Shutdown,
     Stop,
     Welcome,
@@ -39,6 +45,8 @@ from quire.scheduler_proc.collect import Collector
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge, WorkerFault
+from quire.scheduler_proc.structured.drafts import has_drafts
+from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.scheduler_proc.trace.event_log import EventLog
 from quire.scheduler_proc.worker_group import WorkerGroup
 
@@ -46,6 +54,10 @@ log = logging.getLogger(__name__)
 
 MAX_FAULTS_IN_A_ROW = 5
 """Results that cannot be right, with no token in between, after which the engine gives up."""
+
+IDLE_MS = 1000
+COMPILING_MS = 100
+"""How long the loop sleeps at most: while somebody waits for a grammar, no longer than a refusal may be late."""
 
 
 class SchedulerLoop:
@@ -70,6 +82,9 @@ class SchedulerLoop:
         self._child = child
         self._clock = clock
         self._log = EventLog()
+        self._events: Codec[Any] = Codec(Consumed)
+        self._grammars = GrammarManager(config, clock)
+        self._proposed: Proposed | None = None
         self._scheduler: Scheduler | None = None
         self._peers: dict[int, bytes] = {}
         self._clients: dict[bytes, int] = {}
@@ -79,6 +94,7 @@ class SchedulerLoop:
         self._poller = zmq.Poller()
         for socket in (hub.socket, *(channel.socket for channel in workers)):
             self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._grammars.fileno(), zmq.POLLIN)
         self._collector = Collector(clock)
         self._kv_events: KVEventPublisher | None = None
         if config.kv_events_endpoint:
@@ -91,6 +107,7 @@ class SchedulerLoop:
                 self._wait()
                 self._take_from_workers()
                 self._take_from_front_ends()
+                self._take_grammars()
                 self._send_steps()
                 self._reply()
                 self._serve_kv_events()
@@ -100,6 +117,7 @@ class SchedulerLoop:
             raise
         finally:
             self._collector.stop()
+            self._grammars.close()
             if self._kv_events is not None:
                 self._kv_events.close()
 
@@ -108,18 +126,19 @@ class SchedulerLoop:
         self._open = False
 
     def _wait(self) -> None:
-        if not self._poller.poll(1000):
+        if not self._poller.poll(COMPILING_MS if self._grammars.is_waited_for else IDLE_MS):
             self._collector.idle()
 
     def _send_steps(self) -> None:
         scheduler = self._scheduler
-        while scheduler is not None and scheduler.can_schedule:
+        while scheduler is not None and scheduler.can_schedule and scheduler.awaited is None:
             now = self._clock()
             step = scheduler.schedule(now)
             if step is None:
                 self._log.tick(now)
                 return
             self._log.produced(now, self._workers.send(step))
+            self._give_inputs(scheduler)
             if self._kv_events is not None:
                 self._kv_events.publish(now)
             self._collector.after_step()
@@ -133,6 +152,40 @@ class SchedulerLoop:
                     log.debug("%s", decision)
             for client, message in self._scheduler.take_messages():
                 self._send_to(client, message)
+
+    # ---- grammars
+
+    def _take_grammars(self) -> None:
+        """Those that are ready, or never will be."""
+        told = self._grammars.poll()
+        if self._scheduler is None:
+            return
+        live = self._scheduler.table.requests
+        for client, event in told:
+            if (client, event.request_id) in live:
+                self._consume(self._scheduler, event, client)
+        self._grammars.prune(live)
+
+    def _give_inputs(self, scheduler: Scheduler) -> None:
+        """The masks that the oldest step waits for, if it does and its drafts are known. No step is sent before."""
+        record = scheduler.awaited
+        if record is None:
+            return
+        proposed = None
+        if has_drafts(record):
+            proposed = self._proposed
+            if proposed is None or proposed.step != record.step:
+                return
+        inputs, failures = self._grammars.sample_inputs(record, proposed)
+        self._workers.send(inputs)
+        record.inputs_given = True
+        for client, fail in failures:
+            self._consume(scheduler, fail, client)
+
+    def _consume(self, scheduler: Scheduler, event: Hold | Release | Refuse | Fail, client: int) -> None:
+        """An event of our own: it is logged like one that came over a wire."""
+        self._log.consumed(self._clock(), client, self._events.encode(0, 0, event))
+        scheduler.consume(event, client)
 
     # ---- cache events
 
@@ -159,8 +212,8 @@ class SchedulerLoop:
 
     def _on_worker_message(self, rank: int, received: Received) -> None:
         match received.message:
-            case ModelRunnerOutput() as result if self._scheduler is not None:
-                self._take_result(self._scheduler, result, received)
+            case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
+                self._take_from_step(self._scheduler, received)
             case Hello() as hello:
                 if hello.protocol_version != PROTOCOL_VERSION:
                     self._workers.send_to(rank, Refused(_versions(hello)))
@@ -177,23 +230,31 @@ class SchedulerLoop:
             case _:
                 raise EngineError(f"unexpected {type(received.message).__name__} from the worker")
 
-    def _take_result(self, scheduler: Scheduler, result: ModelRunnerOutput, received: Received) -> None:
-        """A result that cannot be right costs its steps, not the requests in them; five without a token, the engine."""
+    def _take_from_step(self, scheduler: Scheduler, received: Received) -> None:
+        """What cannot be right costs its steps, not the requests in them; five without a token, the engine."""
         before = scheduler.num_generated_tokens
         try:
-            scheduler.consume(result)
-            self._log.consumed(self._clock(), 0, received.frames)
+            if isinstance(received.message, Proposed):
+                self._proposed = received.message  # of a step before, perhaps: then nobody asks for it
+            else:
+                scheduler.consume(received.message)
+                self._log.consumed(self._clock(), 0, received.frames)
+            self._give_inputs(scheduler)
             if scheduler.num_generated_tokens > before:
                 self._faults_in_a_row = 0
         except WorkerFault as fault:
-            self._faults_in_a_row += 1
-            if self._faults_in_a_row == MAX_FAULTS_IN_A_ROW:
-                raise
-            log.error("%s; what runs is computed again", fault)
-            if isinstance(fault, StepTooLarge) and scheduler.halve_steps():
-                log.error("steps have at most %d tokens from now on", scheduler.config.max_num_batched_tokens)
-            scheduler.begin_epoch()
-            self._log.epoch_began(self._clock())
+            self._on_fault(scheduler, fault)
+
+    def _on_fault(self, scheduler: Scheduler, fault: WorkerFault) -> None:
+        self._faults_in_a_row += 1
+        if self._faults_in_a_row == MAX_FAULTS_IN_A_ROW:
+            raise fault
+        log.error("%s; what runs is computed again", fault)
+        if isinstance(fault, StepTooLarge) and scheduler.halve_steps():
+            log.error("steps have at most %d tokens from now on", scheduler.config.max_num_batched_tokens)
+        self._proposed = None
+        scheduler.begin_epoch()
+        self._log.epoch_began(self._clock())
 
     def _begin(self, ready: Ready) -> None:
         self._scheduler = Scheduler(self._config, self._layout, min(ready.num_blocks))
@@ -237,11 +298,23 @@ class SchedulerLoop:
             case AddRequest() as request if self._scheduler is None:
                 self._send_to(client, Rejected(request.request_id, "loading", "", "the engine is still loading"))
             case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
+                is_known = (
+                    isinstance(event, AddRequest) and (client, event.request_id) in self._scheduler.table.requests
+                )
                 self._log.consumed(self._clock(), client, received.frames)
                 self._scheduler.consume(event, client)
+                if isinstance(event, AddRequest) and not is_known:
+                    self._hold_for_grammar(self._scheduler, event, client)
                 self._collector.after_message()
             case _:
                 pass  # a heartbeat, or a question that only a loaded engine can answer
+
+    def _hold_for_grammar(self, scheduler: Scheduler, event: AddRequest, client: int) -> None:
+        """A request that has just come waits until its grammar is compiled; one that was refused does not."""
+        if event.sampling.structured_outputs is None or (client, event.request_id) not in scheduler.table.requests:
+            return
+        if self._grammars.begin(client, event):
+            self._consume(scheduler, Hold(event.request_id, "grammar"), client)
 
     def _send_to(self, client: int, message: Message) -> None:
         peer = self._peers.get(client)
