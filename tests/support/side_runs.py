@@ -19,7 +19,7 @@ PROGRAMS: dict[str, tuple[list[str | Path], dict[str, str]]] = {
     "test_compiles_ahead": ([TESTS / "kernels" / "compile_ahead.py"], {}),
     "test_grid_in_the_interpreter": ([*PYTEST, *GRID], {"TRITON_INTERPRET": "1"}),
     "test_decode_step_in_the_interpreter": (
-        [*PYTEST, TESTS / "worker_proc" / "interpreted" / "decode_step.py"],
+        [*PYTEST, *sorted((TESTS / "worker_proc" / "interpreted").glob("*.py"))],
         {"TRITON_INTERPRET": "1"},
     ),
 }
