@@ -25,9 +25,9 @@ class AllowedTokenIds(RowProcessor[Ints]):
         if not len(lists.at):
             return
         flat, kept = logits.view(-1), lists.places.on_device(self._vocab_size, self._transfer)
-        values = flat[kept]
+        values = flat.index_select(0, kept)
         logits.index_fill_(0, self._at, -torch.inf)
-        flat[kept] = values
+        flat.index_copy_(0, kept, values)
 
     def lists(self, positions: SampledPositions) -> Lists:
         """What may be sampled at those positions that have such a list."""

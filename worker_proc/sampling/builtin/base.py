@@ -76,9 +76,9 @@ class RowTokens:
 
 
 def model_tokens(tokens: Sequence[int], vocab_size: int) -> Ints:
-    """Those of ``tokens`` that the model has, once each, in rising order."""
-    unique = np.unique(np.array(tokens, np.int64))
-    return unique[(unique >= 0) & (unique < vocab_size)]
+    """Those of ``tokens`` that the model has."""
+    given = np.array(tokens, np.int64)
+    return given[(given >= 0) & (given < vocab_size)]
 
 
 class RowProcessor(LogitsProcessor, Generic[State]):
@@ -156,4 +156,5 @@ class BanProcessor(RowProcessor[State]):
 
     def ban(self, logits: torch.Tensor, places: Places) -> None:
         if len(places.positions):
-            logits.view(-1)[places.on_device(self._vocab_size, self._transfer)] = -torch.inf
+            # Of torch's ways to write single numbers, those by index_*_ do not wake other threads for a few of them.
+            logits.view(-1).index_fill_(0, places.on_device(self._vocab_size, self._transfer), -torch.inf)

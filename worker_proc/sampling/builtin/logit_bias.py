@@ -18,8 +18,7 @@ class LogitBias(RowProcessor[Bias]):
         if not self._same_rows(positions):
             self._places, index = self._tokens.at(*find(positions, self._tokens.rows))
             (self._added,) = self._transfer(self._values[index])
-        flat, at = logits.view(-1), self._places.on_device(self._vocab_size, self._transfer)
-        flat[at] += self._added  # no place is there twice, so this needs no sum over equal indices
+        logits.view(-1).index_add_(0, self._places.on_device(self._vocab_size, self._transfer), self._added)
 
     def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> Bias | None:
         known = [(token, bias) for token, bias in params.logit_bias.items() if token < self._vocab_size]

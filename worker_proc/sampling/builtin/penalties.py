@@ -81,14 +81,11 @@ class Penalties(RowProcessor[Penalised]):
         """What the kernel is told of these positions, unless it is at hand."""
         if self._same_rows(positions):
             return
-        rows = np.fromiter(self._states, np.int64, len(self._states))
-        which, at = find(positions, rows)
-        states = list(self._states.values())
+        which, at = find(positions, self._rows)
         slots = np.full(len(positions), UNTOUCHED, np.int32)
-        slots[at] = np.array([state.slot for state in states], np.int32)[which]
-        factors = np.tile(np.array([[1.0], [0.0], [0.0]], np.float32), len(positions))
-        own = np.array([[state.repetition, state.frequency, state.presence] for state in states], np.float32)
-        factors[:, at] = own[which].T
+        slots[at] = self._row_slots[which]
+        factors = np.zeros((3, len(positions)), np.float32)
+        factors[:, at] = self._row_factors[:, which]
         self._at_cpu, self._begins_cpu = at, slots[at].astype(np.int64) * self._vocab_size
         none = np.full(len(positions), -1, np.int64)
         arrays = (slots, *factors, positions.offsets, none, at, self._begins_cpu)
@@ -107,6 +104,11 @@ class Penalties(RowProcessor[Penalised]):
             if state.slot < 0:
                 state.slot = self._free.pop()
                 self._fill(state, *self.text_of(row))
+        states = self._states.values()
+        self._rows = np.fromiter(self._states, np.int64, len(self._states))
+        self._row_slots = np.array([state.slot for state in states], np.int32)
+        factors = [(state.repetition, state.frequency, state.presence) for state in states]
+        self._row_factors = np.array(factors, np.float32).reshape(-1, 3).T
 
     def _grow(self, num_slots: int) -> None:
         """By doubling: memory follows the most rows that had penalties at a time."""
