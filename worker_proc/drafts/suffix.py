@@ -73,11 +73,13 @@ class SuffixProposer:
         ends, known = own.ends(texts)
         best = _guess(own, *own.find(texts, ends, known), most, repeating=True)
         tokens = best.tokens
-        if self._used:
+        unsure = np.flatnonzero(best.score < most)  # the others cannot be surpassed
+        if self._used and len(unsure):
             assert self._answers is not None
-            others = _guess(self._answers, *self._answers.find(texts, ends, known), most, repeating=False)
-            better = others.score > best.score
-            tokens = np.where(better[:, None], others.tokens, tokens)
+            found = self._answers.find(unsure, ends[unsure], known[unsure])
+            others = _guess(self._answers, *found, most[unsure], repeating=False)
+            better = others.score > best.score[unsure]
+            tokens[unsure[better], : others.tokens.shape[1]] = others.tokens[better]
             for place in others.newest[better].tolist():
                 self._used.move_to_end(place // self._width)
         counts = (tokens != NONE).sum(axis=1).tolist()

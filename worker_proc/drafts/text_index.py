@@ -16,6 +16,9 @@ _MOST_SLOT_BITS, _MOST_SHARED_SLOT_BITS = 15, 20
 """A table of one text's runs is touched all over soon: 128 KiB for each length and row that has a long text."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
+_AT_ONCE = 1024
+"""Tokens of a long text that are learnt in one go: what lies between stays in the cache."""
+
 
 class TextIndex:
     """Owns texts and, for each run of a few tokens in them, the newest place behind such a run.
@@ -72,13 +75,15 @@ class TextIndex:
         positions = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(len(of))
         self.tokens[of, positions] = tokens
         self.num_tokens[texts] = starts + counts
-        slots = self._slots(of, self._runs(of, positions))
-        places = np.broadcast_to((of * self._width + positions)[:, None], slots.shape)
-        there = positions[:, None] >= self.lengths  # a run that begins before its text is none
-        self._learn(slots[there], places[there], np.nonzero(there)[1])
+        for part in range(0, len(of), _AT_ONCE):
+            self._learn(of[part : part + _AT_ONCE], positions[part : part + _AT_ONCE])
 
-    def _learn(self, slots: Ints, places: Ints, which: Ints) -> None:
-        """``places`` ascend in each text; ``which`` length each is of."""
+    def _learn(self, texts: Ints, positions: Ints) -> None:
+        """The runs before some positions, which ascend in each text."""
+        all_slots = self._slots(texts, self._runs(texts, positions))
+        all_places = np.broadcast_to((texts * self._width + positions)[:, None], all_slots.shape)
+        there = positions[:, None] >= self.lengths  # a run that begins before its text is none
+        slots, places, which = all_slots[there], all_places[there], np.nonzero(there)[1]
         if len(self._before):
             order = np.argsort(slots, kind="stable")
             slots, places, which = slots[order], places[order], which[order]
