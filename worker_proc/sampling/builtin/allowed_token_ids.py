@@ -2,48 +2,64 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from quire.kernels.token_bitmask import WORD_BITS, apply_token_bitmask
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker_proc.sampling.builtin.base import NO_INTS, Places, RowProcessor, RowTokens, find, model_tokens
+from quire.worker_proc.sampling.builtin.base import RowProcessor, find, model_tokens
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
+
+Words = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """``at``: int64, the positions that have a list; ``places``: what is on the lists."""
+    """Which tokens some positions may have.
+
+    Attributes:
+        at: int64 ``[num_lists]``: the positions.
+        words: int32 ``[num_lists, ceil(vocab_size / 32)]``: bit ``t % 32`` of word ``t // 32`` for token ``t``.
+        sizes: int64 ``[num_lists]``: tokens on each.
+    """
 
     at: Ints
-    places: Places
+    words: Words
+    sizes: Ints
 
 
-class AllowedTokenIds(RowProcessor[Ints]):
-    """State of a row: its tokens."""
+class AllowedTokenIds(RowProcessor[tuple[Words, int]]):
+    """State of a row: its tokens as a bitmask, and how many they are."""
 
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
         lists = self.lists(positions)
-        if not len(lists.at):
-            return
-        flat, kept = logits.view(-1), lists.places.on_device(self._vocab_size, self._transfer)
-        values = flat.index_select(0, kept)
-        logits.index_fill_(0, self._at, -torch.inf)
-        flat.index_copy_(0, kept, values)
+        if len(lists.at):
+            apply_token_bitmask(logits, self._at, self._words)
 
     def lists(self, positions: SampledPositions) -> Lists:
-        """What may be sampled at those positions that have such a list."""
+        """Of those positions that have such a list."""
         if not self._same_rows(positions):
-            which, at = find(positions, self._tokens.rows)
-            places, _ = self._tokens.at(which, at)
-            self._lists = Lists(at, places)
-            (self._at,) = self._transfer(at)
+            which, at = find(positions, self._rows)
+            self._lists = Lists(at, self._row_words[which], self._row_sizes[which])
+            self._at, self._words = self._transfer(at, self._lists.words)
         return self._lists
 
-    def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> Ints | None:
+    def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> tuple[Words, int] | None:
         if params.allowed_token_ids is None:
             return None
-        return model_tokens(params.allowed_token_ids, self._vocab_size)
+        bits = np.zeros(-(-self._vocab_size // WORD_BITS) * WORD_BITS, np.bool_)
+        bits[model_tokens(params.allowed_token_ids, self._vocab_size)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32), int(bits.sum())
 
     def _rows_changed(self) -> None:
-        self._tokens = RowTokens(self._states)
-        self._lists = Lists(NO_INTS, Places(NO_INTS, NO_INTS))
-        self._at = torch.zeros(0, dtype=torch.int64)
+        states = self._states.values()
+        self._rows = np.fromiter(self._states, np.int64, len(states))
+        num_words = -(-self._vocab_size // WORD_BITS)
+        self._row_words = np.array([words for words, _ in states], np.int32).reshape(-1, num_words)
+        self._row_sizes = np.array([size for _, size in states], np.int64)
+
+
+def bits_of(words: Words) -> npt.NDArray[np.uint8]:
+    """0 or 1 for each token: ``[..., 32 * num_words]``."""
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
