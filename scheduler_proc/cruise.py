@@ -35,33 +35,40 @@ class Cruise:
     """Who cruises, since when, and what was sampled for them.
 
     Invariants (``check``): a member was scheduled, and sampled, in every step since it joined; at most
-    ``block_size + depth`` of its tokens are in the table only; its next event lies ahead, and in the calendar.
+    ``block_size + depth + num_drafts`` of its tokens are in the table only; its next event lies ahead, and in the
+    calendar.
     """
 
-    def __init__(self, block_size: int, depth: int) -> None:
-        """``block_size``: positions between two blocks, of the group with the smallest; ``depth``: of the pipeline."""
+    def __init__(self, block_size: int, depth: int, num_drafts: int = 0) -> None:
+        """
+        Args:
+            block_size: positions between two blocks, of the group with the smallest.
+            depth: of the pipeline.
+            num_drafts: most drafts of a request in a step: who joins may hold blocks for so many more positions.
+        """
         self.block_size = block_size
         self.sent = 0
         self.acknowledged = 0
         self.roster: Roster = {}
         self._shared = False
         self._calendar: dict[int, list[Request]] = {}
-        # A token stays here from its result to the member's next block, so block_size + depth + 1 rows would do; with
-        # more, the rows that are wanted seldom lie around the end.
-        self._sampled = np.zeros((4 * (block_size + depth + 1), 64), "<i4")
+        # A token stays here from its result to the member's next block, so a quarter of the rows would do; with more,
+        # the rows that are wanted seldom lie around the end.
+        self._sampled = np.zeros((4 * (block_size + depth + 1 + num_drafts), 64), "<i4")
 
     def __len__(self) -> int:
         return len(self.roster)
 
     # ---- coming and going
 
-    def join(self, request: Request, step: int, until: int) -> None:
+    def join(self, request: Request, step: int, until: int, room: int) -> None:
         """From the step after ``step`` on. It samples in ``step``, which is not counted as sent yet.
 
         Its outstanding samples, at most one per step in flight, are those of the last steps up to ``step``.
 
         Args:
             until: the step in which it is to be looked at again, which may never come.
+            room: positions that it has blocks for after ``step``; fewer where that is not known.
         """
         request.cruising = True
         request.joined_step = step
@@ -70,7 +77,7 @@ class Cruise:
         request.last_step = step + request.max_total_tokens - tokens_ahead
         request.leave_step = min(request.last_step, until)
         self._own_roster()[request.handle] = request
-        self._expect(request, step + 1 + -request.num_computed_tokens % self.block_size)
+        self._expect(request, step + 1 + max(room, -request.num_computed_tokens % self.block_size))
 
     def leave(self, request: Request) -> None:
         """Bring the counters and tokens up to date; from now on they are the request's own."""

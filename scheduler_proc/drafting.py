@@ -17,7 +17,9 @@ MIN_CHANCE = 1 / 16
 """A draft that is right less often is not worth its energy, however little time it takes."""
 MIN_GAIN = 1.005
 """Drafts keep a request from cruising, which no step time shows."""
-_REMEMBERED_TRIALS = 10.0
+MAX_WRONG_IN_A_ROW = 24
+"""First drafts of steps after which a request rests, whatever was right before: its text has changed."""
+_REMEMBERED_TRIALS = 30.0
 _SHARED_TRIALS = 1000.0
 _REMEMBERED_STEPS = 256.0
 _FINDS_STEP = 1 / 16
@@ -29,7 +31,7 @@ class Acceptance:
     A step tries drafts up to the first wrong one; those behind it say nothing.
     """
 
-    __slots__ = ("_decay", "finds", "right", "trials")
+    __slots__ = ("_decay", "finds", "right", "trials", "wrong_in_a_row")
 
     def __init__(self, chance: float, trials: float, remembered: float, finds: float = 1.0) -> None:
         """
@@ -41,14 +43,22 @@ class Acceptance:
         self.right = chance * trials
         self.trials = trials
         self.finds = finds
+        self.wrong_in_a_row = 0
         self._decay = 1.0 - 1.0 / remembered
 
     @property
     def chance(self) -> float:
         return self.right / self.trials
 
+    @property
+    def hope(self) -> float:
+        """What the chance may well be, for all that the trials show."""
+        return 0.0 if self.wrong_in_a_row >= MAX_WRONG_IN_A_ROW else (self.right + 2.0) / (self.trials + 2.0)
+
     def observe(self, verified: int, accepted: int) -> None:
         self.finds += _FINDS_STEP * ((verified > 0) - self.finds)
+        if verified:
+            self.wrong_in_a_row = 0 if accepted else self.wrong_in_a_row + 1
         tried = min(accepted + 1, verified)
         for index in range(tried):
             self.right = self.right * self._decay + (index < accepted)
@@ -201,9 +211,15 @@ class DraftController:
         return state.acceptance
 
     def _number(self, state: DraftState) -> int:
-        """How many of its drafts are each worth their time."""
-        chance = self._acceptance(state).chance
-        likely, number = chance, 0
+        """How many of its drafts are each worth their time; the first one as long as that is not ruled out.
+
+        For whoever rests learns hardly anything any more.
+        """
+        acceptance = self._acceptance(state)
+        if acceptance.hope <= self._threshold:
+            return 0
+        chance, number = acceptance.chance, 1
+        likely = chance * chance
         while number < self._most and likely > self._threshold:
             likely *= chance
             number += 1

@@ -24,6 +24,7 @@ class Planner:
 
     Attributes:
         config: may be replaced between two steps, by one with smaller batches say.
+        steady: the short way to blocks for many decodes.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Planner:
         self.table = table
         self.cruise = table.cruise
         self.kv = kv
-        self._steady = SteadyBlocks(layout, kv)
+        self.steady = SteadyBlocks(layout, kv)
         self._drafting = drafting
         self._decisions = decisions
         self._stats = stats
@@ -97,8 +98,8 @@ class Planner:
         due = [r for r in due if r.block_step == plan.step and r.cruising]
         if not due:
             return
-        if self._steady.can_begin(len(due)) and not any(r.num_tokens_to_compute <= 1 for r in table.unsteady.values()):
-            plan.begun, plan.begun_blocks = due, self._steady.begin(due)
+        if self.steady.can_begin(len(due)) and not any(r.num_tokens_to_compute <= 1 for r in table.unsteady.values()):
+            plan.begun, plan.begun_blocks = due, self.steady.begin(due)
             self.cruise.handled(due, plan.step)
         else:
             for request in due:
@@ -156,7 +157,7 @@ class Planner:
 
     def _cache_shares(self, plan: StepPlan) -> None:
         """Once no share can be taken back any more, for what is not written must not be found."""
-        self._steady.cache(plan.begun)
+        self.steady.cache(plan.begun)
         for share in plan.shares.values():
             if share.num_tokens > 1 or any(share.new_blocks or ()):
                 self._cache_written(share.request, share.num_tokens)

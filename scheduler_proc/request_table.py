@@ -70,10 +70,13 @@ class RequestTable:
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
 
-    def steady(self, request: Request, step: int, until: int) -> None:
-        """After ``step`` it only needs one more token in each step, up to the one before ``until``."""
+    def steady(self, request: Request, step: int, until: int, room: int) -> None:
+        """After ``step`` it only needs one more token in each step, up to the one before ``until``.
+
+        ``room``: see ``Cruise.join``.
+        """
         del self.unsteady[request.handle]
-        self.cruise.join(request, step, until)
+        self.cruise.join(request, step, until, room)
 
     def unsettle(self, request: Request) -> None:
         """Something else than one more token happens to it: its counters, and its shares, are its own again."""

@@ -22,7 +22,7 @@ class _Ending(NamedTuple):
 
 
 class _Faults(NamedTuple):
-    """By handle, what is wrong in a result: ``bad`` logits may have written anything; ``failed`` is the request's own."""
+    """What is wrong, by handle: ``bad`` logits may have left anything in the cache; ``failed`` is the request's own."""
 
     bad: dict[int, str]
     failed: dict[int, str]

@@ -87,7 +87,7 @@ class Scheduler:
             pipeline_depth=config.pipeline_depth,
         )
         self.in_flight = StepsInFlight(config.model.vocab_size)
-        self.cruise = Cruise(self.kv.block_size, config.pipeline_depth)
+        self.cruise = Cruise(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
         self.table = RequestTable(config.scheduling_policy, self.cruise, self.in_flight, config.model.vocab_size)
         self.pause = ""
         """Empty, ``pause_new`` (nobody is admitted) or ``pause`` (nothing runs)."""
@@ -96,7 +96,8 @@ class Scheduler:
         self._drafting = make_draft_policy(config)
         self.planner = Planner(config, layout, self.table, self.kv, self._drafting, self.decisions, self._stats)
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self._stats, self.decisions)
-        self._cruising_allowed = cruise
+        # Who cruises has blocks for its next token only, where a proposer that reads hidden states wants more.
+        self._cruising_allowed = cruise and not (config.num_speculative_tokens and config.drop_last_cached_block)
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, self.kv.block_size)
         self._step = 0
         self._replies: list[tuple[int, SchedulerToFrontEnd]] = []
@@ -239,12 +240,18 @@ class Scheduler:
             self._stats.num_stray_messages += 1
 
     def _refuse(self, event: Refuse, client: int) -> None:
-        """A held request turns out never to be able to run: for its client, it was not accepted at all."""
+        """A held request turns out never to be able to run: for its client, it was not accepted at all.
+
+        One that had begun before it was held ends with an error instead.
+        """
         request = self._live(client, event.request_id)
         if request is None:
             return
         if request.handle not in self.table.skipped_waiting:
             self._stats.num_stray_messages += 1
+            return
+        if request.introduced:
+            self.results.finish(request, EndReason.ERROR, detail=f"{event.code}: {event.message}")
             return
         self.table.end(request, RequestStatus.FINISHED_ERROR)
         self._stats.num_requests_refused += 1
@@ -299,7 +306,7 @@ class Scheduler:
                 self._drafting.asked(request.draft_state, step)
             until = self._drafting.wakes(request.draft_state)
             if until > step + 1 and self._may_cruise(request):
-                table.steady(request, step, until)
+                table.steady(request, step, until, self.planner.steady.room(request))
                 record.newcomers.append(request)
             else:
                 record.sampling[handle] = request

@@ -139,10 +139,10 @@ def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData
 
 
 def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
-    """Handles that the workers would run by themselves, and that got no share."""
+    """Handles that the workers would run by themselves, and that got no share; in an order that depends on nothing."""
     parked: list[int] = []
     for request in unsteady:
         if request.handle not in plan.shares and not request.parked:
             request.parked = True
             parked.append(request.handle)
-    return parked
+    return sorted(parked)

@@ -23,6 +23,15 @@ class SteadyBlocks:
     def can_begin(self, count: int) -> bool:
         return self._applies and count <= self._pool.num_free_blocks
 
+    def room(self, request: Request) -> int:
+        """Positions after its computed ones that its blocks have; 0 where blocks are of several groups.
+
+        A block and more where it was given some for drafts that came to nothing.
+        """
+        if not self._applies:
+            return 0
+        return len(self._table.req_to_blocks[request.handle]) * self._table.block_size - request.num_computed_tokens
+
     def begin(self, requests: Sequence[Request]) -> list[int]:
         """A block for each, in order; returns their ids."""
         held = self._table.req_to_blocks

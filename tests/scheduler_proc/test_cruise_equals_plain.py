@@ -11,13 +11,20 @@ from quire.scheduler_proc.trace.event_log import replay, without_tokens
 
 SEEDS = range(32)
 STEPS_PER_RUN = 100
-TOTALS = {"steps": 0, "cruising": 0, "preemptions": 0, "epochs": 0, "several": 0}
+TOTALS = {"steps": 0, "cruising": 0, "preemptions": 0, "epochs": 0, "several": 0, "accepted": 0, "cruising_drafters": 0}
+
+
+@pytest.fixture(autouse=True)
+def probes_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are short here."""
+    monkeypatch.setattr("quire.scheduler_proc.drafting.PROBE_INTERVAL", 6)
+    monkeypatch.setattr("quire.scheduler_proc.drafting.MAX_PROBE_INTERVAL", 12)
 
 
 def both_ways(seed: int, **settings: Any) -> Load:
     """A whole run; ``Load`` compares each diff, and all that the clients hear."""
     rng = random.Random(seed)
-    settings = random_settings(rng, hybrid=seed % 3 == 0, drafts=False) | settings
+    settings = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 0) | settings
     load = Load(rng, Driver(**settings), Driver(cruise=False, **settings))
     while len(load.driver.diffs) < STEPS_PER_RUN:
         load.random_event()
@@ -41,6 +48,9 @@ def test_every_decision_and_every_answer_is_the_same(seed: int) -> None:
     TOTALS["cruising"] += cruising.num_cruising
     TOTALS["preemptions"] += cruising.scheduler.statistics().num_preemptions
     TOTALS["epochs"] += load.num_epochs
+    statistics = cruising.scheduler.statistics()
+    TOTALS["accepted"] += statistics.num_accepted_tokens
+    TOTALS["cruising_drafters"] += cruising.num_cruising * (statistics.num_draft_tokens > 0)
     TOTALS["several"] += sum(len(d.new_requests) > 1 for d in cruising.diffs)
 
 
@@ -48,7 +58,8 @@ def test_the_runs_reached_what_they_are_for() -> None:
     """(Skipped when only some seeds were run.)"""
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
         pytest.skip("not all seeds ran")
-    assert TOTALS["cruising"] > TOTALS["steps"] / 2, "hardly anybody cruised"
+    assert TOTALS["cruising"] > TOTALS["steps"] / 3, "hardly anybody cruised"
+    assert TOTALS["accepted"] > 100 and TOTALS["cruising_drafters"] > 50
     assert TOTALS["preemptions"] > 50 and TOTALS["epochs"] > 20 and TOTALS["several"] > 20
 
 
@@ -65,6 +76,8 @@ def test_long_answers_cruise_and_are_the_same(seed: int) -> None:
         "async_scheduling": rng.random() < 0.8,
         "scheduling_policy": rng.choice(("fcfs", "priority")),
     }
+    if settings["max_num_seqs"] == 8:
+        settings |= {"num_speculative_tokens": rng.choice((0, 1, 4)), "adaptive": True}
     drivers = [Driver(cruise=cruise, **settings) for cruise in (True, False)]
     load = Load(rng, *drivers)
     for index in range(rng.choice((6, 70))):

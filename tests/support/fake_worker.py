@@ -8,12 +8,14 @@ A token is a function of the context and of nothing else: what a client gets can
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
+import msgspec
 import numpy as np
 
 from quire.protocol.kv_layout import NULL_BLOCK_ID, KVGroup
-from quire.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.protocol.messages import ModelRunnerOutput, NewRequestData, PromptLogprobs, SchedulerOutput
 from quire.scheduler_proc.trace.event_log import appended_blocks
 
 _MASK = (1 << 64) - 1
@@ -29,6 +31,11 @@ def extend_context(context: int, token: int) -> int:
 def next_token(context: int, vocab_size: int) -> int:
     """What the pretended model says after ``context``."""
     return (context >> 40) % vocab_size
+
+
+def prompt_logprob(context: int) -> float:
+    """The log probability of the prompt token with which the context is this one."""
+    return -float(context % 97)
 
 
 def first_read(group: KVGroup, position: int) -> int:
@@ -47,6 +54,7 @@ class Row:
     """One request as the worker holds it; ``contexts[i]`` is the context up to token ``i``.
 
     ``tables``: block ids per group; entries that no later position reads may belong to others by now.
+    ``prompt_width``: log probabilities per token of its prompt; 0 for none.
     """
 
     handle: int
@@ -58,6 +66,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
     num_computed: int = 0
+    prompt_width: int = 0
     active: bool = True
 
     @property
@@ -153,7 +162,31 @@ class FakeWorker:
         self._write(chunks)
         for chunk in chunks:
             self._read(chunk)
-        return self._sample(chunks)
+        prompts = self._prompt_logprobs(chunks)
+        return msgspec.structs.replace(self._sample(chunks), **prompts)
+
+    def _prompt_logprobs(self, chunks: list[Chunk]) -> dict[str, Any]:
+        """A part for each chunk that has successors in its prompt: see ``prompt_logprob``."""
+        parts: list[tuple[Row, int, int]] = []
+        for chunk in chunks:
+            row, end = chunk.row, min(chunk.start + chunk.num_known + 1, chunk.row.num_prompt_tokens)
+            if row.prompt_width and end > chunk.start + 1:
+                parts.append((row, chunk.start + 1, end))
+        if not parts:
+            return {}
+        width = max(row.prompt_width for row, _, _ in parts)
+        of = [
+            (row.tokens[at], prompt_logprob(row.contexts[at])) for row, start, end in parts for at in range(start, end)
+        ]
+        told = PromptLogprobs(
+            [r.handle for r, _, _ in parts], [s for _, s, _ in parts], [e - s for _, s, e in parts], width
+        )
+        return {
+            "prompt_logprobs": told,
+            "prompt_logprob_token_ids": np.repeat(np.array([token for token, _ in of], np.int32), width),
+            "prompt_logprob_values": np.repeat(np.array([value for _, value in of], np.float32), width),
+            "prompt_logprob_ranks": np.ones(len(of), np.int32),
+        }
 
     def _apply(self, diff: SchedulerOutput) -> None:
         if diff.removed or diff.new_requests:
@@ -191,6 +224,9 @@ class FakeWorker:
         tables: list[list[int]] = [[] for _ in self.groups]
         row = Row(new.handle, new.request_id, self.step, new.num_prompt_tokens, salt, tables)
         row.num_computed = new.num_computed_tokens
+        wanted = new.sampling.prompt_logprobs
+        row.prompt_width = 0 if wanted is None else wanted + 1
+        assert not row.prompt_width or not row.num_computed, "a cached prefix has no logits"
         for token in tokens:
             assert 0 <= token < self.vocab_size, f"token {token}: a placeholder reached the model"
             row.know(token)

@@ -25,8 +25,10 @@ from quire.protocol.messages import (
     Control,
     Ended,
     EndReason,
+    Fail,
     Hold,
     ModelRunnerOutput,
+    Refuse,
     Rejected,
     Release,
     SchedulerOutput,
@@ -105,6 +107,8 @@ class Answer:
     ended: Ended | None = None
     rejected: Rejected | None = None
     num_cached_tokens: int = -1
+    prompt_logprobs: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Position → (token, log probability)."""
 
     @property
     def reason(self) -> EndReason | None:
@@ -185,6 +189,12 @@ class Driver:
 
     def release(self, request_id: str, client: int = 0) -> None:
         self.consume(Release(request_id), client)
+
+    def refuse(self, request_id: str, client: int = 0) -> None:
+        self.consume(Refuse(request_id, "invalid_grammar", "structured_outputs", "it does not compile"), client)
+
+    def fail(self, request_id: str, client: int = 0) -> None:
+        self.consume(Fail(request_id, "grammar_failed: no memory"), client)
 
     def begin_epoch(self) -> None:
         """The scheduler starts afresh; the worker keeps its rows, and results on their way still arrive."""
@@ -349,12 +359,29 @@ class Driver:
                 case Statistics():
                     self.statistics_seen.append(message)
 
+    def _take_prompt_logprobs(self, client: int, message: StepOutputs) -> None:
+        told = message.prompt_logprobs
+        if told is None:
+            return
+        assert message.prompt_logprob_token_ids is not None and message.prompt_logprob_values is not None
+        ids = message.prompt_logprob_token_ids[:: told.width].tolist()
+        values = message.prompt_logprob_values[:: told.width].tolist()
+        assert message.prompt_logprob_ranks is not None and len(message.prompt_logprob_ranks) == len(ids)
+        entries = list(zip(ids, values, strict=True))
+        for handle, start, count in zip(told.handles, told.starts, told.counts, strict=True):
+            answer = self.answers[self._clients[client, handle]]
+            assert answer.ended is None, "log probabilities of a prompt after the end"
+            answer.prompt_logprobs |= dict(zip(range(start, start + count), entries[:count], strict=True))
+            del entries[:count]
+        assert not entries
+
     def _take_outputs(self, client: int, message: StepOutputs) -> None:
         for introduced in message.introduced:
             answer = self.answers[introduced.request_id]
             assert answer.num_cached_tokens == -1, "introduced twice"
             answer.num_cached_tokens = introduced.num_cached_tokens
             self._clients[client, introduced.handle] = introduced.request_id
+        self._take_prompt_logprobs(client, message)
         if message.handles is not None and message.tokens is not None:
             handles = message.handles if message.counts is None else np.repeat(message.handles, message.counts)
             for handle, token in zip(handles.tolist(), message.tokens.tolist(), strict=True):

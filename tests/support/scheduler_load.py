@@ -10,10 +10,12 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from fake_worker import extend_context, prompt_logprob
 from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
 
 from quire.protocol.kv_layout import KVGroup, KVLayout
 from quire.protocol.messages import EndReason, ModelRunnerOutput, SchedulerOutput, StepOutputs
+from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.scheduler_proc.trace.event_log import appended_blocks, describe
 
 EOS = list(range(0, VOCAB_SIZE, 40))
@@ -23,8 +25,8 @@ NUM_CLIENTS = 3
 
 @dataclass
 class Asked:
-    """A request as its client sent it. ``gone``: it may have ended before its time. ``bad``: where its logits are not
-    finite, by output token."""
+    """A request as its client sent it. ``gone``: it may have ended before its time. ``bad``: from which output token
+    on its logits are not finite, or it fails for a reason of its own."""
 
     client: int
     prompt: list[int]
@@ -33,6 +35,9 @@ class Asked:
     output: list[int]
     gone: bool = False
     bad: int | None = None
+    min_tokens: int = 0
+    repetition: RepetitionDetection | None = None
+    prompt_logprobs: int | None = None
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -75,6 +80,7 @@ def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = T
         "drop_last_cached_block": rng.random() < 0.1,
         "max_num_queued_reqs": rng.choice((0, 0, 4)),
         "num_speculative_tokens": num_drafts,
+        "adaptive": rng.random() < 0.7,
         "eos": EOS,
     }
 
@@ -86,6 +92,8 @@ EVENTS = {
     "leave": 1,
     "hold": 3,
     "release": 4,
+    "refuse": 1,
+    "fail": 1,
     "pause": 1,
     "resume": 4,
     "reset_prefix_cache": 1,
@@ -110,6 +118,11 @@ class Load:
         self.asked: dict[str, Asked] = {}
         self.held: dict[str, int] = {}
         self.prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
+        fixed, each, drafted = rng.choice(((0.0, 0.0, 0.0), (1.0, 0.01, 0.0), (1.0, 0.5, 0.0), (1.0, 0.01, 3.0)))
+        quality = rng.choice((0.0, 0.4, 0.6, 0.95))
+        for driver in drivers:
+            driver.worker.step_seconds = lambda tokens, drafts: fixed + each * tokens + drafted * (drafts > 0)
+            driver.worker.draft_quality = quality
         self.fixed_budget = False
         self.num_epochs = self.num_damaged = 0
 
@@ -133,13 +146,19 @@ class Load:
         asked = Asked(rng.randrange(NUM_CLIENTS), prompt, max_tokens, frozenset(stops), output)
         if not ignore_eos:
             asked.stops |= frozenset(EOS)
-        if rng.random() < 0.06:
+        fails = rng.random() < 0.3
+        if rng.random() < 0.08:
             asked.bad = rng.randrange(6)
+        asked.min_tokens = min(rng.choice((0, 0, 0, 5)), max_tokens)
+        asked.prompt_logprobs = rng.choice((None, None, None, None, 0, 2))
+        if rng.random() < 0.1:
+            asked.repetition = RepetitionDetection(max_pattern_size=3, min_count=2)
+        grammar = StructuredOutputs(regex="a*") if not ignore_eos and rng.random() < 0.2 else None
         self.asked[request_id] = asked
         priority, salt = rng.choice((0, 0, 1, 5, -3)), rng.choice(("", "", "salt"))
         for driver in self.drivers:
             if asked.bad is not None:
-                driver.worker.bad_from[request_id] = asked.bad
+                (driver.worker.failed_at if fails else driver.worker.bad_from)[request_id] = asked.bad
             driver.add(
                 request_id,
                 prompt,
@@ -151,6 +170,10 @@ class Load:
                 priority=priority,
                 arrival=float(len(self.asked)),
                 cache_salt=salt,
+                min_tokens=asked.min_tokens,
+                prompt_logprobs=asked.prompt_logprobs,
+                repetition_detection=asked.repetition,
+                structured_outputs=grammar,
             )
 
     def abort(self) -> None:
@@ -190,6 +213,21 @@ class Load:
             client = self.held.pop(request_id)
             for driver in self.drivers:
                 driver.release(request_id, client)
+
+    def refuse(self) -> None:
+        """Of somebody held, or of nobody any more."""
+        if self.held:
+            request_id = self.rng.choice(list(self.held))
+            client = self.held.pop(request_id)
+            self.asked[request_id].gone = True
+            for driver in self.drivers:
+                driver.refuse(request_id, client)
+
+    def fail(self) -> None:
+        if (victim := self._anyone()) is not None:
+            self.asked[victim].gone = True
+            for driver in self.drivers:
+                driver.fail(victim, self.asked[victim].client)
 
     def pause(self) -> None:
         self.control(self.rng.choice(("pause", "pause_new")))
@@ -299,14 +337,18 @@ class Load:
         """The stream is what the prompt alone gives, up to where this request had to end."""
         answer = driver.answers[request_id]
         if answer.rejected is not None:
-            assert answer.rejected.code in ("kv_pool_too_small", "queue_full") and not answer.tokens
+            assert answer.rejected.code in ("kv_pool_too_small", "queue_full", "invalid_grammar") and not answer.tokens
             return
         limit = min(MAX_MODEL_LEN, driver.scheduler.kv.max_tokens + 1) - len(asked.prompt)
         limit = min(limit, asked.max_tokens) - len(asked.output)
         want = expected_tokens([*asked.prompt, *asked.output], max(limit, 0))
-        ends = [i for i, token in enumerate(want) if token in asked.stops]
-        stopped = bool(ends)
+        ends = [i for i, token in enumerate(want) if token in asked.stops and i >= asked.min_tokens]
         want = want[: ends[0] + 1] if ends else want
+        reason = EndReason.STOPPED if ends else EndReason.LENGTH
+        if (repeated := first_repetition([*asked.output, *want], asked)) is not None:
+            reached = max(repeated - len(asked.output), 0)
+            if reached < len(want):  # where it ends otherwise anyway, that counts
+                want, reason = want[:reached], EndReason.REPETITION
         bad = None if asked.bad is None else max(asked.bad - len(asked.output), 0)
         assert answer.tokens == want[: len(answer.tokens)], f"{request_id}: another stream than alone"
         assert answer.ended is not None
@@ -318,8 +360,31 @@ class Load:
             assert answer.reason is EndReason.ERROR and len(answer.tokens) <= bad, f"{request_id}: bad logits passed"
         else:
             assert answer.tokens == want, f"{request_id}: not all of its tokens"
-            assert answer.reason is (EndReason.STOPPED if stopped else EndReason.LENGTH)
+            assert answer.reason is reason
             assert answer.ended.num_output_tokens == len(want) + len(asked.output)
+        if asked.prompt_logprobs is not None and answer.tokens:
+            assert answer.num_cached_tokens == 0 and answer.prompt_logprobs == prompt_logprobs_of(asked.prompt)
+
+
+def first_repetition(answer: list[int], asked: Asked) -> int | None:
+    """After how many tokens it has repeated itself often enough, by the definition."""
+    limits = asked.repetition
+    if limits is None:
+        return None
+    for end in range(max(1, asked.min_tokens), len(answer) + 1):
+        for size in range(limits.min_pattern_size, limits.max_pattern_size + 1):
+            start = end - size * limits.min_count
+            if start >= 0 and answer[start:end] == answer[end - size : end] * limits.min_count:
+                return end
+    return None
+
+
+def prompt_logprobs_of(prompt: list[int]) -> dict[int, tuple[int, float]]:
+    """What the fake worker says of the tokens of a prompt, but the first."""
+    contexts = [0]
+    for token in prompt:
+        contexts.append(extend_context(contexts[-1], token))
+    return {at: (token, prompt_logprob(contexts[at + 1])) for at, token in enumerate(prompt) if at}
 
 
 def told_to_clients(driver: Driver) -> str:

@@ -1,0 +1,281 @@
+"""How many drafts there are, by a made-up engine whose costs and texts are known."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from quire.protocol.config import EngineConfig, SpeculativeConfig
+from quire.protocol.model_config import ModelConfig
+from quire.scheduler_proc.drafting import (
+    MAX_PROBE_INTERVAL,
+    PROBE_INTERVAL,
+    Acceptance,
+    DraftController,
+    DraftState,
+    MostDrafts,
+    NoDrafts,
+    StepTimes,
+    make_draft_policy,
+)
+
+
+@dataclass
+class Engine:
+    """A batch of requests that decode for ever; ``chances[i]``: how often a draft of request i is right.
+
+    A step takes ``fixed + per_token * tokens``, and ``drafted`` more with drafts in it.
+    """
+
+    chances: list[float]
+    fixed: float = 10.0
+    per_token: float = 0.01
+    drafted: float = 0.0
+    most: int = 5
+    finds: float = 1.0
+    slow: Callable[[int], float] = lambda step: 1.0
+    step: int = 0
+    seconds: float = 0.0
+    num_tokens: int = 0
+    numbers: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(5)
+        self.states = [DraftState() for _ in self.chances]
+        self.policy = DraftController(self.most, 64 * (1 + self.most))
+
+    def run(self, steps: int) -> list[list[int]]:
+        """The numbers of drafts asked for in each of so many more steps, by request."""
+        for _ in range(steps):
+            self.run_one()
+        return self.numbers[-steps:]
+
+    def run_one(self) -> None:
+        self.step += 1
+        asked = list(self.policy.choose(self.states, len(self.states), self.step))
+        self.numbers.append(asked)
+        computed, outcomes = len(self.states), []
+        for state, chance, number in zip(self.states, self.chances, asked, strict=True):
+            if not number:
+                continue
+            self.policy.asked(state, self.step)
+            verified = number if self.rng.random() < self.finds else 0
+            accepted = 0
+            while accepted < verified and self.rng.random() < chance:
+                accepted += 1
+            computed += verified
+            self.num_tokens += accepted
+            outcomes.append((state, verified, accepted))
+        seconds = (self.fixed + self.per_token * computed + self.drafted * any(asked)) * self.slow(self.step)
+        self.policy.step_took(seconds, computed, any(asked))
+        for outcome in outcomes:
+            self.policy.verified(*outcome)
+        self.seconds += seconds
+        self.num_tokens += len(self.states)
+
+
+def mean(numbers: list[list[int]]) -> float:
+    return sum(map(sum, numbers)) / sum(map(len, numbers))
+
+
+def test_where_it_pays_there_are_as_many_as_may_be() -> None:
+    numbers = Engine([0.95]).run(200)[100:]
+    assert sum(n == [5] for n in numbers) >= 90, "all but the few steps that measure"
+
+
+@pytest.mark.parametrize("before", [0, 100])
+def test_without_acceptance_there_are_none_within_32_steps(before: int) -> None:
+    """Of a fresh request, and of one whose drafts were always right until then."""
+    engine = Engine([1.0])
+    engine.run(before)
+    engine.chances[0] = 0.0
+    assert sum(map(sum, engine.run(32))) > 0
+    assert engine.run(16) == [[0]] * 16
+
+
+def test_a_request_that_rests_probes_in_one_step_of_64_at_most_and_ever_more_rarely() -> None:
+    engine = Engine([0.0])
+    engine.run(32)
+    numbers = engine.run(8000)
+    probes = [at for at, n in enumerate(numbers) if n != [0]]
+    gaps = [b - a for a, b in zip(probes, probes[1:], strict=False)]
+    assert all(numbers[at] == [1] for at in probes) and len(probes) >= 6
+    assert gaps[0] >= PROBE_INTERVAL and gaps == sorted(gaps) and gaps[-1] == MAX_PROBE_INTERVAL
+
+
+def test_a_text_that_becomes_easy_is_noticed() -> None:
+    engine = Engine([0.0])
+    engine.run(200)
+    engine.chances[0] = 0.95
+    assert mean(engine.run(600)[-100:]) > 4
+
+
+def test_all_who_rest_probe_in_the_same_steps() -> None:
+    """The first draft of a step costs the most: the step waits for the sample before."""
+    engine = Engine([0.0] * 16)
+    engine.run(40)
+    for request in range(16):  # as if they had begun at different times
+        engine.states[request].rest(40 + 11 * request)
+    steps = [step for step, numbers in enumerate(engine.run(2000), 41) if any(numbers)]
+    assert all(step % PROBE_INTERVAL == 0 for step in steps)
+
+
+def test_finding_nothing_is_no_rejection() -> None:
+    policy, state = DraftController(3, 64), DraftState()
+    for step in range(1, 9):
+        assert list(policy.choose([state], 1, step)) == [3]
+        policy.asked(state, step)
+        policy.verified(state, 0, 0)
+    before = state.acceptance.chance if state.acceptance else 0.0
+    assert before == pytest.approx(0.7)
+
+
+def test_who_never_finds_anything_may_cruise_after_a_while_and_probes_at_the_shortest_interval() -> None:
+    engine = Engine([0.9], finds=0.0)
+    engine.run(150)
+    numbers = engine.run(1000)
+    probes = [at for at, n in enumerate(numbers) if n != [0]]
+    assert {b - a for a, b in zip(probes, probes[1:], strict=False)} == {PROBE_INTERVAL}
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.8])
+def test_where_each_token_costs_as_much_as_a_step_nobody_has_drafts(chance: float) -> None:
+    """A large batch, whose steps are as long as their tokens are many: two for one is a loss."""
+    engine = Engine([chance] * 32, fixed=1.0, per_token=1.0)
+    assert mean(engine.run(400)[200:]) < 0.1
+
+
+def test_what_a_step_with_drafts_costs_by_itself_counts_too() -> None:
+    cheap = Engine([0.4], fixed=10.0, drafted=0.5)
+    assert mean(cheap.run(400)[200:]) > 1
+    dear = Engine([0.4], fixed=10.0, drafted=20.0)
+    assert mean(dear.run(600)[300:]) < 0.2
+
+
+@pytest.mark.parametrize("per_token", [0.01, 0.5, 1.5, 5.0])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
+def test_it_is_about_as_fast_as_the_best_fixed_number(per_token: float, chance: float) -> None:
+    """Less what it costs to measure and to find out."""
+
+    def speed(number: int) -> float:
+        expected = sum(chance**j for j in range(number + 1))
+        return expected / (10.0 + per_token * (1 + number))
+
+    engine = Engine([chance], per_token=per_token)
+    engine.run(300)
+    seconds, num_tokens = engine.seconds, engine.num_tokens
+    engine.run(3000)
+    reached = (engine.num_tokens - num_tokens) / (engine.seconds - seconds)
+    assert reached > 0.9 * max(speed(number) for number in range(6))
+
+
+def test_each_request_has_its_own_number() -> None:
+    engine = Engine([0.95, 0.0, 0.5])
+    numbers = engine.run(300)[100:]
+    easy, none, half = (sum(n[i] for n in numbers) / len(numbers) for i in range(3))
+    assert easy > 4.5 and none < 0.1 and 1.0 < half < 4.5
+
+
+def test_what_others_showed_is_believed_of_a_new_request() -> None:
+    engine = Engine([0.0] * 4)
+    engine.run(300)
+    engine.states[0] = DraftState()
+    (first,) = {tuple(n)[0] for n in engine.run(1)}
+    assert first <= 2
+    optimist = Engine([0.95] * 4)
+    optimist.run(300)
+    optimist.states[0] = DraftState()
+    assert optimist.run(1)[0][0] == 5
+
+
+def test_without_times_acceptance_alone_decides() -> None:
+    engine = Engine([0.95, 0.0], fixed=0.0, per_token=0.0)
+    easy, none = engine.run(200)[-20]
+    assert (easy, none) == (5, 0)
+
+
+def test_the_same_events_give_the_same_numbers() -> None:
+    assert Engine([0.5, 0.9]).run(500) == Engine([0.5, 0.9]).run(500)
+
+
+def test_a_chance_is_that_of_the_newest_trials() -> None:
+    acceptance = Acceptance(0.5, 4.0, 10.0)
+    for _ in range(40):
+        acceptance.observe(3, 3)
+    assert acceptance.chance > 0.99
+    for _ in range(22):
+        acceptance.observe(3, 0)
+    assert acceptance.chance < 0.15
+    acceptance.observe(3, 1)  # two trials: one right, one wrong
+    assert 0.05 < acceptance.chance < 0.3
+
+
+def test_times_are_fitted_and_one_slow_step_hardly_counts() -> None:
+    times = StepTimes(100)
+    rng = random.Random(1)
+    for _ in range(300):
+        num_tokens = rng.randrange(1, 60)
+        times.observe(3.0 + 0.05 * num_tokens, num_tokens, drafted=False)
+        times.observe(3.5 + 0.05 * num_tokens, num_tokens, drafted=True)
+    assert times.per_token == pytest.approx(0.05, rel=0.02)
+    times.observe(1000.0, 20, drafted=False)
+    assert times.predict(20, drafted=False) == pytest.approx(4.0, rel=0.05)
+    assert times.predict(20, drafted=True) == pytest.approx(4.5, rel=0.05)
+
+
+def test_times_that_began_far_too_high_are_forgotten_fast() -> None:
+    times = StepTimes(100)
+    times.observe(500.0, 1, drafted=False)  # it compiled
+    for _ in range(12):
+        times.observe(1.0, 1, drafted=False)
+    assert times.predict(1, drafted=False) < 1.6
+
+
+def test_times_follow_what_has_changed() -> None:
+    times = StepTimes(100)
+    for seconds in (1.0, 3.0):
+        for index in range(1500):
+            times.observe(seconds * (1 + 0.1 * (index % 5)), 1 + index % 5, drafted=False)
+    assert times.predict(1, drafted=False) == pytest.approx(3.0, rel=0.05)
+    assert times.per_token == pytest.approx(0.3, rel=0.1)
+
+
+def test_steps_without_a_time_and_long_prefills_tell_nothing() -> None:
+    times = StepTimes(10)
+    times.observe(0.0, 5, drafted=False)
+    times.observe(9.0, 11, drafted=False)
+    assert times.predict(5, drafted=False) == 1.0
+
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("most", "adaptive", "kind"), [(0, True, NoDrafts), (3, False, MostDrafts), (3, True, DraftController)]
+)
+def test_the_configuration_chooses_the_policy(most: int, adaptive: bool, kind: type) -> None:
+    speculative = SpeculativeConfig(method="ngram", adaptive=adaptive) if most else None
+    config = EngineConfig(
+        model=MODEL, model_path="", max_model_len=64, num_speculative_tokens=most, speculative=speculative
+    )
+    policy = make_draft_policy(config)
+    assert type(policy) is kind
+    assert list(policy.choose([DraftState(), DraftState()], 2, 1)) == [most, most]
+
+
+def test_always_the_maximum_is_just_that() -> None:
+    policy, state = MostDrafts(4), DraftState()
+    for step in range(1, 200):
+        assert list(policy.choose([state], 1, step)) == [4] and policy.wakes(state) <= step
+        policy.asked(state, step)
+        policy.verified(state, 4, 0)
