@@ -140,7 +140,7 @@ class Sampler:
         if asking is not None:
             source = self._drawn_from(logits[asking.index], positions.rows[asking.at]) if raw is None else raw
             told = SampledLogprobs(asking.at.tolist(), token_logprobs(source, tokens[asking.index], asking.num_best))
-        return Sampled(tokens, bad if model_bad is None else model_bad, told, failed)
+        return Sampled(tokens, bad if model_bad is None else bad | model_bad, told, failed)
 
     def probabilities(self, logits: torch.Tensor, positions: SampledPositions) -> torch.Tensor:
         """What ``sample`` drew from: float32 ``[len(positions), vocab]``, of any sum; one token if greedy.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from processor_cases import END, EOS, START, VOCAB, Request, made, random_logits, random_request, random_tokens
 from processor_plugins import AddText, Prefers
 from processors_under_test import ProcessorsUnderTest
+from sampling_batch import batch_of, sample_each
 
 from quire.protocol.logits_processors import LogitsProcessor
 from quire.protocol.sampling_params import SamplingParams
@@ -217,3 +218,15 @@ def test_penalties_follow_samples_that_the_host_does_not_know() -> None:
     assert edited[0, [4, 6]].tolist() == [-2.0, 0.0]
     assert edited[2, [4, 6]].tolist() == [-2.0, -2.0]
     assert (edited[1] == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_where_the_model_itself_rules_out_what_is_allowed_the_row_is_bad(temperature: float) -> None:
+    """Rules are judged by the host, which does not see logits; the sampler does."""
+    own = {"allowed_token_ids": [2, 4], "temperature": temperature}
+    _, sampler = batch_of([(1, 1, own), (2, 1, own), (3, 1, {"temperature": temperature})], VOCAB)
+    logits = torch.zeros(3, VOCAB)
+    logits[0, [2, 4]] = -INF
+    sampled = sample_each(sampler, logits)
+    assert sampled.bad.tolist() == [True, False, False] and sampled.failed == []
+    assert int(sampled.tokens[1]) in (2, 4)
