@@ -50,7 +50,7 @@ class Piece:
     num_output_tokens: int
     num_cached_tokens: int
     detail: str
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobTable | None = None
 
     def without_answer(self) -> "Piece":
         """The same for a client that asked for no tokens; the engine's one token ended it, whichever it was."""
@@ -81,7 +81,7 @@ class Answer:
         )
         self._speak_stop_token = params.include_stop_str_in_output
         self._num_logprobs = params.logprobs or 0
-        self._prompt_logprobs_due = params.prompt_logprobs
+        self._prompt_logprobs_due = params.prompt_logprobs is not None
 
     def assemble(self, update: Update) -> Piece:
         """The piece that an update makes. A stop string found in it is told to the engine."""
@@ -137,10 +137,10 @@ class Answer:
             del entry.top[self._num_logprobs :]
         return [PlacedLogprobs(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False)]
 
-    def _prompt_logprobs(self, table: PromptLogprobTable | None) -> list[TokenLogprobs] | None:
+    def _prompt_logprobs(self, table: PromptLogprobTable | None) -> PromptLogprobTable | None:
         """For the first piece; empty for a prompt of one token, of which the engine tells nothing."""
-        num_best, self._prompt_logprobs_due = self._prompt_logprobs_due, None
-        return None if num_best is None else (table or PromptLogprobTable()).entries(num_best)
+        due, self._prompt_logprobs_due = self._prompt_logprobs_due, False
+        return (table or PromptLogprobTable()) if due else None
 
 
 class StreamedAnswer(Answer):

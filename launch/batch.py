@@ -181,7 +181,8 @@ class Batch:
         piece = sample.answer.assemble(update)
         self._append(self.outputs[sample.prompt].outputs[sample.index], piece)
         if piece.prompt_logprobs is not None:
-            entries = [logprob_by_id(entry, self._token_texts) for entry in piece.prompt_logprobs]
+            num_best = self._requests[sample.prompt].params.prompt_logprobs or 0
+            entries = [logprob_by_id(entry, self._token_texts) for entry in piece.prompt_logprobs.entries(num_best)]
             self.outputs[sample.prompt].prompt_logprobs = [None, *entries]
         if piece.finish_reason is None:
             return

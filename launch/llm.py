@@ -128,13 +128,18 @@ class LLM:
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool = False,
         priority: int | ListLike[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, through the checkpoint's chat template; else as ``generate``."""
+        """Answer one conversation or many, through the checkpoint's chat template; else as ``generate``.
+
+        ``tools``: descriptions of functions, for the template. What the model makes of them is in the text.
+        """
         one = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if one else list(messages)
-        encoded = [encode_messages(check_messages(c), ChatOptions(), self._text_in, self) for c in conversations]
+        options = ChatOptions(tools=tools)
+        encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
         return self._run(encoded, sampling_params, priority, use_tqdm)
 
     def statistics(self) -> EngineStatistics:

@@ -208,6 +208,8 @@ def _message(message: Any, where: str) -> Message:
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise InvalidRequest(f"{where}.tool_calls must be a list of objects", f"{where}.tool_calls")
+    if calls:
+        message = {**message, "tool_calls": [_with_object(call) for call in calls]}
     for name in ("name", "tool_call_id", "refusal", "reasoning_content"):
         if not isinstance(message.get(name, ""), str | None):
             raise InvalidRequest(f"{where}.{name} must be a string", f"{where}.{name}")
@@ -215,6 +217,19 @@ def _message(message: Any, where: str) -> Message:
     if content is None and role == "assistant":
         return {**message, "content": message.get("refusal") or ""}
     return {**message, "content": _content(content, f"{where}.content")}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """An earlier call with its arguments as an object, where they are the text of one: templates expect that."""
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        found = msgspec.json.decode(arguments) if arguments else {}
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": found}} if isinstance(found, dict) else call
 
 
 def _content(content: Any, where: str) -> str:

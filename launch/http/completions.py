@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.answers import Piece, PlacedLogprobs
-from quire.launch.engine_client import TokenLogprobs
+from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs
 from quire.launch.http.body import parse_body, read_body
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import CompletionRequest
@@ -141,13 +141,12 @@ def join_logprobs(first: CompletionLogprobs, then: CompletionLogprobs) -> Comple
 
 
 def spell_prompt_logprobs(
-    entries: Sequence[TokenLogprobs] | None, num_best: int | None, texts: TokenTexts
+    table: PromptLogprobTable | None, num_best: int | None, texts: TokenTexts
 ) -> list[dict[int, Logprob] | None] | UnsetType:
     """In vLLM's form: per prompt token, token id to Logprob; nothing unless asked for and there."""
-    if entries is None or num_best is None:
+    if table is None or num_best is None:
         return UNSET
-    cut = (TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[:num_best]) for entry in entries)
-    return [None, *(logprob_by_id(entry, texts, lowest=LOWEST_LOGPROB) for entry in cut)]
+    return [None, *(logprob_by_id(entry, texts, lowest=LOWEST_LOGPROB) for entry in table.entries(num_best))]
 
 
 class _Echo:
@@ -158,7 +157,7 @@ class _Echo:
         self._token_ids = prompt.token_ids
         self.text = server.text_in.decode(prompt.token_ids.tolist()) if prompt.text is None else prompt.text
 
-    def logprobs(self, entries: Sequence[TokenLogprobs], num_best: int, texts: TokenTexts) -> CompletionLogprobs:
+    def logprobs(self, table: PromptLogprobTable, num_best: int, texts: TokenTexts) -> CompletionLogprobs:
         """Of the prompt's tokens, of which the first has none."""
         ids = self._token_ids.tolist()
         out = TextOut(self._text_in.tokenizer)
@@ -167,7 +166,8 @@ class _Echo:
             # What the tokenizer put before the text, or lost of it, moves no token beyond its end.
             offsets.append(min(out.num_chars, len(self.text)))
             out.push((token,))
-        best = [_best(TokenLogprobs(e.token_id, e.logprob, e.rank, e.top[:num_best]), texts) for e in entries]
+        entries = table.entries(num_best)
+        best = [_best(entry, texts) for entry in entries]
         values = [max(entry.logprob, LOWEST_LOGPROB) for entry in entries]
         return CompletionLogprobs([texts.text(token) for token in ids], [None, *values], [None, *best], offsets)
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.launch.answers import Piece, PlacedLogprobs, StreamedAnswer, start_answers
-from quire.launch.engine_client import TokenLogprobs
+from quire.launch.engine_client import PromptLogprobTable
 from quire.launch.http.errors import as_api_error, failed_request
 from quire.launch.http.metrics import AnswerClock
 from quire.launch.http.schema import CommonRequest
@@ -42,7 +42,7 @@ class Collected:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[PlacedLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobTable | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -102,8 +102,10 @@ class Generation:
             async for batch in batches:
                 for index, piece in batch:
                     collected[index].add(piece)
-        num_spelt = sum(len(answer.prompt_logprobs or ()) for answer in collected)
-        body = await in_thread_if_long(num_spelt, lambda: self._speller.whole(collected, self._usage()))
+        tables = [answer.prompt_logprobs for answer in collected if answer.prompt_logprobs is not None]
+        # Spelling one value takes about as long as tokenizing one character.
+        num_values = sum(table.values.size for table in tables)
+        body = await in_thread_if_long(num_values, lambda: self._speller.whole(collected, self._usage()))
         headers = {"x-request-id": self._speller.request_id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 

@@ -228,12 +228,17 @@ class Parser:
             given["structured_outputs"] = tool_use.constraint
         elif required is not None:
             given["structured_outputs"] = required[1]
-        params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        try:
+            params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+            plugins.check_params(self.processors, params)
+        except InvalidRequest as refusal:
+            if refusal.param == "extra_args" and fields.has("vllm_xargs"):
+                raise InvalidRequest(refusal.message, "vllm_xargs", refusal.code) from None
+            raise
         if echo_logprobs is not None:
             most = max(echo_logprobs, params.prompt_logprobs or 0)
             params = msgspec.structs.replace(params, prompt_logprobs=most)
         check_params(params, self.limits)
-        plugins.check_params(self.processors, params)
         return params
 
     def _common(self, fields: Fields, params: SamplingParams, max_tokens: int | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize, in vLLM's form."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,11 +13,12 @@ from quire.launch.http.body import parse_body, read_body
 from quire.launch.http.fields import Fields, string
 from quire.launch.http.schema import TEMPLATE_FIELDS, Parser
 from quire.launch.http.server import Server, in_thread_if_long
+from quire.launch.http.tools import parse_tools
 from quire.launch.prompts import check_token_ids
 from quire.launch.text_in import NO_TOKENIZER, ChatOptions
 from quire.protocol.errors import InvalidRequest
 
-TOKENIZE_FIELDS = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs", *TEMPLATE_FIELDS)
+TOKENIZE_FIELDS = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs", "tools", *TEMPLATE_FIELDS)
 MAX_DETOKENIZED = 2**20
 
 
@@ -71,7 +72,9 @@ def _parse_tokenize(parser: Parser, raw: Mapping[str, Any]) -> TokenizeRequest:
     fields.refuse_unknown(TOKENIZE_FIELDS)
     parser.model(fields)
     if fields.has("messages"):
-        prompt: str | tuple[list[Message], ChatOptions] = parser.conversation(fields)
+        messages, options = parser.conversation(fields)
+        tools, _ = parse_tools(fields)
+        prompt: str | tuple[list[Message], ChatOptions] = messages, replace(options, tools=tools)
     else:
         prompt = string("prompt", fields.require("prompt"))
     return TokenizeRequest(

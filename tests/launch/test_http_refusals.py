@@ -83,6 +83,7 @@ SHARED = [
     ("repetition_detection", 7, "repetition_detection must be an object"),
     *[("extra_args", value, "extra_args must be an object") for value in (7, {"a": {"b": 1}}, {"a": "x" * 70_000})],
     ("vllm_xargs", [], "vllm_xargs must be an object"),
+    ("vllm_xargs", {"a": {}}, "extra_args must be an object of strings"),
     ("response_format", "json", "response_format must be an object"),
     ("user", 7, "user must be a string"),
 ]

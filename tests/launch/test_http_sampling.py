@@ -5,8 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.launch.http.app import make_app
 from quire.launch.http.sampling_fields import response_format
+from quire.launch.http.server import ServerSettings
+from quire.protocol.logits_processors import AdapterLogitsProcessor
 from quire.protocol.messages import EndReason
+from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
@@ -76,6 +80,42 @@ class TestFields:
         fields = {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}}
         assert client.chat(**fields).status_code == 200
         assert engine.added[0].params.structured_outputs.regex == "a"
+
+
+class Picky(AdapterLogitsProcessor):
+    """Refuses in its own words, or fails."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if "fail" in sampling_params.extra_args:
+            raise KeyError("secret")
+        if not isinstance(sampling_params.extra_args.get("only", 0), int):
+            raise ValueError("only must be\na token id")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> None:
+        return None
+
+
+class TestPlugins:
+    @pytest.fixture
+    def client(self, engine: Any, text_in: Any, client: Any) -> Any:
+        settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), processors=(Picky,))
+        return type(client)(make_app(engine, settings))
+
+    @pytest.mark.parametrize("name", ["extra_args", "vllm_xargs"])
+    def test_they_are_asked_about_each_request(self, client: Any, engine: Any, name: str) -> None:
+        for ask in (client.complete, client.chat):
+            for given, says in (({"only": "x"}, "only must be a token id"), ({"fail": 1}, "Picky failed at checking")):
+                refused = ask(**{name: given})
+                assert refused.status_code == 400
+                error = refused.json()["error"]
+                assert (error["param"], says in error["message"]) == (name, True)
+                assert "secret" not in refused.text
+            assert ask(**{name: {"only": 5}}).status_code == 200
+        assert len(engine.added) == 2
 
 
 class TestBadWords:

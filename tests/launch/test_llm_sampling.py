@@ -39,7 +39,7 @@ class Only(AdapterLogitsProcessor):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """With a plugin that lies in a folder which only this process has on its path."""
+    """With drafts, and with a plugin that lies in a folder which only this process has on its path."""
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "only_one_token.py").write_text(PLUGIN)
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +47,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         from only_one_token import Only  # type: ignore[import-not-found]
 
         options = {"reasoning_start_str": "<t>", "reasoning_end_str": "</t>", "max_model_len": 512}
-        with LLM(logits_processors=[Only], **options) as llm:
+        drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+        with LLM(logits_processors=[Only], speculative_config=drafts, **options) as llm:
             yield llm
 
 
@@ -164,6 +165,13 @@ class TestLogprobs:
             entries = ask(llm, ids, prompt_logprobs=0, max_tokens=1, n=n, temperature=float(n > 1)).prompt_logprobs
             again = [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True)][-len(own) :]
             np.testing.assert_allclose(again, own, atol=2e-2)
+
+
+def test_drafts_were_made_for_all_of_this(llm: LLM) -> None:
+    text(llm, prompt="one two three one two three one two three one", max_tokens=60)
+    statistics = llm.statistics()
+    assert statistics.num_draft_tokens > 0
+    assert statistics.num_free_blocks == statistics.num_usable_blocks
 
 
 class TestPlugins:

@@ -14,6 +14,7 @@ from quire.launch.http.server import ServerSettings
 from quire.launch.http.thinking import Thinking
 from quire.launch.http.tool_calls import AnyCalls, NamedCall
 from quire.launch.http.tools import parse_tools
+from quire.launch.prompts import check_messages
 from quire.protocol.sampling_params import SamplingParams
 
 WEATHER = {
@@ -194,6 +195,24 @@ class TestAnswers:
     def test_a_free_choice_stays_text(self, ask: Any) -> None:
         message = ask(CALLS, tool_choice="auto").json()["choices"][0]["message"]
         assert message == {"role": "assistant", "content": json.dumps(CALLS), "refusal": None}
+
+    def test_earlier_calls_have_objects_for_arguments(self) -> None:
+        """As templates expect them; what is no object stays as it came."""
+        texts = ['{"a": [1]}', "", "[1]", "{", "7"]
+        calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
+        message = {"role": "assistant", "content": None, "tool_calls": [*calls, {"function": 7}, {}]}
+        (checked, _) = check_messages([message, {"role": "user", "content": "x"}])
+        found = [call["function"]["arguments"] for call in checked["tool_calls"][:5]]
+        assert found == [{"a": [1]}, {}, "[1]", "{", "7"]
+        assert message["tool_calls"][0] == {"function": {"name": "f", "arguments": '{"a": [1]}'}}  # type: ignore[index]
+
+    def test_tokenizing_a_conversation_with_tools(self, client: Any, engine: Any) -> None:
+        engine.max_model_len = 2000
+        messages = [{"role": "user", "content": "hello"}]
+        for tools in (None, [CLOCK]):
+            assert client.chat(messages=messages, tools=tools).status_code == 200
+            told = client.post("/tokenize", {"messages": messages, "tools": tools}).json()["tokens"]
+            assert told == engine.added[-1].prompt
 
     def test_the_template_is_told(self, ask: Any, engine: Any, tokenizer: Any) -> None:
         for choice in ("auto", "none", "required"):
