@@ -9,6 +9,7 @@ from quire.protocol.messages import (
     Digest,
     MemoryPlan,
     ModelRunnerOutput,
+    Proposed,
     Ready,
     SchedulerOutput,
     SchedulerToWorker,
@@ -62,6 +63,17 @@ def test_ranks_that_disagree_end_the_group() -> None:
     ranks[1].send(Digest(1, b"z" * 8))
     with pytest.raises(EngineError, match="the ranks disagree on step 1"):
         group.receive()
+
+
+def test_drafts_do_not_wait_for_digests() -> None:
+    """The masks that every rank waits for depend on them."""
+    group, ranks = _group(2)
+    ranks[0].send(_result(1))
+    one = np.array([1], np.int32)
+    ranks[0].send(Proposed(2, one, one, one))
+    received = group.receive()
+    assert received is not None and isinstance(received[1].message, Proposed)
+    assert group.receive() is None
 
 
 def test_a_rank_alone_needs_no_digest() -> None:

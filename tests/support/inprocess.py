@@ -68,13 +68,14 @@ class InProcessEngine:
         self._handles: dict[int, str] = {}
         self._pending: deque[object] = deque()
 
-    def add(self, request_id: str, prompt: list[int], **sampling: object) -> None:
-        """Waits until its grammar is compiled, where it has one."""
+    def add(self, request_id: str, prompt: list[int], output: list[int] | None = None, **sampling: object) -> None:
+        """Waits until its grammar is compiled, where it has one. ``output``: delivered already."""
         defaults = {"temperature": 0.0, "ignore_eos": "structured_outputs" not in sampling}
         params = SamplingParams(**(defaults | sampling))  # type: ignore[arg-type]
         self.answers[request_id] = Answer()
         seed = 0 if params.seed is None else params.seed
-        request = AddRequest(request_id, np.array(prompt, np.int32), params, seed)
+        delivered = None if output is None else np.array(output, np.int32)
+        request = AddRequest(request_id, np.array(prompt, np.int32), params, seed, delivered)
         self.scheduler.consume(request)
         if params.structured_outputs is not None and (0, request_id) in self.scheduler.table.requests:
             self._compile(request)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zmq
 from fake_worker import FakeWorker
 from kv_event_ends import WAIT_MS
@@ -22,7 +23,9 @@ from quire.protocol.messages import (
     Hello,
     MemoryPlan,
     ModelRunnerOutput,
+    Proposed,
     Ready,
+    SampleInputs,
     SchedulerOutput,
     SchedulerToFrontEnd,
     SchedulerToWorker,
@@ -39,6 +42,9 @@ class LoopUnderTest:
 
     Attributes:
         spoil: may change a result before it is sent.
+        propose: the drafts of a step that awaits its masks and is to have some.
+        inputs: masks that steps were sampled by, in order; None for a step that never got its own.
+        fake: the worker behind it.
         failure: what ended the loop, if anything did.
     """
 
@@ -50,11 +56,20 @@ class LoopUnderTest:
         self.worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, FIRST_EPOCH), bind=False)
         self.client = ZmqChannel(context, zmq.DEALER, frontend_address(folder), Link(SchedulerToFrontEnd), bind=False)
         self._loop = SchedulerLoop(config, hub, [far], Child(status))
-        self._fake = FakeWorker(33, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, 1000)
+        self.fake = FakeWorker(
+            33,
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.model.vocab_size,
+            num_speculative_tokens=config.num_speculative_tokens,
+        )
         self._sockets = [hub, far, self.worker, self.client]
         self._fds = [self.status, status]
         self._context, self._folder = context, folder
         self.spoil: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda result: result
+        self.propose: Callable[[SchedulerOutput], Proposed] = no_drafts
+        self.inputs: list[SampleInputs | None] = []
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -81,10 +96,24 @@ class LoopUnderTest:
         while True:
             step = self.worker.receive()
             if step is not None and isinstance(step.message, SchedulerOutput):
-                self.worker.send(self.spoil(self._fake.execute(step.message)))
+                self._work(step.message)
             heard = (client or self.client).receive(0.005)
             if heard is not None and wanted(heard.message):
                 return
+
+    def _work(self, step: SchedulerOutput) -> None:
+        """One step, and those that came where the masks of one should have."""
+        following: SchedulerOutput | None = step
+        while following is not None:
+            step, following = following, None
+            if step.awaits_sample_inputs:
+                if step.drafts:
+                    self.worker.send(self.propose(step))
+                told = self._next(self.worker)
+                following = told if isinstance(told, SchedulerOutput) else None
+                assert following is not None or told.step == step.step
+                self.inputs.append(None if following else told)
+            self.worker.send(self.spoil(self.fake.execute(step)))
 
     def stop(self) -> None:
         self._loop.stop()
@@ -116,3 +145,8 @@ class LoopUnderTest:
         received = channel.receive(WAIT_MS / 1000)
         assert received is not None
         return received.message
+
+
+def no_drafts(step: SchedulerOutput) -> Proposed:
+    nothing = np.zeros(0, np.int32)
+    return Proposed(step.step, nothing, nothing, nothing)

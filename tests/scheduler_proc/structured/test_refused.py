@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "GBNF without a root": ({"grammar": 'start ::= "a"'}, "rule called root"),
     "GBNF unbalanced": ({"grammar": 'root ::= ("a"'}, "Expected '\\)'"),
     "GBNF left recursion without an end": ({"grammar": 'root ::= root "a"'}, "allows no text"),
-    "GBNF too long": ({"grammar": "root ::= " + '"a"\n |' * 20_000 + '"b"'}, "at most 65536 characters"),
+    "GBNF too long": ({"grammar": "root ::= " + '"a"\n |' * 20_000 + '"b"'}, "at most 16384 characters"),
 }
 
 WORKING: dict[str, dict[str, Any]] = {

@@ -1,0 +1,192 @@
+"""Whole answers of real models under grammars: they fit, whatever else happens to the requests meanwhile."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grammar_cases import DEMO, EOS, text_of, tokens_of
+from inprocess import Answer, InProcessEngine
+from json_schemas import PERSON, schemas, validates
+
+from quire.protocol.config import SpeculativeConfig
+from quire.protocol.messages import EndReason
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.worker_proc.input_batch import InputBatch
+
+PROMPT = tokens_of("Tell me of a person, please, and of what they like.")
+SCHEMAS = schemas(12)
+
+
+@pytest.fixture(scope="module")
+def random_model(checkpoint_factory: Callable[..., tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights with the demo's vocabulary: it writes whatever it may."""
+    folder = tmp_path_factory.mktemp("with_tokenizer") / "model"
+    shutil.copytree(checkpoint_factory("llama", vocab_size=1024, eos_token_id=EOS)[0], folder)
+    shutil.copy(DEMO / "tokenizer.json", folder)
+    return folder
+
+
+@dataclass
+class Oracle:
+    """Proposes what earlier runs said, but every so often something else."""
+
+    batch: InputBatch
+    texts: list[list[int]]
+    wrong_every: int
+
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        drafts: dict[int, list[int]] = {}
+        for row, count in wanted.items():
+            known = self.batch.tokens.data[row, : int(self.batch.num_known[row])].tolist()
+            follow = next((t[len(known) : len(known) + count] for t in self.texts if t[: len(known)] == known), [])
+            drafts[row] = [t if (len(known) + i) % self.wrong_every else 7 for i, t in enumerate(follow)]
+        return {row: own for row, own in drafts.items() if own}
+
+
+def engine_of(folder: Path, **settings: Any) -> InProcessEngine:
+    return InProcessEngine(folder, max_num_seqs=16, block_size=8, **settings)
+
+
+def ask(engine: InProcessEngine, *, plain: int = 0, **sampling: Any) -> dict[str, Answer]:
+    """A request for each schema, and ``plain`` ones without."""
+    for index, schema in enumerate(SCHEMAS):
+        wanted = StructuredOutputs(json=schema)
+        own = {"temperature": 1.0, "seed": index, "max_tokens": 150, "structured_outputs": wanted} | sampling
+        engine.add(f"s{index}", [*PROMPT, 100 + index], **own)
+        if index < plain:
+            engine.add(f"p{index}", [*PROMPT, 200 + index], temperature=1.0, seed=index, max_tokens=20)
+    answers = engine.run()
+    engine.grammars.close()
+    return answers
+
+
+def check_fits(answers: Mapping[str, Answer]) -> None:
+    for index, schema in enumerate(SCHEMAS):
+        answer = answers[f"s{index}"]
+        text = text_of(answer.tokens)
+        assert answer.ended is not None and answer.ended.reason == EndReason.STOPPED, text
+        assert validates(json.loads(text), schema), f"{text} is not of {schema}"
+
+
+def tokens(answers: Mapping[str, Answer]) -> dict[str, list[int]]:
+    return {name: answer.tokens for name, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def quiet(random_model: Path) -> dict[str, Answer]:
+    """Without chunks, preemptions or drafts."""
+    return ask(engine_of(random_model, deterministic=True), plain=6)
+
+
+def test_every_answer_of_a_random_model_fits_its_schema(quiet: dict[str, Answer]) -> None:
+    check_fits(quiet)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_chunks_preemption_and_company_change_nothing(
+    asynchronous: bool, random_model: Path, quiet: dict[str, Answer]
+) -> None:
+    settings = {"num_blocks_override": 26, "long_prefill_token_threshold": 7, "async_scheduling": asynchronous}
+    engine = engine_of(random_model, deterministic=True, **settings)
+    busy = ask(engine, plain=6)
+    assert engine.statistics().num_preemptions > 0
+    assert tokens(busy) == tokens(quiet)
+    alone = engine_of(random_model, deterministic=True)
+    for index in range(6):
+        alone.add(f"p{index}", [*PROMPT, 200 + index], temperature=1.0, seed=index, max_tokens=20)
+    assert tokens(alone.run()) == {name: own for name, own in tokens(quiet).items() if name.startswith("p")}
+    alone.grammars.close()
+
+
+@pytest.mark.parametrize(("wrong_every", "asynchronous"), [(2, True), (5, False), (10**6, True)])
+def test_the_text_is_the_same_with_any_drafts(
+    wrong_every: int, asynchronous: bool, random_model: Path, quiet: dict[str, Answer]
+) -> None:
+    speculative = SpeculativeConfig(method="ngram", adaptive=False)
+    settings = {"num_speculative_tokens": 3, "speculative": speculative, "async_scheduling": asynchronous}
+    engine = engine_of(random_model, deterministic=True, **settings)
+    texts = [[*PROMPT, (100 if n[0] == "s" else 200) + int(n[1:]), *a.tokens] for n, a in quiet.items()]
+    engine.runner._proposer = Oracle(engine.runner.batch, texts, wrong_every)
+    assert tokens(ask(engine, plain=6)) == tokens(quiet)
+    statistics = engine.statistics()
+    assert 0 < statistics.num_accepted_tokens <= statistics.num_draft_tokens
+    assert wrong_every > 100 or statistics.num_accepted_tokens < statistics.num_draft_tokens
+
+
+def test_other_kinds_of_constraints() -> None:
+    engine = engine_of(DEMO)
+    wanted: dict[str, tuple[dict[str, Any], str]] = {
+        "regex": ({"regex": "[A-Z][a-z]{2,6} [0-9]{2}"}, "[A-Z][a-z]{2,6} [0-9]{2}"),
+        "choice": ({"choice": ["yes", 'no "really"\n']}, 'yes|no "really"\n'),
+        "lark": ({"grammar": 'start: N ("+" N){1,3}\nN: /[1-9][0-9]?/'}, r"[1-9]\d?(\+[1-9]\d?){1,3}"),
+        "gbnf": ({"grammar": 'root ::= "<" [ab]{1,5} ">"'}, "<[ab]{1,5}>"),
+    }
+    for name, (fields, _) in wanted.items():
+        own = StructuredOutputs(**fields)
+        engine.add(name, PROMPT, temperature=1.0, seed=3, max_tokens=60, structured_outputs=own)
+    answers = engine.run()
+    engine.grammars.close()
+    for name, (_, pattern) in wanted.items():
+        assert re.fullmatch(pattern, text_of(answers[name].tokens)), name
+
+
+def test_what_was_delivered_already_is_gone_on_from() -> None:
+    whole = engine_of(DEMO)
+    whole.add("a", PROMPT, temperature=1.0, seed=5, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON))
+    told = whole.run()["a"].tokens
+    whole.grammars.close()
+    again = engine_of(DEMO)
+    again.add(
+        "a", PROMPT, told[:9], temperature=1.0, seed=5, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON)
+    )
+    assert told[:9] + again.run()["a"].tokens == told
+    again.grammars.close()
+
+
+def test_an_answer_that_cannot_go_on_fails_alone(random_model: Path) -> None:
+    """Delivered tokens that its grammar never allowed."""
+    engine = engine_of(random_model)
+    digits = StructuredOutputs(regex="[0-9]{3}")
+    engine.add("bad", PROMPT, tokens_of("ab"), max_tokens=20, structured_outputs=digits)
+    engine.add("good", PROMPT, tokens_of("1"), max_tokens=20, structured_outputs=digits)
+    answers = engine.run()
+    engine.grammars.close()
+    ended = answers["bad"].ended
+    assert ended is not None and ended.reason == EndReason.ERROR
+    assert ended.detail == "request_failed: the grammar does not allow a token that was sampled"
+    assert re.fullmatch("[0-9]{2}", text_of(answers["good"].tokens))
+
+
+class TestThinking:
+    START, END = tokens_of("<")[0], tokens_of(">")[0]
+
+    def run(self, prompt: list[int], **sampling: Any) -> list[int]:
+        markers = {"thinking_start_token_ids": [self.START], "thinking_end_token_ids": [self.END]}
+        engine = engine_of(DEMO, **markers)
+        wanted = StructuredOutputs(regex="[0-9]{4}")
+        engine.add("a", prompt, temperature=1.0, seed=2, structured_outputs=wanted, **({"max_tokens": 400} | sampling))
+        told = engine.run()["a"].tokens
+        engine.grammars.close()
+        return told
+
+    def test_thoughts_that_the_prompt_opened_are_free(self) -> None:
+        never_ends = dict.fromkeys(EOS, -100.0)
+        told = self.run([*PROMPT, self.START], thinking_token_budget=12, logit_bias=never_ends)
+        at = told.index(self.END)
+        assert 0 < at <= 13 and re.fullmatch("[0-9]{4}", text_of(told[at + 1 :]))
+
+    def test_a_budget_awaits_the_first_thought(self) -> None:
+        told = self.run(PROMPT, thinking_token_budget=3, logit_bias={self.START: 100.0}, max_tokens=30)
+        at = told.index(self.END)
+        assert told[0] == self.START and re.fullmatch("[0-9]{4}", text_of(told[at + 1 :]))
+
+    @pytest.mark.parametrize("closed", [False, True])
+    def test_otherwise_the_grammar_holds_from_the_first_token(self, closed: bool) -> None:
+        prompt = [*PROMPT, self.START, self.END] if closed else PROMPT
+        budget = {"thinking_token_budget": 5} if closed else {}
+        assert re.fullmatch("[0-9]{4}", text_of(self.run(prompt, **budget)))

@@ -1,0 +1,204 @@
+"""The scheduler's loop and grammars: requests wait for theirs, steps for their masks, and drafts come before those."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from grammar_cases import DEMO, EOS, VOCAB_SIZE, tokens_of
+from loop_under_test import LoopUnderTest, no_drafts
+from scheduler_driver import change, make_config, make_request
+
+from quire.protocol.messages import Abort, EndReason, Proposed, Rejected, SampleInputs, SchedulerOutput, StepOutputs
+from quire.protocol.structured_outputs import StructuredOutputs
+
+PROMPT = [3, 1, 4, 1, 5]
+WORD = "structured"
+ANSWER = [*tokens_of(WORD), EOS[1]]
+MakeLoop = Callable[..., LoopUnderTest]
+
+
+@pytest.fixture
+def make_loop(tmp_path: Path) -> Iterator[MakeLoop]:
+    made: list[LoopUnderTest] = []
+
+    def make(**settings: Any) -> LoopUnderTest:
+        model = {"model_path": str(DEMO), "vocab_size": VOCAB_SIZE, "eos": EOS}
+        loop = LoopUnderTest(context, tmp_path, make_config(**({"async_scheduling": True} | model | settings)))
+        made.append(loop)
+        loop.handshake()
+        return loop
+
+    with zmq.Context() as context:
+        yield make
+        for loop in made:
+            loop.stop()
+
+
+def ask(loop: LoopUnderTest, request_id: str, **wanted: Any) -> None:
+    """A request whose tokens the worker pretends to be those of WORD."""
+    for index, token in enumerate(ANSWER):
+        loop.fake.forced[request_id, index] = token
+    sampling = {"structured_outputs": StructuredOutputs(**wanted)} if wanted else {}
+    loop.client.send(make_request(request_id, PROMPT, max_tokens=20, **sampling))
+
+
+def end_of(loop: LoopUnderTest, count: int = 1) -> tuple[list[int], list[Any]]:
+    """Tokens, and the first ``count`` endings, refusals among them."""
+    tokens: list[int] = []
+    ended: list[Any] = []
+
+    def heard(message: Any) -> bool:
+        if isinstance(message, StepOutputs):
+            tokens.extend([] if message.tokens is None else message.tokens.tolist())
+            ended.extend(message.ended)
+        if isinstance(message, Rejected):
+            ended.append(message)
+        return len(ended) >= count
+
+    loop.until(heard)
+    return tokens, ended
+
+
+def allowed_by(inputs: SampleInputs | None) -> list[set[int]]:
+    """Allowed tokens of each position of the one request in it."""
+    assert inputs is not None and inputs.bitmask is not None
+    rows = inputs.bitmask.reshape(sum(inputs.counts), -1).view(np.uint8)
+    return [set(np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist()) for row in rows]
+
+
+def test_each_step_has_the_masks_of_its_position(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    ask(loop, "a", choice=[WORD, "other"])
+    tokens, ended = end_of(loop)
+    assert tokens == ANSWER and ended[0].reason == EndReason.STOPPED
+    for inputs, token in zip(loop.inputs, ANSWER, strict=False):
+        assert token in allowed_by(inputs)[0]
+    assert tokens_of("other")[0] in allowed_by(loop.inputs[0])[0]
+    assert allowed_by(loop.inputs[len(ANSWER) - 1]) == [set(EOS)]
+
+
+def test_requests_without_a_grammar_are_not_masked(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    ask(loop, "free")
+    ask(loop, "a", choice=[WORD])
+    end_of(loop, 2)
+    assert loop.inputs and all(inputs is not None and len(inputs.handles) <= 1 for inputs in loop.inputs)
+
+
+def test_a_grammar_that_cannot_be_is_refused_and_others_go_on(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    ask(loop, "bad", regex="[")
+    _, (refused,) = end_of(loop)
+    assert refused == Rejected(
+        "bad",
+        "invalid_structured_outputs",
+        "structured_outputs",
+        "the regular expression cannot be used: unclosed character class",
+    )
+    ask(loop, "good", choice=[WORD])
+    assert end_of(loop)[0] == ANSWER
+
+
+def test_an_abort_while_compiling_ends_the_request_and_its_id_is_free(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    ask(loop, "a", regex="[0-9]+")
+    loop.client.send(Abort(["a"]))
+    ask(loop, "a", choice=[WORD])
+    tokens, ended = end_of(loop, 2)
+    assert [end.reason for end in ended] == [EndReason.ABORTED, EndReason.STOPPED] and tokens == ANSWER
+
+
+def test_an_id_in_use_is_refused_and_keeps_its_own_grammar(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    ask(loop, "a", choice=[WORD])
+    ask(loop, "a", regex="[0-9]+")
+    tokens, ended = end_of(loop, 2)
+    assert ended[0].code == "duplicate_request_id" and ended[1].reason == EndReason.STOPPED and tokens == ANSWER
+
+
+def test_a_token_that_its_grammar_does_not_allow_fails_the_request_alone(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    ask(loop, "a", regex="[0-9]+")
+    _, (ended,) = end_of(loop)
+    assert (ended.reason, ended.detail[:15]) == (EndReason.ERROR, "request_failed:")
+    ask(loop, "b", choice=[WORD])
+    assert end_of(loop)[0] == ANSWER
+
+
+def test_a_wrong_result_costs_steps_and_the_grammar_goes_on_behind_it(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    left = [2]
+
+    def spoil(result: Any) -> Any:
+        if result.step < 3 or not left[0] or result.tokens is None:
+            return result
+        left[0] -= 1
+        return change(result, tokens=result.tokens + VOCAB_SIZE)
+
+    loop.spoil = spoil
+    ask(loop, "a", choice=[WORD])
+    assert end_of(loop)[0] == ANSWER and not left[0]
+
+
+class TestDrafts:
+    def proposing(self, make_loop: MakeLoop, propose: Callable[[SchedulerOutput, int], Proposed]) -> LoopUnderTest:
+        """``propose`` is told how many tokens the answer has."""
+        loop = make_loop(num_speculative_tokens=2, async_scheduling=False, max_num_batched_tokens=64)
+
+        def drafts(step: SchedulerOutput) -> Proposed:
+            (row,) = loop.fake.rows.values()
+            return propose(step, len(row.tokens) - row.num_prompt_tokens)
+
+        loop.propose = drafts
+        return loop
+
+    def test_each_draft_has_a_mask_and_one_behind_the_last(self, make_loop: MakeLoop) -> None:
+        def propose(step: SchedulerOutput, known: int) -> Proposed:
+            ((handle, most),) = step.drafts
+            right = ANSWER[known : known + most]
+            if not right:
+                return no_drafts(step)
+            return Proposed(
+                step.step, np.array([handle], "i4"), np.array([len(right)], "i4"), np.array(right, np.int32)
+            )
+
+        loop = self.proposing(make_loop, propose)
+        ask(loop, "a", choice=[WORD, "other"])
+        tokens, _ = end_of(loop)
+        assert tokens == ANSWER
+        most = max((inputs for inputs in loop.inputs if inputs and inputs.counts), key=lambda inputs: inputs.counts[0])
+        assert most.counts == [3] and len(allowed_by(most)) == 3
+
+    @pytest.mark.parametrize("damage", ["handle", "too many", "token", "lengths"])
+    def test_damaged_drafts_cost_their_step(self, make_loop: MakeLoop, damage: str) -> None:
+        left = [1]
+
+        def propose(step: SchedulerOutput, known: int) -> Proposed:
+            if not left[0]:
+                return no_drafts(step)
+            left[0] -= 1
+            handle, count = np.array([step.drafts[0][0]], np.int32), np.array([1], np.int32)
+            wrong = {
+                "handle": Proposed(step.step, handle + 50, count, count),
+                "too many": Proposed(step.step, handle, count + 3, np.zeros(4, np.int32)),
+                "token": Proposed(step.step, handle, count, count + VOCAB_SIZE),
+                "lengths": Proposed(step.step, handle, count, np.zeros(2, np.int32)),
+            }
+            return wrong[damage]
+
+        loop = self.proposing(make_loop, propose)
+        ask(loop, "a", choice=[WORD])
+        assert end_of(loop)[0] == ANSWER and not left[0]
+        assert loop.inputs.count(None) == 1
+
+    def test_drafts_of_another_step_are_not_taken(self, make_loop: MakeLoop) -> None:
+        def propose(step: SchedulerOutput, known: int) -> Proposed:
+            loop.worker.send(Proposed(step.step - 1, *(np.array([9], np.int32),) * 3))
+            return no_drafts(step)
+
+        loop = self.proposing(make_loop, propose)
+        ask(loop, "a", choice=[WORD])
+        assert end_of(loop)[0] == ANSWER and None not in loop.inputs
