@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from speculating import METHODS, Speculating, random_prompts
 
+from quire import LLM, SamplingParams
+
 NUM_PROMPTS = 200
 # Tokens that repeat make drafts that are right: with smaller weights tiny models fall into loops.
 REPEATING = {"initializer_range": 0.1}
@@ -132,3 +134,18 @@ def test_rejection_keeps_greedy_texts_and_is_reproducible(llama: Speculating) ->
     assert again.tokens == first.tokens, "a text depends on its neighbours"
     for (_, sampling), own, other in zip(prompts, first.tokens, expected.tokens, strict=True):
         assert "temperature" in sampling or own == other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_two_ranks_make_the_same_drafts(llama: Speculating, method: str) -> None:
+    """Real processes, which compare digests of every step."""
+    named = {"model": str(llama.draft_folder)} if method == "draft_model" else {}
+    asked = {"method": method, "num_speculative_tokens": 4, "adaptive": False} | named
+    drawn = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.9)] * 4
+    prompts = [prompt for prompt, _ in random_prompts(8, 1, seed=11)]
+    with LLM(llama.folder, dtype="float32", tensor_parallel_size=2, speculative_config=asked) as llm:
+        drafted = [output.outputs[0].token_ids for output in llm.generate(prompts, drawn)]
+        assert llm.statistics().num_accepted_tokens > 10
+    with LLM(llama.folder, dtype="float32") as llm:
+        assert drafted == [output.outputs[0].token_ids for output in llm.generate(prompts, drawn)]
