@@ -86,6 +86,8 @@ class GrammarManager:
         self._compiling: dict[Source, list[Key]] = {}
         self._waiting: dict[Key, _Wait] = {}
         self._constrained: dict[Key, _Constrained] = {}
+        self._refused: list[tuple[Key, Source, Outcome]] = []
+        """Known to be so when they came; not told yet."""
         self._prune_from = 64
 
     def fileno(self) -> int:
@@ -112,7 +114,9 @@ class GrammarManager:
             self._constrained[key] = _Constrained(source, outcome)
             return False
         self._waiting[key] = _Wait(source, self._clock())
-        if source in self._compiling:
+        if outcome is not None:
+            self._refused.append((key, source, outcome))
+        elif source in self._compiling:
             self._compiling[source].append(key)
         else:
             self._compiling[source] = [key]
@@ -121,7 +125,8 @@ class GrammarManager:
 
     def poll(self) -> list[tuple[int, Release | Refuse]]:
         """(client, what became of a request that was held) since the last call."""
-        told: list[tuple[int, Release | Refuse]] = []
+        refused, self._refused = self._refused, []
+        told = [self._tell(*known) for known in refused if self._waits(*known[:2])]
         for source, outcome in self._pool.take():
             self._cache.put(source, outcome)
             told += [

@@ -4,6 +4,7 @@ JSON has no blanks but one after each comma and colon. Grammars are GBNF; Lark's
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,8 +81,8 @@ class XGrammarBackend:
             grammar.matcher().inner.fill_next_token_bitmask(start, 0)
         except GrammarRefused:
             raise
-        except Exception as error:  # the library raises nothing narrower; what stands before "] " is its own affair
-            line = (str(error).strip() or "invalid").splitlines()[0].rpartition("] ")[2]
+        except Exception as error:  # the library raises nothing narrower; time and source file are its own affair
+            line = re.sub(r"^\[[^\]]*\] |\S+\.\w+:\d+: ", "", (str(error).strip() or "invalid").splitlines()[0])
             raise GrammarRefused(f"structured_outputs.{wanted.kind} cannot be used: {line}") from None
         if not (start.numpy()[0] & ~self._ends).any():
             raise GrammarRefused(f"structured_outputs.{wanted.kind} allows no text that the model could write")

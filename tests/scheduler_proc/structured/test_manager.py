@@ -1,0 +1,284 @@
+"""The manager apart from any engine: what is compiled once, told once, forgotten, and refused in time."""
+
+import os
+import select
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from grammar_cases import demo_backend, demo_config, tokens_of
+from scheduler_driver import make_request
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.messages import AddRequest, Proposed, Refuse, Release
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.in_flight import InFlightStep, WorkerFault
+from quire.scheduler_proc.request import Request, RequestStatus, Tokens
+from quire.scheduler_proc.step import Share
+from quire.scheduler_proc.structured.backend import GrammarRefused
+from quire.scheduler_proc.structured.cache import GrammarCache
+from quire.scheduler_proc.structured.guard import COMPILE_SECONDS
+from quire.scheduler_proc.structured.make import backend_maker
+from quire.scheduler_proc.structured.manager import START_SECONDS, GrammarManager
+
+PROMPT = [3, 4, 5]
+
+
+class Gate:
+    """Instead of a guard: lets compilations through one by one, or all."""
+
+    def __init__(self, *, opened: bool) -> None:
+        self.waiting = threading.Semaphore(1000 if opened else 0)
+        self.checked: list[StructuredOutputs] = []
+        self.starts = threading.Event()
+        self.starts.set()
+
+    def start(self) -> None:
+        self.starts.wait()
+
+    def check(self, wanted: StructuredOutputs) -> None:
+        self.waiting.acquire()
+        self.checked.append(wanted)
+
+    def close(self) -> None:
+        pass
+
+
+class Case:
+    """A manager with a clock of its own."""
+
+    def __init__(self, *, opened: bool = True, **settings: Any) -> None:
+        self.now = 0.0
+        self.gate = Gate(opened=opened)
+        self.manager = GrammarManager(demo_config(**settings), lambda: self.now, demo_backend, lambda: self.gate)
+
+    def told(self) -> list[tuple[int, Any]]:
+        """What ``poll`` tells when the pipe says that there is something."""
+        assert select.select([self.manager], [], [], 30)[0]
+        return self.manager.poll()
+
+    def close(self) -> None:
+        self.gate.starts.set()
+        self.gate.waiting.release(1000)
+        self.manager.close()
+
+
+@pytest.fixture
+def make_case() -> Iterator[Callable[..., Case]]:
+    made: list[Case] = []
+
+    def make(**settings: Any) -> Case:
+        made.append(Case(**settings))
+        return made[-1]
+
+    yield make
+    for case in made:
+        case.close()
+
+
+def arrival(request_id: str, **wanted: Any) -> AddRequest:
+    return make_request(request_id, PROMPT, structured_outputs=StructuredOutputs(**wanted))
+
+
+def constrained(request_id: str, output: str = "", **wanted: Any) -> Request:
+    """As it runs: what was sampled stands behind the prompt."""
+    event = arrival(request_id, **wanted)
+    tokens = Tokens(np.array([*PROMPT, *tokens_of(output)], np.int32), None)
+    return Request(
+        client=0,
+        request_id=request_id,
+        tokens=tokens,
+        num_prompt_tokens=len(PROMPT),
+        sampling=event.sampling,
+        seed=0,
+        stop_tokens=frozenset(),
+        max_total_tokens=100,
+        handle=int(request_id),
+    )
+
+
+def step_of(*requests: Request, drafts: int = 0) -> InFlightStep:
+    shares = {r.handle: Share(r, 1 + drafts, (), drafts) for r in requests}
+    return InFlightStep(7, shares, [], len(requests) * (1 + drafts), constrained=list(requests))
+
+
+def ready(case: Case, *requests: Request) -> None:
+    for request in requests:
+        event = make_request(request.request_id, PROMPT, structured_outputs=request.sampling.structured_outputs)
+        if case.manager.begin(0, event):
+            while case.manager.is_waited_for:
+                case.told()
+
+
+class TestCompiling:
+    def test_equal_grammars_are_compiled_once_and_then_at_hand(self, make_case: Callable[..., Case]) -> None:
+        case = make_case(opened=False)
+        assert all(case.manager.begin(client, arrival("1", regex="ab")) for client in (0, 1))
+        assert case.manager.poll() == [] and case.manager.is_waited_for
+        case.gate.waiting.release()
+        assert case.told() == [(0, Release("1")), (1, Release("1"))]
+        assert not case.manager.begin(2, arrival("1", regex="ab")) and not case.manager.is_waited_for
+        assert len(case.gate.checked) == 1
+
+    def test_a_refusal_is_remembered_too(self, make_case: Callable[..., Case]) -> None:
+        case = make_case()
+        for client in (0, 1):
+            assert case.manager.begin(client, arrival("1", regex="["))
+            ((told, refuse),) = case.manager.poll() if client else case.told()
+            assert told == client and isinstance(refuse, Refuse) and refuse.code == "invalid_structured_outputs"
+        assert len(case.gate.checked) == 1
+
+    def test_nobody_waits_longer_than_the_limit(self, make_case: Callable[..., Case]) -> None:
+        case = make_case(opened=False)
+        case.manager.begin(0, arrival("1", regex="a"))
+        while case.manager._pool.ready_at is None:
+            os.sched_yield()
+        case.now = COMPILE_SECONDS
+        assert case.manager.poll() == []
+        case.now += 0.01
+        ((_, refuse),) = case.manager.poll()
+        assert isinstance(refuse, Refuse) and "took longer than 2 s" in refuse.message
+        case.gate.waiting.release()
+        assert case.told() == [] and not case.manager.begin(0, arrival("2", regex="a"))
+
+    def test_the_time_that_starting_takes_does_not_count(self, make_case: Callable[..., Case]) -> None:
+        case = make_case(opened=False)
+        case.gate.starts.clear()
+        case.manager.begin(0, arrival("1", regex="a"))
+        case.now = START_SECONDS
+        assert case.manager.poll() == []
+        case.gate.starts.set()
+        while case.manager._pool.ready_at is None:
+            os.sched_yield()
+        case.now += COMPILE_SECONDS
+        assert case.manager.poll() == []
+        case.gate.waiting.release()
+        assert case.told() == [(0, Release("1"))]
+
+    def test_what_never_starts_refuses_in_the_end(self, make_case: Callable[..., Case]) -> None:
+        case = make_case()
+        case.gate.starts.clear()
+        case.manager.begin(0, arrival("1", regex="a"))
+        case.now = START_SECONDS + 0.01
+        assert [type(event) for _, event in case.manager.poll()] == [Refuse]
+
+    def test_an_id_that_is_used_again_waits_for_its_own_grammar(self, make_case: Callable[..., Case]) -> None:
+        case = make_case(opened=False)
+        case.manager.begin(0, arrival("1", regex="a"))
+        case.manager.begin(0, arrival("1", regex="b"))
+        case.gate.waiting.release(2)
+        told = case.told()
+        while case.manager.is_waited_for:
+            told += case.told()
+        assert told == [(0, Release("1"))]
+
+    def test_ten_thousand_grammars_leave_no_more_than_the_cache_holds(self, make_case: Callable[..., Case]) -> None:
+        """Fewer here; the cache is the same."""
+        case = make_case()
+        case.gate.waiting.release(1000)
+        for index in range(400):
+            ready(case, constrained(str(index), regex=f"a{{{index + 1}}}"))
+            case.manager.prune({(0, str(index))})
+        assert len(case.manager._cache) == 256 and len(case.manager._constrained) < 130
+        assert not case.manager._waiting and not case.manager._compiling
+
+    def test_a_library_that_is_not_there_is_a_wrong_setting(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"needs the package xgrammar: pip install quire\[xgrammar\]"):
+            backend_maker(demo_config(structured_outputs_backend="xgrammar"))
+        with pytest.raises(ConfigError, match="must be llguidance or xgrammar"):
+            backend_maker(demo_config(structured_outputs_backend="outlines"))
+
+
+class TestMasks:
+    def test_only_those_that_are_alive_are_masked(self, make_case: Callable[..., Case]) -> None:
+        case = make_case()
+        one, two, gone = (constrained(i, regex="a+") for i in ("1", "2", "3"))
+        ready(case, one, two, gone)
+        gone.status = RequestStatus.FINISHED_ABORTED
+        inputs, failures = case.manager.sample_inputs(step_of(one, two, gone))
+        assert (inputs.step, inputs.handles, inputs.counts, failures) == (7, [1, 2], [1, 1], [])
+        assert inputs.bitmask is not None and inputs.bitmask.dtype == np.int32 and len(inputs.bitmask) == 2 * 32
+
+    def test_masks_are_a_function_of_the_tokens(self, make_case: Callable[..., Case]) -> None:
+        case = make_case()
+        steady, late = constrained("1", regex="abc"), constrained("2", "ab", regex="abc")
+        ready(case, steady, late)
+        for token in tokens_of("ab"):
+            case.manager.sample_inputs(step_of(steady))
+            steady.tokens.append(token)
+        inputs, _ = case.manager.sample_inputs(step_of(steady, late))
+        assert inputs.bitmask is not None
+        first, second = inputs.bitmask.reshape(2, -1)
+        assert first.tolist() == second.tolist() and first.any()
+        again, _ = case.manager.sample_inputs(step_of(steady))
+        assert again.bitmask is not None and again.bitmask.tolist() == first.tolist()
+
+    def test_drafts_leave_no_trace_and_those_behind_a_refused_one_are_free(
+        self, make_case: Callable[..., Case]
+    ) -> None:
+        case = make_case()
+        one, two = constrained("1", regex="[ab]{4}"), constrained("2", regex="[ab]{4}")
+        ready(case, one, two)
+        before, _ = case.manager.sample_inputs(step_of(one))
+        drafts = [*tokens_of("a"), *tokens_of("c"), *tokens_of("a")]
+        told = Proposed(7, np.array([1], np.int32), np.array([3], np.int32), np.array(drafts, np.int32))
+        inputs, failures = case.manager.sample_inputs(step_of(one, two, drafts=3), told)
+        assert (inputs.handles, inputs.counts, failures) == ([1, 2], [4, 1], [])
+        assert inputs.bitmask is not None and before.bitmask is not None
+        masks = inputs.bitmask.reshape(5, -1).tolist()
+        assert masks[0] == masks[1] == masks[4] == before.bitmask.tolist()
+        assert masks[2] == masks[3] == [-1] * 32
+        after, _ = case.manager.sample_inputs(step_of(one))
+        assert after.bitmask is not None and after.bitmask.tolist() == before.bitmask.tolist()
+
+    def test_drafts_that_cannot_be_are_the_workers_fault(self, make_case: Callable[..., Case]) -> None:
+        case = make_case()
+        one = constrained("1", regex="a+")
+        ready(case, one)
+        two = Proposed(7, np.array([1], np.int32), np.array([2], np.int32), np.array([5, 5], np.int32))
+        with pytest.raises(WorkerFault, match="drafts of step 7: more than were asked for"):
+            case.manager.sample_inputs(step_of(one, drafts=1), two)
+
+    def test_a_failure_spares_the_others(self, make_case: Callable[..., Case]) -> None:
+        case = make_case()
+        bad, good = constrained("1", "xyz", regex="a+"), constrained("2", regex="a+")
+        ready(case, bad, good)
+        inputs, ((client, fail),) = case.manager.sample_inputs(step_of(bad, good))
+        assert inputs.handles == [2] and (client, fail.request_id) == (0, "1")
+        assert fail.detail.startswith("request_failed: the grammar does not allow")
+
+    def test_while_all_think_nobody_is_masked(self, make_case: Callable[..., Case]) -> None:
+        case = make_case(thinking_start_token_ids=[70], thinking_end_token_ids=[71])
+        one = constrained("1", regex="a+")
+        ready(case, one)
+        inputs, failures = case.manager.sample_inputs(step_of(one))
+        assert (inputs.handles, failures) == ([1], []) and inputs.bitmask is not None
+        thinking = constrained("2", regex="a+")
+        thinking.tokens = Tokens(np.array([3, 5, 70], np.int32), None)
+        ready(case, thinking)
+        inputs, failures = case.manager.sample_inputs(step_of(thinking))
+        assert (inputs.handles, inputs.counts, inputs.bitmask, failures) == ([], [], None, [])
+
+
+class TestCache:
+    def test_the_least_recently_used_goes_first(self) -> None:
+        cache, outcome = GrammarCache(max_count=2), GrammarRefused("x")
+        cache.put(("regex", "a"), outcome)
+        cache.put(("regex", "b"), outcome)
+        assert cache.get(("regex", "a")) is outcome
+        cache.put(("regex", "c"), outcome)
+        assert cache.get(("regex", "b")) is None and cache.get(("regex", "a")) is outcome and len(cache) == 2
+
+    def test_bytes_are_bounded_too_and_counted_back(self) -> None:
+        cache, outcome = GrammarCache(max_bytes=10), GrammarRefused("x")
+        for text in ("aaaa", "bbbb", "cccc", "aaaa", "aaaa"):
+            cache.put(("regex", text), outcome)
+        assert len(cache) == 2 and cache.num_bytes == 8 and cache.get(("regex", "bbbb")) is None
+        cache.discard(("regex", "aaaa"))
+        cache.discard(("regex", "aaaa"))
+        assert cache.num_bytes == 4
+        cache.put(("regex", "d" * 50), outcome)
+        assert len(cache) == 1, "one that is too large alone is kept, for those that wait for it"

@@ -1,0 +1,104 @@
+"""The adapter for xgrammar, over a module that behaves as its documentation says; the library itself is not there."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import fake_xgrammar
+import numpy as np
+import pytest
+
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.structured.backend import GrammarRefused
+
+TOKENIZER: dict[str, Any] = {
+    "model": {"vocab": {"a": 1, "b": 2, "ab": 3, "c": 33}},
+    "added_tokens": [{"id": 0, "content": "<eos>"}, {"id": 31, "content": "<eot>"}, {"id": 99, "content": "beyond"}],
+    "decoder": {"type": "ByteLevel"},
+}
+MODULE = "quire.scheduler_proc.structured.xgrammar_backend"
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setitem(sys.modules, "xgrammar", fake_xgrammar.module())
+    yield importlib.import_module(MODULE)
+    del sys.modules[MODULE]
+
+
+@pytest.fixture
+def backend(adapter: Any) -> Any:
+    return adapter.XGrammarBackend(TOKENIZER, 40, [0, 31])
+
+
+def allowed(backend: Any, matcher: Any) -> set[int]:
+    masks = np.full((2, 2), -1, np.int32)
+    backend.fill([(matcher, 1)], masks)
+    assert masks[0].tolist() == [-1, -1]
+    return set(np.flatnonzero(np.unpackbits(masks[1:].view(np.uint8), bitorder="little")).tolist())
+
+
+def test_an_answer_from_its_first_token_to_its_end_and_back(backend: Any) -> None:
+    matcher = backend.compile(StructuredOutputs(regex="[ac]{2}")).matcher()
+    assert allowed(backend, matcher) == {1, 33}
+    assert matcher.accept(33) and not matcher.accept(2) and matcher.accept(1)
+    assert allowed(backend, matcher) == {0, 31} and not matcher.is_done
+    assert matcher.accept(31) and matcher.is_done and not matcher.accept(31)
+    assert allowed(backend, matcher) == {0, 31}
+    matcher.rollback(2)
+    matcher.rollback(0)
+    assert not matcher.is_done and allowed(backend, matcher) == {1, 33}
+
+
+def test_matchers_of_one_grammar_are_apart(backend: Any) -> None:
+    grammar = backend.compile(StructuredOutputs(regex="[a]{1}"))
+    one, two = grammar.matcher(), grammar.matcher()
+    assert one.accept(1)
+    assert allowed(backend, one) == {0, 31} and allowed(backend, two) == {1}
+
+
+def test_each_kind_is_asked_for_in_the_librarys_words(backend: Any) -> None:
+    compiler = backend._compiler
+    for fields in ({"json": {"type": "null"}}, {"json": True}, {"json_object": True}):
+        backend.compile(StructuredOutputs(**fields))
+    assert [schema for schema, *_ in compiler.asked] == ['{"type":"null"}', "{}", '{"type": "object"}']
+    assert all(rest == [False, (", ", ": ")] for _, *rest in compiler.asked)
+    compiler.asked.clear()
+    backend.compile(StructuredOutputs(choice=["x", 'a"\n']))
+    backend.compile(StructuredOutputs(grammar='root ::= "a"'))
+    assert compiler.asked == [('root ::= "x" | "a\\"\\n"',), ('root ::= "a"',)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"regex": "["}, "structured_outputs.regex cannot be used: /project/cpp/regex.cc:77: Unclosed class"),
+        ({"regex": "[z]{1}"}, "structured_outputs.regex allows no text that the model could write"),
+        ({"regex": "[a]{0}"}, "structured_outputs.regex allows no text that the model could write"),
+        ({"grammar": 'start: "a"'}, "this server takes grammars in GBNF"),
+        ({"json": {"$ref": "http://example.com"}}, "nothing is fetched"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(backend: Any, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(GrammarRefused) as refused:
+        backend.compile(StructuredOutputs(**fields))
+    assert why.replace("/project/cpp/regex.cc:77: ", "") in str(refused.value)
+    assert "project" not in str(refused.value) and "more lines" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "kind"),
+    [
+        ({"type": "ByteLevel"}, "byte_level"),
+        ({"type": "Sequence", "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}]}, "byte_fallback"),
+        (None, "raw"),
+    ],
+)
+def test_the_decoder_says_how_bytes_are_spelt(adapter: Any, decoder: Any, kind: str) -> None:
+    assert adapter._vocab_type(TOKENIZER | {"decoder": decoder}) == kind
+
+
+def test_a_vocabulary_may_be_a_list(adapter: Any) -> None:
+    listed = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0]]}, "added_tokens": []}
+    assert adapter._spellings(listed, 3) == ["<unk>", "a", ""]
