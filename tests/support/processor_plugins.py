@@ -69,6 +69,9 @@ class Breaks(RowPlugin):
                 case "raise":
                     logits.fill_(5.0)
                     raise ZeroDivisionError("/home/secret")
+                case "forget":
+                    self.rows.clear()
+                    raise ZeroDivisionError
                 case "nan":
                     logits[row, 1] = torch.nan
                 case "inf":

@@ -58,9 +58,11 @@ def test_who_breaks_a_plugin_fails_alone(what: str, why: str, row: int, quiet: o
         assert torch.equal(edited, expected)
 
 
-def test_the_others_go_on_when_the_culprit_is_gone(quiet: object) -> None:
+@pytest.mark.parametrize("what", ["raise", "forget"])
+def test_the_others_go_on_when_the_culprit_is_gone(what: str, quiet: object) -> None:
+    """Also when the instance that raised knows them no more."""
     world = ProcessorsUnderTest(["Breaks", "AddText"])
-    world.add(request(**{"break": "raise"}), request(add_text=True), request(**{"break": "update"}), request())
+    world.add(request(**{"break": what}), request(add_text=True), request(**{"break": "update"}), request())
     assert set(world.apply(torch.zeros(4, VOCAB))[1]) == {0, 2}
     world.change([0, 2], {9: request(add_text=True)})
     world.sampled(world.everyone, [7] * world.batch.num_rows)
