@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -109,14 +110,23 @@ def check_processor_names(names: Sequence[str]) -> None:
 def import_paths(names: Sequence[str]) -> list[str]:
     """The entries of this process's path that the modules of ``module:Class`` names come from.
 
-    Children run without the current directory on their path, and see no entry that this process added by itself.
+    Children run without the current directory on their path, and see no entry that this process added by itself. Where
+    packages are installed, they look anyway; and there it must stay the last place, or it would hide Python's own.
     """
-    found: list[str] = []
-    for name in names:
-        package = name.partition(":")[0].partition(".")[0]
-        for entry in sys.path:
-            place = Path(entry or ".").resolve()
-            if package and ((place / package).is_dir() or (place / f"{package}.py").is_file()):
-                found.append(str(place))
-                break
-    return list(dict.fromkeys(found))
+    own = {Path(place).resolve() for place in sysconfig.get_paths().values()}
+    entries = {Path(entry or ".").resolve() for entry in sys.path} - own
+    found = [place for name in names for place in _homes(name.partition(":")[0].partition(".")[0]) if place in entries]
+    return [str(place) for place in dict.fromkeys(found)]
+
+
+def _homes(package: str) -> list[Path]:
+    """The folders that a package or module lies in; none for one that is not in a file."""
+    try:
+        spec = importlib.util.find_spec(package) if package else None
+    except ValueError:  # a module that was made by hand
+        spec = None
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(place).resolve().parent for place in spec.submodule_search_locations]
+    return [Path(spec.origin).resolve().parent] if spec.has_location and spec.origin is not None else []

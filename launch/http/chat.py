@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,6 +21,8 @@ from quire.launch.http.tools import ToolUse
 from quire.launch.prompts import encode_messages
 from quire.launch.request_output import Logprob
 from quire.launch.text_out import TokenTexts
+
+T = TypeVar("T")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -151,6 +154,8 @@ class ChatSpeller:
             self._calls = {
                 index: AfterThought(_scanner(request.tool_use), thoughts_end) for index in range(request.params.n)
             }
+        self._called: set[int] = set()
+        """Answers that have begun a call."""
         self._to_begin = set(range(request.params.n))
 
     def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
@@ -160,10 +165,10 @@ class ChatSpeller:
             delta = Delta(piece.text, role)
         else:
             thought, found = self._calls[index].push(piece.text, last=piece.finish_reason is not None)
-            calls = [_call_delta(call) for call in found]
+            calls = self._note(index, [_call_delta(call) for call in found])
             delta = Delta(UNSET if role is UNSET else None, role, calls or UNSET, thought or UNSET)
         logprobs = None if piece.logprobs is None else spell_logprobs(piece.logprobs, self._token_texts)
-        choice = ChunkChoice(index, delta, logprobs, self._reason(piece.finish_reason), piece.stop_reason)
+        choice = ChunkChoice(index, delta, logprobs, self._reason(index, piece.finish_reason), piece.stop_reason)
         return self._chunk([choice], usage or (None if self._include_usage else UNSET))
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -183,16 +188,20 @@ class ChatSpeller:
             message = AnswerMessage("assistant", text)
         else:
             thought, found = self._calls[index].push(text, last=True)
-            message = AnswerMessage(
-                "assistant", None, tool_calls=_calls(found) or UNSET, reasoning_content=thought or UNSET
-            )
+            calls = self._note(index, _calls(found))
+            message = AnswerMessage("assistant", None, tool_calls=calls or UNSET, reasoning_content=thought or UNSET)
         logprobs = None if answer.logprobs is None else spell_logprobs(answer.logprobs, self._token_texts)
-        return ChatChoice(index, message, logprobs, self._reason(answer.finish_reason), answer.stop_reason)
+        return ChatChoice(index, message, logprobs, self._reason(index, answer.finish_reason), answer.stop_reason)
 
-    def _reason(self, finish_reason: str | None) -> str | None:
+    def _note(self, index: int, calls: list[T]) -> list[T]:
+        if calls:
+            self._called.add(index)
+        return calls
+
+    def _reason(self, index: int, finish_reason: str | None) -> str | None:
         """As OpenAI has it: an answer that was to call a certain function has merely stopped."""
-        called = finish_reason == "stop" and self._tool_use is not None and self._tool_use.function is None
-        return "tool_calls" if called else finish_reason
+        any_call = self._tool_use is not None and self._tool_use.function is None and index in self._called
+        return "tool_calls" if any_call and finish_reason == "stop" else finish_reason
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import quire
 from quire.launch.cli import main
+from quire.launch.demo import demo_model_path
 from quire.launch.options import EngineOptions, make_engine_config, parse_options
 from quire.launch.sampling_options import import_paths, processor_name, thinking_markers
 from quire.launch.supervisor import _python_path
@@ -103,8 +104,8 @@ class TestSpeculative:
             config_of(speculative_config=given)
         assert says in str(caught.value)
 
-    def test_a_draft_model_has_the_models_vocabulary(self, checkpoint_factory: Any) -> None:
-        folder, _ = checkpoint_factory("qwen3")
+    def test_a_draft_model_has_the_models_vocabulary(self) -> None:
+        folder = demo_model_path()
         given = {"model": str(folder), "num_speculative_tokens": 2, "acceptance": "rejection"}
         config = make_engine_config(parse_options({"speculative_config": given}, "LLM"), folder=folder)
         assert config.speculative is not None
@@ -175,8 +176,14 @@ class TestProcessors:
     ) -> None:
         (tmp_path / "my_own_plugin.py").write_text("x = 1\n")
         monkeypatch.syspath_prepend(str(tmp_path))
-        paths = import_paths(["my_own_plugin:Class", "my_own_plugin:Other", "nowhere_at_all:Class"])
-        assert paths == [str(tmp_path)]
+        (tmp_path / "a_package").mkdir()
+        (tmp_path / "a_package" / "__init__.py").touch()
+        (tmp_path / "spaced").mkdir()
+        for name in ("my_own_plugin:Class", "a_package.inner:Other", "spaced.inner:Class"):
+            assert import_paths([name, "nowhere_at_all:Class", name]) == [str(tmp_path)]
+        # Where packages and Python itself are, children look by themselves.
+        assert import_paths(["numpy:ndarray", "json:JSONDecoder", "sys:x", "__main__:Class"]) == []
+        paths = [str(tmp_path)]
         monkeypatch.setenv("PYTHONPATH", "/somewhere")
         assert _python_path(paths) == {"PYTHONPATH": f"/somewhere:{tmp_path}"}
         assert _python_path([]) == {}
@@ -225,10 +232,12 @@ class TestThinkingMarkers:
         with pytest.raises(ConfigError, match="--reasoning-start-str must be 1 to 64"):
             thinking_markers(folder, "<think>", "b", 5)
 
-    def test_they_reach_the_engine(self, checkpoint_factory: Any) -> None:
-        folder, _ = checkpoint_factory("qwen3")
+    def test_they_reach_the_engine(self) -> None:
+        folder = demo_model_path()
         config = make_engine_config(EngineOptions(), folder=folder)
         assert (config.thinking_start_token_ids, config.thinking_end_token_ids) == ([], [])
+        config = make_engine_config(EngineOptions(reasoning_start_str="a", reasoning_end_str="b"), folder=folder)
+        assert (len(config.thinking_start_token_ids), len(config.thinking_end_token_ids)) == (1, 1)
 
 
 class TestOtherFlags:

@@ -256,6 +256,7 @@ class TestThinkingBeforeACall:
         choice = client.chat(**fields, chat_template_kwargs={"bare": True}).json()["choices"][0]
         assert choice["message"]["reasoning_content"] == engine.reply
         assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
 
     def test_none_where_the_prompt_ended_it(self, client: Any, engine: Any) -> None:
         engine.reply = "{}"
