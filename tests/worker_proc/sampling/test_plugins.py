@@ -56,6 +56,9 @@ def test_who_breaks_a_plugin_fails_alone(what: str, why: str, row: int, quiet: o
         edited, failed = world.apply(logits)
         assert failed == {row: why}
         assert torch.equal(edited, expected)
+    assert "Breaks" in [
+        type(processor).__name__ for processor in world.processors.all
+    ]  # one instance serves the others
 
 
 @pytest.mark.parametrize("what", ["raise", "forget"])

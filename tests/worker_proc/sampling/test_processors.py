@@ -144,14 +144,16 @@ def test_who_may_say_nothing_fails_alone(with_plugin: bool) -> None:
         request(allowed_token_ids=[2, 9], bad_words_token_ids=[[2]]),
         request(),
         request(allowed_token_ids=[1]),
+        request(bad_words_token_ids=[[4], [7]]),
+        request(bad_words_token_ids=[[4], [7]]),
     )
-    logits = torch.ones(7, VOCAB)
-    masks = masks_of({5: [], 6: [2]})
+    logits = torch.ones(9, VOCAB)
+    masks = masks_of({5: [], 6: [2], 7: [4, 7], 8: [4, 6]})
     edited = logits.clone()
     failed = dict(world.processors.apply(edited, world.everyone, masks))
-    assert failed == dict.fromkeys([1, 2, 3, 5, 6], NOTHING_ALLOWED)
-    assert torch.equal(edited[0], logits[0]) and edited[4, 9] == 1.0
-    assert (edited[[1, 2, 3, 5, 6]] == 0).all()
+    assert failed == dict.fromkeys([1, 2, 3, 5, 6, 7], NOTHING_ALLOWED)
+    assert torch.equal(edited[0], logits[0]) and edited[4, 9] == edited[8, 6] == 1.0
+    assert (edited[[1, 2, 3, 5, 6, 7]] == 0).all()
 
 
 @pytest.mark.parametrize("with_plugin", [False, True])
