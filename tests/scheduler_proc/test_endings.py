@@ -79,6 +79,18 @@ def test_the_end_of_text_ends_unless_it_is_ignored(asynchronous: bool) -> None:
     assert end_of(driver, "b") == (EndReason.LENGTH, want)
 
 
+@BOTH
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("min_tokens", "end"), [(0, 3), (2, 3), (3, 6), (5, 6), (6, 12)])
+def test_no_stop_token_among_the_first_min_tokens(asynchronous: bool, drafts: int, min_tokens: int, end: int) -> None:
+    """The workers ban them; should one come all the same, it is a token like others."""
+    want = expected_tokens(PROMPT, 12)
+    driver = Driver(async_scheduling=asynchronous, num_speculative_tokens=drafts, eos=[want[5]])
+    driver.add("a", PROMPT, max_tokens=12, min_tokens=min_tokens, stop_token_ids=[want[2]])
+    finish(driver)
+    assert end_of(driver, "a") == (EndReason.LENGTH if end == 12 else EndReason.STOPPED, want[:end])
+
+
 def test_a_stop_token_is_known_late_so_one_surplus_token_is_dropped_and_counted() -> None:
     for asynchronous, surplus in ((False, 0), (True, 1)):
         want = expected_tokens(PROMPT, 3)

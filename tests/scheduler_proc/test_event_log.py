@@ -10,7 +10,15 @@ import pytest
 from scheduler_driver import Driver, change, expected_tokens
 
 from quire.protocol.codec import Codec
-from quire.protocol.messages import AddRequest, Consumed, OpaqueRequest, OpaqueResult, SchedulerOutput
+from quire.protocol.messages import (
+    AddRequest,
+    Consumed,
+    ModelRunnerOutput,
+    OpaqueRequest,
+    OpaqueResult,
+    SchedulerOutput,
+)
+from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind, replay, without_tokens
 
 SECRET = [7, 77, 777]
@@ -65,6 +73,39 @@ def test_a_replay_decides_the_same(seed: int) -> None:
     records = copied(driver)
     assert sum(r.kind == RecordKind.PRODUCED for r in records) == len(driver.diffs)
     assert replay(driver.header, records, check=True) is None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("costs", [(1.0, 0.01), (1.0, 0.1)])
+def test_adaptive_drafts_and_grammars_replay(asynchronous: bool, costs: tuple[float, float]) -> None:
+    """The numbers of drafts follow from times and acceptance, which the log has."""
+    driver = Driver(num_blocks=120, async_scheduling=asynchronous, num_speculative_tokens=4, adaptive=True)
+    driver.worker.step_seconds = lambda tokens, drafts: costs[0] + costs[1] * tokens + 0.1 * (drafts > 0)
+    driver.worker.draft_quality = 0.8
+    for index in range(5):
+        grammar = StructuredOutputs(regex="a*") if index == 2 else None
+        driver.add(f"r{index}", [index, 1, 2], max_tokens=60 + index, structured_outputs=grammar, prompt_logprobs=1)
+        driver.step()
+    driver.run()
+    asked = {number for diff in driver.diffs for _, number in diff.drafts}
+    assert len(asked) > 2, "the numbers changed"
+    assert any(diff.awaits_sample_inputs for diff in driver.diffs)
+    records = copied(driver)
+    assert replay(driver.header, records, check=True) is None
+    opaque = list(without_tokens(driver.header, records))
+    assert replay(driver.header, opaque, check=True) is None
+    consumed = [CONSUMED.decode(r.frames).message for r in opaque if r.kind == RecordKind.CONSUMED]
+    results = [event for event in consumed if isinstance(event, OpaqueResult)]
+    assert len(results) == len(driver.diffs) and all(r.seconds > 0 for r in results)
+    slower = [changed(r, CONSUMED, another_time) if r.kind == RecordKind.CONSUMED else r for r in records]
+    assert replay(driver.header, slower) is not None, "times decide something"
+
+
+def another_time(event: Any) -> Any:
+    """Thirty times as long with drafts."""
+    if not isinstance(event, ModelRunnerOutput) or event.tokens is None:
+        return event
+    return change(event, seconds=event.seconds * (30.0 if event.drafts is not None else 1.0))
 
 
 @pytest.mark.parametrize("seed", range(6))

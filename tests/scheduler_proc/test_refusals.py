@@ -54,9 +54,29 @@ def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
     assert driver.run()["edge"].reason is EndReason.LENGTH
 
 
-def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
-    code, param, _ = rejection(Driver(), [1], stop_token_ids=[5, VOCAB_SIZE])
-    assert (code, param) == ("invalid_value", "stop_token_ids")
+@pytest.mark.parametrize(
+    ("name", "beyond", "within"),
+    [
+        ("stop_token_ids", [5, VOCAB_SIZE], [5, VOCAB_SIZE - 1]),
+        ("logit_bias", {VOCAB_SIZE: 1.0, 5: 1.0}, {VOCAB_SIZE - 1: 1.0}),
+        ("allowed_token_ids", [VOCAB_SIZE, 5], list(range(VOCAB_SIZE))),
+        ("bad_words_token_ids", [[1], [5, VOCAB_SIZE, 2]], [[1], [5, VOCAB_SIZE - 1]]),
+    ],
+)
+def test_sampling_names_only_tokens_of_the_vocabulary(name: str, beyond: Any, within: Any) -> None:
+    code, param, text = rejection(Driver(), [1], **{name: beyond})
+    assert (code, param) == ("invalid_value", name) and f"{name} must be from 0 to {VOCAB_SIZE - 1}" in text
+    driver = Driver()
+    driver.add("edge", [1], max_tokens=1, **{name: within})
+    assert driver.run()["edge"].reason is not None
+
+
+def test_a_thinking_budget_needs_the_engines_markers() -> None:
+    code, param, _ = rejection(Driver(), [1], thinking_token_budget=5)
+    assert (code, param) == ("invalid_value", "thinking_token_budget")
+    driver = Driver(thinking_start_token_ids=[7], thinking_end_token_ids=[8])
+    driver.add("a", [1], max_tokens=2, thinking_token_budget=5)
+    assert driver.run()["a"].reason is EndReason.LENGTH
 
 
 def test_a_seed_that_no_row_can_hold_is_refused() -> None:
