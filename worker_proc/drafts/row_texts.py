@@ -28,10 +28,7 @@ class RowTexts:
         """Index what ``rows`` know by now; returns the text of each."""
         column, texts = self._batch.tokens, self._text_of[rows]
         self._num_prompt[texts] = self._batch.num_prompt[rows]
-        starts = self.index.num_tokens[texts]
-        counts = column.length[rows] - starts
-        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.index.append(texts, counts, column.data[np.repeat(rows, counts), np.repeat(starts, counts) + offsets])
+        self.index.extend(texts, column.length[rows].astype(np.int64), column.data, rows)
         return texts
 
     def answer(self, row: int) -> Int32:

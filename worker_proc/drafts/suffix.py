@@ -99,7 +99,7 @@ class SuffixProposer:
         text = self._free.pop() if self._free else self._used.popitem(last=False)[0]
         self._used[text] = None
         self._answers.begin(text)
-        self._answers.append(np.array([text]), np.array([len(answer)]), answer)
+        self._answers.extend(np.array([text]), np.array([len(answer)]), answer[None], np.zeros(1, np.int64))
 
 
 def _guess(index: TextIndex, places: Ints, matched: Ints, most: Ints, *, repeating: bool) -> _Guess:

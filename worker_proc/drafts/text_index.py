@@ -60,6 +60,8 @@ class TextIndex:
         self._age = np.zeros(num_texts, np.int64)
         self._num_begun = 0
         self._reach = np.arange(self.depth)
+        first = np.arange(num_tables * len(lengths)).reshape(num_tables, -1)
+        self._first_slot = first << self._slot_bits
         self._powers = np.cumprod(np.full(self.depth, _MULTIPLIER, np.uint64))
 
     def begin(self, text: int) -> None:
@@ -68,13 +70,17 @@ class TextIndex:
         self._age[text] = self._num_begun
         self.num_tokens[text] = 0
 
-    def append(self, texts: Ints, counts: Ints, tokens: Int32) -> None:
-        """Put ``counts`` new tokens (packed in ``tokens``) behind each of ``texts``, and learn what they follow."""
+    def extend(self, texts: Ints, lengths: Ints, source: Int32, rows: Ints) -> None:
+        """Let each of ``texts`` be the first ``lengths`` tokens of its row of ``source``, which begins as it does.
+
+        Learns what the new tokens follow.
+        """
         starts = self.num_tokens[texts]
-        of = np.repeat(texts, counts)
-        positions = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(len(of))
-        self.tokens[of, positions] = tokens
-        self.num_tokens[texts] = starts + counts
+        counts = lengths - starts
+        which = np.repeat(np.arange(len(texts)), counts)
+        of, positions = texts[which], (lengths - np.cumsum(counts))[which] + np.arange(len(which))
+        self.tokens[of, positions] = source[rows[which], positions]
+        self.num_tokens[texts] = lengths
         for part in range(0, len(of), _AT_ONCE):
             self._learn(of[part : part + _AT_ONCE], positions[part : part + _AT_ONCE])
 
@@ -112,11 +118,14 @@ class TextIndex:
             places: ``[len(ends), most]``, NONE where there are no more.
             matched: of the same shape: how many tokens before each place agree, at most ``depth``.
         """
-        slots = self._slots(tables, ends)
-        newest = self._newest[slots].astype(np.int64) - 1
-        fits = self._matched(newest, ends, known) >= self.lengths
-        longest = len(self.lengths) - 1 - np.argmax(fits[:, ::-1], axis=1)
-        at = np.where(fits.any(axis=1), np.take_along_axis(newest, longest[:, None], axis=1)[:, 0], NONE)
+        newest = self._newest[self._slots(tables, ends)].astype(np.int64) - 1
+        matched = self._matched(newest, ends, known)
+        fits = matched >= self.lengths
+        longest = len(self.lengths) - 1 - fits[:, ::-1].argmax(axis=1)
+        best = np.arange(len(ends)), longest
+        at = np.where(fits[best], newest[best], NONE)
+        if self._most == 1:
+            return at[:, None], matched[best][:, None]
         places = np.full((len(ends), self._most), NONE, np.int64)
         places[:, 0] = at
         chain, age = longest * self.tokens.size, self._ages(at)
@@ -158,18 +167,17 @@ class TextIndex:
 
     def _slots(self, tables: Ints, runs: Int32) -> Ints:
         """Where runs (as of ``_runs``) of each length are looked up: ``[len(runs), num_lengths]``."""
-        sums = np.cumsum((runs.astype(np.uint64) + np.uint64(1)) * self._powers, axis=1)[:, self.lengths - 1]
+        sums = np.cumsum(runs.astype(np.uint64) * self._powers, axis=1)[:, self.lengths - 1]
         sums ^= sums >> np.uint64(29)
         hashes = (sums * _MULTIPLIER) >> np.uint64(_HASH_BITS - self._slot_bits)
-        first = np.arange(len(self.lengths)) + (0 if self._shared else tables[:, None] * len(self.lengths))
-        return (first << self._slot_bits) + hashes.astype(np.int64)
+        return self._first_slot[0 if self._shared else tables] + hashes.view(np.int64)
 
     def _matched(self, places: Ints, ends: Int32, known: Ints) -> Ints:
         """Of places ``[rows, n]``: how many tokens before each are those of the row's ``ends``."""
-        text, position = np.divmod(np.maximum(places, 0), self._width)
+        text, position = np.divmod(places, self._width)
         live = (places >= 0) & (position < self.num_tokens[text])
         most = np.where(live, np.minimum(position, known[:, None]), 0)
-        flat = np.maximum(np.maximum(places, 0)[..., None] - 1 - self._reach, 0)
+        flat = np.maximum(places[..., None] - 1 - self._reach, 0)
         differs = (self.tokens.reshape(-1)[flat] != ends[:, None, :]) | (self._reach >= most[..., None])
         matched: npt.NDArray[np.int64] = np.where(differs.any(axis=-1), differs.argmax(axis=-1), self.depth)
         return matched
