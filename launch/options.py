@@ -20,7 +20,7 @@ from quire.launch.sampling_options import (
 )
 from quire.launch.speculative import parse_speculative
 from quire.protocol.checkpoint import stored_tensors
-from quire.protocol.config import EngineConfig
+from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.kv_events import check_endpoints
 from quire.protocol.model_config import ModelConfig, load_model_config
@@ -197,20 +197,9 @@ def make_engine_config(
             stored_tensors(folder)  # a broken checkpoint fails here, before any process starts
     device = _device(options.device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
-    speculative, num_drafts = None, 0
-    if options.speculative_config is not None:
-        speculative, num_drafts = parse_speculative(
-            options.speculative_config, model, find_model, with_weights=options.load_format != "dummy"
-        )
+    speculative, num_drafts = _speculative(options, model)
     max_model_len, max_num_seqs, batched = _sizes(options, model, num_drafts, on_cpu=device == "cpu")
-    for name, (low, high) in RANGES.items():
-        _check_range(name, getattr(options, name), low, high)
-    _check_ranks(model, options.tensor_parallel_size)
-    check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint)
-    if options.kv_events_endpoint and not options.enable_prefix_caching:
-        raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
-    check_processor_names(options.logits_processors or [])
-    check_grammar_library(options.structured_outputs_backend)
+    _check(options, model)
     thinking_start, thinking_end = thinking_markers(
         folder, options.reasoning_start_str, options.reasoning_end_str, model.vocab_size
     )
@@ -253,6 +242,25 @@ def make_engine_config(
         async_scheduling=options.async_scheduling,
         seed=options.seed,
     )
+
+
+def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[SpeculativeConfig | None, int]:
+    if options.speculative_config is None:
+        return None, 0
+    with_weights = options.load_format != "dummy"
+    return parse_speculative(options.speculative_config, model, find_model, with_weights=with_weights)
+
+
+def _check(options: EngineOptions, model: ModelConfig) -> None:
+    """All that is not a matter of sizes."""
+    for name, (low, high) in RANGES.items():
+        _check_range(name, getattr(options, name), low, high)
+    _check_ranks(model, options.tensor_parallel_size)
+    check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint)
+    if options.kv_events_endpoint and not options.enable_prefix_caching:
+        raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
+    check_processor_names(options.logits_processors or [])
+    check_grammar_library(options.structured_outputs_backend)
 
 
 def find_model(name: str | None) -> Path:

@@ -60,18 +60,7 @@ def parse_speculative(
         ConfigError: an unknown key (with the nearest known one), a value out of range, or keys that do not go together.
     """
     keys = _convert(given)
-    for name, (low, high) in RANGES.items():
-        value = getattr(keys, name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"{FLAG}: {name} must be from {low} to {high}, not {value}")
-    method = keys.method or ("draft_model" if keys.model is not None else None)
-    if method is None:
-        raise ConfigError(f"{FLAG}: method must be ngram, suffix or draft_model")
-    for name, its_method in METHOD_OF_KEY.items():
-        if getattr(keys, name) is not None and method != its_method:
-            raise ConfigError(f"{FLAG}: {name} is for the method {its_method}, not for {method}")
-    if keys.acceptance == "rejection" and method != "draft_model":
-        raise ConfigError(f"{FLAG}: acceptance rejection needs the method draft_model")
+    method = _method(keys)
     low, high = _lookup(keys)
     depth = keys.suffix_decoding_max_tree_depth or DEFAULT_DEPTH
     cached = keys.suffix_decoding_max_cached_requests
@@ -102,6 +91,23 @@ def _convert(given: Mapping[str, Any]) -> _Given:
         return msgspec.convert(dict(given), _Given)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {error}") from None
+
+
+def _method(keys: _Given) -> str:
+    """The method, which all the other keys go with and are in range for."""
+    for name, (low, high) in RANGES.items():
+        value = getattr(keys, name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"{FLAG}: {name} must be from {low} to {high}, not {value}")
+    method = keys.method or ("draft_model" if keys.model is not None else None)
+    if method is None:
+        raise ConfigError(f"{FLAG}: method must be ngram, suffix or draft_model")
+    for name, its_method in METHOD_OF_KEY.items():
+        if getattr(keys, name) is not None and method != its_method:
+            raise ConfigError(f"{FLAG}: {name} is for the method {its_method}, not for {method}")
+    if keys.acceptance == "rejection" and method != "draft_model":
+        raise ConfigError(f"{FLAG}: acceptance rejection needs the method draft_model")
+    return method
 
 
 def _lookup(keys: _Given) -> tuple[int, int]:
