@@ -1,0 +1,60 @@
+"""Structured output through the real processes: every answer parses and fits its schema, and nobody else notices."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_processes import engine_processes
+from json_schemas import schemas, validates
+
+from quire import LLM, SamplingParams
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.structured_outputs import StructuredOutputs
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(deterministic=True, max_model_len=512, max_num_seqs=32, num_gpu_blocks_override=70) as llm:
+        yield llm
+    assert not engine_processes()
+
+
+def mixed(llm: LLM, num_requests: int, num_schemas: int) -> None:
+    """Every fourth request has no grammar; the others take the schemas in turn."""
+    wanted = schemas(num_schemas)
+    prompts, params = [], []
+    for index in range(num_requests):
+        prompts.append([{"role": "user", "content": f"Tell me of person {index}, in {index % 7} words."}])
+        sampling: dict[str, Any] = {"temperature": 1.0, "seed": index, "max_tokens": 40}
+        if index % 4:
+            constraint = StructuredOutputs(json=wanted[index % num_schemas])
+            sampling |= {"max_tokens": 450, "structured_outputs": constraint}
+        params.append(SamplingParams(**sampling))
+    outputs = llm.chat(prompts, params)
+    for index, output in enumerate(outputs):
+        answer, schema = output.outputs[0], wanted[index % num_schemas]
+        if index % 4:
+            assert answer.finish_reason == "stop", f"{answer.text!r} of {schema}"
+            assert validates(json.loads(answer.text), schema), f"{answer.text!r} is not of {schema}"
+    free = llm.chat(prompts[::4], params[::4])
+    assert [o.outputs[0].token_ids for o in free] == [o.outputs[0].token_ids for o in outputs[::4]]
+
+
+def test_mixed_traffic(llm: LLM) -> None:
+    mixed(llm, num_requests=48, num_schemas=12)
+
+
+@pytest.mark.slow
+def test_five_hundred_requests_over_fifty_schemas(llm: LLM) -> None:
+    mixed(llm, num_requests=500, num_schemas=50)
+    assert llm.statistics().num_preemptions > 0
+
+
+def test_what_cannot_be_is_refused_and_named(llm: LLM) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputs(regex="["))
+    with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+        llm.generate([[5, 6, 7]], bad)
+    assert refused.value.param == "structured_outputs" and refused.value.code == "invalid_structured_outputs"
+    choice = SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]))
+    assert llm.generate([[5, 6, 7]], choice)[0].outputs[0].text in ("yes", "no")
