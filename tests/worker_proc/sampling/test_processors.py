@@ -135,7 +135,7 @@ def test_a_forced_token_wins_over_everything(with_plugin: bool) -> None:
 
 @pytest.mark.parametrize("with_plugin", [False, True])
 def test_who_may_say_nothing_fails_alone(with_plugin: bool) -> None:
-    world = ProcessorsUnderTest(["AddText"] if with_plugin else [])
+    world = ProcessorsUnderTest(["AddText"] if with_plugin else [], max_rows=16)
     world.add(
         request(),
         request(allowed_token_ids=[2, 9], bad_words_token_ids=[[2], [9]]),
