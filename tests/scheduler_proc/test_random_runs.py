@@ -32,13 +32,17 @@ class Asked:
 def random_settings(rng: random.Random) -> dict[str, object]:
     """Tiny pools, odd chunk sizes, all switches."""
     max_num_seqs = rng.choice((1, 3, 8))
+    num_drafts = rng.choice((0, 0, 1, 4))
+    least = max_num_seqs * (1 + num_drafts)
     chunked = rng.random() < 0.8
     return {
         "num_blocks": rng.choice((6, 10, 14, 40)),
         "block_size": rng.choice((1, 2, 4, 8)),
         "max_model_len": 40,
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": rng.choice((max_num_seqs, 8, 13, 64)) if chunked else 40,
+        "max_num_batched_tokens": max(least, rng.choice((8, 13, 64)) if chunked else 40),
+        "num_speculative_tokens": num_drafts,
+        "adaptive": True,
         "enable_chunked_prefill": chunked,
         "enable_prefix_caching": rng.random() < 0.85,
         "long_prefill_token_threshold": rng.choice((0, 0, 3, 7)) if chunked else 0,
@@ -53,8 +57,9 @@ class Load:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         settings = random_settings(self.rng)
-        settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_num_seqs"])
         self.driver = Driver(**settings)
+        self.driver.worker.step_seconds = lambda tokens, drafts: 1.0 + 0.1 * tokens
+        self.driver.worker.draft_quality = self.rng.choice((0.0, 0.5, 0.9))
         self.asked: dict[str, Asked] = {}
         self.client_of: dict[str, int] = {}
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
@@ -147,7 +152,7 @@ class Load:
             assert answer.reason is not None
 
 
-TOTALS = {"steps": 0, "parked": 0, "preemptions": 0, "hits": 0, "dropped": 0}
+TOTALS = {"steps": 0, "parked": 0, "preemptions": 0, "hits": 0, "dropped": 0, "accepted": 0, "rejected": 0}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -164,6 +169,8 @@ def test_every_client_gets_what_it_would_get_alone(seed: int) -> None:
     TOTALS["preemptions"] += statistics.num_preemptions
     TOTALS["hits"] += statistics.prefix_cache_hit_tokens
     TOTALS["dropped"] += statistics.dropped_tokens
+    TOTALS["accepted"] += statistics.num_accepted_tokens
+    TOTALS["rejected"] += statistics.num_draft_tokens - statistics.num_accepted_tokens
 
 
 def test_the_runs_reached_what_they_are_for() -> None:
@@ -172,4 +179,4 @@ def test_the_runs_reached_what_they_are_for() -> None:
         pytest.skip("not all seeds ran")
     assert TOTALS["steps"] >= 5000
     assert TOTALS["preemptions"] > 120 and TOTALS["hits"] > 1000 and TOTALS["dropped"] > 100
-    assert TOTALS["parked"] >= 10
+    assert TOTALS["parked"] >= 10 and TOTALS["accepted"] > 200 and TOTALS["rejected"] > 200

@@ -50,7 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.load.driver.step()
 
     @precondition(lambda self: self.load.driver.scheduler.table.requests)
-    @rule(seed=SEEDS, name=st.sampled_from(("abort", "stop", "leave")))
+    @rule(seed=SEEDS, name=st.sampled_from(("abort", "stop", "leave", "fail")))
     def end_some(self, seed: int, name: str) -> None:
         self.event(seed, name)
 
@@ -60,10 +60,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.event(seed, "hold")
 
     @precondition(lambda self: self.load.held)
-    @rule(seed=SEEDS)
-    def release(self, seed: int) -> None:
+    @rule(seed=SEEDS, name=st.sampled_from(("release", "release", "refuse")))
+    def release(self, seed: int, name: str) -> None:
         TOTALS["held"] += 1
-        self.event(seed, "release")
+        self.event(seed, name)
 
     @rule(seed=SEEDS, name=st.sampled_from(("pause", "resume", "resume", "reset_prefix_cache", "change_budget")))
     def govern(self, seed: int, name: str) -> None:
