@@ -1,12 +1,15 @@
 """What is refused: bad fields, bodies, paths and keys; and that the next request is served as if nothing had been."""
 
 import asyncio
+import contextlib
 import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from quire.launch.http import schema
@@ -15,8 +18,10 @@ from quire.launch.http.body import MAX_BODY_BYTES
 from quire.launch.http.gate import OPEN_PATHS
 from quire.launch.http.server import ServerSettings
 from quire.launch.text_in import TextIn
+from quire.protocol.errors import InvalidRequest
 
 VOCAB = 420
+MESSAGES = [{"role": "user", "content": "hello"}]
 N_RANGE = "n must be an integer from 1 to 128"
 TEMPERATURE_RANGE = "temperature must be a number from 0 to 2"
 IDS_RANGE = f"prompt must hold token ids, integers from 0 to {VOCAB - 1}"
@@ -236,6 +241,22 @@ class TestFields:
     def test_biases_that_are_no_numbers(self, client: Any, value: str) -> None:
         body = f'{{"prompt": "x", "logit_bias": {{"5": {value}}}}}'.encode()
         refused(client.post("/v1/completions", content=body), 400, "logit_bias", "logit_bias of token 5 must be")
+
+    @given(data=st.data())
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_no_value_is_our_fault(self, engine: Any, data: st.DataObject) -> None:
+        """Whatever stands in a field, it is refused or taken, and nothing else is raised."""
+        names = st.sampled_from([*schema.SAMPLING_OBJECTS, *schema.SAMPLING_FIELDS, *schema.TOOL_FIELDS])
+        words = st.sampled_from(["type", "function", "name", "json_schema", "schema", "json", "regex", "required", "5"])
+        plain = st.none() | st.booleans() | st.integers(-5, 2**65) | st.floats() | words | st.text(max_size=3)
+        inside = st.recursive(
+            plain, lambda part: st.lists(part, max_size=3) | st.dictionaries(words, part, max_size=3), max_leaves=8
+        )
+        fields = data.draw(st.dictionaries(names, inside, min_size=1, max_size=3))
+        parser = schema.Parser(served_names=("tiny",), limits=engine)
+        for parse, what in ((parser.completion, {"prompt": "x"}), (parser.chat, {"messages": MESSAGES})):
+            with contextlib.suppress(InvalidRequest):
+                parse({**what, **fields})
 
     @pytest.mark.parametrize(("message", "param"), BAD_MESSAGES, ids=short)
     def test_messages(self, client: Any, message: Any, param: str) -> None:
