@@ -76,7 +76,8 @@ def sampled_logits(
 def _scaled(wide: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Logits below the best one, over the temperature: however small that is, nothing overflows upwards."""
     below = wide - wide.amax(-1, keepdim=True)
-    return below / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    # -0.0 less 0.0 is -0.0, and both zeros are equal.
+    return below / torch.where(temperature > 0, temperature, 1.0)[:, None] + 0.0
 
 
 def _kept_masses(

@@ -44,7 +44,8 @@ def is_greedy(row, best, temperature):
 def load_scaled(logits, row, token, best, temperature, vocab, logits_stride):
     """Logits below the best one over the temperature, rounded as on the CPU; minus infinity past the row."""
     x = tl.load(logits + row * logits_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(x - tl.load(best + row), tl.load(temperature + row))
+    scaled = tl.div_rn(x - tl.load(best + row), tl.load(temperature + row))
+    return tl.where(scaled == 0.0, 0.0, scaled)  # -0.0 less 0.0 is -0.0, and both zeros are equal
 
 
 @triton.jit

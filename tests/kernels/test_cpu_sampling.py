@@ -24,7 +24,8 @@ CASES = [
     (1.0, 0, 1.0, 0.0),
     (1.0, 2**30, 1.0, 0.01),
     (1e-30, 0, 0.5, 0.0),
-    (1.0, 7, 1e-9, 1.0),
+    (1.0, 7, 1e-9, 0.5),
+    (1.0, 7, 1.0, 1.0),
     (1e-44, 0, 1.0, 0.0),
 ]
 
@@ -76,6 +77,17 @@ def test_every_unit_of_the_mass_is_where_the_reference_has_it(native: Native) ->
     for case in (CASES[0], CASES[2], CASES[3], CASES[7]):
         columns = columns_of(len(logits), [case])
         assert torch.equal(sample(native, logits, columns), expected(logits, columns))
+
+
+def test_the_best_are_found_wherever_they_stand(native: Native) -> None:
+    """Far apart, each in a part of the row of its own; or all in one vector."""
+    for places in ([10, 1600, 8000, 4500], [4000, 4001, 4002, 4003]):
+        logits = torch.full((200, 9001), -5.0)
+        logits[:, places] = torch.tensor([0.0, -0.1, -0.2, -0.3])
+        columns = columns_of(200, [(1.0, 4, 1.0, 0.0)])
+        tokens = sample(native, logits, columns)
+        assert set(tokens.tolist()) == set(places)
+        assert torch.equal(tokens, expected(logits, columns))
 
 
 def test_positions_and_rows_are_told_apart(native: Native) -> None:
@@ -139,7 +151,7 @@ def test_the_distribution_that_is_drawn_from() -> None:
     torch.testing.assert_close(torch.softmax(got, -1), want)
 
 
-@pytest.mark.parametrize(("vocab", "n"), [(1, 1), (7, 7), (300, 0), (300, 20), (5000, 20), (5000, 700)])
+@pytest.mark.parametrize(("vocab", "n"), [(1, 1), (7, 7), (40, 40), (300, 0), (300, 20), (5000, 20), (5000, 700)])
 @pytest.mark.parametrize("equals", [False, True])
 def test_logprobs_are_the_references(vocab: int, n: int, equals: bool, native: Native) -> None:
     rng = torch.Generator().manual_seed(vocab + n)

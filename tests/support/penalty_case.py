@@ -28,7 +28,7 @@ class PenaltyCase:
         wide[0, 0], wide[1, 3] = -torch.inf, 0.0
         self.logits = wide.to(self.device)[:, : self.vocab]
         self.counts = held.to(self.device)
-        per_row = torch.tensor([[1.3, 0.5, -0.7], [0.6, 0.0, 1.5], [2.0, 1.0, 1.0], [1.0, -1.25, 0.0]])
+        per_row = torch.tensor([[1.3, 0.5, -0.7], [0.6, 0.25, 1.5], [2.0, 1.0, 1.0], [1.0, -1.25, 0.0]])
         columns = per_row.T[:, row].contiguous().to(self.device)
         self.slots = torch.tensor([5, 0, -1, 3])[row].to(self.device)
         self.repetition, self.frequency, self.presence = columns
