@@ -51,6 +51,14 @@ def test_the_text_is_the_same_without_asynchronous_scheduling(llama: Speculating
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_the_text_is_the_same_when_the_number_of_drafts_changes(llama: Speculating, method: str) -> None:
+    prompts = random_prompts(9, 40, seed=12)
+    drafted = llama.run(prompts, method, {"adaptive": True})
+    assert drafted.tokens == llama.plain(prompts).tokens
+    assert 0 < drafted.engine.statistics().num_draft_tokens < 4 * sum(map(len, drafted.tokens))
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_prompts_in_chunks_and_preemption(llama: Speculating, method: str) -> None:
     prompts = random_prompts(6, 36, longest=40, seed=2)
     pressed = {"block_size": 4, "num_blocks_override": 36, "max_num_batched_tokens": 24, "max_num_seqs": 4}
