@@ -80,18 +80,15 @@ class CompletionSpeller:
         self._to_begin = set(range(len(self._echoes)))
 
     def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
-        answer = Collected()
-        answer.add(piece)
-        return self._object([self._choice(index, answer)], usage or (None if self._include_usage else UNSET))
+        return self._object([self._choice(index, piece.text, piece)], usage or (None if self._include_usage else UNSET))
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._object([], usage)
 
     def whole(self, answers: Sequence[Collected], usage: Usage) -> bytes:
-        return self._object([self._choice(index, answer) for index, answer in enumerate(answers)], usage)
+        return self._object([self._choice(i, "".join(answer.texts), answer) for i, answer in enumerate(answers)], usage)
 
-    def _choice(self, index: int, answer: Collected) -> CompletionChoice:
-        text = "".join(answer.texts)
+    def _choice(self, index: int, text: str, answer: Piece | Collected) -> CompletionChoice:
         logprobs = None
         if answer.logprobs is not None:
             shift = len(self._echoes[index].text) if self._echoes else 0
@@ -103,14 +100,8 @@ class CompletionSpeller:
             if logprobs is not None and answer.prompt_logprobs is not None:
                 begin = echo.logprobs(answer.prompt_logprobs, self._num_logprobs or 0, self._token_texts)
                 logprobs = join_logprobs(begin, logprobs)
-        return CompletionChoice(
-            index,
-            text,
-            logprobs,
-            answer.finish_reason,
-            answer.stop_reason,
-            spell_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts),
-        )
+        of_prompt = spell_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
+        return CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason, of_prompt)
 
     def _object(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
