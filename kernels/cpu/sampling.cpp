@@ -272,10 +272,11 @@ QUIRE_API void quire_sample(const SampleCall* given) {
         static thread_local RowSampler sampler;
         for (int64_t p = first; p < last; p++) {
             const int64_t row = call.rows[p];
-            const Wanted wanted{
-                call.temperature[row], call.top_p[row], std::log(call.min_p[row]), long(call.top_k[row]),
-                uniform(call.seed[row], uint64_t(int64_t(call.num_known[row]) + call.offsets[p])),
-            };
+            Wanted wanted{call.temperature[row], call.top_p[row], 0.f, long(call.top_k[row]), 0.};
+            if (wanted.temperature > 0.f) {
+                wanted.log_min_p = std::log(call.min_p[row]);
+                wanted.noise = uniform(call.seed[row], uint64_t(int64_t(call.num_known[row]) + call.offsets[p]));
+            }
             bool bad;
             call.tokens[p] = sampler.sample(call.logits + p * call.logits_stride, call.vocab, wanted, bad);
             call.bad[p] = bad;
