@@ -82,8 +82,8 @@ QUIRE_API void quire_bad_rows(const float* logits, long stride, long rows, long 
     });
 }
 
-// ids and values: [rows][1 + n]: the given token of each row, which must exist, then its n best, n <= vocab. ranks: 1
-// and how many logits are above the given token's.
+// ids and values: [rows][1 + n]: the given token of each row, then its n best, n <= vocab. ranks: 1 and how many logits
+// are above the given token's. A given token that does not exist has a NaN for a value.
 QUIRE_API void quire_top_logprobs(const float* logits, long stride, long rows, long vocab, const int64_t* given, long n,
                                   int64_t* ids, float* values, int64_t* ranks) {
     for_rows(rows, vocab, LOGPROB_THREADS_FROM, [&](int64_t r) {
@@ -94,7 +94,10 @@ QUIRE_API void quire_top_logprobs(const float* logits, long stride, long rows, l
         own_ids[0] = given[r];
         if (n > 0) ranking.best(row, n, own_ids + 1);
         const double all = log_sum_exp(row, vocab, ranking.scan.best);
-        for (long i = 0; i <= n; i++) values[r * (n + 1) + i] = float(double(row[own_ids[i]]) - all);
-        ranks[r] = 1 + count_above(row, vocab, row[given[r]]);
+        const bool exists = given[r] >= 0 && given[r] < vocab;
+        const float own = exists ? row[given[r]] : std::numeric_limits<float>::quiet_NaN();
+        values[r * (n + 1)] = float(double(own) - all);
+        for (long i = 1; i <= n; i++) values[r * (n + 1) + i] = float(double(row[own_ids[i]]) - all);
+        ranks[r] = 1 + count_above(row, vocab, own);
     });
 }

@@ -38,15 +38,12 @@ class CpuLogits:
         """As ``kernels.sampling_logprobs.top_logprobs``, of float32, for any ``n`` up to the vocabulary.
 
         Raises:
-            ValueError: a tensor does not have the shape, dtype or place there, a token does not exist, or ``n`` is
-                out of its range.
+            ValueError: a tensor does not have the shape, dtype or place there, or ``n`` is out of its range.
         """
         num_rows, vocab = check_logits_cpu(logits)
         check_tensor("tokens", tokens, {"num_rows": num_rows}, (torch.int64,), logits.device)
         if not 0 <= n <= vocab:
             raise ValueError(f"n: {n} of {vocab} tokens, expected 0 to {vocab}")
-        if num_rows and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
-            raise ValueError(f"tokens: one is not of the vocabulary of {vocab}")
         ids = torch.empty(num_rows, 1 + n, dtype=torch.int64)
         values = torch.empty(num_rows, 1 + n, dtype=torch.float32)
         ranks = torch.empty(num_rows, dtype=torch.int64)

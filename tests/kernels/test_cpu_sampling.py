@@ -174,6 +174,12 @@ def test_logprobs_of_a_row_with_a_nan_name_tokens_that_exist(native: Native) -> 
     assert math.isnan(told.values[0, 0])
 
 
+def test_a_token_that_does_not_exist_has_no_value(native: Native) -> None:
+    told = CpuLogits(native).top_logprobs(torch.zeros(3, 20), torch.tensor([-1, 20, 19]), 1)
+    assert told.values[:, 0].isnan().tolist() == [True, True, False]
+    assert told.ranks.tolist() == [1, 1, 1] and told.token_ids[:, 1].tolist() == [0, 0, 0]
+
+
 def test_refusals(native: Native) -> None:
     columns = columns_of(3, CASES)
     sampler, rows, logits = CpuSampling(native, columns), torch.arange(2), torch.zeros(2, 9)
@@ -193,8 +199,8 @@ def test_refusals(native: Native) -> None:
     functions = CpuLogits(native)
     with pytest.raises(ValueError, match="n: 10 of 9"):
         functions.top_logprobs(logits, rows, 10)
-    with pytest.raises(ValueError, match="tokens: one is not"):
-        functions.top_logprobs(logits, rows + 8, 1)
+    with pytest.raises(ValueError, match="tokens: dtype"):
+        functions.top_logprobs(logits, rows.int(), 1)
 
 
 def _fields(columns: SamplingColumns) -> list[torch.Tensor]:
