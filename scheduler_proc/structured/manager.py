@@ -179,8 +179,8 @@ class GrammarManager:
         masks = np.full((num_rows, (self._config.model.vocab_size + 31) // 32), -1, np.int32)
         self._fill(found, masks)
         masked = [positions for positions in found if positions.is_masked]
-        goes_on = masks.any(axis=1)
-        stuck = [positions for positions in masked if not goes_on[positions.first]]
+        dead_ends = set(np.flatnonzero(~masks.any(axis=1)).tolist())
+        stuck = [positions for positions in masked if positions.first in dead_ends]
         for positions in stuck:
             failures.append(self._fail(positions.request, "the grammar allows nothing that the model could write here"))
         told = [positions for positions in masked if positions not in stuck] if stuck else masked

@@ -9,10 +9,11 @@ import pytest
 import zmq
 from grammar_cases import DEMO, EOS, VOCAB_SIZE, tokens_of
 from loop_under_test import LoopUnderTest, no_drafts
-from scheduler_driver import change, make_config, make_request
+from scheduler_driver import change, make_config, make_layout, make_request
 
 from quire.protocol.messages import Abort, EndReason, Proposed, Rejected, SampleInputs, SchedulerOutput, StepOutputs
 from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.trace.event_log import TraceHeader, replay
 
 PROMPT = [3, 1, 4, 1, 5]
 WORD = "structured"
@@ -141,6 +142,18 @@ def test_a_wrong_result_costs_steps_and_the_grammar_goes_on_behind_it(make_loop:
     loop.spoil = spoil
     ask(loop, "a", choice=[WORD])
     assert end_of(loop)[0] == ANSWER and not left[0]
+
+
+def test_the_log_of_all_that_can_be_replayed(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    ask(loop, "a", choice=[WORD])
+    ask(loop, "bad", regex="[")
+    ask(loop, "fails", regex="[0-9]+")
+    ask(loop, "free")
+    _, ended = end_of(loop, 4)
+    assert sorted(str(getattr(end, "reason", "refused")) for end in ended) == ["1", "1", "4", "refused"]
+    header = TraceHeader(loop.config, make_layout(loop.config), 33)
+    assert replay(header, list(loop.log), check=True) is None
 
 
 class TestDrafts:

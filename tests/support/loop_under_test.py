@@ -35,6 +35,7 @@ from quire.protocol.messages import (
 from quire.protocol.zmq_channel import ZmqChannel, ZmqHub, frontend_address, worker_address
 from quire.scheduler_proc.loop import SchedulerLoop
 from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.trace.event_log import EventLog
 
 
 class LoopUnderTest:
@@ -55,6 +56,7 @@ class LoopUnderTest:
         far = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, FIRST_EPOCH), bind=True)
         self.worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, FIRST_EPOCH), bind=False)
         self.client = ZmqChannel(context, zmq.DEALER, frontend_address(folder), Link(SchedulerToFrontEnd), bind=False)
+        self.config = config
         self._loop = SchedulerLoop(config, hub, [far], Child(status))
         self.fake = FakeWorker(
             33,
@@ -73,6 +75,11 @@ class LoopUnderTest:
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    @property
+    def log(self) -> EventLog:
+        """Of the loop: to be looked at while it is idle."""
+        return self._loop._log
 
     def handshake(self) -> None:
         for channel, role in ((self.worker, "worker"), (self.client, "frontend")):
