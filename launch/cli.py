@@ -77,7 +77,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         one.add_argument("--prompt", required=name == "generate", help="what to complete or to answer")
         _add_sampling_options(one)
         _add_engine_options(one)
-    text = "Measure: engine, serve, wire, scheduler, kernels."
+    text = "Measure: engine, serve, wire, scheduler, sampling, kernels."
     bench = sub.add_parser("bench", help=text, description="Measure the engine.")
     commands["bench"] = bench
     _add_bench(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True), command)
@@ -126,6 +126,18 @@ def _add_bench(under: Any, command: Any) -> None:
     cruise = argparse.BooleanOptionalAction
     scheduler.add_argument("--cruise", action=cruise, default=True, help="the short way of steady steps (on)")
     scheduler.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    sampling = command(under, "sampling", "What processors, drafts and grammars cost and bring.", _bench_sampling)
+    sampling.add_argument("--model", metavar="MODEL", help="whose tokenizer the masks are for (the demo's)")
+    sampling.add_argument("--sections", metavar="A,B", help="only these (all): worker, masks, fall, repeating")
+    sampling.add_argument("--rows", type=int, default=256, help="of the worker's batch (256)")
+    sampling.add_argument("--vocab-size", type=int, default=32768, help="of the worker's logits (32768)")
+    sampling.add_argument("--repeats", type=int, default=20, help="steps per figure; the median counts (20)")
+    shape_help = "random weights of a named shape, to repeat a text beside the demo; may be repeated"
+    sampling.add_argument("--shape", action="append", default=[], help=shape_help)
+    sampling.add_argument("--method", choices=("ngram", "suffix"), default="ngram", help="who drafts (ngram)")
+    sampling.add_argument("--output-len", type=int, default=512, help="tokens of the repeating answer (512)")
+    sampling.add_argument("--rounds", type=int, default=5, help="answers by turns; the median counts (5)")
+    sampling.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
     kernels = command(under, "kernels", "Kernels and steps, as shares of what the device can do.", _bench_kernels)
     kernels.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose kernels (auto)")
     kernels.add_argument("--sections", metavar="A,B", help="only these (all of the device's)")
@@ -257,6 +269,12 @@ def _bench_wire(args: argparse.Namespace) -> None:
 
 def _bench_scheduler(args: argparse.Namespace) -> None:
     from quire.launch.bench.scheduler import run
+
+    run(args)
+
+
+def _bench_sampling(args: argparse.Namespace) -> None:
+    from quire.launch.bench.sampling import run
 
     run(args)
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from quire.kernels.cpu.native import load_native
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError
 from quire.worker_proc.drafts.draft_model import DraftModel, DraftModelProposer
@@ -32,7 +33,8 @@ def make_proposer(
     check_speculative(chosen)
     match chosen.method:
         case "ngram":
-            return NgramProposer(batch, chosen.prompt_lookup_min, chosen.prompt_lookup_max)
+            lookup = chosen.prompt_lookup_min, chosen.prompt_lookup_max
+            return NgramProposer(batch, *lookup, config.num_speculative_tokens, load_native())
         case "suffix":
             return SuffixProposer(batch, chosen.suffix_max_depth, chosen.suffix_max_cached_requests)
         case "draft_model":

@@ -1,12 +1,14 @@
 """Prompt lookup against the plain search that it stands for, over texts that grow in rows that move."""
 
+import pytest
 from draft_batches import DraftBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.worker_proc.drafts import ngram
+from quire.kernels.cpu.native import Native, load_native
 from quire.worker_proc.drafts.ngram import NgramProposer
 
+NATIVES = pytest.mark.parametrize("native", [load_native(), None], ids=["native", "numpy"])
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
@@ -22,11 +24,12 @@ def plain(text: list[int], low: int, high: int, wanted: int) -> list[int]:
     return []
 
 
+@NATIVES
 @settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_drafts_are_those_of_a_plain_search(data: st.DataObject) -> None:
+@given(data=st.data())
+def test_drafts_are_those_of_a_plain_search(native: Native | None, data: st.DataObject) -> None:
     rows = DraftBatch(max_rows=4, max_len=256)
-    proposer = NgramProposer(rows.batch, 2, 4)
+    proposer = NgramProposer(rows.batch, 2, 4, 5, native)
     held: list[int] = []
     for step in range(data.draw(st.integers(2, 8))):
         removed = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
@@ -46,18 +49,19 @@ def test_drafts_are_those_of_a_plain_search(data: st.DataObject) -> None:
             assert drafts.get(row, []) == plain(rows.text(handle), 2, 4, wanted[row])
 
 
-def test_of_a_range_of_many_lengths_the_ends_are_looked_for() -> None:
-    rows = DraftBatch(max_len=128)
-    proposer = NgramProposer(rows.batch, 1, 40)
+@NATIVES
+def test_long_runs_in_long_texts(native: Native | None) -> None:
+    rows = DraftBatch(max_len=512)
+    proposer = NgramProposer(rows.batch, 1, 40, 3, native)
     long = list(range(40, 80))
-    rows.change([], {1: [*long, 7, 99, *long], 2: [5, 6, 5]})
-    assert proposer.propose({0: 2, 1: 3}) == {0: [7, 99], 1: [6, 5, 6]}
-    assert len(proposer._texts.index.lengths) <= ngram.MOST_LENGTHS
+    rows.change([], {1: [*long, 7, 99, *range(300, 500), 79, 5, *long], 2: [5, 6, 5], 3: [4]})
+    assert proposer.propose({0: 2, 1: 3, 2: 2}) == {0: [7, 99], 1: [6, 5, 6]}
 
 
-def test_a_row_says_nothing_of_the_one_before_it() -> None:
+@NATIVES
+def test_a_row_says_nothing_of_the_one_before_it(native: Native | None) -> None:
     rows = DraftBatch()
-    proposer = NgramProposer(rows.batch, 1, 2)
+    proposer = NgramProposer(rows.batch, 1, 2, 1, native)
     rows.change([], {1: [1, 2, 3, 1, 2]})
     assert proposer.propose({0: 1}) == {0: [3]}
     rows.change([1], {2: [9, 8, 7, 1, 2]})

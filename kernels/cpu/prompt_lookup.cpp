@@ -1,0 +1,57 @@
+// Where the last tokens of a text stood before in it, and what followed them there.
+
+#include <algorithm>
+
+#include "common.h"
+#include "pool.h"
+
+using namespace quire;
+
+namespace {
+
+constexpr long BLOCK = 64;  // tokens that are looked at together: most hold no candidate
+constexpr long THREADS_FROM = 1 << 18;
+
+// Tokens before place `end`, counted backwards, that are the text's last ones; `most` at most.
+long matched(const int32_t* text, long length, long end, long most) {
+    long count = 0;
+    most = std::min(most, end);
+    while (count < most && text[end - 1 - count] == text[length - 1 - count]) count++;
+    return count;
+}
+
+// The place behind the newest of the longest earlier runs of `least` to `most` last tokens; 0: there is none.
+long newest_longest(const int32_t* text, long length, long least, long most) {
+    const int32_t last = text[length - 1];
+    long found = 0, best = least - 1;
+    for (long high = length - 1; high > 0 && best < most; high -= BLOCK) {
+        const long low = std::max(high - BLOCK, 0L);
+        int any = 0;
+        for (long i = low; i < high; i++) any |= text[i] == last;
+        if (!any) continue;
+        for (long end = high; end > low && best < most; end--) {
+            if (text[end - 1] != last) continue;
+            const long count = matched(text, length, end, most);
+            if (count > best) best = count, found = end;
+        }
+    }
+    return found;
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void quire_prompt_lookup(
+    const int32_t* texts, long stride, const int32_t* lengths, const int64_t* rows, long num_rows, long least,
+    long most, long num_drafts, int32_t* drafts, bool* found) {
+    const bool many = num_rows > 1 && num_rows * stride > THREADS_FROM;
+    parallel_runs(num_rows, many ? max_threads() : 1, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) {
+            const int32_t* text = texts + rows[i] * stride;
+            const long length = lengths[rows[i]];
+            const long place = newest_longest(text, length, least, most);
+            found[i] = place > 0;
+            for (long j = 0; j < num_drafts && place; j++)
+                drafts[i * num_drafts + j] = text[place + j % (length - place)];
+        }
+    });
+}

@@ -1,0 +1,185 @@
+"""``quire bench sampling``: what processors, proposers and grammars cost, and what drafts bring on repeating text.
+
+The worker's part is a process of its own (``quire.worker_proc.bench.sampling``); masks and the number of drafts are the
+scheduler's; the last section runs whole engines, with and without drafts by turns.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.launch.bench.report import Report, Table, rounded
+from quire.launch.bench.shapes import find_shape
+from quire.launch.llm import LLM
+from quire.launch.options import EngineOptions, find_model, make_engine_config
+from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.drafting import DraftController, DraftState
+from quire.scheduler_proc.structured.backend import Matcher
+from quire.scheduler_proc.structured.make import make_backend
+
+SCHEMAS = (
+    '{"type":"object","required":["name","tags","size"],"additionalProperties":false,"properties":{'
+    '"name":{"type":"string","maxLength":40},"size":{"type":"integer","minimum":0},'
+    '"tags":{"type":"array","items":{"enum":["red","green","blue"]},"minItems":1,"maxItems":6}}}',
+    '{"type":"array","items":{"type":"string","pattern":"^[a-z]{2,12}$"},"minItems":1,"maxItems":8}',
+    '{"type":"object","properties":{"a":{"anyOf":[{"type":"number"},{"type":"boolean"}]},"b":{"type":"string"}}}',
+)
+MASK_ROWS = 48
+MASK_TOKENS = 24
+MOST_DRAFTS = 5
+LONGEST_FALL = 1000
+WORDS_REPEATED = 3
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a section that is not one, EngineError when a part does not come up."""
+    sections: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+        "worker": worker,
+        "masks": masks,
+        "fall": fall,
+        "repeating": repeating,
+    }
+    wanted = args.sections.split(",") if args.sections else list(sections)
+    unknown = [name for name in wanted if name not in sections]
+    if unknown:
+        raise ConfigError(f"no section {unknown[0]!r}; there are: {', '.join(sections)}")
+    results = {name: sections[name](args) for name in wanted}
+    settings = {"rows": args.rows, "vocab_size": args.vocab_size, "repeats": args.repeats, "model": args.model}
+    report = Report("sampling", settings, rounded(results, 4))
+    for name, found in results.items():
+        report.tables.append(Table(name, ["figure"], [(key, [value]) for key, value in _flat(found)]))
+    report.publish(args.json)
+
+
+def _flat(found: dict[str, Any], prefix: str = "") -> list[tuple[str, float | str | None]]:
+    lines: list[tuple[str, float | str | None]] = []
+    for key, value in found.items():
+        lines += _flat(value, f"{prefix}{key} ") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return lines
+
+
+def worker(args: argparse.Namespace) -> dict[str, Any]:
+    """CPU time of one step's sampling, plain and with everything on, and of proposers; by the worker's own code."""
+    shape = msgspec.structs.replace(find_shape("tiny"), vocab_size=args.vocab_size, eos_token_ids=[2])
+    config = make_engine_config(EngineOptions(device="cpu"), model=shape)
+    command = [sys.executable, "-P", "-m", "quire.worker_proc.bench.sampling"]
+    command += ["--rows", str(args.rows), "--repeats", str(args.repeats)]
+    done = subprocess.run(command, input=msgspec.json.encode(config), stdout=subprocess.PIPE)
+    if done.returncode:
+        raise EngineError(f"the measuring process ended with status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def masks(args: argparse.Namespace) -> dict[str, Any]:
+    """CPU time of one row of a mask, along answers that the grammar itself makes up, and of compiling."""
+    folder = find_model(args.model)
+    config = make_engine_config(EngineOptions(device="cpu"), folder=folder)
+    backend = make_backend(config)
+    width = -(-config.model.vocab_size // 32)
+    compile_ms, matchers = [], list[Matcher]()
+    for index in range(MASK_ROWS):
+        begun = time.process_time()
+        grammar = backend.compile(StructuredOutputs(json=SCHEMAS[index % len(SCHEMAS)]))
+        compile_ms.append((time.process_time() - begun) * 1e3)
+        matchers.append(grammar.matcher())
+    rows = np.zeros((MASK_ROWS, width), np.int32)
+    rng = np.random.default_rng(0)
+    row_us = []
+    for _ in range(MASK_TOKENS):
+        begun = time.process_time()
+        backend.fill([(matcher, row) for row, matcher in enumerate(matchers)], rows)
+        row_us.append((time.process_time() - begun) * 1e6 / MASK_ROWS)
+        for matcher, mask in zip(matchers, rows, strict=True):
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            allowed = allowed[~np.isin(allowed, config.model.eos_token_ids)]
+            if len(allowed):
+                matcher.accept(int(rng.choice(allowed)))
+    return {
+        "vocab_size": config.model.vocab_size,
+        "compile_ms": statistics.median(compile_ms),
+        "fill_first_us_per_row": row_us[0],
+        "fill_us_per_row": statistics.median(row_us),
+    }
+
+
+def fall(args: argparse.Namespace) -> dict[str, Any]:
+    """In how many steps requests whose drafts are never right come to have none; by times in which a draft costs little
+    and by times in which it costs as much as a step."""
+    return {name: _steps_to_zero(per_token) for name, per_token in (("cheap_drafts", 0.01), ("dear_drafts", 1.0))}
+
+
+def _steps_to_zero(per_token: float) -> int:
+    controller = DraftController(MOST_DRAFTS)
+    states = [DraftState() for _ in range(4)]
+    for step in range(1, LONGEST_FALL):
+        numbers = list(controller.choose(states, len(states), step))
+        if not any(numbers):
+            return step - 1
+        for state, number in zip(states, numbers, strict=True):
+            controller.asked(state, step)
+            controller.verified(state, number, 0)
+        tokens = len(states) + sum(numbers)
+        controller.step_took(1e-2 * (1.0 + per_token * tokens), tokens, True)
+    return LONGEST_FALL
+
+
+def repeating(args: argparse.Namespace) -> dict[str, Any]:
+    """One request at a time whose answer repeats a few tokens: steps and tokens per second, without and with drafts."""
+    found: dict[str, Any] = {}
+    for name in ("demo", *args.shape):
+        with ExitStack() as stack:
+            plain, drafted = (stack.enter_context(_start(name, method)) for method in ("", args.method))
+            found[name] = _contest(plain, drafted, args.output_len, args.rounds)
+    return found
+
+
+def _start(name: str, method: str) -> LLM:
+    drafts = {"method": method, "num_speculative_tokens": MOST_DRAFTS} if method else None
+    options = EngineOptions(device="cpu", speculative_config=drafts, max_num_seqs=4)
+    if name == "demo":
+        return LLM.from_config(make_engine_config(options, folder=find_model(None)), quiet=True)
+    return LLM.from_config(make_engine_config(options, model=find_shape(name)), quiet=True)
+
+
+def _contest(plain: LLM, drafted: LLM, length: int, rounds: int) -> dict[str, Any]:
+    """By turns, on the same request. Few allowed tokens make any model repeat itself."""
+    tokens = list(range(5, 5 + WORDS_REPEATED))
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, allowed_token_ids=tokens)
+    rates: list[tuple[float, float]] = []
+    steps = (0, 0)
+    for index in range(rounds + 1):
+        one, many = (_round(llm, tokens * 4, params) for llm in (plain, drafted))
+        if one[2] != many[2]:
+            raise EngineError("the answer with drafts is not the one without")
+        if index:
+            rates.append((one[0], many[0]))
+        steps = one[1], many[1]
+    return {
+        "tokens_per_s_plain": statistics.median(a for a, _ in rates),
+        "tokens_per_s_drafted": statistics.median(b for _, b in rates),
+        "speed_up": statistics.median(b / a for a, b in rates),
+        "steps_plain": steps[0],
+        "steps_drafted": steps[1],
+        "fewer_steps": steps[0] / steps[1],
+    }
+
+
+def _round(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[float, int, list[int]]:
+    """(tokens per second, steps, tokens)."""
+    before = llm.statistics().num_steps
+    begun = time.perf_counter()
+    output = llm.generate(prompt, params)[0].outputs[0]
+    seconds = time.perf_counter() - begun
+    return len(output.token_ids) / seconds, llm.statistics().num_steps - before, list(output.token_ids)

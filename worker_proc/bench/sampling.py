@@ -1,0 +1,149 @@
+"""``python -P -m quire.worker_proc.bench.sampling``: what sampling costs the worker, in CPU time, as one line of JSON.
+
+Started by ``quire bench sampling``. Without a model: logits are random, and lie in memory as a model leaves them.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from quire.protocol.config import EngineConfig, SpeculativeConfig
+from quire.protocol.messages import NewRequestData
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.drafts.make import make_proposer
+from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+PLAIN = {"temperature": 1.0}
+HISTORY = 2000
+DRAFT_ROWS = 64
+DRAFTS = 4
+
+
+def everything(vocab: int) -> dict[str, Any]:
+    """Every feature that a request can ask for at once."""
+    return {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": dict.fromkeys(range(100, 150), 1.0),
+        "allowed_token_ids": list(range(0, vocab, 2)),
+        "bad_words_token_ids": [[7], [8, 9], [10, 11, 12]],
+        "min_tokens": 2**20,
+        "stop_token_ids": [3, 4],
+    }
+
+
+class Sampling:
+    """A batch of equal requests in mid-answer, and a sampler."""
+
+    def __init__(self, config: EngineConfig, rows: int, params: dict[str, Any]) -> None:
+        vocab = config.model.vocab_size
+        self.batch = InputBatch(rows, 512)
+        self.sampler = Sampler(self.batch, config, CPU)
+        sampling = SamplingParams(max_tokens=None, **params)
+        rng = np.random.default_rng(0)
+        new = [NewRequestData(h, f"r{h}", 128, 256, 255, [1], sampling, h) for h in range(rows)]
+        self.batch.change_rows([], new, rng.integers(0, vocab, 256 * rows, dtype=np.int32))
+        self.sampler.update_state(self.batch.builder.get_and_reset(rows))
+        self.positions = SampledPositions.one_each(np.arange(rows))
+        self._logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
+        self._work = torch.empty_like(self._logits)
+
+    def step(self) -> tuple[float, float]:
+        """One step's sampling; CPU and wall seconds."""
+        self._work.copy_(self._logits)
+        cpu, wall = time.process_time(), time.perf_counter()
+        self.sampler.update_state(None)
+        sampled = self.sampler.sample(self._work, self.positions)
+        self.sampler.accepted(self.positions, sampled.tokens, None)
+        times = time.process_time() - cpu, time.perf_counter() - wall
+        self.batch.num_known += 1
+        return times
+
+
+def unused(config: EngineConfig, rows: int, repeats: int) -> float:
+    """Seconds of everything around the sampling itself, per step, where no request asks for a processor."""
+    made = Sampling(config, rows, PLAIN)
+    processors, positions = made.sampler.processors, made.positions
+    logits = torch.zeros(rows, 1)
+    tokens = torch.zeros(rows, dtype=torch.int64)
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        made.sampler.update_state(None)
+        if made.sampler.needs_history:
+            raise AssertionError("nobody asked for a history")
+        processors.apply(logits, positions, None)
+        processors.accepted(positions, tokens, None)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def proposing(config: EngineConfig, method: str, repeats: int) -> float:
+    """Seconds per request and step of a proposer over histories in which the last tokens stood before."""
+    config = msgspec.structs.replace(
+        config, num_speculative_tokens=DRAFTS, speculative=SpeculativeConfig(method=method), max_model_len=4 * HISTORY
+    )
+    batch = InputBatch(DRAFT_ROWS, 4 * HISTORY)
+    proposer = make_proposer(config, batch, CPU)
+    assert proposer is not None
+    rng = np.random.default_rng(1)
+    phrase = rng.integers(0, config.model.vocab_size, (DRAFT_ROWS, HISTORY // 4), dtype=np.int32)
+    tokens = np.concatenate([phrase, phrase[:, ::-1], phrase, phrase], axis=1)
+    params = SamplingParams()
+    new = [NewRequestData(h, f"r{h}", 8, HISTORY, HISTORY - 1, [1], params, h) for h in range(DRAFT_ROWS)]
+    batch.change_rows([], new, tokens[:, :HISTORY].ravel())
+    batch.builder.reset()
+    wanted = dict.fromkeys(range(DRAFT_ROWS), DRAFTS)
+    times = []
+    for step in range(repeats + 1):
+        begun = time.process_time()
+        proposer.propose(wanted)
+        times.append(time.process_time() - begun)
+        following = phrase[:, step % phrase.shape[1]]
+        at = batch.tokens.length[:DRAFT_ROWS]
+        batch.tokens.data[np.arange(DRAFT_ROWS), at] = following
+        batch.tokens.length[:DRAFT_ROWS] += 1
+        batch.num_known[:DRAFT_ROWS] += 1
+    return statistics.median(times[1:]) / DRAFT_ROWS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    with torch.inference_mode():
+        plain = Sampling(config, args.rows, PLAIN)
+        full = Sampling(config, args.rows, everything(config.model.vocab_size))
+        turns = [(plain.step(), full.step()) for _ in range(args.repeats + 2)][2:]  # by turns: the machine is noisy
+        found: dict[str, Any] = {
+            "unused_us": {rows: unused(config, rows, 20 * args.repeats) * 1e6 for rows in (1, 16, 64, args.rows)},
+            "plain_cpu_ms": statistics.median(p[0] for p, _ in turns) * 1e3,
+            "plain_wall_ms": statistics.median(p[1] for p, _ in turns) * 1e3,
+            "everything_cpu_ms": statistics.median(f[0] for _, f in turns) * 1e3,
+            "everything_wall_ms": statistics.median(f[1] for _, f in turns) * 1e3,
+            "everything_over_plain": statistics.median(f[0] / p[0] for p, f in turns),
+        }
+        for method in ("ngram", "suffix"):
+            found[f"{method}_us"] = proposing(config, method, args.repeats) * 1e6
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
