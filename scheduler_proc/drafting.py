@@ -114,7 +114,11 @@ class DraftPolicy(Protocol):
         ...
 
     def step_took(self, seconds: float, num_tokens: int, drafted: bool) -> None:
-        """A step's time (0 where it was not measured) for ``num_tokens``; ``drafted``: somebody might have drafts."""
+        """A step's time (0 where it was not measured) for ``num_tokens``; ``drafted``: somebody might have drafts.
+
+        Not told of steps with a prefill in them: their attention and their sizes are of another kind, and one of them
+        would outweigh all that shows the cost of a draft.
+        """
         ...
 
 
@@ -159,10 +163,9 @@ class DraftController:
     of a step with drafts included, is asked afterwards; where it does not, everyone rests.
     """
 
-    def __init__(self, most: int, most_step_tokens: int) -> None:
-        """``most_step_tokens``: of a step that only decodes; larger ones tell nothing of what a draft costs."""
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._times = StepTimes(most_step_tokens)
+        self._times = StepTimes()
         self._shared = Acceptance(0.7, 8.0, _SHARED_TRIALS)
         self._threshold = MIN_CHANCE
         self._drafting = False
@@ -257,12 +260,11 @@ class StepTimes:
     become much too high is forgotten fast: a step cannot be quick by mistake.
     """
 
-    def __init__(self, most_tokens: int) -> None:
-        self._most_tokens = most_tokens
+    def __init__(self) -> None:
         self._plain, self._drafted = _Line(), _Line()
 
     def observe(self, seconds: float, num_tokens: int, drafted: bool) -> None:
-        if seconds <= 0.0 or not 0 < num_tokens <= self._most_tokens:
+        if seconds <= 0.0:
             return
         kept = 1.0 - 1.0 / _REMEMBERED_STEPS
         if self._plain.weight or self._drafted.weight:
@@ -326,5 +328,5 @@ def make_draft_policy(config: EngineConfig) -> DraftPolicy:
     if not most:
         return NoDrafts()
     if config.speculative is not None and config.speculative.adaptive:
-        return DraftController(most, config.max_num_seqs * (1 + most))
+        return DraftController(most)
     return MostDrafts(most)

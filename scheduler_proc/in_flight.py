@@ -32,6 +32,7 @@ class InFlightStep:
         newcomers: members whose first token this may be.
         retired: handles that nobody uses once this step is answered.
         num_tokens: positions that it computes if there are as many drafts as there may be, ``num_drafts``.
+        has_prefill: some of them are of prompts.
         constrained: those of ``sampling`` that have a grammar: the workers wait for their masks, until
             ``inputs_given``.
     """
@@ -41,6 +42,7 @@ class InFlightStep:
     retired: list[int]
     num_tokens: int
     num_drafts: int = 0
+    has_prefill: bool = False
     sampling: dict[int, Request] = field(default_factory=dict)
     roster: Roster = field(default_factory=dict)
     newcomers: list[Request] = field(default_factory=list)

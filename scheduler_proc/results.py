@@ -122,9 +122,10 @@ class Results:
         self.in_flight.records.popleft()
         latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
-        num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
-        num_computed = record.num_tokens - record.num_drafts + num_verified
-        self._drafting.step_took(output.seconds, num_computed, record.num_drafts > 0)
+        if not record.has_prefill:
+            num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
+            num_tokens = record.num_tokens - record.num_drafts + num_verified
+            self._drafting.step_took(output.seconds, num_tokens, record.num_drafts > 0)
         self.outputs.begin_result()
         for request in (*record.newcomers, *record.sampling.values()):
             if not request.status.is_finished:

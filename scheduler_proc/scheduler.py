@@ -297,6 +297,7 @@ class Scheduler:
             samples = share.num_tokens - share.num_drafts == request.num_tokens_to_compute
             request.num_computed_tokens += share.num_tokens
             request.num_in_flight += 1
+            record.has_prefill |= share.is_prefill
             if not samples:
                 continue
             request.num_output_placeholders += 1 + share.num_drafts
