@@ -1,12 +1,12 @@
 // Edits of logits in place: penalties and bitmasks. One pass per row, rows shared among threads; a row's bits depend on
 // that row alone.
 
-#include <cmath>
 #include <limits>
 #include <vector>
 
 #include "common.h"
 #include "pool.h"
+#include "row_scan.h"
 
 using namespace quire;
 
@@ -23,12 +23,6 @@ void for_rows(long rows, long width, Body&& body) {
     });
 }
 
-QUIRE_INLINE bool any(const int32_t* from) {
-    int32_t found = 0;
-    for (int i = 0; i < VF; i++) found |= from[i];
-    return found != 0;
-}
-
 struct Penalty {
     float repetition, frequency, presence;
 
@@ -41,10 +35,15 @@ struct Penalty {
 
 // Most counts are 0: their logits are not even read.
 void penalise(float* logits, const int32_t* counts, long vocab, const Penalty& penalty) {
+    constexpr long BLOCK = 4 * VF;
     long i = 0;
-    for (; i + VF <= vocab; i += VF)
-        if (any(counts + i))
-            for (long t = i; t < i + VF; t++) logits[t] = penalty(logits[t], counts[t], 0);
+    for (; i + BLOCK <= vocab; i += BLOCK) {
+        vint found{};
+        for (int v = 0; v < 4; v++) found |= load<vint>(counts + i + v * VF);
+        if (!any_lane(found)) continue;
+        for (long t = i; t < i + BLOCK; t++)
+            if (counts[t] != 0) logits[t] = penalty(logits[t], counts[t], 0);
+    }
     for (; i < vocab; i++) logits[i] = penalty(logits[i], counts[i], 0);
 }
 
