@@ -72,9 +72,13 @@ class Planner:
                 self.table.unsettle(request)
         self._serve_due(plan)
         plan.budget -= len(self.cruise.roster)
-        running = sorted(self.table.unsteady.values(), key=_by_order)
-        prefills = [r for r in running if r.num_tokens_to_compute > 1]
-        self._share_decodes(plan, [r for r in running if r.num_tokens_to_compute <= 1])
+        prefills: list[Request] = []
+        decodes: list[Request] = []
+        if self.table.unsteady:
+            running = sorted(self.table.unsteady.values(), key=_by_order)
+            prefills = [r for r in running if r.num_tokens_to_compute > 1]
+            decodes = [r for r in running if r.num_tokens_to_compute <= 1]
+        self._share_decodes(plan, decodes)
         if prefills or self.table.waiting:
             self._bound_prefill(plan)
         for request in prefills:
@@ -92,6 +96,8 @@ class Planner:
         table, due = self.table, self.cruise.due(plan.step)
         for request in sorted((r for r in table.unsteady.values() if r.needs_no_more_steps), key=_by_order):
             table.let_go(request)  # length limits are known a step ahead (law 4)
+        if not due:
+            return
         plan.last = [r for r in due if r.last_step == plan.step]
         for request in [r for r in due if r.leave_step == plan.step < r.last_step]:
             table.unsettle(request)
@@ -107,8 +113,10 @@ class Planner:
 
     def _share_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
         """One token each; drafts from what that leaves of the budget, so that nobody goes without for them."""
-        states = [request.draft_state for request in decodes]
-        wanted = self._drafting.choose(states, len(self.cruise) + len(decodes), plan.step)
+        num_decoding = len(self.cruise.roster) + len(decodes)
+        wanted = self._drafting.choose([request.draft_state for request in decodes], num_decoding, plan.step)
+        if not decodes:
+            return
         for served, (request, num_drafts) in enumerate(zip(decodes, wanted, strict=True)):
             self._share_decode(plan, request, min(num_drafts, plan.budget - (len(decodes) - served)))
 

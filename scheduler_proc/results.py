@@ -29,7 +29,12 @@ class _Faults(NamedTuple):
 
     @classmethod
     def of(cls, bad: dict[int, str], failed: list[tuple[int, str]]) -> "_Faults":
+        if not bad and not failed:
+            return NO_FAULTS
         return cls(bad, {handle: f"request_failed: {why}" for handle, why in failed})
+
+
+NO_FAULTS = _Faults({}, {})
 
 
 _Verdict = Callable[[Request, int], _Ending | None]
@@ -115,10 +120,11 @@ class Results:
         verdict: _Verdict,
     ) -> None:
         """``may_end``: handles of whom to ask ``verdict`` although they cruise."""
-        for handle in (*faults.bad, *faults.failed):
-            if handle in self.cruise.roster:
-                self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
-        self._send_back_readers(record, faults.bad)
+        if faults is not NO_FAULTS:
+            for handle in (*faults.bad, *faults.failed):
+                if handle in self.cruise.roster:
+                    self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
+            self._send_back_readers(record, faults.bad)
         self.in_flight.records.popleft()
         latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)

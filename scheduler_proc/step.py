@@ -145,4 +145,4 @@ def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
         if request.handle not in plan.shares and not request.parked:
             request.parked = True
             parked.append(request.handle)
-    return sorted(parked)
+    return sorted(parked) if parked else parked
