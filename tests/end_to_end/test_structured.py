@@ -17,7 +17,7 @@ from quire.protocol.structured_outputs import StructuredOutputs
 def llm() -> Iterator[LLM]:
     with LLM(deterministic=True, max_model_len=512, max_num_seqs=32, num_gpu_blocks_override=70) as llm:
         yield llm
-    assert not engine_processes()
+    assert not engine_processes(), "the guard ends with the engine"
 
 
 def mixed(llm: LLM, num_requests: int, num_schemas: int) -> None:
@@ -49,6 +49,22 @@ def test_mixed_traffic(llm: LLM) -> None:
 def test_five_hundred_requests_over_fifty_schemas(llm: LLM) -> None:
     mixed(llm, num_requests=500, num_schemas=50)
     assert llm.statistics().num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_drafts_and_ranks_change_no_answer(llm: LLM, ranks: int) -> None:
+    wanted = schemas(12)
+    prompts = [[{"role": "user", "content": f"{i} Tell me of red blue red blue red blue"}] for i in range(12)]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=300, structured_outputs=StructuredOutputs(json=schema))
+        for i, schema in enumerate(wanted)
+    ]
+    plain = [output.outputs[0].token_ids for output in llm.chat(prompts, params)]
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    with LLM(deterministic=True, max_model_len=512, tensor_parallel_size=ranks, speculative_config=config) as drafting:
+        assert [output.outputs[0].token_ids for output in drafting.chat(prompts, params)] == plain
+        assert drafting.statistics().num_accepted_tokens > 0
 
 
 def test_what_cannot_be_is_refused_and_named(llm: LLM) -> None:
