@@ -107,7 +107,7 @@ class XGrammarBackend:
             case "regex":
                 return compiler.compile_regex(str(wanted.regex))
             case "choice":
-                choices = " | ".join(json.dumps(choice) for choice in wanted.choice or [])
+                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice or [])
                 return compiler.compile_grammar(f"root ::= {choices}")
             case _:
                 if not is_gbnf(str(wanted.grammar)):

@@ -65,9 +65,9 @@ def test_each_kind_is_asked_for_in_the_librarys_words(backend: Any) -> None:
     assert [schema for schema, *_ in compiler.asked] == ['{"type":"null"}', "{}", '{"type": "object"}']
     assert all(rest == [False, (", ", ": ")] for _, *rest in compiler.asked)
     compiler.asked.clear()
-    backend.compile(StructuredOutputs(choice=["x", 'a"\n']))
+    backend.compile(StructuredOutputs(choice=["x", 'a"\n', "é😀"]))
     backend.compile(StructuredOutputs(grammar='root ::= "a"'))
-    assert compiler.asked == [('root ::= "x" | "a\\"\\n"',), ('root ::= "a"',)]
+    assert compiler.asked == [('root ::= "x" | "a\\"\\n" | "é😀"',), ('root ::= "a"',)]
 
 
 @pytest.mark.parametrize(
