@@ -324,3 +324,29 @@ def test_a_chunk_to_verify_fits_a_state_block() -> None:
     Driver(layout=layout, num_speculative_tokens=3)
     with pytest.raises(ConfigError, match="num_speculative_tokens must be from 0 to 3"):
         Driver(layout=layout, num_speculative_tokens=4)
+
+
+def adaptive(quality: float, asynchronous: bool) -> Driver:
+    """One request of 380 tokens, whose drafts cost next to nothing."""
+    driver = drafting(asynchronous, quality, adaptive=True, max_model_len=400, num_blocks=120)
+    driver.worker.step_seconds = lambda tokens, drafts: 1.0 + 0.001 * tokens
+    always(driver, 3)
+    driver.add("a", PROMPT, max_tokens=380)
+    finish(driver)
+    assert driver.answers["a"].tokens == expected_tokens(PROMPT, 380)
+    return driver
+
+
+@BOTH
+def test_drafts_that_are_never_right_are_given_up_and_the_request_cruises(asynchronous: bool) -> None:
+    driver = adaptive(0.0, asynchronous)
+    drafts = [number for _, number in told(driver.diffs)]
+    assert sum(drafts[:34]) > 20 and sum(drafts[34:]) <= 5, "later on one at a time is tried, more and more rarely"
+    assert driver.num_cruising > 300
+
+
+@BOTH
+def test_drafts_that_are_right_stay_at_the_maximum(asynchronous: bool) -> None:
+    driver = adaptive(1.0, asynchronous)
+    drafts = [number for _, number in told(driver.diffs)]
+    assert sum(number == 3 for number in drafts) > 0.9 * len(drafts) and driver.num_cruising == 0
