@@ -172,6 +172,8 @@ def _reason(error: str, *, in_grammar: bool) -> str:
     """The library's words without its own affairs. ``in_grammar``: positions in the text are the client's."""
     if _TOO_COMPLEX.search(error):
         return "it is too complex"
+    if error.startswith("oneOf constraints"):
+        return "oneOf is supported only where its parts exclude each other (a const in each, say)"
     marked = re.findall(r"^error: (.+)$", error, re.MULTILINE)
     if marked:
         return str(marked[-1])
