@@ -28,7 +28,7 @@ class Reading:
 
     @property
     def is_free(self) -> bool:
-        """Any token may come next."""
+        """No grammar holds yet: any token may come next but the end of the text."""
         thinking = self.thinking
         return thinking is not None and (thinking.is_open or (self.awaits_thought and not thinking.num_ended))
 

@@ -1,11 +1,12 @@
 """Grammars of live requests: compiled beside the loop, advanced and asked for masks between steps."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import AddRequest, Fail, Proposed, Refuse, Release, SampleInputs
@@ -51,7 +52,6 @@ class _Positions:
     answer: Reading
     first: int
     drafts: list[int]
-    is_masked: bool = False
     reading: Reading = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +80,7 @@ class GrammarManager:
             ConfigError: the library that ``config`` names is not there.
         """
         self._config = config
+        self._thoughts = _all_but(config.model.eos_token_ids, config.model.vocab_size)
         self._clock = clock
         self._pool = CompilePool(make_backend or backend_maker(config), make_check or (lambda: Guard(config)), clock)
         self._cache = GrammarCache()
@@ -178,12 +179,11 @@ class GrammarManager:
             num_rows += 1 + len(found[-1].drafts)
         masks = np.full((num_rows, (self._config.model.vocab_size + 31) // 32), -1, np.int32)
         self._fill(found, masks)
-        masked = [positions for positions in found if positions.is_masked]
         dead_ends = set(np.flatnonzero(~masks.any(axis=1)).tolist())
-        stuck = [positions for positions in masked if positions.first in dead_ends]
+        stuck = [positions for positions in found if positions.first in dead_ends]
         for positions in stuck:
             failures.append(self._fail(positions.request, "the grammar allows nothing that the model could write here"))
-        told = [positions for positions in masked if positions not in stuck] if stuck else masked
+        told = [positions for positions in found if positions not in stuck] if stuck else found
         return _message(record.step, told, masks), failures
 
     def prune(self, live: Collection[Key]) -> None:
@@ -210,7 +210,8 @@ class GrammarManager:
             if batch:
                 self._pool.backend().fill(batch, masks)
             for positions in going:
-                positions.is_masked |= not positions.reading.is_free
+                if positions.reading.is_free:  # a thought may be anything but the end of an answer that is yet to come
+                    masks[positions.first + offset] = self._thoughts
             going = [p for p in going if offset < len(p.drafts) and p.reading.read(p.drafts[offset])]
             offset += 1
         for positions in found:
@@ -222,6 +223,14 @@ class GrammarManager:
         constrained = self._constrained.pop((request.client, request.request_id))
         self._cache.discard(constrained.source)
         return request.client, Fail(request.request_id, f"request_failed: {why}")
+
+
+def _all_but(banned: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """A row of a mask that allows every token but these."""
+    row = np.full((vocab_size + 31) // 32, -1, np.int32)
+    for token in banned:
+        row[token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
+    return row
 
 
 def _is_late(since: float, ready_at: float | None, now: float) -> bool:

@@ -175,8 +175,8 @@ class TestThinking:
         return told
 
     def test_thoughts_that_the_prompt_opened_are_free(self) -> None:
-        never_ends = dict.fromkeys(EOS, -100.0)
-        told = self.run([*PROMPT, self.START], thinking_token_budget=12, logit_bias=never_ends)
+        would_end = dict.fromkeys(EOS, 100.0)  # and may not, before there is an answer
+        told = self.run([*PROMPT, self.START], thinking_token_budget=12, logit_bias=would_end)
         at = told.index(self.END)
         assert 0 < at <= 13 and re.fullmatch("[0-9]{4}", text_of(told[at + 1 :]))
 

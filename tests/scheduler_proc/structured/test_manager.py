@@ -250,7 +250,7 @@ class TestMasks:
         assert inputs.handles == [2] and (client, fail.request_id) == (0, "1")
         assert fail.detail.startswith("request_failed: the grammar does not allow")
 
-    def test_while_all_think_nobody_is_masked(self, make_case: Callable[..., Case]) -> None:
+    def test_a_thought_may_be_anything_but_the_end_of_the_answer(self, make_case: Callable[..., Case]) -> None:
         case = make_case(thinking_start_token_ids=[70], thinking_end_token_ids=[71])
         one = constrained("1", regex="a+")
         ready(case, one)
@@ -260,7 +260,9 @@ class TestMasks:
         thinking.tokens = Tokens(np.array([3, 5, 70], np.int32), None)
         ready(case, thinking)
         inputs, failures = case.manager.sample_inputs(step_of(thinking))
-        assert (inputs.handles, inputs.counts, inputs.bitmask, failures) == ([], [], None, [])
+        assert (inputs.handles, inputs.counts, failures) == ([2], [1], []) and inputs.bitmask is not None
+        allowed = np.unpackbits(inputs.bitmask.view(np.uint8), bitorder="little")[: demo_config().model.vocab_size]
+        assert np.flatnonzero(allowed == 0).tolist() == list(demo_config().model.eos_token_ids)
 
 
 class TestCache:
