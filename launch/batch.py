@@ -124,7 +124,7 @@ class Batch:
 
         Raises:
             InvalidRequest: the scheduler refused a request for good.
-            EngineError: the engine is gone, or failed a request.
+            EngineError: the engine is gone.
         """
         self._submit()
         while self._open:
@@ -186,8 +186,7 @@ class Batch:
             self.outputs[sample.prompt].prompt_logprobs = [None, *entries]
         if piece.finish_reason is None:
             return
-        if piece.finish_reason == "error":
-            raise EngineError(piece.detail)
+        self.outputs[sample.prompt].outputs[sample.index].error = piece.detail or None
         self._end(sample, piece, bar)
 
     def _end(self, sample: _Sample, piece: Piece, bar: "tqdm[Any]") -> None:

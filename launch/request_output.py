@@ -33,6 +33,7 @@ class CompletionOutput:
         logprobs: per token, token id to Logprob, the sampled one and the best ones; None unless asked for.
         finish_reason: stop, length, abort, error or repetition.
         stop_reason: the stop string, or the stop token's id, that ended it.
+        error: why it failed, where ``finish_reason`` is error; the other answers of the call are not touched by it.
     """
 
     index: int
@@ -42,6 +43,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import msgspec
 from quire.launch.llm import LLM
 from quire.launch.options import EngineOptions
 from quire.launch.request_output import RequestOutput
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputs
 
@@ -83,6 +83,8 @@ def _read_schema(path: Path) -> str:
 
 def _print(output: RequestOutput, as_json: bool) -> None:
     answer = output.outputs[0]
+    if answer.error is not None:
+        raise EngineError(answer.error)
     if not as_json:
         print(answer.text, flush=True)
         return

@@ -21,8 +21,15 @@ from quire.worker_proc.drafts.make import make_proposer, make_rejection
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.kv_cache import allocate_kv_caches
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.pending_result import HostCopies, NothingSampled, PendingResult, SampledResult, StepClock
-from quire.worker_proc.sampling.accept import accept_drafts
+from quire.worker_proc.pending_result import (
+    HostCopies,
+    HostCopy,
+    NothingSampled,
+    PendingResult,
+    SampledResult,
+    StepClock,
+)
+from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.prompt_logprobs import PromptRows, prompt_logprobs
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
@@ -348,17 +355,7 @@ class ModelRunner:
         copy = self._copies.start(sampled.tokens, sampled.bad)
         self.history.sampled(rows, copy)
         batch.num_known[rows] += 1
-        self.sampler.accepted(positions, sampled.tokens, None)
-        row_handles = batch.handles[rows].copy()
-        return SampledResult(
-            launched.step,
-            sampled,
-            self._told_handles(row_handles),
-            row_handles,
-            copy,
-            self._clock.start(launched.began),
-            prompt_rows=launched.prompt_rows,
-        )
+        return self._result(launched, sampled, rows, copy, None)
 
     def _advance_by_drafts(self, launched: LaunchedStep, sampled: Sampled) -> PendingResult:
         """The same where the next step must know how many drafts were right: this one is waited for."""
@@ -374,18 +371,15 @@ class ModelRunner:
             self.history.extend(row, new.tolist())
         last = accepted.kept[np.cumsum(accepted.counts) - 1]
         self.last_sampled[self._index(rows)] = sampled.tokens[self._index(last)]
-        self.sampler.accepted(positions, sampled.tokens, accepted)
-        row_handles = batch.handles[rows].copy()
-        return SampledResult(
-            launched.step,
-            sampled,
-            self._told_handles(row_handles),
-            row_handles,
-            copy,
-            self._clock.start(launched.began),
-            accepted,
-            launched.prompt_rows,
-        )
+        return self._result(launched, sampled, rows, copy, accepted)
+
+    def _result(
+        self, launched: LaunchedStep, sampled: Sampled, rows: Ints, copy: HostCopy, accepted: Accepted | None
+    ) -> SampledResult:
+        self.sampler.accepted(launched.positions, sampled.tokens, accepted)
+        row_handles = self.batch.handles[rows].copy()
+        told, timer = self._told_handles(row_handles), self._clock.start(launched.began)
+        return SampledResult(launched.step, sampled, told, row_handles, copy, timer, accepted, launched.prompt_rows)
 
     def _told_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
         """``row_handles`` where they are others than the last that were told."""

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common.h"
+#include "exp.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 // Vectors never cross a call here: everything is inlined, so how they would be passed does not matter.
@@ -148,22 +149,12 @@ QUIRE_INLINE float largest(vfloat v) {
 
 // ---- exponentials
 
-// For x <= 88. Below -87 it is 0 exactly, and exp(0) is 1 exactly; a NaN stays one. Relative error under 2e-7: the
-// range is cut to |r| <= ln(2)/2 around n*ln(2) (split in two, as Cody and Waite do), then Cephes' polynomial (expf).
+// For x <= 88. Below -87 it is 0 exactly, and exp(0) is 1 exactly; a NaN stays one. Relative error under 2e-7.
 QUIRE_INLINE vfloat exponential(vfloat x) {
-    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which stands in the low bits
     const vfloat bounded = x < -87.0f ? splat(-87.0f) : x;
-    const vfloat shifted = multiply_add(bounded, 1.44269504088896341f, shift);
-    const vfloat n = shifted - shift;
-    const vfloat r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), bounded));
-    vfloat p = splat(1.9875691500e-4f);
-    p = multiply_add(p, r, 1.3981999507e-3f);
-    p = multiply_add(p, r, 8.3334519073e-3f);
-    p = multiply_add(p, r, 4.1665795894e-2f);
-    p = multiply_add(p, r, 1.6666665459e-1f);
-    p = multiply_add(p, r, 5.0000001201e-1f);
-    p = multiply_add(p, r * r, r) + 1.0f;
-    const vint power = ((vint)shifted + 127) << 23;
+    vfloat n;
+    const vfloat p = exp_parts(bounded, n);
+    const vint power = ((vint)(n + 12582912.0f) + 127) << 23;  // 1.5 * 2^23: n stands in the low bits of the sum
     return x < -87.0f ? vfloat{} : p * (vfloat)power;
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, RepetitionDetection, SamplingParams, StructuredOutputs
-from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
+from quire.protocol.errors import ConfigError, InvalidRequest
 
 PROMPT = "Once upon a time"
 PLUGIN = """
@@ -126,9 +126,11 @@ class TestStructured:
         assert text(llm)
 
     def test_no_token_is_left(self, llm: LLM) -> None:
-        with pytest.raises(EngineError, match="request_failed: "):
-            ask(llm, allowed_token_ids=[65], structured_outputs=StructuredOutputs(regex="[0-9]{3}"))
-        assert text(llm)
+        stuck = SamplingParams(allowed_token_ids=[65], structured_outputs=StructuredOutputs(regex="[0-9]{3}"))
+        failed, fine = llm.generate(["x", "x"], [stuck, SamplingParams(max_tokens=4)])
+        assert failed.outputs[0].finish_reason == "error"
+        assert failed.outputs[0].error == "request_failed: no token is allowed by the request's constraints"
+        assert len(fine.outputs[0].token_ids) == 4 and fine.outputs[0].error is None
 
     def test_the_end_of_thinking_is_forced_and_the_grammar_begins_there(self, llm: LLM) -> None:
         wanted = StructuredOutputs(choice=["red", "green"])
