@@ -81,12 +81,14 @@ def pool_warning(plan: MemoryPlan, max_model_len: int) -> str | None:
 
 
 def _activation_bytes(config: EngineConfig) -> int:
-    """The widest moment of a step: MLP intermediates of all tokens, or the logits of all rows."""
+    """The widest moment of a step: MLP intermediates of all tokens, or the logits of all sampled positions; and penalties'
+    counts beside it, should every request have some."""
     model = config.model
     per_token = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * model.head_dim
     if model.moe is not None:  # every token goes through several experts, each with an input and an answer of its own
         experts = 2 * model.moe.intermediate_size + 2 * model.hidden_size
         per_token = max(per_token, 4 * model.hidden_size + model.moe.num_experts_per_token * experts)
     hidden = config.max_num_batched_tokens * per_token * DTYPE_BYTES[config.dtype]
-    logits = 3 * config.max_num_seqs * model.vocab_size * 4
-    return max(hidden, logits)
+    logits = 3 * config.max_num_seqs * (1 + config.num_speculative_tokens) * model.vocab_size * 4
+    counts = config.max_num_seqs * model.vocab_size * 4
+    return max(hidden, logits) + counts
