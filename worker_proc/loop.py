@@ -1,11 +1,8 @@
 """The worker process' loop: take a step, run it, send its result."""
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
-
-import numpy as np
 
 from quire.protocol.channel import Channel, Frames, Received
 from quire.protocol.codec import ProtocolError
@@ -18,7 +15,6 @@ from quire.protocol.messages import (
     Fault,
     Hello,
     ModelRunnerOutput,
-    Proposed,
     Refused,
     SampleInputs,
     SchedulerOutput,
@@ -26,7 +22,7 @@ from quire.protocol.messages import (
     Welcome,
 )
 from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.model_runner import LaunchedStep, ModelRunner
+from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.parallel.group import TensorParallel
 from quire.worker_proc.pending_result import PendingResult
 from quire.worker_proc.setup import Say, make_runner
@@ -46,6 +42,7 @@ class WorkerLoop:
         self._pid = pid
         self._say = say
         self._progress = progress
+        self._unread: Received | None = None
 
     def run(self) -> None:
         """Until the scheduler sends Shutdown.
@@ -84,65 +81,82 @@ class WorkerLoop:
 
         On a GPU a launched step is not waited for while the next one is at hand: then two are in flight.
         """
-        pending: deque[tuple[PendingResult, Frames]] = deque()
-        received = None
+        results = _Results(self._channel, group)
         while True:
-            received = received or self._channel.receive(0.0 if pending else None)
-            following = None
+            received = self._take(None if results.all_sent else 0.0)
             match received.message if received else None:
                 case SchedulerOutput() as step:
                     assert received is not None
-                    launched = runner.launch(step)
-                    inputs = None
-                    if step.awaits_sample_inputs and not launched.void:
-                        self._send_results(pending, group, all_of_them=True)  # the masks depend on them
-                        inputs, following = self._sample_inputs(runner, step, launched, group)
-                        if following is not None:
-                            launched = dataclasses.replace(launched, void=True)
-                    pending.append((runner.finish(launched, inputs), received.frames))
+                    results.add(self._run(runner, step, results), received.frames)
                 case SampleInputs():
                     pass  # of a step that was void
                 case Shutdown():
                     return
                 case None:
-                    pass
+                    results.send_all()
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of a step")
-            self._send_results(pending, group, all_of_them=received is None)
-            received = following
+            results.send_ready()
 
-    def _sample_inputs(
-        self, runner: ModelRunner, step: SchedulerOutput, launched: LaunchedStep, group: TensorParallel
-    ) -> tuple[SampleInputs | None, Received | None]:
-        """What ``launched`` waits for; or the message that came instead, when nobody wants the step any more."""
-        if step.drafts and group.rank == 0:
-            self._channel.send(runner.proposed(launched) or _no_drafts(launched.step))
+    def _run(self, runner: ModelRunner, step: SchedulerOutput, results: "_Results") -> PendingResult:
+        launched = runner.launch(step)
+        if launched.void or not step.awaits_sample_inputs:
+            return runner.finish(launched)
+        results.send_all()  # the masks depend on them
+        if step.drafts and self._rank == 0:
+            self._channel.send(runner.proposed(launched))
+        inputs = self._sample_inputs(step.step)
+        return runner.give_up(launched) if inputs is None else runner.finish(launched, inputs)
+
+    def _sample_inputs(self, step: int) -> SampleInputs | None:
+        """Waits for those of ``step``. None: another step, or the end, came instead; nobody wants this one any more."""
         while True:
-            received = self._channel.receive(None)
+            received = self._take(None)
             match received.message if received else None:
-                case SampleInputs() as inputs if inputs.step == launched.step:
-                    return inputs, None
+                case SampleInputs() as inputs if inputs.step == step:
+                    return inputs
                 case SampleInputs() | None:
                     continue
                 case _:
-                    return None, received
+                    self._unread = received
+                    return None
 
-    def _send_results(
-        self, pending: deque[tuple[PendingResult, Frames]], group: TensorParallel, *, all_of_them: bool
-    ) -> None:
-        while pending and (all_of_them or pending[0][0].ready or len(pending) > 1):
-            waiting, frames = pending.popleft()
-            result = waiting.result()
-            if group.rank == 0:
-                self._channel.send(result)
-            if group.size > 1:
-                self._channel.send(Digest(result.step, _digest(frames, result)))
+    def _take(self, timeout: float | None) -> Received | None:
+        received, self._unread = self._unread, None
+        return received or self._channel.receive(timeout)
 
 
-def _no_drafts(step: int) -> Proposed:
-    """Said too: who makes the masks cannot know that the proposer found nothing."""
-    nothing = np.zeros(0, np.int32)
-    return Proposed(step, nothing, nothing, nothing)
+class _Results:
+    """Owns the results of launched steps that were not sent yet, in order."""
+
+    def __init__(self, channel: Channel, group: TensorParallel) -> None:
+        self._channel = channel
+        self._group = group
+        self._pending: deque[tuple[PendingResult, Frames]] = deque()
+
+    @property
+    def all_sent(self) -> bool:
+        return not self._pending
+
+    def add(self, result: PendingResult, diff: Frames) -> None:
+        self._pending.append((result, diff))
+
+    def send_ready(self) -> None:
+        """Those for which nobody has to wait; and all but the newest, so that no more than two are in flight."""
+        while self._pending and (self._pending[0][0].ready or len(self._pending) > 1):
+            self._send_oldest()
+
+    def send_all(self) -> None:
+        while self._pending:
+            self._send_oldest()
+
+    def _send_oldest(self) -> None:
+        pending, diff = self._pending.popleft()
+        result = pending.result()
+        if self._group.rank == 0:
+            self._channel.send(result)
+        if self._group.size > 1:
+            self._channel.send(Digest(result.step, _digest(diff, result)))
 
 
 def _digest(diff: Frames, result: ModelRunnerOutput) -> bytes:

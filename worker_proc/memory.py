@@ -81,8 +81,8 @@ def pool_warning(plan: MemoryPlan, max_model_len: int) -> str | None:
 
 
 def _activation_bytes(config: EngineConfig) -> int:
-    """The widest moment of a step: MLP intermediates of all tokens, or the logits of all sampled positions; and penalties'
-    counts beside it, should every request have some."""
+    """The widest moment of a step: MLP intermediates of all tokens, or the logits of all sampled positions. And beside
+    it the counts of penalties, should every request have some."""
     model = config.model
     per_token = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * model.head_dim
     if model.moe is not None:  # every token goes through several experts, each with an input and an answer of its own

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer, make_rejection
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.kv_cache import allocate_kv_caches
+from quire.worker_proc.launched_step import LaunchedStep
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.pending_result import (
     HostCopies,
@@ -31,7 +31,7 @@ from quire.worker_proc.pending_result import (
 )
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
-from quire.worker_proc.sampling.prompt_logprobs import PromptRows, prompt_logprobs
+from quire.worker_proc.sampling.prompt_logprobs import prompt_logprobs
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
 from quire.worker_proc.steady_decode import SteadyDecode
@@ -45,31 +45,6 @@ NEVER_TOLD = np.full(1, -1, np.int32)
 
 _CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 """What torch's plain RuntimeError has in it when the host's memory is at its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step whose forward pass is on its way, up to its sampling.
-
-    Attributes:
-        began: when, by ``time.perf_counter``.
-        logits: float32 ``[num_positions, vocab]``; None where nothing is sampled, or ``sampled`` is there already.
-        steady: the device's own decode step computed it.
-        prompt_rows: log probabilities of prompt tokens that it computed.
-        failure: it was not computed, for this reason; an empty string: all is well, or nothing is wanted.
-        void: there is nothing to sample, for nobody is held.
-    """
-
-    step: int
-    began: float
-    positions: SampledPositions
-    inputs: StepInputs | None = None
-    logits: torch.Tensor | None = None
-    sampled: Sampled | None = None
-    steady: bool = False
-    prompt_rows: PromptRows | None = None
-    failure: str = ""
-    void: bool = False
 
 
 class ModelRunner:
@@ -190,11 +165,15 @@ class ModelRunner:
                 raise
             return NothingSampled(launched.step, failure=self._drop_everything(error))
 
-    def proposed(self, launched: LaunchedStep) -> Proposed | None:
-        """The drafts of a launched step, for those who make masks for them; None when there are none."""
-        if launched.inputs is None or launched.inputs.drafts is None:
-            return None
-        drafts, rows = launched.inputs.drafts, launched.inputs.rows[launched.inputs.sampling]
+    def give_up(self, launched: LaunchedStep) -> PendingResult:
+        """The newest step, which nobody wants any more: its rows stay as they are until they are removed."""
+        return NothingSampled(launched.step)
+
+    def proposed(self, launched: LaunchedStep) -> Proposed:
+        """The drafts of a launched step, for those who make masks for them. That there are none is said, too."""
+        inputs = launched.inputs
+        drafts = [] if inputs is None or inputs.drafts is None else inputs.drafts
+        rows = launched.positions.rows[launched.positions.offsets == 0]
         named = [index for index, own in enumerate(drafts) if own]
         return Proposed(
             launched.step,
