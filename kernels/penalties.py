@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from quire.kernels.checks import check_tensor
-from quire.kernels.cpu.logit_edits import native_edits
 from quire.kernels.triton_runtime import require_launchable
 
 PROMPT_BIT = 1 << 30
@@ -33,7 +32,9 @@ def apply_penalties(
     offsets: torch.Tensor,
     drafts: torch.Tensor,
 ) -> None:
-    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by the native library, or torch where there is none.
+    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch.
+
+    Where a CPU has the native library, ``kernels.cpu.penalties`` does the same from counts that are listed.
 
     Args:
         logits: float32 ``[num_positions, vocab]``, rows may be strided.
@@ -45,16 +46,14 @@ def apply_penalties(
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or place above.
-        IndexError: by torch alone: a slot or a draft that does not exist. The others leave such a row, or draft, out.
+        IndexError: by torch alone: a slot or a draft that does not exist. Triton leaves such a row, or draft, out.
     """
     arguments = (logits, slots, counts, repetition, frequency, presence, offsets, drafts)
     if not logits.is_cpu:
         launch_penalties(*arguments)
         return
     check_penalties(*arguments)
-    edits = native_edits()
-    penalise = apply_penalties_reference if edits is None else edits.penalties
-    penalise(*arguments)
+    apply_penalties_reference(*arguments)
 
 
 def apply_penalties_reference(

@@ -1,6 +1,7 @@
 """Each processor by itself: its state follows the batch, rows do not see each other, drafts count as answer."""
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,12 +23,14 @@ from processor_plugins import AddText, Halve, Prefers
 
 from quire.protocol.logits_processors import LogitsProcessor
 from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.sampling.accept import accept_drafts
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords
 from quire.worker_proc.sampling.builtin.base import RowProcessor
 from quire.worker_proc.sampling.builtin.logit_bias import LogitBias
 from quire.worker_proc.sampling.builtin.min_tokens import MinTokens
 from quire.worker_proc.sampling.builtin.penalties import Penalties
+from quire.worker_proc.sampling.builtin.token_counts import DenseCounts
 from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.thinking import ThinkingBudget
 
@@ -176,6 +179,40 @@ def test_counts_take_room_for_penalised_rows_only() -> None:
     assert len(processor._counts) == 0
     processor = made(Penalties, [own] * 3 + [plain] * 40)
     assert len(processor._counts) == 3
+
+
+@pytest.fixture
+def kinds_of_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Penalties]]:
+    """With the native library, where there is one, and without."""
+    both = [Penalties(processor_config(), torch.device("cpu"), False)]
+    monkeypatch.setenv("QUIRE_CPU_NATIVE", "0")
+    both.append(Penalties(processor_config(), torch.device("cpu"), False))
+    assert type(both[1]._counts) is DenseCounts
+    yield both
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_counts_are_the_same_wherever_they_are_kept(seed: int, kinds_of_counts: list[Penalties]) -> None:
+    """Rows come and go; the engine tells of samples, of drafts that were accepted, and never of lists."""
+    rng = random.Random(seed)
+    batch = ChangingBatch(rng)
+    for _ in range(30):
+        update = batch.change()
+        drafts = [random_tokens(rng, 0, 3) for _ in batch.rows]
+        positions = SampledPositions.of_drafts(np.arange(len(drafts)), drafts)
+        logits = random_logits(rng, len(positions))
+        tokens = torch.tensor(
+            [rng.choice([rng.randrange(VOCAB), max(draft, 0)]) for draft in positions.drafts.tolist()]
+        )
+        accepted = accept_drafts(tokens.numpy(), positions)
+        edited = []
+        for processor in kinds_of_counts:
+            processor.update_state(update)
+            edited.append(logits.clone())
+            if processor.active:
+                processor.edit(edited[-1], positions)
+            processor.accepted(positions, tokens, accepted)
+        assert torch.equal(*edited)
 
 
 def test_a_spent_budget_leaves_one_token() -> None:

@@ -1,0 +1,116 @@
+// Penalties from listed counts: what a row costs follows the tokens that it has, not the vocabulary. Rows are shared
+// among threads; a row's bits depend on that row alone.
+
+#include <vector>
+
+#include "common.h"
+#include "pool.h"
+
+using namespace quire;
+
+namespace {
+
+// Listed tokens; with fewer, waking the other threads costs more than they save.
+constexpr long PENALTY_THREADS_FROM = 1 << 13;
+constexpr int32_t PROMPT_BIT = 1 << 30, COUNT_MASK = PROMPT_BIT - 1;  // as in kernels/penalties.py
+
+// As ListedCounts in penalties.py.
+struct Counts {
+    int32_t* lengths;          // [num_slots]
+    int32_t *tokens, *held;    // [num_slots][room]: the first `length` are there, in the order they came
+    int32_t* places;           // [num_slots][vocab]: 1 + the token's index in the list, 0 where it has none
+    long num_slots, room, vocab;
+
+    bool has(int64_t slot) const { return slot >= 0 && slot < num_slots; }
+    bool knows(int64_t token) const { return token >= 0 && token < vocab; }
+
+    // To be changed: the token's count, listed now if it was not.
+    int32_t& listed(int64_t slot, int64_t token) {
+        int32_t& place = places[slot * vocab + token];
+        if (place == 0) {
+            const int32_t last = lengths[slot]++;
+            tokens[slot * room + last] = int32_t(token);
+            held[slot * room + last] = 0;
+            place = last + 1;
+        }
+        return held[slot * room + place - 1];
+    }
+
+    int32_t held_of(int64_t slot, int64_t token) const {
+        const int32_t place = places[slot * vocab + token];
+        return place == 0 ? 0 : held[slot * room + place - 1];
+    }
+};
+
+struct Penalty {
+    float repetition, frequency, presence;
+
+    QUIRE_INLINE float operator()(float x, int32_t held, int32_t more) const {
+        const int32_t answer = (held & COUNT_MASK) + more;
+        if ((held & PROMPT_BIT) || answer > 0) x = x > 0.f ? x / repetition : x * repetition;
+        return answer > 0 ? x - (frequency * float(answer) + presence) : x;
+    }
+};
+
+void penalise(float* logits, const Counts& counts, int64_t slot, const Penalty& penalty) {
+    const int32_t *tokens = counts.tokens + slot * counts.room, *held = counts.held + slot * counts.room;
+    for (long i = 0; i < counts.lengths[slot]; i++) logits[tokens[i]] = penalty(logits[tokens[i]], held[i], 0);
+}
+
+// Drafts before this position are part of its answer, though not counted yet: their logits are worked out apart.
+void penalise_after(float* logits, const Counts& counts, int64_t slot, const Penalty& penalty, const int64_t* drafts,
+                    long num_drafts) {
+    std::vector<float> originals;
+    for (long d = 0; d < num_drafts; d++) originals.push_back(counts.knows(drafts[d]) ? logits[drafts[d]] : 0.f);
+    penalise(logits, counts, slot, penalty);
+    for (long d = 0; d < num_drafts; d++) {
+        if (!counts.knows(drafts[d])) continue;
+        int32_t more = 0;
+        for (long other = 0; other < num_drafts; other++) more += drafts[other] == drafts[d];
+        logits[drafts[d]] = penalty(originals[size_t(d)], counts.held_of(slot, drafts[d]), more);
+    }
+}
+
+}  // namespace
+
+// One after the other, so that a token may come several times. The lists have room for all.
+QUIRE_API void quire_count_tokens(Counts* given, const int64_t* slots, const int64_t* tokens, long num_tokens,
+                                  int are_of_prompt) {
+    Counts& counts = *given;
+    for (long i = 0; i < num_tokens; i++) {
+        if (!counts.has(slots[i]) || !counts.knows(tokens[i])) continue;
+        int32_t& held = counts.listed(slots[i], tokens[i]);
+        held = are_of_prompt ? held | PROMPT_BIT : held + 1;
+    }
+}
+
+struct PenaltyCall {
+    const Counts* counts;
+    float* logits;
+    long logits_stride;
+    const int64_t* slots;
+    const float *repetition, *frequency, *presence;
+    const int64_t *offsets, *drafts;
+    long num_positions;
+};
+
+QUIRE_API void quire_penalties(const PenaltyCall* given) {
+    const PenaltyCall call = *given;
+    const Counts counts = *call.counts;
+    long num_listed = 0;
+    for (long p = 0; p < call.num_positions; p++)
+        if (counts.has(call.slots[p])) num_listed += counts.lengths[call.slots[p]];
+    const int threads = num_listed > PENALTY_THREADS_FROM ? max_threads() : 1;
+    parallel_runs(call.num_positions, threads, [&](int64_t first, int64_t last) {
+        for (int64_t p = first; p < last; p++) {
+            const int64_t slot = call.slots[p], before = call.offsets[p];
+            if (!counts.has(slot)) continue;
+            const Penalty penalty{call.repetition[p], call.frequency[p], call.presence[p]};
+            float* logits = call.logits + p * call.logits_stride;
+            if (before > 0)
+                penalise_after(logits, counts, slot, penalty, call.drafts + p - before, before);
+            else
+                penalise(logits, counts, slot, penalty);
+        }
+    });
+}

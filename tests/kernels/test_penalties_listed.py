@@ -1,0 +1,195 @@
+"""Counts that are listed, against counts of the whole vocabulary: whatever happened to the slots, the same bits."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penalty_case import PenaltyCase
+
+from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.penalties import ListedCounts
+from quire.kernels.penalties import COUNT_MASK, PROMPT_BIT, apply_penalties_reference
+
+CPU = torch.device("cpu")
+SEEDS = st.integers(0, 2**32)
+
+if load_native() is None:
+    pytest.skip("no compiler here", allow_module_level=True)
+
+
+def listed(vocab: int) -> ListedCounts:
+    native = load_native()
+    assert native is not None
+    return ListedCounts(native, vocab)
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def of_dense(dense: torch.Tensor) -> ListedCounts:
+    """Counts that are ``dense``, int32 ``[num_slots, vocab]``."""
+    counts = listed(dense.shape[1])
+    counts.grow(len(dense))
+    for slot, held in enumerate(dense.numpy()):
+        answer = np.repeat(np.arange(len(held)), held & COUNT_MASK)
+        counts.begin(slot, np.flatnonzero(held & PROMPT_BIT), np.random.default_rng(slot).permutation(answer))
+    return counts
+
+
+class Slots:
+    """Listed counts, and what they should be; texts begin anew, answers grow by any tokens, slots are added."""
+
+    def __init__(self, rng: random.Random, vocab: int) -> None:
+        self._rng, self._vocab = rng, vocab
+        self.counts = listed(vocab)
+        self.dense = torch.zeros(0, vocab, dtype=torch.int32)
+        self.grow()
+
+    def grow(self) -> None:
+        self.counts.grow(len(self.counts) + self._rng.randint(0, 2) + (not len(self.counts)))
+        new = self.dense.new_zeros(len(self.counts) - len(self.dense), self._vocab)
+        self.dense = torch.cat([self.dense, new])
+
+    def begin(self) -> None:
+        slot = self._rng.randrange(len(self.counts))
+        prompt, answer = self._tokens(), self._tokens()
+        self.counts.begin(slot, np.array(prompt, np.int32), np.array(answer, np.int64))
+        self.dense[slot] = 0
+        self.dense[slot, prompt] = PROMPT_BIT
+        for token in answer:
+            self.dense[slot, token] += 1
+
+    def add(self) -> None:
+        tokens = self._tokens()
+        slots = [self._rng.randrange(len(self.counts)) for _ in tokens]
+        self.counts.add(ints(*slots), ints(*tokens))
+        for slot, token in zip(slots, tokens, strict=True):
+            self.dense[slot, token] += 1
+
+    def arguments(self, drafts: list[list[int]]) -> list[torch.Tensor]:
+        """Of a penalising call but for the counts: random rows, each with its drafts."""
+        rng = self._rng
+        offsets = [offset for own in drafts for offset in range(len(own) + 1)]
+        slots = [slot for own in drafts for slot in [rng.randrange(-1, len(self.counts))] * (len(own) + 1)]
+        given = [draft for own in drafts for draft in [*own, -1]]
+        factors = [torch.tensor([rng.uniform(low, high) for _ in slots]) for low, high in ((0.1, 3), (-2, 2), (-2, 2))]
+        logits = torch.randn(len(slots), self._vocab, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+        return [logits, ints(*slots), *factors, ints(*offsets), ints(*given)]
+
+    def _tokens(self) -> list[int]:
+        """Now and then of few tokens, so that many of them come again."""
+        most = self._rng.choice([3, self._vocab])
+        return [self._rng.randrange(most) for _ in range(self._rng.randint(0, 2 * self._vocab))]
+
+    def drafts(self) -> list[list[int]]:
+        return [[self._rng.randrange(self._vocab) for _ in range(self._rng.randint(0, 3))] for _ in range(5)]
+
+
+@given(SEEDS, st.sampled_from([3, 20, 700]))
+@settings(max_examples=60, deadline=None)
+def test_whatever_happens_it_is_the_reference(seed: int, vocab: int) -> None:
+    rng = random.Random(seed)
+    slots = Slots(rng, vocab)
+    for _ in range(10):
+        rng.choice([slots.grow, slots.begin, slots.add, slots.add])()
+        slots.counts.check()
+        assert torch.equal(slots.counts.dense(), slots.dense)
+        logits, positions, *rest = slots.arguments(slots.drafts())
+        want = logits.clone()
+        apply_penalties_reference(want, positions, slots.dense, *rest)
+        slots.counts.penalise(logits, positions, *rest)
+        assert torch.equal(logits, want)
+
+
+@pytest.mark.parametrize("vocab", [5, 77, 40_003])
+def test_a_case_for_every_rule(vocab: int) -> None:
+    case = PenaltyCase(vocab, CPU)
+    (got, slots, counts, *rest), want = case.arguments(), case.arguments()
+    of_dense(counts).penalise(got, slots, *rest)
+    apply_penalties_reference(*want)
+    assert torch.equal(got, want[0])
+    assert not torch.equal(got, case.logits)
+
+
+def test_one_thread_or_several() -> None:
+    """A batch that is shared among threads is as its rows alone."""
+    rng = np.random.default_rng(0)
+    counts = listed(4_000)
+    counts.grow(16)
+    for slot in range(16):
+        counts.begin(slot, rng.integers(0, 4_000, 900), rng.integers(0, 4_000, 900))
+    logits = torch.randn(16, 4_000, generator=torch.Generator().manual_seed(0))
+    factors = [torch.full((16,), factor) for factor in (1.2, 0.3, 0.1)]
+    rest = [torch.arange(16), *factors, torch.zeros(16, dtype=torch.int64), torch.full((16,), -1)]
+    together = logits.clone()
+    counts.penalise(together, *rest)
+    for row in range(16):
+        alone = logits[row : row + 1].clone()
+        counts.penalise(alone, *(column[row : row + 1] for column in rest))
+        assert torch.equal(together[row], alone[0])
+
+
+def test_what_does_not_exist_is_left_out() -> None:
+    case = PenaltyCase(20, CPU)
+    counts = of_dense(case.counts)
+    case.drafts[:], case.slots[0] = 20, 6
+    got, slots, _, *rest = case.arguments()
+    counts.penalise(got, slots, *rest)
+    case.offsets[:], case.slots[0] = 0, -1
+    want = case.arguments()
+    apply_penalties_reference(*want)
+    assert torch.equal(got, want[0])
+    counts.add(ints(6, -1, 0, 0), ints(1, 1, 20, -1))
+    assert torch.equal(counts.dense(), case.counts)
+
+
+def test_a_slot_is_cleared_by_its_list() -> None:
+    """What is in no list is not looked for: a place that was set behind the list's back stays."""
+    counts = listed(50)
+    counts.grow(1)
+    counts.begin(0, np.array([4, 9]), np.array([9]))
+    counts._places[0, 30] = 7
+    counts.begin(0, np.array([5]), np.array([], np.int64))
+    assert np.flatnonzero(counts._places[0]).tolist() == [5, 30]
+    with pytest.raises(AssertionError, match="slot 0 lists"):
+        counts.check()
+
+
+def test_lists_grow_with_the_longest_text_alone() -> None:
+    counts = listed(100_000)
+    counts.grow(2)
+    room = counts._tokens.shape[1]
+    counts.begin(0, np.zeros(10 * room, np.int32), np.arange(3))
+    assert counts._tokens.shape == (2, room)
+    counts.add(torch.zeros(room, dtype=torch.int64), torch.arange(room))
+    assert counts._tokens.shape == (2, 2 * room)
+    counts.check()
+    assert counts.dense()[0, :4].tolist() == [PROMPT_BIT + 2, 2, 2, 1]
+
+
+def test_refusals() -> None:
+    case = PenaltyCase(20, CPU)
+    counts = of_dense(case.counts)
+    logits, slots, _, *rest = case.arguments()
+    good = [logits, slots, *rest]
+    for place, wrong, error in [
+        (0, logits.double(), "logits: dtype"),
+        (0, logits[:, :9], "logits: dimension 1"),
+        (1, slots[:2], "slots: dimension 0"),
+        (1, slots.int(), "slots: dtype"),
+        (2, case.repetition.double(), "repetition: dtype"),
+        (5, case.offsets.int(), "offsets: dtype"),
+    ]:
+        arguments = [*good[:place], wrong, *good[place + 1 :]]
+        with pytest.raises(ValueError, match=error):
+            counts.penalise(*arguments)
+    for slots, tokens, error in [
+        (ints(0), ints(0, 1), "slots: dimension 0"),
+        (ints(0), ints(0).int(), "tokens: dtype"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            counts.add(slots, tokens)

@@ -1,0 +1,95 @@
+"""Who keeps the counts that penalties are worked out from: lists on a CPU, the whole vocabulary elsewhere."""
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.penalties import ListedCounts
+from quire.kernels.penalties import PROMPT_BIT, apply_penalties
+from quire.worker_proc.transfer import Transfer
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+
+class TokenCounts(Protocol):
+    """What the texts in some slots have of each token, as ``kernels.penalties`` counts. All tokens exist."""
+
+    def __len__(self) -> int:
+        """How many slots there are."""
+        ...
+
+    def grow(self, num_slots: int) -> None:
+        """To ``num_slots`` at least, by doubling: memory follows the most texts that were there at a time."""
+        ...
+
+    def begin(self, slot: int, prompt: Tokens, answer: Tokens) -> None:
+        """The slot is a new text's; what was there goes."""
+        ...
+
+    def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """One more of ``tokens[i]`` in the answer of ``slots[i]``: int64 ``[num_tokens]`` on the device both; any of
+        them repeatedly."""
+        ...
+
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        repetition: torch.Tensor,
+        frequency: torch.Tensor,
+        presence: torch.Tensor,
+        offsets: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        """As ``kernels.penalties.apply_penalties``, from these counts."""
+        ...
+
+
+def make_counts(vocab_size: int, device: torch.device) -> TokenCounts:
+    native = load_native() if device.type == "cpu" else None
+    return DenseCounts(vocab_size, device) if native is None else ListedCounts(native, vocab_size)
+
+
+class DenseCounts:
+    """On the device: int32 ``[num_slots, vocab_size]``. Nobody waits for what is added."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._transfer = Transfer(device)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def grow(self, num_slots: int) -> None:
+        old = self._counts
+        if num_slots > len(old):
+            self._counts = old.new_zeros(max(num_slots, 2 * len(old)), old.shape[1])
+            self._counts[: len(old)] = old
+
+    def begin(self, slot: int, prompt: Tokens, answer: Tokens) -> None:
+        own = self._counts[slot]
+        own.zero_()
+        if len(prompt):
+            (there,) = self._transfer(prompt.astype(np.int64))
+            own[there] = PROMPT_BIT
+        if len(answer):
+            self.add(*self._transfer(np.full(len(answer), slot, np.int64), answer.astype(np.int64)))
+
+    def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        places = tokens.add(slots, alpha=self._counts.shape[1])
+        self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        repetition: torch.Tensor,
+        frequency: torch.Tensor,
+        presence: torch.Tensor,
+        offsets: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        apply_penalties(logits, slots, self._counts, repetition, frequency, presence, offsets, drafts)
