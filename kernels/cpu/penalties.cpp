@@ -45,16 +45,32 @@ struct Counts {
 struct Penalty {
     float repetition, frequency, presence;
 
-    QUIRE_INLINE float operator()(float x, int32_t held, int32_t more) const {
-        const int32_t answer = (held & COUNT_MASK) + more;
-        if ((held & PROMPT_BIT) || answer > 0) x = x > 0.f ? x / repetition : x * repetition;
-        return answer > 0 ? x - (frequency * float(answer) + presence) : x;
+    // No branches: the sign of a logit cannot be foreseen, and a wrong guess waits for memory.
+    QUIRE_INLINE vfloat operator()(vfloat x, vint held, vint more) const {
+        const vint answer = (held & COUNT_MASK) + more;
+        const vfloat repeated = x > 0.f ? x / repetition : x * repetition;
+        const vint in_prompt = held & PROMPT_BIT;
+        x = (in_prompt | answer) != 0 ? repeated : x;
+        return answer > 0 ? x - (frequency * __builtin_convertvector(answer, vfloat) + presence) : x;
     }
 };
 
+// The logits of `count` listed tokens, VF at most, wherever they lie.
+QUIRE_INLINE void penalise_some(float* logits, const int32_t* tokens, const int32_t* held, long count,
+                                const Penalty& penalty) {
+    float lanes[VF] = {};
+    int32_t own[VF] = {};
+    for (long lane = 0; lane < count; lane++) lanes[lane] = logits[tokens[lane]], own[lane] = held[lane];
+    store(lanes, penalty(load<vfloat>(lanes), load<vint>(own), vint{}));
+    for (long lane = 0; lane < count; lane++) logits[tokens[lane]] = lanes[lane];
+}
+
 void penalise(float* logits, const Counts& counts, int64_t slot, const Penalty& penalty) {
     const int32_t *tokens = counts.tokens + slot * counts.room, *held = counts.held + slot * counts.room;
-    for (long i = 0; i < counts.lengths[slot]; i++) logits[tokens[i]] = penalty(logits[tokens[i]], held[i], 0);
+    const long length = counts.lengths[slot];
+    long i = 0;
+    for (; i + VF <= length; i += VF) penalise_some(logits, tokens + i, held + i, VF, penalty);
+    penalise_some(logits, tokens + i, held + i, length - i, penalty);
 }
 
 // Drafts before this position are part of its answer, though not counted yet: their logits are worked out apart.
@@ -67,7 +83,8 @@ void penalise_after(float* logits, const Counts& counts, int64_t slot, const Pen
         if (!counts.knows(drafts[d])) continue;
         int32_t more = 0;
         for (long other = 0; other < num_drafts; other++) more += drafts[other] == drafts[d];
-        logits[drafts[d]] = penalty(originals[size_t(d)], counts.held_of(slot, drafts[d]), more);
+        const vint held = vint{} + counts.held_of(slot, drafts[d]);
+        logits[drafts[d]] = penalty(splat(originals[size_t(d)]), held, vint{} + more)[0];
     }
 }
 
