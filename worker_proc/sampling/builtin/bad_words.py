@@ -26,11 +26,11 @@ class Words:
 
     def banned_after(self, drafts: list[int]) -> list[int]:
         """By the words of several tokens, where ``drafts`` follow the answer."""
-        text = self.output[-self.longest :] + drafts
-        if not text:
+        last = drafts[-1:] or self.output[-1:]
+        if not last or last[0] not in self.by_last:  # nearly always: it must not cost a copy of the text
             return []
-        found = self.by_last.get(text[-1], ())
-        return [banned for beginning, banned in found if text[-len(beginning) :] == beginning]
+        text = self.output[-self.longest :] + drafts
+        return [banned for beginning, banned in self.by_last[last[0]] if text[-len(beginning) :] == beginning]
 
 
 class BadWords(BanProcessor[Words]):
@@ -49,11 +49,12 @@ class BadWords(BanProcessor[Words]):
             which, self._long_at = find(positions, self._long_rows)
             self._long = [self._states[row] for row in self._long_rows[which].tolist()]
         places, tokens = [], []
-        for state, at in zip(self._long, self._long_at.tolist(), strict=True):
-            offset = positions.offsets[at]
+        offsets = positions.offsets[self._long_at].tolist()
+        for state, at, offset in zip(self._long, self._long_at.tolist(), offsets, strict=True):
             banned = state.banned_after(positions.drafts[at - offset : at].tolist() if offset else [])
-            tokens += banned
-            places += [at] * len(banned)
+            if banned:
+                tokens += banned
+                places += [at] * len(banned)
         if not tokens:
             return self._singles
         return Places(
