@@ -1,7 +1,6 @@
 """Each processor by itself: its state follows the batch, rows do not see each other, drafts count as answer."""
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -182,13 +181,13 @@ def test_counts_take_room_for_penalised_rows_only() -> None:
 
 
 @pytest.fixture
-def kinds_of_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Penalties]]:
+def kinds_of_counts(monkeypatch: pytest.MonkeyPatch) -> list[Penalties]:
     """With the native library, where there is one, and without."""
     both = [Penalties(processor_config(), torch.device("cpu"), False)]
     monkeypatch.setenv("QUIRE_CPU_NATIVE", "0")
     both.append(Penalties(processor_config(), torch.device("cpu"), False))
     assert type(both[1]._counts) is DenseCounts
-    yield both
+    return both
 
 
 @pytest.mark.parametrize("seed", range(6))
