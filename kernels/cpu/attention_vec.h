@@ -21,9 +21,9 @@ typedef float vf4 __attribute__((vector_size(16)));
 // ---- number formats. `value` widens exactly; what is stored means FACTOR times the result.
 
 QUIRE_INLINE vfloat widen_half(vu16 half) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(QUIRE_VF)
     return (vfloat)_mm512_cvtph_ps((__m256i)half);
-#elif defined(__F16C__)
+#elif defined(__F16C__) && !defined(QUIRE_VF)
     return (vfloat)_mm256_cvtph_ps((__m128i)half);
 #else
     const vuint wide = __builtin_convertvector(half, vuint);
@@ -34,7 +34,7 @@ QUIRE_INLINE vfloat widen_half(vu16 half) {
 }
 
 QUIRE_INLINE vu16 widen_bytes(vu8 bytes) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(QUIRE_VF)
     __m128i low = _mm_setzero_si128();
     std::memcpy(&low, &bytes, sizeof(bytes));
     return (vu16)_mm_cvtepu8_epi16(low);
@@ -54,9 +54,9 @@ struct BFloat16 {
     static constexpr float FACTOR = 1.0f;
     static QUIRE_INLINE vfloat value(const stored* from) {
         // gcc 12 makes four instructions of it out of __builtin_convertvector.
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(QUIRE_VF)
         return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)load<vu16>(from)), 16);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(QUIRE_VF)
         return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)load<vu16>(from)), 16);
 #else
         return load_floats(from);
@@ -93,7 +93,7 @@ struct Float8E5M2 {
 
 // Loaded once: gcc would rather load a value again for each of its uses, and loads are what limits here.
 QUIRE_INLINE vfloat in_register(vfloat v) {
-#ifdef __AVX__
+#if defined(__AVX__) && !defined(QUIRE_VF)
     __asm__("" : "+v"(v));
 #endif
     return v;
@@ -112,7 +112,7 @@ QUIRE_INLINE vf4 neighbours(vf4 a, vf4 b) {
     return QUIRE_SHUFFLE(a, b, 0, 2, 4, 6) + QUIRE_SHUFFLE(a, b, 1, 3, 5, 7);
 }
 
-#ifdef __AVX__
+#if QUIRE_LANES >= 8
 typedef float vf8 __attribute__((vector_size(32)));
 QUIRE_INLINE vf8 neighbours(vf8 a, vf8 b) {
     return QUIRE_SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + QUIRE_SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
@@ -128,9 +128,9 @@ QUIRE_INLINE Half fold(Whole v) {
 
 // The sums of four vectors, each in the same order.
 QUIRE_INLINE vf4 sums(vfloat a, vfloat b, vfloat c, vfloat d) {
-#if defined(__AVX512F__)
+#if QUIRE_LANES == 16
     return fold<vf4>(neighbours(neighbours(fold<vf8>(a), fold<vf8>(b)), neighbours(fold<vf8>(c), fold<vf8>(d))));
-#elif defined(__AVX__)
+#elif QUIRE_LANES == 8
     return fold<vf4>(neighbours(neighbours(a, b), neighbours(c, d)));
 #else
     return neighbours(neighbours(a, b), neighbours(c, d));

@@ -22,14 +22,15 @@
 namespace quire {
 
 #if defined(QUIRE_VF)  // CXXFLAGS=-DQUIRE_VF=16: the code for another width, whatever the CPU, to test it
-constexpr int VF = QUIRE_VF;
+#define QUIRE_LANES QUIRE_VF
 #elif defined(__AVX512F__)
-constexpr int VF = 16;  // float32 lanes of a register
+#define QUIRE_LANES 16
 #elif defined(__AVX__)
-constexpr int VF = 8;
+#define QUIRE_LANES 8
 #else
-constexpr int VF = 4;
+#define QUIRE_LANES 4
 #endif
+constexpr int VF = QUIRE_LANES;  // float32 lanes of a register
 
 typedef float vfloat __attribute__((vector_size(4 * VF)));
 typedef int32_t vint __attribute__((vector_size(4 * VF)));

@@ -6,6 +6,7 @@ scheduler's; the last section runs whole engines, with and without drafts by tur
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from quire.launch.bench.report import Report, Table, rounded
 from quire.launch.bench.shapes import find_shape
 from quire.launch.llm import LLM
 from quire.launch.options import EngineOptions, find_model, make_engine_config
+from quire.launch.supervisor import WORKER_ENVIRONMENT
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputs
@@ -75,7 +77,8 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     config = make_engine_config(EngineOptions(device="cpu"), model=shape)
     command = [sys.executable, "-P", "-m", "quire.worker_proc.bench.sampling"]
     command += ["--rows", str(args.rows), "--repeats", str(args.repeats)]
-    done = subprocess.run(command, input=msgspec.json.encode(config), stdout=subprocess.PIPE)
+    environment = os.environ | WORKER_ENVIRONMENT  # as a worker that serves
+    done = subprocess.run(command, input=msgspec.json.encode(config), stdout=subprocess.PIPE, env=environment)
     if done.returncode:
         raise EngineError(f"the measuring process ended with status {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

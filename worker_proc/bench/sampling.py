@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from quire.kernels.cpu.native import load_native
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.messages import NewRequestData
 from quire.protocol.sampling_params import SamplingParams
@@ -133,6 +134,7 @@ def main() -> None:
         full = Sampling(config, args.rows, everything(config.model.vocab_size))
         turns = [(plain.step(), full.step()) for _ in range(args.repeats + 2)][2:]  # by turns: the machine is noisy
         found: dict[str, Any] = {
+            "native": int(load_native() is not None),
             "unused_us": {rows: unused(config, rows, 20 * args.repeats) * 1e6 for rows in (1, 16, 64, args.rows)},
             "plain_cpu_ms": statistics.median(p[0] for p, _ in turns) * 1e3,
             "plain_wall_ms": statistics.median(p[1] for p, _ in turns) * 1e3,
