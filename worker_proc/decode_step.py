@@ -5,8 +5,10 @@ sample) stands in ``RowColumns``, and is sent when it changed. ``decode_graphs``
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.kernels.prepare_decode import DecodeInputs, advance_decode, prepare_decode
@@ -36,7 +38,7 @@ class RowColumns:
 
     def __init__(self, max_rows: int, transfer: Transfer, device: torch.device) -> None:
         self._transfer = transfer
-        self._host = [np.zeros(max_rows, dtype) for dtype in self._DTYPES]
+        self._host: list[npt.NDArray[Any]] = [np.zeros(max_rows, dtype) for dtype in self._DTYPES]
         self._host[1][:] = -1
         widths = np.cumsum([0, *(column.nbytes for column in self._host)])
         self._bytes = torch.zeros(int(widths[-1]), dtype=torch.uint8, device=device)
