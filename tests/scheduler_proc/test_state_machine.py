@@ -99,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=160, stateful_step_count=80, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=320, stateful_step_count=80, deadline=None)
 
 
 def test_the_machine_went_far_enough() -> None:
