@@ -126,6 +126,17 @@ def _add_bench(under: Any, command: Any) -> None:
     cruise = argparse.BooleanOptionalAction
     scheduler.add_argument("--cruise", action=cruise, default=True, help="the short way of steady steps (on)")
     scheduler.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    _add_bench_sampling(under, command)
+    kernels = command(under, "kernels", "Kernels and steps, as shares of what the device can do.", _bench_kernels)
+    kernels.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose kernels (auto)")
+    kernels.add_argument("--sections", metavar="A,B", help="only these (all of the device's)")
+    kernels.add_argument("--quick", action="store_true", help="fewer shapes, less time on each")
+    kernels.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU: only whether it all runs")
+    kernels.add_argument("--time-limit", type=float, metavar="S", help="begin nothing new after so many seconds")
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+
+
+def _add_bench_sampling(under: Any, command: Any) -> None:
     sampling = command(under, "sampling", "What processors, drafts and grammars cost and bring.", _bench_sampling)
     sampling.add_argument("--model", metavar="MODEL", help="whose tokenizer the masks are for (the demo's)")
     sampling.add_argument("--sections", metavar="A,B", help="only these (all): worker, masks, fall, repeating")
@@ -138,13 +149,6 @@ def _add_bench(under: Any, command: Any) -> None:
     sampling.add_argument("--output-len", type=int, default=512, help="tokens of the repeating answer (512)")
     sampling.add_argument("--rounds", type=int, default=5, help="answers by turns; the median counts (5)")
     sampling.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
-    kernels = command(under, "kernels", "Kernels and steps, as shares of what the device can do.", _bench_kernels)
-    kernels.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose kernels (auto)")
-    kernels.add_argument("--sections", metavar="A,B", help="only these (all of the device's)")
-    kernels.add_argument("--quick", action="store_true", help="fewer shapes, less time on each")
-    kernels.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU: only whether it all runs")
-    kernels.add_argument("--time-limit", type=float, metavar="S", help="begin nothing new after so many seconds")
-    kernels.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
 
 
 def _add_engine_options(parser: _Parser) -> None:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from quire.kernels.mxfp4 import GROUP_SIZE, dequantise_mxfp4_reference
 from quire.protocol.checkpoint import HEAD, INDEX, StoredTensor, stored_tensors
 from quire.protocol.checksums import verify_checksums
+from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.worker_proc.models.checkpoint_names import Piece, find_pieces
 from quire.worker_proc.models.decoder import Decoder
@@ -23,6 +24,21 @@ from quire.worker_proc.models.weights import WeightSlot
 
 _EMBEDDING = "model.embed_tokens.weight"
 _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
+
+
+def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: bool) -> None:
+    """Give ``model`` the weights that ``config`` names, as its device computes with them; ``dtype``: of them.
+
+    Raises:
+        ConfigError: the checkpoint will not do.
+    """
+    with torch.inference_mode():
+        if config.load_format == "dummy":
+            init_dummy_weights(model, config.seed)
+        else:
+            load_weights(model, Path(config.model_path), dtype, progress)
+        if device.type == "cpu":
+            model.prepack(deterministic=config.deterministic)
 
 
 def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: bool) -> None:

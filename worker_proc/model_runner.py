@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -357,8 +358,8 @@ class ModelRunner:
     ) -> SampledResult:
         self.sampler.accepted(launched.positions, sampled.tokens, accepted)
         row_handles = self.batch.handles[rows].copy()
-        told, timer = self._told_handles(row_handles), self._clock.start(launched.began)
-        return SampledResult(launched.step, sampled, told, row_handles, copy, timer, accepted, launched.prompt_rows)
+        told, end = self._told_handles(row_handles), partial(self._clock.end, launched.began)
+        return SampledResult(launched.step, sampled, told, row_handles, copy, end, accepted, launched.prompt_rows)
 
     def _told_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
         """``row_handles`` where they are others than the last that were told."""

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,21 +36,12 @@ class StepClock:
     def __init__(self) -> None:
         self._ended = 0.0
 
-    def start(self, began: float) -> "StepTimer":
-        return StepTimer(self, began)
-
     def end(self, began: float) -> float:
         """Seconds of a step that has ended now, the oldest of those that had not."""
         now = time.perf_counter()
         seconds = now - max(began, self._ended)
         self._ended = now
         return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimer:
-    clock: StepClock
-    began: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +71,7 @@ class SampledResult:
         handles: as in ``ModelRunnerOutput``: None where they are the same as in the result before.
         row_handles: of the sampled rows, always.
         copy: of ``sampled.tokens`` and ``sampled.bad``, in this order.
+        end: tells the clock that the step has ended, and gives its seconds.
         accepted: of a step with drafts.
     """
 
@@ -87,7 +80,7 @@ class SampledResult:
     handles: npt.NDArray[np.int32] | None
     row_handles: npt.NDArray[np.int32]
     copy: "HostCopy"
-    timer: StepTimer
+    end: Callable[[], float]
     accepted: Accepted | None = None
     prompt_rows: PromptRows | None = None
 
@@ -97,7 +90,7 @@ class SampledResult:
 
     def result(self) -> ModelRunnerOutput:
         tokens, bad = self.copy.arrays()
-        seconds = self.timer.clock.end(self.timer.began)
+        seconds = self.end()
         accepted = self.accepted
         kept = np.arange(len(self.row_handles)) if accepted is None else accepted.kept
         owners = self.row_handles if accepted is None else np.repeat(self.row_handles, accepted.counts)

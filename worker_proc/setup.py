@@ -4,7 +4,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import torch
@@ -19,7 +18,7 @@ from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.draft_setup import load_draft, plan_draft
 from quire.worker_proc.drafts.make import check_speculative
-from quire.worker_proc.loader import init_dummy_weights, load_weights
+from quire.worker_proc.loader import fill_model
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.models.cpu_ops import CpuOps
@@ -80,13 +79,7 @@ def make_runner(
     if warning:
         say(warning)
     model = build(config.model, device, group)
-    with torch.inference_mode():
-        if config.load_format == "dummy":
-            init_dummy_weights(model, config.seed)
-        else:
-            load_weights(model, Path(config.model_path), dtypes.weights, progress)
-        if device.type == "cpu":
-            model.prepack(deterministic=config.deterministic)
+    fill_model(model, config, dtypes.weights, device, progress)
     draft = None
     if draft_plan is not None:
         own = pick_backend(draft_plan.config, draft_plan.layout, device, capability, say)

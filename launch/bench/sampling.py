@@ -56,6 +56,9 @@ def run(args: argparse.Namespace) -> None:
     unknown = [name for name in wanted if name not in sections]
     if unknown:
         raise ConfigError(f"no section {unknown[0]!r}; there are: {', '.join(sections)}")
+    for flag in ("rows", "vocab_size", "repeats", "output_len", "rounds"):
+        if getattr(args, flag) < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {getattr(args, flag)}")
     results = {name: sections[name](args) for name in wanted}
     settings = {"rows": args.rows, "vocab_size": args.vocab_size, "repeats": args.repeats, "model": args.model}
     report = Report("sampling", settings, rounded(results, 4))

@@ -15,7 +15,7 @@ from quire.protocol.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.kv_cache import allocate_kv_caches
-from quire.worker_proc.loader import init_dummy_weights, load_weights
+from quire.worker_proc.loader import fill_model
 from quire.worker_proc.models.decoder import Decoder
 
 Build = Callable[[ModelConfig, torch.device | str], Decoder]
@@ -88,13 +88,7 @@ def load_draft(
     """
     config = plan.config
     model = plan.build(config.model, device)
-    with torch.inference_mode():
-        if config.load_format == "dummy":
-            init_dummy_weights(model, config.seed)
-        else:
-            load_weights(model, Path(config.model_path), model.dtype, progress)
-        if device.type == "cpu":
-            model.prepack(deterministic=config.deterministic)
+    fill_model(model, config, model.dtype, device, progress)
     caches = allocate_kv_caches(plan.layout, num_blocks, plan.layout.num_kv_heads, backend, device)
     sources = [config.model.cache_source(layer) for layer in range(config.model.num_layers)]
     return DraftModel(model, backend, [caches[source] for source in sources], config.block_size, num_blocks)
