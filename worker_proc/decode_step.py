@@ -40,12 +40,14 @@ class RowColumns:
         self._transfer = transfer
         self._host: list[npt.NDArray[Any]] = [np.zeros(max_rows, dtype) for dtype in self._DTYPES]
         self._host[1][:] = -1
-        widths = np.cumsum([0, *(column.nbytes for column in self._host)])
-        self._bytes = torch.zeros(int(widths[-1]), dtype=torch.uint8, device=device)
-        views = [
-            self._bytes[start:end].view(torch.from_numpy(column[:0]).dtype)
-            for start, end, column in zip(widths, widths[1:], self._host, strict=False)
-        ]
+        num_bytes = sum(column.nbytes for column in self._host)
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        views: list[torch.Tensor] = []
+        start = 0
+        for column in self._host:
+            end = start + column.nbytes
+            views.append(self._bytes[start:end].view(torch.from_numpy(column[:0]).dtype))
+            start = end
         self.seed, self.row_of, self.num_computed, self.top_k, self.temperature, self.top_p, self.min_p = views
         self.row_of.fill_(-1)
 
