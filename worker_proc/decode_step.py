@@ -54,7 +54,7 @@ class RowColumns:
     def refresh(self, batch: InputBatch) -> None:
         """Make the device's columns equal to the batch's."""
         n = batch.num_rows
-        source = (
+        source: tuple[npt.NDArray[Any], ...] = (
             batch.seed.view(np.int64),
             np.arange(n, dtype=np.int32),
             batch.num_computed,
