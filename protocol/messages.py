@@ -113,7 +113,10 @@ class Control(Message, frozen=True, tag=13):
 
 
 class OpaqueRequest(Message, frozen=True, tag=14):
-    """An arrival without its tokens, for replay: lengths, and the hash of each full block (``block_hashes`` joined)."""
+    """An arrival without its tokens, for replay: lengths, and the name of each full block (``block_hashes`` joined).
+
+    Names of blocks that its answer will fill may stand behind those of the prompt.
+    """
 
     request_id: str
     num_prompt_tokens: int
@@ -455,10 +458,14 @@ class Digest(Message, frozen=True, tag=44):
 
 
 class OpaqueResult(Message, frozen=True, tag=43):
-    """A result without its tokens, for replay: who got one, ended or was bad, and hashes of blocks that became full."""
+    """A result without its tokens, for replay: who got one, ended or was bad.
+
+    ``handles``: absent while the same as in the last result that had them.
+    ``block_hashes``: (handle, name) of blocks that it makes full, where the requests do not know them yet.
+    """
 
     step: int
-    handles: Int32
+    handles: Int32 | None
     ended: list[Ended]
     block_hashes: list[tuple[int, bytes]]
     counts: Int32 | None = None

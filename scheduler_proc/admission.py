@@ -49,7 +49,8 @@ def admit(
         _check_opaque_request(event, config, kv)
         num_prompt_tokens, size = event.num_prompt_tokens, event.hash_bytes
         hashes = [event.block_hashes[i : i + size] for i in range(0, len(event.block_hashes), size)]
-        tokens = OpaqueTokens(num_prompt_tokens + event.num_output_tokens, hashes)
+        hashes = hashes if config.enable_prefix_caching else []
+        tokens = OpaqueTokens(num_prompt_tokens + event.num_output_tokens, kv.block_size, hashes)
     sampling = event.sampling
     eos = () if sampling.ignore_eos else config.model.eos_token_ids
     # The last token's KV is never needed, so one more token than the pool has positions can exist.

@@ -134,9 +134,9 @@ class StepsInFlight:
         return record, Sampled.of(handles, tokens, output.counts, output.drafts)
 
     def match_opaque(self, event: OpaqueResult) -> tuple[InFlightStep, Sampled]:
-        """The same for a recorded result without tokens, which always tells its handles."""
-        counts = event.counts
-        tokens = np.zeros(len(event.handles) if counts is None else int(counts.sum()), np.int32)
+        """The same for a recorded result without tokens."""
+        handles, counts = self.handles if event.handles is None else event.handles, event.counts
+        tokens = np.zeros(len(handles) if counts is None else int(counts.sum()), np.int32)
         result = ModelRunnerOutput(
             event.step, tokens, event.handles, counts, bad=event.bad, drafts=event.drafts, failed=event.failed
         )

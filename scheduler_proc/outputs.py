@@ -90,10 +90,11 @@ class OutputCollector:
 
     def ended(
         self, request: Request, reason: EndReason, num_output_tokens: int, stop_reason: int | None, detail: str
-    ) -> None:
+    ) -> Ended:
         self.introduce(request)
         ending = Ended(request.handle, int(reason), num_output_tokens, stop_reason, detail)
         self._client(request.client).ended.append(ending)
+        return ending
 
     def take(self) -> list[tuple[int, StepOutputs]]:
         """(client, message) for each client that anything happened for, in order; one per step where several came."""

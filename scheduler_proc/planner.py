@@ -13,6 +13,7 @@ from quire.scheduler_proc.request import Request, RequestStatus
 from quire.scheduler_proc.request_table import RequestTable
 from quire.scheduler_proc.statistics import Counters, DecisionLog
 from quire.scheduler_proc.step import Share, StepPlan
+from quire.scheduler_proc.trace.tap import Hit, Tap
 
 _by_order = attrgetter("order")
 
@@ -45,6 +46,7 @@ class Planner:
         self._drafting = drafting
         self._decisions = decisions
         self._stats = stats
+        self.tap: Tap | None = None
         # A proposer that reads hidden states writes the KV of its drafts in the step that makes them.
         self._num_lookahead_tokens = config.num_speculative_tokens if config.drop_last_cached_block else 0
 
@@ -213,6 +215,9 @@ class Planner:
             request.num_cached_tokens = num_hit_tokens
             self._stats.prefix_cache_queries += request.num_tokens
             self._stats.prefix_cache_hit_tokens += num_hit_tokens
+        if self.tap is not None:
+            told = (request.handle, request.request_id, num_hit_tokens, request.num_prompt_tokens, request.num_tokens)
+            self.tap.hits.append(Hit(*told))
         plan.add(Share(request, num_tokens, None, is_prefill=True))
         self._cache_written(request, num_tokens)
         return None

@@ -42,10 +42,12 @@ STATUS_OF_END = {
 class Tokens:
     """Known tokens of a request, prompt then output, as little-endian int32, with the hashes of full blocks."""
 
-    __slots__ = ("_chain", "_data", "block_hashes")
+    __slots__ = ("_chain", "_data", "_told", "block_hashes", "handle")
 
     def __init__(self, known: Int32, chain: HashChain | None) -> None:
         """``chain``: an empty one that names the blocks; None where nobody will look contents up."""
+        self.handle = -1
+        self._told: list[tuple[int, bytes]] | None = None
         self._data = bytearray(np.ascontiguousarray(known, "<i4").data.cast("B") if len(known) else b"")
         self._chain = chain
         self.block_hashes: list[bytes] = [] if chain is None else chain.hashes
@@ -55,14 +57,22 @@ class Tokens:
     def __len__(self) -> int:
         return len(self._data) >> 2
 
+    def tell(self, handle: int, told: list[tuple[int, bytes]]) -> None:
+        """From now on, append (``handle``, name) of each block that becomes full to ``told``."""
+        self.handle, self._told = handle, told
+
     def append(self, token: int) -> None:
         self.extend(token.to_bytes(4, "little"))
 
     def extend(self, raw: bytes) -> None:
         """Add the tokens in ``raw``, little-endian int32."""
         self._data += raw
-        if self._chain is not None:
-            self._chain.extend(self._data, raw)
+        if self._chain is None:
+            return
+        known = len(self.block_hashes)
+        self._chain.extend(self._data, raw)
+        if self._told is not None and len(self.block_hashes) > known:
+            self._told += [(self.handle, name) for name in self.block_hashes[known:]]
 
     def array(self) -> Int32:
         """A copy of all known tokens."""
@@ -75,22 +85,39 @@ class Tokens:
 
 
 class OpaqueTokens:
-    """Tokens that a trace does not tell: only how many, and the given hashes of full blocks."""
+    """Tokens that a trace does not tell: only how many, and the names that their full blocks have, or will have.
 
-    __slots__ = ("_length", "block_hashes")
+    A name shows among ``block_hashes`` once its block is full; a full block for which none was given has none, and so
+    do all after it.
+    """
 
-    def __init__(self, length: int, block_hashes: Sequence[bytes]) -> None:
+    __slots__ = ("_block_size", "_length", "_names", "block_hashes")
+
+    def __init__(self, length: int, block_size: int, names: Sequence[bytes]) -> None:
+        """``names``: of the first blocks of ``block_size`` tokens, those to come included as far as they are known."""
         self._length = length
-        self.block_hashes = list(block_hashes)
+        self._block_size = block_size
+        self._names = list(names)
+        self.block_hashes = self._names[: length // block_size]
 
     def __len__(self) -> int:
         return self._length
 
+    def foretell(self, name: bytes) -> None:
+        """The name of the next block that has none yet."""
+        self._names.append(name)
+
     def append(self, token: int) -> None:
-        self._length += 1
+        self._grow(1)
 
     def extend(self, raw: bytes) -> None:
-        self._length += len(raw) >> 2
+        self._grow(len(raw) >> 2)
+
+    def _grow(self, count: int) -> None:
+        self._length += count
+        known = len(self.block_hashes)
+        if self._length >= (known + 1) * self._block_size:
+            self.block_hashes += self._names[known : self._length // self._block_size]
 
     def array(self) -> Int32:
         """Zeros: a simulated worker needs lengths only."""

@@ -4,7 +4,7 @@ from quire.scheduler_proc.cruise import Cruise
 from quire.scheduler_proc.handles import HandlePool
 from quire.scheduler_proc.in_flight import StepsInFlight
 from quire.scheduler_proc.reasons import WaitReason
-from quire.scheduler_proc.request import Request, RequestStatus
+from quire.scheduler_proc.request import OpaqueTokens, Request, RequestStatus
 from quire.scheduler_proc.request_queue import RequestQueue
 from quire.scheduler_proc.step import Share
 from quire.scheduler_proc.stop_table import StopTable
@@ -50,6 +50,16 @@ class RequestTable:
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
         self.stops.add(request.stop_tokens)
+
+    def find(self, handle: int) -> Request | None:
+        """The live request with this handle; O(requests) when it does not run."""
+        found = self.running.get(handle) or self.leaving.get(handle)
+        return found or next((r for r in self.requests.values() if r.handle == handle), None)
+
+    def foretell(self, request: Request, name: bytes) -> None:
+        """The name of a block that ``request``, of which only lengths are known, is about to fill."""
+        if isinstance(request.tokens, OpaqueTokens):
+            request.tokens.foretell(name)
 
     def hold(self, request: Request, reason: WaitReason) -> None:
         """Raises KeyError unless it stands in the queue."""

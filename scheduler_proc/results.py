@@ -13,6 +13,7 @@ from quire.scheduler_proc.reasons import Decision, PreemptReason
 from quire.scheduler_proc.request import STATUS_OF_END, Request, RequestStatus
 from quire.scheduler_proc.request_table import RequestTable
 from quire.scheduler_proc.statistics import Counters, DecisionLog
+from quire.scheduler_proc.trace.tap import Tap
 
 
 class _Ending(NamedTuple):
@@ -35,6 +36,12 @@ class _Faults(NamedTuple):
 
 
 NO_FAULTS = _Faults({}, {})
+
+
+def _at_its_length(request: Request) -> _Ending | None:
+    """The ending that needs no look at the token: a request that cruises never is so far."""
+    there = not request.cruising and request.num_tokens >= request.max_total_tokens
+    return _Ending(EndReason.LENGTH) if there else None
 
 
 _Verdict = Callable[[Request, int], _Ending | None]
@@ -63,6 +70,7 @@ class Results:
         self.outputs = OutputCollector()
         self.stale_until = -1
         """Results of steps up to this one are not applied any more."""
+        self.tap: Tap | None = None
         self._stats = stats
         self._decisions = decisions
         self._drafting = drafting
@@ -91,13 +99,14 @@ class Results:
         record, sampled = self.in_flight.match_opaque(event)
         requests = record.requests()
         for handle, block_hash in event.block_hashes:
-            requests[handle].block_hashes.append(block_hash)
+            self.table.foretell(requests[handle], block_hash)
         ended = {e.handle: _Ending(EndReason(e.reason), e.stop_reason, e.detail) for e in event.ended}
         lengths = {e.handle: e.num_output_tokens for e in event.ended}
 
         def verdict(request: Request, token: int) -> _Ending | None:
             there = request.cruising or request.num_output_tokens >= lengths.get(request.handle, 0)
-            return ended.get(request.handle) if there else None
+            told = ended.get(request.handle) if there else None
+            return _at_its_length(request) if told is None else told
 
         bad = {handle: ended[handle].detail if handle in ended else "" for handle in event.bad}
         output = ModelRunnerOutput(event.step, seconds=event.seconds)
@@ -244,8 +253,8 @@ class Results:
             return _Ending(EndReason.STOPPED, token if own else None)
         if request.cruising:
             return None
-        if request.num_tokens >= request.max_total_tokens:
-            return _Ending(EndReason.LENGTH)
+        if (ending := _at_its_length(request)) is not None:
+            return ending
         if request.repetition is not None:
             request.repetition.add(token)
         return _Ending(EndReason.REPETITION) if request.repeats_itself else None
@@ -320,4 +329,6 @@ class Results:
             self.kv.free(request)
         self.table.end(request, STATUS_OF_END[reason])
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens
-        self.outputs.ended(request, reason, counted, stop_reason, detail)
+        ended = self.outputs.ended(request, reason, counted, stop_reason, detail)
+        if self.tap is not None:
+            self.tap.ended.append(ended)

@@ -5,6 +5,7 @@ Requests that only ever need one more token cruise meanwhile (cruise.py).
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import assert_never
 
 import msgspec
@@ -39,11 +40,12 @@ from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.planner import Planner
 from quire.scheduler_proc.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
-from quire.scheduler_proc.request import Request, RequestStatus
+from quire.scheduler_proc.request import Request, RequestStatus, Tokens
 from quire.scheduler_proc.request_table import RequestTable
 from quire.scheduler_proc.results import Results
 from quire.scheduler_proc.statistics import Counters, DecisionLog
 from quire.scheduler_proc.step import StepPlan, build_diff
+from quire.scheduler_proc.trace.tap import Tap
 
 __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
 
@@ -100,6 +102,7 @@ class Scheduler:
         self._cruising_allowed = cruise and not (config.num_speculative_tokens and config.drop_last_cached_block)
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, self.kv.block_size)
         self._step = 0
+        self._tap: Tap | None = None
         self._replies: list[tuple[int, SchedulerToFrontEnd]] = []
 
     @property
@@ -111,7 +114,17 @@ class Scheduler:
     def config(self, config: EngineConfig) -> None:
         self.planner.config = config
 
+    def listen(self, tap: Tap) -> None:
+        """From now on ``tap`` is told what happens inside events and steps; before the first request."""
+        self._tap = self.planner.tap = self.results.tap = tap
+
     # ---- events
+
+    def foretell(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """(handle, name) of blocks that the next event or step fills, of requests whose tokens are not known."""
+        for handle, name in names:
+            if (request := self.table.find(handle)) is not None:
+                self.table.foretell(request, name)
 
     def consume(self, event: Consumed, client: int = 0) -> None:
         """Take one event. ``client`` is the index of the front end that it came from.
@@ -205,6 +218,8 @@ class Scheduler:
             self._replies.append((client, refusal.message(event.request_id)))
             return
         self.table.add(request)
+        if self._tap is not None and isinstance(request.tokens, Tokens):
+            request.tokens.tell(request.handle, self._tap.hashes)
         self.results.outputs.own(request.handle, client)
         self._stats.prompt_tokens += request.num_prompt_tokens
         if request.needs_no_more_steps:  # a resubmission that had got everything

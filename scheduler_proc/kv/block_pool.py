@@ -120,6 +120,7 @@ class BlockPool:
         events: told of each content that can newly be found, or not any more; None: nobody listens.
         now: seconds; the owner sets it once per step, for ``metrics``.
         num_evicted_blocks: contents forgotten, since the start, because their block was needed.
+        num_evictable_blocks: free blocks whose content can still be found.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool, events: KVEventRecorder | None = None) -> None:
@@ -131,7 +132,7 @@ class BlockPool:
         self.events = events
         self.now = 0.0
         self.metrics = BlockMetrics(num_blocks)
-        self.num_evicted_blocks = 0
+        self.num_evicted_blocks = self.num_evictable_blocks = 0
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -184,6 +185,7 @@ class BlockPool:
             if not block.block_id & SAMPLE_MASK:
                 self.metrics.hit(block.block_id, self.now)
         self.free_block_queue.remove_n(free)
+        self.num_evictable_blocks -= len(free)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Let go of each block once; those that nobody holds any more become free, the first one reused first.
@@ -208,11 +210,15 @@ class BlockPool:
         self._put_back(freed)
 
     def _put_back(self, freed: Sequence[KVCacheBlock]) -> None:
+        hashed = [block for block in freed if block.block_hash is not None]
+        self.num_evictable_blocks += len(hashed)
+        self._line_up(freed, hashed)
+
+    def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
         """Where freed blocks stand in line: one whose content nobody could find is reused before any that caches.
 
         The one place that decides it; a double that is to reuse in another order overrides this.
         """
-        hashed = [block for block in freed if block.block_hash is not None]
         self.free_block_queue.append_n(hashed)
         if len(hashed) < len(freed):
             self.free_block_queue.prepend_n([block for block in freed if block.block_hash is None])
@@ -235,6 +241,7 @@ class BlockPool:
         blocks = self.cached_block_hash_to_block.pop_all(key)
         for block in blocks:
             block.block_hash = None
+            self.num_evictable_blocks -= block.ref_cnt == 0
         if blocks and self.events is not None:
             self.events.removed((key,))
 
@@ -245,6 +252,7 @@ class BlockPool:
         for _, block in self.cached_block_hash_to_block.blocks():
             block.block_hash = None
         self.cached_block_hash_to_block = BlockHashToBlockMap()
+        self.num_evictable_blocks = 0
         if self.events is not None:
             self.events.cleared()
         return True
@@ -260,6 +268,7 @@ class BlockPool:
                 self.metrics.evicted(block.block_id, self.now)
         gone = self.cached_block_hash_to_block.pop_blocks(keys, blocks)
         self.num_evicted_blocks += len(blocks)
+        self.num_evictable_blocks -= len(blocks)
         if self.events is not None:
             self.events.removed(gone)
 
@@ -279,6 +288,8 @@ class BlockPool:
         cached = self.cached_block_hash_to_block.blocks()
         for key, block in cached:
             assert block.block_hash == key, f"{block!r} is found under another hash"
+        evictable = sum(block.ref_cnt == 0 for _, block in cached)
+        assert evictable == self.num_evictable_blocks, f"{evictable} can be evicted, not {self.num_evictable_blocks}"
         assert len(cached) == sum(b.block_hash is not None for b in self.blocks), "a hash leads nowhere"
         if holders is not None:
             counts = [0] * self.num_blocks

@@ -87,7 +87,7 @@ def test_groups_have_keys_of_their_own() -> None:
 
 
 def test_opaque_tokens_know_only_length_and_given_hashes() -> None:
-    tokens = OpaqueTokens(5, [b"x"])
+    tokens = OpaqueTokens(5, 4, [b"x"])
     tokens.append(7)
     assert len(tokens) == 6 and tokens.block_hashes == [b"x"]
     assert tokens.array().tolist() == [0] * 6

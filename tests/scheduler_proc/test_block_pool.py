@@ -211,7 +211,7 @@ def test_a_wrong_free_leaves_the_pool_whole() -> None:
 class InOrderPool(BlockPool):
     """Freed blocks are reused in the order in which they were freed, whatever they hold."""
 
-    def _put_back(self, freed: Sequence[KVCacheBlock]) -> None:
+    def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
         self.free_block_queue.append_n(freed)
 
 

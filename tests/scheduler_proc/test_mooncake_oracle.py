@@ -96,7 +96,7 @@ def simulate(arrivals: list[Arrival], block_size: int, capacity: int, *, plain_f
 class TailPool(BlockPool):
     """Every freed block goes to the end of the queue, as in "engine"."""
 
-    def _put_back(self, freed: Sequence[KVCacheBlock]) -> None:
+    def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
         self.free_block_queue.append_n(freed)
 
 

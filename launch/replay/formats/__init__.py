@@ -1,0 +1,1 @@
+"""Readers of the public trace formats, one file each."""
