@@ -181,6 +181,7 @@ def test_blocks_of_one_content_may_be_reused_together() -> None:
 def test_the_null_block_has_no_holders_even_among_others() -> None:
     pool = pool_of(2)
     blocks = pool.get_new_blocks(2)
+    pool.cache_full_blocks(blocks, [b"a", b"b"])
     mixed = [pool.null_block, blocks[0], pool.null_block, blocks[1]]
     pool.touch(mixed)
     assert pool.null_block.ref_cnt == 0 and blocks[0].ref_cnt == 2
@@ -194,9 +195,12 @@ def test_the_null_block_has_no_holders_even_among_others() -> None:
 
 def test_a_block_may_be_held_twice_at_once() -> None:
     pool = pool_of(2)
-    pool.touch([pool.blocks[1], pool.blocks[1]])
-    pool.check([[pool.blocks[1]] * 2])
-    pool.free_blocks([pool.blocks[1], pool.blocks[1]])
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_full_blocks([block], [b"a"])
+    pool.free_blocks([block])
+    pool.touch([block, block])
+    pool.check([[block] * 2])
+    pool.free_blocks([block, block])
     pool.check([])
 
 
