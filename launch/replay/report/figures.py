@@ -1,0 +1,120 @@
+"""Figures that every report shares, so that two of them never disagree: percentiles, latencies, counts."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from quire.launch.replay.run_record import RequestRun, RunRecord
+
+UNSUCCESSFUL = ("", "rejected", "abort", "error")
+"""Words for how a request ended (``RequestRun.finish``) that keep it out of all latencies; empty: it had not ended."""
+
+
+class Latency(NamedTuple):
+    """One request's times, in milliseconds; None where there is none.
+
+    Attributes:
+        ttft: from arrival to the first token.
+        tpot: between tokens after the first, on average; None for an answer of one token.
+        e2e: from arrival to the end.
+        queue: from arrival until it was first let in.
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+    queue: float | None = None
+
+
+def percentile(sorted_values: Sequence[float], q: float) -> float:
+    """Nearest-rank: the smallest value that at least ``q`` percent of all are not above.
+
+    Args:
+        sorted_values: ascending.
+        q: 0 to 100; 0 gives the smallest.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not sorted_values:
+        raise ValueError("no percentile of nothing")
+    # The product can lie a rounding error above a whole number, which would be the next rank.
+    rank = math.ceil(round(q * len(sorted_values) / 100, 9))
+    return sorted_values[max(rank, 1) - 1]
+
+
+def latency(run: RequestRun) -> Latency:
+    """All None for a request that was rejected, failed or aborted, or had not ended: its times mean something else."""
+    if run.finish in UNSUCCESSFUL or run.first_token < 0:
+        return Latency()
+    gaps = run.num_output_tokens - 1
+    return Latency(
+        (run.first_token - run.arrival) * 1e3,
+        (run.end - run.first_token) * 1e3 / gaps if gaps > 0 else None,
+        (run.end - run.arrival) * 1e3,
+        (run.scheduled - run.arrival) * 1e3,
+    )
+
+
+def latencies(record: RunRecord) -> list[Latency]:
+    """One per request, in the record's order."""
+    return [latency(run) for run in record.requests]
+
+
+def sorted_latencies(record: RunRecord) -> dict[str, list[float]]:
+    """ttft, tpot, e2e, queue: milliseconds of all requests that have it, ascending."""
+    found = latencies(record)
+    return {
+        name: sorted(value for value in (each[i] for each in found) if value is not None)
+        for i, name in enumerate(Latency._fields)
+    }
+
+
+def spread(sorted_values: Sequence[float]) -> dict[str, float | None]:
+    """mean, p50, p90, p99; all None where there are no values."""
+    if not sorted_values:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"))
+    mean = math.fsum(sorted_values) / len(sorted_values)
+    return {"mean": mean, **{f"p{q}": percentile(sorted_values, q) for q in (50, 90, 99)}}
+
+
+class PrefixCache(NamedTuple):
+    """What the prefix cache gave, over all requests; rejected ones count among the input tokens and hit nothing."""
+
+    hit_tokens: int
+    hit_blocks: int
+    requests_with_hit: int
+    input_tokens: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
+def prefix_cache(record: RunRecord) -> PrefixCache:
+    """Counted once per request, when it was first let in: what it finds again after a preemption is its own."""
+    hit_tokens = sum(run.num_cached_tokens for run in record.requests)
+    return PrefixCache(
+        hit_tokens,
+        hit_tokens // record.block_size if record.block_size else 0,
+        sum(run.num_cached_tokens > 0 for run in record.requests),
+        sum(run.num_prompt_tokens for run in record.requests),
+    )
+
+
+def weighted_percentile(sorted_counts: Sequence[tuple[float, int]], q: float) -> float:
+    """As ``percentile``, of values given as (value, how often), ascending.
+
+    Raises:
+        ValueError: there are none.
+    """
+    rank = max(math.ceil(round(q * _total(sorted_counts) / 100, 9)), 1)
+    for value, count in sorted_counts:
+        rank -= count
+        if rank <= 0:
+            return value
+    raise ValueError("no percentile of nothing")
+
+
+def _total(counts: Iterable[tuple[float, int]]) -> int:
+    return sum(count for _, count in counts)
