@@ -31,13 +31,14 @@ from quire.scheduler_proc.scheduler import Scheduler
 
 class RecordKind(enum.IntEnum):
     """CONSUMED: the scheduler took a message. PRODUCED: ``schedule()`` gave a diff. TICK: it was asked and gave none.
-    DROPPED: a front end went away. EPOCH: what ran began again."""
+    DROPPED: a front end went away. EPOCH: what ran began again. HALVED: steps have half as many tokens from here on."""
 
     CONSUMED = 1
     PRODUCED = 2
     TICK = 3
     DROPPED = 4
     EPOCH = 5
+    HALVED = 6
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -85,6 +86,9 @@ class EventLog:
 
     def epoch_began(self, now: float) -> None:
         self._append(Record(RecordKind.EPOCH, now))
+
+    def steps_halved(self, now: float) -> None:
+        self._append(Record(RecordKind.HALVED, now))
 
     @property
     def complete(self) -> bool:
@@ -145,6 +149,8 @@ def _replay_record(
             scheduler.drop_client(record.client)
         case RecordKind.EPOCH:
             scheduler.begin_epoch()
+        case RecordKind.HALVED:
+            scheduler.halve_steps()
         case RecordKind.TICK:
             decided = scheduler.schedule(record.now)
             if decided is not None:

@@ -190,6 +190,7 @@ class Epoch(Line, frozen=True, kw_only=True, tag="epoch"):
     now: float
     halved: bool = False
     reason: str = ""
+    hashes: list[tuple[int, bytes]] = []
 
 
 class Lost(Line, frozen=True, kw_only=True, tag="lost"):
