@@ -8,6 +8,7 @@ from quire.scheduler_proc.drafting import DraftPolicy
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.steady import SteadyBlocks
+from quire.scheduler_proc.policies import QUIRE, Policies
 from quire.scheduler_proc.reasons import Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.request import Request, RequestStatus
 from quire.scheduler_proc.request_table import RequestTable
@@ -25,6 +26,7 @@ class Planner:
 
     Attributes:
         config: may be replaced between two steps, by one with smaller batches say.
+        policies: what a replay of another engine has otherwise.
         steady: the short way to blocks for many decodes.
     """
 
@@ -37,8 +39,10 @@ class Planner:
         drafting: DraftPolicy,
         decisions: DecisionLog,
         stats: Counters,
+        policies: Policies = QUIRE,
     ) -> None:
         self.config = config
+        self.policies = policies
         self.table = table
         self.cruise = table.cruise
         self.kv = kv
@@ -67,7 +71,7 @@ class Planner:
         return plan
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """Decoding requests first, then partial prefills, both in order of admission."""
+        """Decoding requests first, then partial prefills, both in order of admission (or all in that, by policy)."""
         evicted = self.kv.pool.num_evicted_blocks
         if plan.budget < len(self.table.running):  # not a token for each: then the order decides, and nobody cruises
             for request in list(self.cruise.roster.values()):
@@ -80,11 +84,14 @@ class Planner:
             running = sorted(self.table.unsteady.values(), key=_by_order)
             prefills = [r for r in running if r.num_tokens_to_compute > 1]
             decodes = [r for r in running if r.num_tokens_to_compute <= 1]
-        self._share_decodes(plan, decodes)
-        if prefills or self.table.waiting:
-            self._bound_prefill(plan)
-        for request in prefills:
-            self._share_prefill(plan, request)
+        if prefills and not self.policies.decodes_first:
+            self._share_in_order(plan, prefills[0].order)
+        else:
+            self._share_decodes(plan, decodes)
+            if prefills or self.table.waiting:
+                self._bound_prefill(plan)
+            for request in prefills:
+                self._share_prefill(plan, request)
         if self.config.scheduling_policy == "fcfs":
             self._cache_shares(plan)
         self._note_evictions(plan, evicted, None)
@@ -121,6 +128,22 @@ class Planner:
             return
         for served, (request, num_drafts) in enumerate(zip(decodes, wanted, strict=True)):
             self._share_decode(plan, request, min(num_drafts, plan.budget - (len(decodes) - served)))
+
+    def _share_in_order(self, plan: StepPlan, first: int) -> None:
+        """Everyone gets on in order of admission, prefills as soon as it is their turn.
+
+        ``first``: the earliest prefill's place. Who cruises and comes after it may get nothing, and so stops cruising.
+        """
+        later = [r for r in self.cruise.roster.values() if r.order > first and r not in plan.begun]
+        plan.budget += len(later)
+        for request in later:
+            self.table.unsettle(request)
+        self._bound_prefill(plan)
+        for request in sorted(self.table.unsteady.values(), key=_by_order):
+            if request.num_tokens_to_compute > 1:
+                self._share_prefill(plan, request)
+            else:
+                self._share_decodes(plan, [request])
 
     def _share_decode(self, plan: StepPlan, request: Request, most_drafts: int) -> None:
         if request.num_drafts_in_flight and self.kv.coordinator.has_states:
@@ -234,7 +257,7 @@ class Planner:
             request, request.max_total_tokens - 1, hits
         ):
             return WaitReason.FULL_SEQUENCE
-        is_chunk = num_hit_tokens + num_tokens < request.num_tokens
+        is_chunk = self.policies.admit_whole_prompts and num_hit_tokens + num_tokens < request.num_tokens
         if is_chunk and not kv.can_fit_full_sequence(request, request.num_tokens, hits):
             return WaitReason.KV_BLOCKS
         new_blocks = kv.allocate_slots(
@@ -257,7 +280,7 @@ class Planner:
             among: who may be put out; None: anybody.
         """
         candidates = self.table.running.values() if among is None else among
-        if self.config.scheduling_policy != "priority" or not candidates:
+        if self.config.scheduling_policy != "priority" or not self.policies.priority_preempts or not candidates:
             return False
         victim = max(candidates, key=self.table.waiting.key)
         if victim.priority <= request.priority:

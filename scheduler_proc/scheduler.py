@@ -37,8 +37,11 @@ from quire.scheduler_proc.cruise import Cruise
 from quire.scheduler_proc.drafting import make_draft_policy
 from quire.scheduler_proc.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.kv.block_hash import BlockHasher
+from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.fifo_pool import FifoBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.planner import Planner
+from quire.scheduler_proc.policies import QUIRE, Policies
 from quire.scheduler_proc.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.request import Request, RequestStatus, Tokens
 from quire.scheduler_proc.request_table import RequestTable
@@ -57,11 +60,20 @@ class Scheduler:
     in flight was sent and not answered; every accepted request ends once.
     """
 
-    def __init__(self, config: EngineConfig, layout: KVLayout, num_blocks: int, *, cruise: bool = True) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        cruise: bool = True,
+        policies: Policies = QUIRE,
+    ) -> None:
         """
         Args:
             num_blocks: blocks of the pool, the null block included.
             cruise: False for the plain algorithm alone, which decides the same and costs more.
+            policies: others than the live engine's, for a replay of what another engine did.
 
         Raises:
             ConfigError: a setting that is not known, or contradicts the layout.
@@ -87,6 +99,7 @@ class Scheduler:
             max_model_len=config.max_model_len,
             max_step_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
+            pool_class=BlockPool if policies.uncached_blocks_first else FifoBlockPool,
         )
         self.in_flight = StepsInFlight(config.model.vocab_size)
         self.cruise = Cruise(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
@@ -96,7 +109,9 @@ class Scheduler:
         self.decisions = DecisionLog()
         self._stats = Counters()
         self._drafting = make_draft_policy(config)
-        self.planner = Planner(config, layout, self.table, self.kv, self._drafting, self.decisions, self._stats)
+        self.planner = Planner(
+            config, layout, self.table, self.kv, self._drafting, self.decisions, self._stats, policies
+        )
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self._stats, self.decisions)
         # Who cruises has blocks for its next token only, where a proposer that reads hidden states wants more.
         self._cruising_allowed = cruise and not (config.num_speculative_tokens and config.drop_last_cached_block)

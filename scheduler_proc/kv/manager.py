@@ -62,6 +62,7 @@ class KVCacheManager:
         max_model_len: int | None = None,
         max_step_tokens: int | None = None,
         pipeline_depth: int = 2,
+        pool_class: type[BlockPool] = BlockPool,
     ) -> None:
         """
         Args:
@@ -72,10 +73,11 @@ class KVCacheManager:
             max_step_tokens: positions that one step computes of one request at most. With it, window groups count
                 only what they hold at a time in ``num_blocks_for`` and ``max_tokens``; without, every position.
             pipeline_depth: steps that can be unanswered at a time, the one being decided included.
+            pool_class: decides in which order free blocks are reused.
         """
         self.layout = layout
         self.block_size = hash_granularity(layout)
-        self.pool = BlockPool(num_blocks, enable_caching)
+        self.pool = pool_class(num_blocks, enable_caching)
         self.coordinator = make_coordinator(layout, self.pool, drop_last_block)
         self.watermark_blocks = int(watermark * self.pool.num_usable_blocks)
         self._max_positions = max_model_len or _MANY_TOKENS

@@ -1,14 +1,14 @@
 """The real KVCacheManager on a real trace, one request after another: exactly the hits that the definitions give.
 
 "engine" is a paged pool with a first-in first-out free queue; "engine-u" is the same, but a freed block without a
-content goes to the head of the queue. Ours is engine-u; engine is what a double of the pool must come to. For the
+content goes to the head of the queue. Ours is engine-u; engine is what replays of other engines have. For the
 excerpt both are worked out here by plain lists and dicts; for the whole half hour the figures were published with it.
 """
 
 import gzip
 import json
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from quire.protocol.kv_layout import KVGroup, KVLayout
-from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.fifo_pool import FifoBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 
 TRACE_BLOCK = 512
@@ -93,13 +93,6 @@ def simulate(arrivals: list[Arrival], block_size: int, capacity: int, *, plain_f
 # ---- the same through the real manager
 
 
-class TailPool(BlockPool):
-    """Every freed block goes to the end of the queue, as in "engine"."""
-
-    def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
-        self.free_block_queue.append_n(freed)
-
-
 @dataclass
 class Replayed:
     """What the manager is told of a request."""
@@ -112,10 +105,10 @@ class Replayed:
     skip_reading_prefix_cache: bool = False
 
 
-def replay(arrivals: list[Arrival], block_size: int, capacity: int) -> Found:
+def replay(arrivals: list[Arrival], block_size: int, capacity: int, pool_class: type[BlockPool] = BlockPool) -> Found:
     """Each request is looked up, computed, extended by its answer, and freed before the next one comes."""
     layout = KVLayout([KVGroup("full_attention", block_size, [0])], num_kv_heads=1, head_dim=4, dtype="float32")
-    kv = KVCacheManager(layout, capacity + 1, True)
+    kv = KVCacheManager(layout, capacity + 1, True, pool_class=pool_class)
     hit_blocks = with_hit = rejected = 0
     for number, arrival in enumerate(arrivals):
         written = arrival.input_length + arrival.output_length - 1
@@ -140,12 +133,6 @@ def replay(arrivals: list[Arrival], block_size: int, capacity: int) -> Found:
     kv.check()
     assert kv.pool.num_free_blocks == capacity
     return Found(hit_blocks, with_hit, rejected)
-
-
-@pytest.fixture
-def tail_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on managers free as "engine" does."""
-    monkeypatch.setattr("quire.scheduler_proc.kv.manager.BlockPool", TailPool)
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +163,9 @@ class TestExcerpt:
         assert replay(excerpt, block_size, capacity) == expected
 
     @sizes
-    @pytest.mark.usefixtures("tail_pool")
     def test_with_the_plain_queue_it_is_engine(self, excerpt: list[Arrival], block_size: int, capacity: int) -> None:
         expected = simulate(excerpt, block_size, capacity, plain_first=False)
-        assert replay(excerpt, block_size, capacity) == expected
+        assert replay(excerpt, block_size, capacity, FifoBlockPool) == expected
 
     def test_the_excerpt_can_tell_policies_and_capacities_apart(self, excerpt: list[Arrival]) -> None:
         small, usual, large = (simulate(excerpt, 512, n, plain_first=True) for n in (60, 500, 5000))
@@ -215,7 +201,6 @@ class TestHalfHour:
             (1024, 5000, 11_242, 1055, 0.156402),
         ],
     )
-    @pytest.mark.usefixtures("tail_pool")
     def test_engine(
         self,
         half_hour: list[Arrival],
@@ -225,7 +210,7 @@ class TestHalfHour:
         requests_with_a_hit: int,
         hit_rate: float,
     ) -> None:
-        found = replay(half_hour, block_size, capacity)
+        found = replay(half_hour, block_size, capacity, FifoBlockPool)
         assert found == (hit_blocks, requests_with_a_hit, 0)
         rate = found.hit_blocks * block_size / sum(arrival.input_length for arrival in half_hour)
         assert round(rate, 6) == hit_rate
