@@ -17,7 +17,7 @@ class Latency(NamedTuple):
         ttft: from arrival to the first token.
         tpot: between tokens after the first, on average; None for an answer of one token.
         e2e: from arrival to the end.
-        queue: from arrival until it was first let in.
+        queue: from arrival until it was first let in; None where a client alone has looked, who cannot know.
     """
 
     ttft: float | None = None
@@ -52,7 +52,7 @@ def latency(run: RequestRun) -> Latency:
         (run.first_token - run.arrival) * 1e3,
         (run.end - run.first_token) * 1e3 / gaps if gaps > 0 else None,
         (run.end - run.arrival) * 1e3,
-        (run.scheduled - run.arrival) * 1e3,
+        (run.scheduled - run.arrival) * 1e3 if run.scheduled >= 0 else None,
     )
 
 
