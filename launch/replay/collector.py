@@ -6,6 +6,7 @@ from typing import NamedTuple
 from quire.launch.replay.cost import StepShape
 from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
 from quire.protocol.messages import Ended, EndReason, Int32, Introduced, Rejected, SchedulerToFrontEnd, StepOutputs
+from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.tap import Tap
 
@@ -27,10 +28,11 @@ class RunCollector:
     Owns the RunRecord while it grows. The Scheduler's tap, messages and decisions are taken, and so gone, by it.
     """
 
-    def __init__(self, record: RunRecord, scheduler: Scheduler) -> None:
+    def __init__(self, record: RunRecord, scheduler: Scheduler, tap: Tap | None = None) -> None:
+        """``tap``: the one that the Scheduler has already; None: it gets one."""
         self.record = record
         self._scheduler = scheduler
-        self._tap = Tap()
+        self._tap = Tap() if tap is None else tap
         scheduler.listen(self._tap)
         self._by_id: dict[tuple[int, str], RequestRun] = {}
         self._by_handle: dict[int, RequestRun] = {}
@@ -44,12 +46,17 @@ class RunCollector:
     def tap(self) -> Tap:
         return self._tap
 
-    def arrived(self, run: RequestRun, client: int = 0) -> None:
-        """The Scheduler has consumed the arrival that ``run`` is the record of."""
+    def arrived(self, run: RequestRun, client: int = 0, ended_as: int | None = None) -> None:
+        """The Scheduler has consumed the arrival that ``run`` is the record of.
+
+        ``ended_as``: its handle, where it has ended at once.
+        """
         self.record.requests.append(run)
         request = self._scheduler.table.requests.get((client, run.request_id))
         if request is not None:
             self._by_id[client, run.request_id] = self._by_handle[request.handle] = run
+        elif ended_as is not None:
+            self._by_handle[ended_as] = run
 
     def rejected(self, run: RequestRun, reason: str) -> None:
         """The call was never handed to the Scheduler."""
@@ -82,8 +89,8 @@ class RunCollector:
             self._change_samplers(set(handles.tolist()))
         introduced = 0
         ended: list[RequestRun] = []
-        for _, message in self._scheduler.take_messages():
-            introduced += self._take_message(now, message, ended)
+        for client, message in self._scheduler.take_messages():
+            introduced += self._take_message(now, client, message, ended)
         steady = len(self._sampling) - introduced
         if steady > 0 and now > self._last_result:
             gap = round((now - self._last_result) * 1e3, 3)
@@ -94,8 +101,8 @@ class RunCollector:
     def changed(self, now: float) -> list[RequestRun]:
         """Something else than a result was consumed: an abort, a stop. Returns whose requests have ended."""
         ended: list[RequestRun] = []
-        for _, message in self._scheduler.take_messages():
-            self._take_message(now, message, ended)
+        for client, message in self._scheduler.take_messages():
+            self._take_message(now, client, message, ended)
         self._note_decisions(now)
         return ended
 
@@ -115,7 +122,11 @@ class RunCollector:
             run.moments.append(Moment(now, "resume", ""))
 
     def _note_decisions(self, now: float) -> None:
-        for decision in self._scheduler.decisions.take():
+        self.note(now, self._scheduler.decisions.take())
+
+    def note(self, now: float, decisions: Iterable[Decision]) -> None:
+        """Of the Scheduler's, where somebody else has taken them."""
+        for decision in decisions:
             run = self._by_id.get((0, decision.request_id)) or self._find(decision.request_id)
             if run is None or decision.kind == "evict":
                 continue
@@ -145,9 +156,10 @@ class RunCollector:
             self._last_tokens[handle] = self._last_result
         self._sampling = sampling
 
-    def _take_message(self, now: float, message: SchedulerToFrontEnd, ended: list[RequestRun]) -> int:
+    def _take_message(self, now: float, client: int, message: SchedulerToFrontEnd, ended: list[RequestRun]) -> int:
         """Returns how many got their first token."""
         if isinstance(message, Rejected):
+            self._refuse(now, self._by_id.get((client, message.request_id)), message)
             return 0
         if not isinstance(message, StepOutputs):
             return 0
@@ -155,6 +167,11 @@ class RunCollector:
         for ending in message.ended:
             ended.append(self._end(now, ending))
         return introduced
+
+    def _refuse(self, now: float, run: RequestRun | None, message: Rejected) -> None:
+        """Who was held turned out never to be able to run."""
+        if run is not None and not run.finish:
+            run.finish, run.finish_detail, run.end = "rejected", message.message or message.code, now
 
     def _introduce(self, now: float, introduced: Iterable[Introduced], message: StepOutputs) -> int:
         count = 0
