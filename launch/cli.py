@@ -237,8 +237,14 @@ def _serve(args: argparse.Namespace) -> None:
 
     engine, front_end = _options(args)
     folder = find_model(engine.model)
-    config = make_engine_config(engine, folder=folder)
-    serve(config, front_end, model_display_name(folder, engine.model))
+    name = model_display_name(folder, engine.model)
+    if front_end.simulate is not None:
+        from quire.launch.replay.simulated_engine import simulated_engine
+
+        config, worker = simulated_engine(engine, front_end.simulate, folder)
+        serve(config, front_end, name, worker)
+        return
+    serve(make_engine_config(engine, folder=folder), front_end, name)
 
 
 def _generate(args: argparse.Namespace) -> None:

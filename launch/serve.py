@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from quire.launch.options import Help
-from quire.launch.supervisor import Supervisor
+from quire.launch.supervisor import REAL_WORKER, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.version import __version__
@@ -26,6 +26,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[list[str] | None, Help("names that clients may use (the folder's)")] = None
     api_key: Annotated[list[str] | None, Help("keys that open the server; else the variable QUIRE_API_KEY")] = None
     shutdown_timeout: Annotated[float, Help("seconds that running requests may take once it is told to stop")] = 30.0
+    simulate: Annotated[
+        str | None,
+        Help("no model: steps take as long as table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS says"),
+    ] = None
 
 
 class FrontEndSettings(msgspec.Struct):
@@ -53,7 +57,7 @@ class _Signals:
         self.count += 1
 
 
-def serve(config: EngineConfig, options: ServeOptions, model_name: str) -> None:
+def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: WorkerProgram = REAL_WORKER) -> None:
     """Run until SIGTERM or SIGINT; a second one ends at once.
 
     Raises:
@@ -62,7 +66,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str) -> None:
     """
     started = time.monotonic()
     listener = _listen(options)
-    with Supervisor(config) as supervisor:
+    with Supervisor(config, worker=worker) as supervisor:
         signals = _Signals(supervisor)
         supervisor.start_engine()
         _start_front_end(supervisor, listener, options, model_name)

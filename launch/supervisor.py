@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +30,16 @@ from quire.protocol.errors import ConfigError, EngineError, QuireError
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 START_DEADLINE = 60.0
 STOP_DEADLINE = 5.0
+
+
+class WorkerProgram(NamedTuple):
+    """What runs as a worker: a module, and arguments of its own."""
+
+    module: str = "quire.worker_proc"
+    arguments: tuple[str, ...] = ()
+
+
+REAL_WORKER = WorkerProgram()
 
 
 class ChildProcess:
@@ -128,8 +139,9 @@ class Supervisor:
     Owns the socket directory (mode 0700) and the children; a context manager that ends both.
     """
 
-    def __init__(self, config: EngineConfig, *, quiet: bool = False) -> None:
+    def __init__(self, config: EngineConfig, *, quiet: bool = False, worker: WorkerProgram = REAL_WORKER) -> None:
         self.config = config
+        self._worker = worker
         self._quiet = quiet
         self._import_paths = import_paths(config.logits_processors)
         self._children: list[ChildProcess] = []
@@ -153,8 +165,8 @@ class Supervisor:
         for rank in range(self.config.tensor_parallel_size):
             # Rank 0 speaks for the others, unless something goes wrong.
             silent = ["--quiet"] if rank else quiet
-            arguments = [*place, "--epoch", str(FIRST_EPOCH), "--rank", str(rank), *silent]
-            self.spawn("worker", "quire.worker_proc", arguments, environment=WORKER_ENVIRONMENT)
+            arguments = [*place, "--epoch", str(FIRST_EPOCH), "--rank", str(rank), *silent, *self._worker.arguments]
+            self.spawn("worker", self._worker.module, arguments, environment=WORKER_ENVIRONMENT)
 
     def spawn(
         self,
