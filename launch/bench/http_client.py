@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ class Timing:
     Attributes:
         pieces: arrival of each piece that brought text (a piece may bring several tokens).
         error: (kind, message) when the answer is not whole.
+        chunks: as pieces, with those that brought no text: an unfinished character, a chat's role, perhaps the ending.
     """
 
     sent: float
@@ -35,6 +36,7 @@ class Timing:
     cached_tokens: int = 0
     output_tokens: int = 0
     error: tuple[str, str] | None = None
+    chunks: list[float] = field(default_factory=list)
 
     @property
     def ttft(self) -> float | None:
@@ -54,7 +56,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """What all requests of a run have in common."""
+    """What all requests of a run have in common. ``further``: fields that are not OpenAI's."""
 
     model: str
     max_tokens: int
@@ -62,6 +64,7 @@ class RequestSettings:
     seed: int
     chat: bool
     ignore_eos: bool
+    further: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
         what = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
@@ -75,7 +78,7 @@ class RequestSettings:
             "stream_options": {"include_usage": True},
         }
         # Not OpenAI's: sent only when asked for, so that other servers can be driven too.
-        return body | {"ignore_eos": True} if self.ignore_eos else body
+        return body | ({"ignore_eos": True} if self.ignore_eos else {}) | dict(self.further)
 
 
 class ServerClient:
@@ -90,7 +93,7 @@ class ServerClient:
         try:
             import httpx
         except ImportError:
-            raise ConfigError("quire bench serve needs httpx: pip install 'quire[bench]'") from None
+            raise ConfigError("this needs httpx: pip install 'quire[bench]'") from None
         key = api_key or os.environ.get("QUIRE_API_KEY", "")
         self._failures: tuple[type[Exception], ...] = (httpx.HTTPError, httpx.InvalidURL)
         self._timeouts = httpx.TimeoutException
@@ -113,14 +116,21 @@ class ServerClient:
 
     async def find_model(self, wanted: str | None) -> tuple[str, int]:
         """(name, context) of the model ``wanted``, or of the first that the server lists."""
+        name, context = await self.find_card(wanted)
+        if context is None:
+            raise ConfigError("the server does not say its context (max_model_len in /v1/models)")
+        return name, context
+
+    async def find_card(self, wanted: str | None) -> tuple[str, int | None]:
+        """As ``find_model``, of a server that need not say its context."""
         body = await self._get_json("GET", "/v1/models", None)
-        cards = {card["id"]: card for card in body.get("data", [])}
+        listed = body.get("data")
+        cards = {card["id"]: card for card in listed if "id" in card} if isinstance(listed, list) else {}
         if not cards or (wanted is not None and wanted not in cards):
             raise ConfigError(f"--model {wanted}: the server has {', '.join(cards) or 'no model'}")
         card = cards[wanted] if wanted is not None else next(iter(cards.values()))
-        if not isinstance(card.get("max_model_len"), int):
-            raise ConfigError("the server does not say its context (max_model_len in /v1/models)")
-        return card["id"], card["max_model_len"]
+        context = card.get("max_model_len")
+        return card["id"], context if isinstance(context, int) else None
 
     async def tokenize(self, model: str, prompt: str, *, chat: bool) -> list[int] | None:
         """Token ids of a prompt, or of it as the only message; None when the server finds it longer than the context.
@@ -178,7 +188,10 @@ class ServerClient:
             if data == "[DONE]":
                 good = timing.finish_reason in GOOD_ENDINGS
                 return None if good else (f"finish_reason {timing.finish_reason or 'missing'}", "")
-            event = json.loads(data)
+            try:
+                event = json.loads(data)
+            except ValueError:
+                return ("not JSON", data)
             if "error" in event:
                 code, message = _error_of(data.encode())
                 return (f"event {code}".rstrip(), message)
@@ -192,7 +205,10 @@ class ServerClient:
             raise ConfigError(f"the server cannot be reached: {_words(error)}") from None
         if response.status_code != 200:
             raise ConfigError(f"the server's {path} answered {response.status_code}: {_error_of(response.content)[1]}")
-        decoded = response.json()
+        try:
+            decoded = response.json()
+        except ValueError:
+            raise ConfigError(f"the server's {path} did not answer in JSON") from None
         return decoded if isinstance(decoded, dict) else {}
 
 
@@ -201,6 +217,7 @@ def _take(event: dict[str, Any], timing: Timing, now: float) -> None:
     for choice in event.get("choices") or ():
         if choice.get("text") or (choice.get("delta") or {}).get("content"):
             timing.pieces.append(now)
+        timing.chunks.append(now)
         timing.finish_reason = choice.get("finish_reason") or timing.finish_reason
     usage = event.get("usage")
     if usage:

@@ -1,0 +1,316 @@
+"""``quire replay --against URL``: a workload as load on a running server, with answers of the trace's lengths.
+
+The calls come from the same sources as in a simulation, on the real clock; what the client sees is the record. What
+happens inside the server, its steps and queues, is not known here.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.launch.bench.http_client import RequestSettings, ServerClient, Timing
+from quire.launch.replay.live_prompts import PromptMaker
+from quire.launch.replay.run_record import RequestRun, RunRecord
+from quire.launch.replay.sources import NEVER, ClosedLoop, Concurrency, OpenLoop, Source
+from quire.launch.replay.workload import Call, Workload
+from quire.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    import httpx
+
+PLAIN_VOCABULARY = 1024
+"""Of a server of which nothing is known: every real model has more, and some tests' models do not."""
+SMALL_VOCABULARY = 256
+MAX_MESSAGE = 200
+LATE_MS = 50.0
+
+Progress = Callable[[float, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server, and what its user knows of it.
+
+    Attributes:
+        max_prompt_tokens: longer prompts are over-long, as those are that the server's context has no room for.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    vocab_size: int | None = None
+    max_prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What the server was found to understand.
+
+    Attributes:
+        context: most tokens of prompt and answer; None: it does not say.
+        forces: fields that make an answer as long as it shall be are understood.
+        priorities: so is a request's priority.
+    """
+
+    model: str
+    context: int | None
+    vocab_size: int
+    token_ids: bool = True
+    forces: bool = True
+    priorities: bool = False
+
+    def settings(self, num_output_tokens: int, priority: int = 0) -> RequestSettings:
+        further: dict[str, Any] = {"min_tokens": num_output_tokens} if self.forces else {}
+        if self.priorities:
+            further["priority"] = priority
+        return RequestSettings(self.model, num_output_tokens, 0.0, 0, False, self.forces, further)
+
+
+def run_live(
+    workload: Workload,
+    target: Target,
+    *,
+    concurrency: int | None = None,
+    closed_loop: bool = False,
+    overlong: str = "refuse",
+    progress: Progress | None = None,
+    transport: "httpx.AsyncBaseTransport | None" = None,
+) -> RunRecord:
+    """Send every call, take every answer in. Ctrl-C ends it early; ``record.extra["interrupted"]`` then says so.
+
+    Args:
+        overlong: refuse, clip or drop.
+        progress: told of the time and of the number of ended calls.
+        transport: instead of sockets, for tests.
+
+    Raises:
+        ConfigError: there is no server, or none that completes text.
+    """
+    return asyncio.run(
+        _run(workload, target, _source(workload, concurrency, closed_loop), overlong, progress, transport)
+    )
+
+
+def _source(workload: Workload, concurrency: int | None, closed_loop: bool) -> Source:
+    if concurrency is not None:
+        return Concurrency(workload.calls, concurrency)
+    return ClosedLoop(workload.calls) if closed_loop else OpenLoop(workload.calls)
+
+
+async def _run(
+    workload: Workload,
+    target: Target,
+    source: Source,
+    overlong: str,
+    progress: Progress | None,
+    transport: "httpx.AsyncBaseTransport | None",
+) -> RunRecord:
+    async with ServerClient(target.url, target.api_key, transport) as client:
+        server = await _look_at(client, target, any(call.priority for call in workload.calls))
+        before = await client.metrics()
+        load = _Load(client, server, source, overlong, target.max_prompt_tokens, progress)
+        interrupted = await load.run()
+        after = {} if interrupted else await client.metrics()
+    record = load.record
+    record.source = workload.source
+    record.title = f"{workload.format} trace against {server.model}"
+    record.notes[:0] = workload.notes
+    if interrupted:
+        record.extra["interrupted"] = True
+        record.notes.append(f"interrupted: {len(record.requests)} of {len(workload.calls)} requests had come")
+    preemptions = "num_preemptions_total"
+    if preemptions in before and preemptions in after:
+        record.extra["server_preemptions"] = int(after[preemptions] - before[preemptions])
+    return record
+
+
+# ---- what the server understands
+
+
+async def _look_at(client: ServerClient, target: Target, priorities: bool) -> Server:
+    """Ask in ever plainer words for one token, until the server answers: other servers refuse fields they do not know.
+
+    Raises:
+        ConfigError: it refuses the plainest, too, or fails.
+    """
+    model, context = await client.find_card(target.model)
+    sizes = [target.vocab_size] if target.vocab_size is not None else [PLAIN_VOCABULARY, SMALL_VOCABULARY]
+    tries = [
+        Server(model, context, size, token_ids, forces, with_priority)
+        for token_ids in (True, False)
+        for size in (sizes if token_ids else sizes[:1])
+        for forces in (True, False)
+        for with_priority in ((True, False) if priorities and forces else (False,))
+    ]
+    for server in tries:
+        prompt = [server.vocab_size - 1] if server.token_ids else "a"
+        timing = await client.stream(server.settings(1), prompt, time.perf_counter)
+        if timing.error is None:
+            return server
+        kind, message = timing.error
+        if not kind.startswith(("http 400", "http 422")):
+            raise ConfigError(f"the server cannot complete a prompt: {kind}: {message[:MAX_MESSAGE]}".rstrip(": "))
+    raise ConfigError(f"the server refuses every prompt: {message[:MAX_MESSAGE]}")
+
+
+# ---- load
+
+
+class _Load:
+    """One run of calls against a server. Owns the record and the requests in flight."""
+
+    def __init__(
+        self,
+        client: ServerClient,
+        server: Server,
+        source: Source,
+        overlong: str,
+        max_prompt_tokens: int | None,
+        progress: Progress | None,
+    ) -> None:
+        self.record = RunRecord(cost="a real server, seen from its client")
+        self._client, self._server, self._source = client, server, source
+        self._overlong = overlong
+        self._max_prompt_tokens = max_prompt_tokens
+        self._progress = progress
+        self._prompts = PromptMaker(server.vocab_size, token_ids=server.token_ids)
+        self._ended: list[Call] = []
+        self._wake = asyncio.Event()
+        self._gaps: Counter[float] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._late_s = 0.0
+        self._begun = 0.0
+        self._first_message: dict[str, str] = {}
+
+    async def run(self) -> bool:
+        """Until every call has ended, or until it is cancelled; whether it was."""
+        self._begun = time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._drive(group)
+        except asyncio.CancelledError:
+            interrupted = True
+        else:
+            interrupted = False
+        self._finish()
+        return interrupted
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begun
+
+    async def _drive(self, group: asyncio.TaskGroup) -> None:
+        source = self._source
+        num_running = 0
+        while True:
+            self._wake.clear()
+            ended, self._ended = self._ended, []
+            for call in ended:
+                source.ended(call, self._now())
+            num_running -= len(ended)
+            due = source.next_time()
+            for call in source.take(self._now()):
+                self._late_s = max(self._late_s, self._now() - due)
+                group.create_task(self._send(call))
+                num_running += 1
+            due = source.next_time()
+            if due == NEVER and not num_running:
+                return
+            try:
+                async with asyncio.timeout(None if due == NEVER else max(0.0, due - self._now())):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def _send(self, call: Call) -> None:
+        """One call from its arrival to its end, whatever that is."""
+        num_tokens, refusal = self._fit(call)
+        run = RequestRun(call.request_id, self._now(), call.num_prompt_tokens, call.conversation, call.priority)
+        try:
+            if refusal and self._overlong == "drop":
+                self._counts["dropped"] += 1
+                return
+            self.record.requests.append(run)
+            if refusal:
+                run.finish, run.finish_detail, run.end = "rejected", refusal, run.arrival
+                return
+            self._counts["clipped"] += num_tokens < call.num_prompt_tokens
+            settings = self._server.settings(call.num_output_tokens, call.priority)
+            timing = await self._client.stream(settings, self._prompts.make(call, num_tokens), self._now)
+            self._take(run, timing, call)
+        except asyncio.CancelledError:
+            run.finish, run.finish_detail, run.end = "abort", "interrupted", self._now()
+            raise
+        finally:
+            self._ended.append(call)
+            self._wake.set()
+            self._counts["ended"] += 1
+            if self._progress is not None:
+                self._progress(self._now(), self._counts["ended"])
+
+    def _fit(self, call: Call) -> tuple[int, str]:
+        """How many tokens of the prompt to send, and why none, where it is too long."""
+        limits = []
+        if self._server.context is not None:
+            limits.append((self._server.context - call.num_output_tokens, "the server's context"))
+        if self._max_prompt_tokens is not None:
+            limits.append((self._max_prompt_tokens, "--max-prompt-tokens"))
+        room, what = min(limits, default=(call.num_prompt_tokens, ""))
+        if call.num_prompt_tokens <= room:
+            return call.num_prompt_tokens, ""
+        if self._overlong == "clip" and room >= 1:
+            return room, ""
+        return 0, f"a prompt of {call.num_prompt_tokens} tokens and its answer do not fit {what}"
+
+    def _take(self, run: RequestRun, timing: Timing, call: Call) -> None:
+        """``timing``: on the run's clock."""
+        # Some servers say the ending in a chunk of its own, behind the last token's.
+        times = timing.chunks[: timing.output_tokens] or timing.chunks
+        run.arrival, run.end = timing.sent, times[-1] if times else timing.ended
+        if times:
+            run.first_token = times[0]
+        run.num_prompt_tokens = timing.prompt_tokens or run.num_prompt_tokens
+        run.num_cached_tokens = timing.cached_tokens
+        run.num_output_tokens = timing.output_tokens
+        if timing.error is not None:
+            kind, message = timing.error
+            run.finish, run.finish_detail = "error", f"{kind}: {message[:MAX_MESSAGE]}".rstrip(": ")
+            self._counts[f"error {kind}"] += 1
+            self._first_message.setdefault(kind, message[:MAX_MESSAGE])
+            return
+        run.finish = timing.finish_reason
+        self._counts["other length"] += timing.output_tokens != call.num_output_tokens
+        for earlier, later in zip(times, times[1:], strict=False):
+            self._gaps[round((later - earlier) * 1e3, 3)] += 1
+
+    # ---- what came of it
+
+    def _finish(self) -> None:
+        record, server = self.record, self._server
+        record.requests.sort(key=lambda run: run.arrival)
+        first = min((run.arrival for run in record.requests), default=0.0)
+        record.virtual_s = max((run.end for run in record.requests), default=first) - first
+        record.wall_s = self._now()
+        record.itl = sorted(self._gaps.items())
+        record.settings = {"max_model_len": server.context, "forced_lengths": server.forces}
+        errors = {key.removeprefix("error "): n for key, n in sorted(self._counts.items()) if key.startswith("error ")}
+        record.extra |= {"errors": errors, "client_late_ms": self._late_s * 1e3}
+        record.notes += [f"error: {n} x {kind}: {self._first_message[kind]}".rstrip(": ") for kind, n in errors.items()]
+        record.notes += self._notes()
+
+    def _notes(self) -> list[str]:
+        server, counts = self._server, self._counts
+        said = (
+            (not server.token_ids, "the server takes no token ids: invented prompts are words of one letter"),
+            (not server.forces, "the server cannot be made to end answers where the trace says"),
+            (counts["other length"], f"{counts['other length']} answers are not as long as the trace says"),
+            (counts["clipped"], f"{counts['clipped']} over-long prompts were clipped"),
+            (counts["dropped"], f"{counts['dropped']} over-long prompts were dropped"),
+            (self._prompts.num_folded, f"{self._prompts.num_folded} prompts have ids of another vocabulary, folded"),
+            (self._late_s * 1e3 > LATE_MS, f"this client sent up to {self._late_s * 1e3:.0f} ms late"),
+        )
+        notes = [text for holds, text in said if holds]
+        notes.append("answers are the server's own: what a next turn could find of them in the cache is missed")
+        return notes

@@ -1,0 +1,138 @@
+"""A run as figures: the JSON that others script against, and the same as short tables for people."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.launch.bench.report import Table, rounded
+from quire.launch.replay.report.figures import (
+    prefix_cache,
+    sorted_latencies,
+    spread,
+    weighted_percentile,
+)
+from quire.launch.replay.run_record import RunRecord
+
+SPREAD = ("mean", "p50", "p90", "p99")
+LATENCY_WORDS = {
+    "ttft": "time to first token, ms",
+    "tpot": "time per output token, ms",
+    "itl": "between tokens, ms",
+    "e2e": "end to end, ms",
+    "queue": "waiting to be let in, ms",
+}
+
+
+def summary(record: RunRecord) -> dict[str, Any]:
+    """All figures of a run, JSON's types only.
+
+    ``prefix_cache`` counts each request once, when it was first let in; its ``input_tokens`` are of all requests, the
+    rejected ones too. ``latency_ms`` is of the requests that ended well; percentiles are nearest-rank, and null where
+    there is nothing to rank. Of two runs of the same, only ``wall_s`` and ``speedup`` differ.
+    """
+    runs = record.requests
+    finishes = Counter(run.finish or "unfinished" for run in runs)
+    figures: dict[str, Any] = {
+        "title": record.title,
+        "source": record.source,
+        "cost": record.cost,
+        "settings": record.settings,
+        "block_size": record.block_size,
+        "num_usable_blocks": record.num_usable_blocks,
+        "requests": len(runs),
+        "rejected": finishes["rejected"],
+        "rejected_reasons": _rejections(record),
+        "finish_reasons": dict(sorted(finishes.items())),
+        "prefix_cache": _prefix_cache(record),
+        "preemptions": sum(run.num_preemptions for run in runs),
+        "preemptions_by_reason": dict(record.preemptions_by_reason),
+        "evicted_blocks": record.num_evicted_blocks,
+        "output_tokens": sum(run.num_output_tokens for run in runs),
+        "latency_ms": {name: spread(values) for name, values in sorted_latencies(record).items()},
+        "throughput": _throughput(record),
+        "virtual_s": record.virtual_s,
+        "wall_s": record.wall_s,
+        "speedup": _ratio(record.virtual_s, record.wall_s),
+        "steps": len(record.steps),
+        "step_ms": _step_milliseconds(record),
+        "decisions_equal": record.decisions_equal,
+        "first_difference": record.first_difference,
+        "notes": list(record.notes),
+    }
+    figures["latency_ms"]["itl"] = _itl(record.itl)
+    found: dict[str, Any] = rounded({**record.extra, **figures})
+    return found
+
+
+def tables(found: Mapping[str, Any]) -> list[Table]:
+    """``found``: what ``summary`` gave."""
+    latencies = found["latency_ms"]
+    rows = [
+        (words, [latencies[name][column] for column in SPREAD])
+        for name, words in LATENCY_WORDS.items()
+        if latencies[name]["mean"] is not None
+    ]
+    made = [Table("latency", SPREAD, rows)] if rows else []
+    return [*made, Table("run", ("",), [(label, [value]) for label, value in _totals(found)])]
+
+
+def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
+    cache, throughput = found["prefix_cache"], found["throughput"]
+    hits = f"{cache['hit_tokens']:,} of {cache['input_tokens']:,} ({cache['hit_rate']:.2%})"
+    totals: list[tuple[str, float | str | None]] = [
+        ("requests", found["requests"]),
+        ("rejected", found["rejected"]),
+        ("prompt tokens from the prefix cache", hits),
+        ("requests with a hit", cache["requests_with_hit"]),
+        ("preemptions", found["preemptions"]),
+        ("steps", found["steps"]),
+        ("requests/s", throughput["requests_per_s"]),
+        ("output tokens/s", throughput["output_tokens_per_s"]),
+        ("seconds of the run", found["virtual_s"]),
+        ("seconds that the replay took", found["wall_s"]),
+        ("times as fast as real", found["speedup"]),
+    ]
+    counted = [(f"  {reason}", count) for reason, count in found["preemptions_by_reason"].items()]
+    at = next(i for i, (label, _) in enumerate(totals) if label == "preemptions")
+    totals[at + 1 : at + 1] = counted
+    totals[2:2] = [(f"  {reason}", count) for reason, count in found["rejected_reasons"].items()]
+    return totals
+
+
+def _rejections(record: RunRecord) -> dict[str, int]:
+    """By reason, commonest first; the numbers in a reason are each request's own, so that they are left out."""
+    details = (run.finish_detail for run in record.requests if run.finish == "rejected")
+    return dict(Counter(re.sub(r"\d+", "N", detail) for detail in details).most_common())
+
+
+def _prefix_cache(record: RunRecord) -> dict[str, float]:
+    found = prefix_cache(record)
+    return {**found._asdict(), "hit_rate": found.hit_rate}
+
+
+def _throughput(record: RunRecord) -> dict[str, float | None]:
+    """Over the whole run, the slow beginning and end with it; prompts count as far as they had an answer."""
+    answered = [run for run in record.requests if run.num_output_tokens]
+    output = sum(run.num_output_tokens for run in answered)
+    total = output + sum(run.num_prompt_tokens for run in answered)
+    ended = sum(run.finish in ("stop", "length") for run in record.requests)
+    counts = {"requests_per_s": ended, "output_tokens_per_s": output, "total_tokens_per_s": total}
+    return {name: _ratio(count, record.virtual_s) for name, count in counts.items()}
+
+
+def _step_milliseconds(record: RunRecord) -> dict[str, float | None]:
+    steps = record.steps
+    return spread(sorted((end - begin) * 1e3 for begin, end in zip(steps.begin, steps.end, strict=True)))
+
+
+def _itl(gaps: Sequence[tuple[float, int]]) -> dict[str, float | None]:
+    count = sum(tokens for _, tokens in gaps)
+    if not count:
+        return spread(())
+    mean = sum(gap * tokens for gap, tokens in gaps) / count
+    return {"mean": mean, **{f"p{q}": weighted_percentile(gaps, q) for q in (50, 90, 99)}}
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
