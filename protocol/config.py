@@ -70,6 +70,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         drop_last_cached_block: recompute the last block of each cache hit, for proposers that need hidden states.
         kv_events_endpoint, kv_events_replay_endpoint: where cache events are published, and missed ones asked for;
             empty for not at all.
+        trace: file that the scheduler's decisions are recorded in; empty for none.
+        trace_prompts: with the prompts' tokens.
+        trace_max_bytes: size at which the next file of the trace is begun; 0 for one file.
+        crash_dump_dir: folder for the newest events of an engine that failed; empty for none.
+        version: of the engine, for whoever reads a trace.
         pipeline_depth: steps that may be in flight: 2 when asynchronous, 1 when not.
     """
 
@@ -111,6 +116,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_replay_endpoint: str = ""
     async_scheduling: bool = True
     seed: int = 0
+    trace: str = ""
+    trace_prompts: bool = False
+    trace_max_bytes: int = 0
+    crash_dump_dir: str = ""
+    version: str = ""
 
     @property
     def pipeline_depth(self) -> int:

@@ -34,6 +34,8 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
         part: from 0; files after the first, when it was rotated, go on where the one before ended.
         wall: seconds since 1970 at ``now``.
         prompts: arrivals have their tokens.
+        complete: false for a crash dump that begins in the middle: what was there before is unknown, so that it can be
+            looked at, but not replayed.
     """
 
     format: str = FORMAT
@@ -47,6 +49,7 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
     part: int = 0
     hash_bytes: int = HASH_BYTES
     prompts: bool = False
+    complete: bool = True
 
 
 class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):

@@ -1,58 +1,44 @@
 """The lines of a trace, made from what a Scheduler just did. Decides nothing, writes nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import msgspec
-
 from quire.protocol.codec import Codec
-from quire.protocol.config import EngineConfig
 from quire.protocol.messages import (
     Abort,
     AddRequest,
     Consumed,
     Control,
     EndReason,
-    Fail,
-    Int32,
     ModelRunnerOutput,
-    NewRequestData,
     OpaqueRequest,
     OpaqueResult,
-    Refuse,
     SchedulerOutput,
 )
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.lines import (
     HASH_BYTES,
-    VERSION,
-    Arrival,
     ClientDropped,
     Epoch,
     Event,
-    Header,
     Line,
-    NewRow,
-    OtherEvent,
     PrefixCacheEvent,
     Reason,
-    Result,
-    StepDecision,
     StepSnapshot,
     Tick,
 )
 from quire.scheduler_proc.trace.tap import Tap
-from quire.version import __version__
-
-SOME_GRAMMAR = StructuredOutputs(json_object=True)
-"""Stands for whatever an answer must look like: that it is looked at, token by token, is all that a replay needs."""
-
-Names = list[tuple[int, bytes]]
+from quire.scheduler_proc.trace.translate import (
+    Names,
+    arrival_line,
+    decision_line,
+    make_header,
+    result_line,
+    without_texts,
+)
 
 
 class TraceRecorder:
@@ -62,24 +48,16 @@ class TraceRecorder:
     nothing that changes later, so that they may be encoded at leisure.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        sink: Callable[[Line], None],
-        *,
-        prompts: bool = False,
-        hash_bytes: int = HASH_BYTES,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, sink: Callable[[Line], None], *, prompts: bool = False) -> None:
         """``scheduler``: before its first request. ``prompts``: arrivals have their tokens."""
         self._scheduler = scheduler
         self._sink = sink
         self._prompts = prompts
-        self._hash_bytes = hash_bytes
         self._tap = Tap()
         self._reasons: list[Reason] = []
         self._newest = 0
-        self._before: tuple[int, ...] = ()
-        self._told: tuple[int, ...] = ()
+        self._before: tuple[int, int, int, int] | None = None
+        self._told: tuple[int, int, int, int] | None = None
         scheduler.listen(self._tap)
 
     # ---- events
@@ -88,7 +66,7 @@ class TraceRecorder:
         """``event`` was taken and did not raise."""
         match event:
             case ModelRunnerOutput():
-                self._result(now, event)
+                self._sink(result_line(now, event, self._tap.ended.copy(), self._names()))
             case AddRequest():
                 self._arrival(now, client, event)
             case OpaqueRequest() | OpaqueResult():
@@ -96,7 +74,7 @@ class TraceRecorder:
             case Control(kind="statistics"):
                 pass  # a question
             case _:
-                self._sink(Event(now=now, client=client, event=_without_texts(event), hashes=self._names()))
+                self._sink(Event(now=now, client=client, event=without_texts(event), hashes=self._names()))
         self._tap.clear()
 
     def client_dropped(self, now: float, client: int) -> None:
@@ -117,44 +95,12 @@ class TraceRecorder:
             request = None  # it ended at once
         else:
             return
-        delivered = event.output_token_ids
-        self._sink(
-            Arrival(
-                now=now,
-                client=client,
-                req_id=event.request_id,
-                num_prompt_tokens=len(event.prompt_token_ids),
-                num_output_tokens=0 if delivered is None else len(delivered),
-                priority=event.priority,
-                arrival=event.arrival,
-                sampling=what_schedules(event.sampling),
-                seed=event.seed,
-                block_hashes=self._known_names(request),
-                prompt_token_ids=event.prompt_token_ids.tolist() if self._prompts else None,
-            )
-        )
+        self._sink(arrival_line(now, client, event, self._known_names(request), prompts=self._prompts))
         if request is None and self._tap.ended[0].reason == EndReason.REPETITION:  # which lengths do not tell
             self._sink(Event(now=now, client=client, event=Abort([event.request_id])))
 
     def _known_names(self, request: Request | None) -> bytes:
-        size = self._hash_bytes
-        return b"" if request is None else b"".join([name[:size] for name in request.block_hashes])
-
-    def _result(self, now: float, event: ModelRunnerOutput) -> None:
-        self._sink(
-            Result(
-                step=event.step,
-                now=now,
-                seconds=event.seconds,
-                handles=_listed(event.handles),
-                counts=_listed(event.counts),
-                drafts=_listed(event.drafts),
-                bad=event.bad,
-                failed=event.failed,
-                ended=list(self._tap.ended),
-                hashes=self._names(),
-            )
-        )
+        return b"" if request is None else b"".join([name[:HASH_BYTES] for name in request.block_hashes])
 
     # ---- decisions
 
@@ -175,15 +121,17 @@ class TraceRecorder:
             self._admissions(self._scheduler.cruise.sent + 1)
             self._sink(Tick(now=now, reasons=reasons, hashes=self._names()))
         else:
-            if self._before != self._told:
-                self._snapshot(now, diff.step)
+            self._snapshot(now, diff.step)
             self._admissions(diff.step)
-            self._decision(now, diff, reasons)
+            running = self._scheduler.table.running
+            priorities = [running[row.handle].priority for row in diff.new_requests]
+            self._sink(decision_line(now, diff, priorities, reasons, self._names()))
         self._tap.clear()
 
     def _snapshot(self, now: float, step: int) -> None:
+        if self._before is None or self._before == self._told:
+            return
         self._told = running, waiting, free, cached = self._before
-        total = self._scheduler.kv.pool.num_usable_blocks
         self._sink(
             StepSnapshot(
                 step=step,
@@ -191,7 +139,7 @@ class TraceRecorder:
                 running=running,
                 waiting=waiting,
                 free_blocks=free,
-                total_blocks=total,
+                total_blocks=self._scheduler.kv.pool.num_usable_blocks,
                 gpu_cached_blocks=cached,
             )
         )
@@ -208,117 +156,21 @@ class TraceRecorder:
                 )
             )
 
-    def _decision(self, now: float, diff: SchedulerOutput, reasons: list[Reason]) -> None:
-        self._sink(
-            StepDecision(
-                step=diff.step,
-                now=now,
-                removed=diff.removed,
-                parked=diff.parked,
-                unparked=diff.unparked,
-                new=[self._new_row(row) for row in diff.new_requests],
-                block_ids=_listed(diff.block_ids) or [],
-                appended=appended(diff),
-                counts=diff.counts,
-                drafts=diff.drafts,
-                awaits_sample_inputs=diff.awaits_sample_inputs,
-                reasons=reasons,
-                hashes=self._names(),
-            )
-        )
-
-    def _new_row(self, row: NewRequestData) -> NewRow:
-        return NewRow(
-            row.handle,
-            row.request_id,
-            row.num_prompt_tokens,
-            row.num_tokens,
-            row.num_computed_tokens,
-            row.num_blocks,
-            self._scheduler.table.running[row.handle].priority,
-        )
-
     def _names(self) -> Names:
-        size = self._hash_bytes
-        return [(handle, name[:size]) for handle, name in self._tap.hashes]
-
-
-def appended(diff: SchedulerOutput) -> list[int]:
-    """Handle, group, block id, handle, ... of the blocks that ``diff`` gives to held requests."""
-    if diff.appended_handles is None or diff.appended_block_ids is None:
-        return []
-    flat = [0] * (3 * len(diff.appended_handles))
-    flat[0::3] = diff.appended_handles.tolist()
-    flat[2::3] = diff.appended_block_ids.tolist()
-    if diff.appended_groups is not None:
-        flat[1::3] = diff.appended_groups.tolist()
-    return flat
-
-
-def _listed(array: Int32 | None) -> list[int] | None:
-    if array is None:
-        return None
-    listed: list[int] = array.tolist()
-    return listed
-
-
-def what_schedules(sampling: SamplingParams) -> SamplingParams:
-    """What decides how long a request runs and who looks at its tokens; nothing of what its user wrote."""
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        prompt_logprobs=None if sampling.prompt_logprobs is None else 0,
-        structured_outputs=None if sampling.structured_outputs is None else SOME_GRAMMAR,
-        repetition_detection=sampling.repetition_detection,
-    )
-
-
-def _without_texts(event: OtherEvent) -> OtherEvent:
-    """What a compiler of grammars says may quote the grammar."""
-    match event:
-        case Refuse():
-            return Refuse(event.request_id, event.code, event.param, "")
-        case Fail():
-            return Fail(event.request_id, event.detail.split(":", 1)[0])
-        case _:
-            return event
-
-
-def public_config(config: EngineConfig) -> EngineConfig:
-    """``config`` without the places of this machine."""
-    speculative = config.speculative
-    if speculative is not None:
-        speculative = msgspec.structs.replace(speculative, model_path="")
-    return msgspec.structs.replace(
-        config, model_path="", speculative=speculative, kv_events_endpoint="", kv_events_replay_endpoint=""
-    )
-
-
-def make_header(
-    header: TraceHeader, now: float = 0.0, wall: float = 0.0, *, prompts: bool = False, hash_bytes: int = HASH_BYTES
-) -> Header:
-    """``wall``: seconds since 1970 at ``now``."""
-    return Header(
-        version=VERSION,
-        quire=__version__,
-        config=public_config(header.config),
-        kv_layout=header.kv_layout,
-        num_blocks=header.num_blocks,
-        now=now,
-        wall=wall,
-        hash_bytes=hash_bytes,
-        prompts=prompts,
-    )
+        return [(handle, name[:HASH_BYTES]) for handle, name in self._tap.hashes]
 
 
 def record_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> list[Line]:
-    """The lines of a log: what a recorder would have made of the run, header included.
+    """The lines of a log: what a recorder would have made of the run, header included."""
+    return [make_header(header, prompts=prompts), *lines_of_log(header, records, prompts=prompts)]
+
+
+def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> Iterator[Line]:
+    """The same without the header, one record after the other.
 
     Feeds a fresh Scheduler what the recorded one consumed, for hashes and endings are not in the log.
     """
-    lines: list[Line] = [make_header(header, prompts=prompts)]
+    lines: list[Line] = []
     scheduler = header.make_scheduler()
     recorder = TraceRecorder(scheduler, lines.append, prompts=prompts)
     codec: Codec[Any] = Codec(Consumed)
@@ -344,4 +196,5 @@ def record_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool 
                 recorder.note(scheduler.decisions.take())
                 recorder.decided(record.now, diff)
         scheduler.take_messages()
-    return lines
+        yield from lines
+        lines.clear()

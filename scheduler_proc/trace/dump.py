@@ -1,0 +1,94 @@
+"""The event log as a trace file, written when an engine has failed, or when somebody asks."""
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.protocol.codec import Codec
+from quire.protocol.messages import AddRequest, Consumed, Control, ModelRunnerOutput, SchedulerOutput
+from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
+from quire.scheduler_proc.trace.lines import ClientDropped, End, Epoch, Event, Line, Tick, encode_line
+from quire.scheduler_proc.trace.recorder import lines_of_log
+from quire.scheduler_proc.trace.translate import arrival_line, decision_line, make_header, result_line, without_texts
+from quire.scheduler_proc.trace.writer import open_private
+
+log = logging.getLogger(__name__)
+
+
+class Dump(msgspec.Struct, frozen=True):
+    """What there is to write: ``records`` of an engine with ``header``, all of them if ``complete``."""
+
+    header: TraceHeader
+    records: list[Record]
+    complete: bool
+    now: float
+    reason: str
+
+
+def write_dump(folder: Path, number: int, dump: Dump) -> Path | None:
+    """Write a new file in ``folder``, which is made if need be. None, and a line in the log, when that fails.
+
+    Never raises: whoever calls it has another failure to tell of.
+    """
+    path = folder / f"quire-dump-{os.getpid()}-{number}.jsonl"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open_private(path) as file:
+            for line in _lines(dump):
+                file.write(encode_line(line) + b"\n")
+    except OSError as error:
+        log.error("the last events cannot be written to %s: %s", path, error.strerror)
+        return None
+    log.error("the last events were written to %s", path)
+    return path
+
+
+def _lines(dump: Dump) -> Iterator[Line]:
+    """All that can be said, and how it ends. What the failed engine cannot take, cannot be taken again either."""
+    begin = dump.records[0].now if dump.records else dump.now
+    yield make_header(dump.header, begin, time.time() - (dump.now - begin), complete=dump.complete)
+    reason = dump.reason
+    try:
+        yield from lines_of_log(dump.header, dump.records) if dump.complete else lines_of_frames(dump.records)
+    except Exception as error:  # a bug, perhaps the very one that is looked for
+        log.exception("a replay of the last events fails")
+        reason = f"{reason}; its replay: {type(error).__name__}: {error}"
+    yield End(now=dump.now, reason=reason)
+
+
+def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
+    """What records say by themselves, without the Scheduler that they belong to: no hashes, endings, hits, reasons."""
+    consumed: Codec[Any] = Codec(Consumed)
+    produced: Codec[Any] = Codec(SchedulerOutput)
+    for record in records:
+        match RecordKind(record.kind):
+            case RecordKind.CONSUMED:
+                yield from _event(record, consumed.decode(record.frames).message)
+            case RecordKind.PRODUCED:
+                diff = produced.decode(record.frames).message
+                yield decision_line(record.now, diff, [0] * len(diff.new_requests), [], [])
+            case RecordKind.TICK:
+                yield Tick(now=record.now)
+            case RecordKind.DROPPED:
+                yield ClientDropped(now=record.now, client=record.client)
+            case RecordKind.EPOCH:
+                yield Epoch(now=record.now)
+            case RecordKind.HALVED:
+                pass
+
+
+def _event(record: Record, event: Any) -> Iterator[Line]:
+    match event:
+        case AddRequest():
+            yield arrival_line(record.now, record.client, event, b"", prompts=False)
+        case ModelRunnerOutput():
+            yield result_line(record.now, event, [], [])
+        case Control(kind="statistics"):
+            pass
+        case _:
+            yield Event(now=record.now, client=record.client, event=without_texts(event))

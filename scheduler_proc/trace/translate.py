@@ -1,0 +1,159 @@
+"""Messages as lines of a trace, without what users wrote; and a configuration without the places of its machine."""
+
+import msgspec
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.messages import AddRequest, Ended, Fail, Int32, ModelRunnerOutput, Refuse, SchedulerOutput
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.trace.event_log import TraceHeader
+from quire.scheduler_proc.trace.lines import (
+    HASH_BYTES,
+    VERSION,
+    Arrival,
+    Header,
+    NewRow,
+    OtherEvent,
+    Reason,
+    Result,
+    StepDecision,
+)
+
+SOME_GRAMMAR = StructuredOutputs(json_object=True)
+"""Stands for whatever an answer must look like: that it is looked at, token by token, is all that a replay needs."""
+
+Names = list[tuple[int, bytes]]
+
+
+def make_header(
+    header: TraceHeader, now: float = 0.0, wall: float = 0.0, *, prompts: bool = False, complete: bool = True
+) -> Header:
+    """``wall``: seconds since 1970 at ``now``."""
+    return Header(
+        version=VERSION,
+        quire=header.config.version,
+        config=public_config(header.config),
+        kv_layout=header.kv_layout,
+        num_blocks=header.num_blocks,
+        now=now,
+        wall=wall,
+        hash_bytes=HASH_BYTES,
+        prompts=prompts,
+        complete=complete,
+    )
+
+
+def public_config(config: EngineConfig) -> EngineConfig:
+    """``config`` without the places of this machine."""
+    speculative = config.speculative
+    if speculative is not None:
+        speculative = msgspec.structs.replace(speculative, model_path="")
+    return msgspec.structs.replace(
+        config,
+        model_path="",
+        speculative=speculative,
+        kv_events_endpoint="",
+        kv_events_replay_endpoint="",
+        trace="",
+        crash_dump_dir="",
+    )
+
+
+def arrival_line(now: float, client: int, event: AddRequest, names: bytes, *, prompts: bool) -> Arrival:
+    """``names``: of its full blocks, joined. ``prompts``: with its tokens."""
+    delivered = event.output_token_ids
+    return Arrival(
+        now=now,
+        client=client,
+        req_id=event.request_id,
+        num_prompt_tokens=len(event.prompt_token_ids),
+        num_output_tokens=0 if delivered is None else len(delivered),
+        priority=event.priority,
+        arrival=event.arrival,
+        sampling=what_schedules(event.sampling),
+        seed=event.seed,
+        block_hashes=names,
+        prompt_token_ids=_listed(event.prompt_token_ids) if prompts else None,
+    )
+
+
+def what_schedules(sampling: SamplingParams) -> SamplingParams:
+    """What decides how long a request runs and who looks at its tokens; nothing of what its user wrote."""
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        prompt_logprobs=None if sampling.prompt_logprobs is None else 0,
+        structured_outputs=None if sampling.structured_outputs is None else SOME_GRAMMAR,
+        repetition_detection=sampling.repetition_detection,
+    )
+
+
+def without_texts(event: OtherEvent) -> OtherEvent:
+    """What a compiler of grammars says may quote the grammar."""
+    match event:
+        case Refuse():
+            return Refuse(event.request_id, event.code, event.param, "")
+        case Fail():
+            return Fail(event.request_id, event.detail.split(":", 1)[0])
+        case _:
+            return event
+
+
+def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes: Names) -> Result:
+    return Result(
+        step=event.step,
+        now=now,
+        seconds=event.seconds,
+        handles=_listed(event.handles),
+        counts=_listed(event.counts),
+        drafts=_listed(event.drafts),
+        bad=event.bad,
+        failed=event.failed,
+        ended=ended,
+        hashes=hashes,
+    )
+
+
+def decision_line(
+    now: float, diff: SchedulerOutput, priorities: list[int], reasons: list[Reason], hashes: Names
+) -> StepDecision:
+    """``priorities``: of ``diff.new_requests``."""
+    return StepDecision(
+        step=diff.step,
+        now=now,
+        removed=diff.removed,
+        parked=diff.parked,
+        unparked=diff.unparked,
+        new=[
+            NewRow(r.handle, r.request_id, r.num_prompt_tokens, r.num_tokens, r.num_computed_tokens, r.num_blocks, p)
+            for r, p in zip(diff.new_requests, priorities, strict=True)
+        ],
+        block_ids=_listed(diff.block_ids) or [],
+        appended=appended(diff),
+        counts=diff.counts,
+        drafts=diff.drafts,
+        awaits_sample_inputs=diff.awaits_sample_inputs,
+        reasons=reasons,
+        hashes=hashes,
+    )
+
+
+def appended(diff: SchedulerOutput) -> list[int]:
+    """Handle, group, block id, handle, ... of the blocks that ``diff`` gives to held requests."""
+    if diff.appended_handles is None or diff.appended_block_ids is None:
+        return []
+    flat = [0] * (3 * len(diff.appended_handles))
+    flat[0::3] = diff.appended_handles.tolist()
+    flat[2::3] = diff.appended_block_ids.tolist()
+    if diff.appended_groups is not None:
+        flat[1::3] = diff.appended_groups.tolist()
+    return flat
+
+
+def _listed(array: Int32 | None) -> list[int] | None:
+    if array is None:
+        return None
+    listed: list[int] = array.tolist()
+    return listed
