@@ -47,7 +47,8 @@ from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge, WorkerFault
 from quire.scheduler_proc.structured.drafts import has_drafts
 from quire.scheduler_proc.structured.manager import GrammarManager
-from quire.scheduler_proc.trace.event_log import EventLog
+from quire.scheduler_proc.trace.event_log import TraceHeader
+from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ COMPILING_MS = 100
 class SchedulerLoop:
     """Moves messages between the front ends, the Scheduler and the workers; decides nothing itself.
 
-    Owns the sockets, who is connected, and the event log. The Scheduler exists once every rank is ready,
+    Owns the sockets, who is connected, and the journal. The Scheduler exists once every rank is ready,
     when the number of blocks is known.
     """
 
@@ -81,7 +82,7 @@ class SchedulerLoop:
         self._workers = WorkerGroup(workers)
         self._child = child
         self._clock = clock
-        self._log = EventLog()
+        self._journal = Journal(config, clock)
         self._events: Codec[Any] = Codec(Consumed)
         self._grammars = GrammarManager(config, clock)
         self._proposed: Proposed | None = None
@@ -91,6 +92,7 @@ class SchedulerLoop:
         self._next_client = 0
         self._faults_in_a_row = 0
         self._open = True
+        self._dump_wanted = False
         self._poller = zmq.Poller()
         for socket in (hub.socket, *(channel.socket for channel in workers)):
             self._poller.register(socket, zmq.POLLIN)
@@ -112,10 +114,11 @@ class SchedulerLoop:
                 self._reply()
                 self._serve_kv_events()
             self._workers.send(Shutdown())
-        except (QuireError, WorkerFault, ProtocolError) as error:
-            self._give_up(str(error))
+        except Exception as error:
+            self._give_up(error)
             raise
         finally:
+            self._journal.close()
             self._collector.stop()
             self._grammars.close()
             if self._kv_events is not None:
@@ -125,7 +128,12 @@ class SchedulerLoop:
         """Leave the loop after this round; may be called from a signal handler."""
         self._open = False
 
+    def dump(self) -> None:
+        """Write the last events to a file after this round; may be called from a signal handler."""
+        self._dump_wanted = True
+
     def _wait(self) -> None:
+        self._journal.idle()
         if not self._poller.poll(COMPILING_MS if self._grammars.is_waited_for else IDLE_MS):
             self._collector.idle()
 
@@ -133,11 +141,13 @@ class SchedulerLoop:
         scheduler = self._scheduler
         while scheduler is not None and scheduler.can_schedule and scheduler.awaited is None:
             now = self._clock()
+            self._journal.before_step()
             step = scheduler.schedule(now)
+            frames = None if step is None else self._workers.send(step)
+            self._say_reasons(scheduler)
+            self._journal.decided(now, step, frames)
             if step is None:
-                self._log.tick(now)
                 return
-            self._log.produced(now, self._workers.send(step))
             self._give_inputs(scheduler)
             if self._kv_events is not None:
                 self._kv_events.publish(now)
@@ -145,13 +155,21 @@ class SchedulerLoop:
 
     def _reply(self) -> None:
         if self._scheduler is not None:
-            for decision in self._scheduler.decisions.take():
-                if decision.kind == "preempt":
-                    log.info("%s", decision)
-                else:
-                    log.debug("%s", decision)
+            self._say_reasons(self._scheduler)
             for client, message in self._scheduler.take_messages():
                 self._send_to(client, message)
+        if self._dump_wanted:
+            self._dump_wanted = False
+            self._journal.dump_aside("somebody asked")
+
+    def _say_reasons(self, scheduler: Scheduler) -> None:
+        decisions = scheduler.decisions.take()
+        self._journal.note(decisions)
+        for decision in decisions:
+            if decision.kind == "preempt":
+                log.info("%s", decision)
+            else:
+                log.debug("%s", decision)
 
     # ---- grammars
 
@@ -184,8 +202,8 @@ class SchedulerLoop:
 
     def _consume(self, scheduler: Scheduler, event: Hold | Release | Refuse | Fail, client: int) -> None:
         """An event of our own: it is logged like one that came over a wire."""
-        self._log.consumed(self._clock(), client, self._events.encode(0, 0, event))
         scheduler.consume(event, client)
+        self._journal.consumed(client, self._events.encode(0, 0, event), event)
 
     # ---- cache events
 
@@ -238,7 +256,7 @@ class SchedulerLoop:
                 self._proposed = received.message  # of a step before, perhaps: then nobody asks for it
             else:
                 scheduler.consume(received.message)
-                self._log.consumed(self._clock(), 0, received.frames)
+                self._journal.consumed(0, received.frames, received.message)
             self._give_inputs(scheduler)
             if scheduler.num_generated_tokens > before:
                 self._faults_in_a_row = 0
@@ -250,14 +268,17 @@ class SchedulerLoop:
         if self._faults_in_a_row == MAX_FAULTS_IN_A_ROW:
             raise fault
         log.error("%s; what runs is computed again", fault)
-        if isinstance(fault, StepTooLarge) and scheduler.halve_steps():
+        halved = isinstance(fault, StepTooLarge) and scheduler.halve_steps()
+        if halved:
             log.error("steps have at most %d tokens from now on", scheduler.config.max_num_batched_tokens)
         self._proposed = None
         scheduler.begin_epoch()
-        self._log.epoch_began(self._clock())
+        self._journal.epoch_began(halved=halved, reason=str(fault))
 
     def _begin(self, ready: Ready) -> None:
-        self._scheduler = Scheduler(self._config, self._layout, min(ready.num_blocks))
+        header = TraceHeader(self._config, self._layout, min(ready.num_blocks))
+        self._scheduler = header.make_scheduler()
+        self._journal.begin(self._scheduler, header)
         if self._kv_events is not None:
             recorder = KVEventRecorder(self._layout, HASH_BYTES[self._config.prefix_caching_hash_algo])
             self._scheduler.kv.pool.events = recorder
@@ -301,8 +322,8 @@ class SchedulerLoop:
                 is_known = (
                     isinstance(event, AddRequest) and (client, event.request_id) in self._scheduler.table.requests
                 )
-                self._log.consumed(self._clock(), client, received.frames)
                 self._scheduler.consume(event, client)
+                self._journal.consumed(client, received.frames, event)
                 if isinstance(event, AddRequest) and not is_known:
                     self._hold_for_grammar(self._scheduler, event, client)
                 self._collector.after_message()
@@ -335,16 +356,22 @@ class SchedulerLoop:
         self._hub.forget(peer)
         del self._clients[peer]
         if self._scheduler is not None:
-            self._log.client_dropped(self._clock(), client)
             self._scheduler.drop_client(client)
+            self._journal.client_dropped(client)
 
-    def _give_up(self, reason: str) -> None:
-        """Every request ends with an error, and every front end hears that the engine failed."""
-        if self._scheduler is not None:
-            self._scheduler.fail_all("engine_fault: the engine stopped")
-            self._reply()
-        for client in list(self._peers):
-            self._send_to(client, EngineState("failed", reason))
+    def _give_up(self, error: Exception) -> None:
+        """Every request ends with an error, and every front end hears that the engine failed; then what led to it is
+        written down. An error that nobody foresaw may have left anything behind: then only that is done.
+        """
+        reason = str(error)
+        if isinstance(error, QuireError | WorkerFault | ProtocolError):
+            if self._scheduler is not None:
+                self._scheduler.fail_all("engine_fault: the engine stopped")
+                self._reply()
+            for client in list(self._peers):
+                self._send_to(client, EngineState("failed", reason))
+        self._journal.dump(f"{type(error).__name__}: {reason}")
+        self._journal.close(reason)
 
 
 def _versions(hello: Hello) -> str:

@@ -89,7 +89,7 @@ class TraceWriter:
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
 
     def begin(self, header: Header) -> None:
@@ -131,13 +131,16 @@ class TraceWriter:
             self._wake.set()
 
     def close(self, reason: str = "") -> None:
-        """Write what is left and an End. Waits for the disk, but not for ever."""
+        """Write what is left and an End; the first call counts. Waits for the disk, but not for ever."""
+        if self._closing:
+            return
+        self._closing = True
         if self._header is None:
             self._file.close()
             return
         self.add(End(now=self._clock(), reason=reason))
         self.flush()
-        self._closing = True
+        self._ended = True
         self._wake.set()
         self._thread.join(CLOSE_DEADLINE_S)
         if self._thread.is_alive():
@@ -152,7 +155,7 @@ class TraceWriter:
     # ---- the thread
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._ended:
             self._wake.wait(WRITE_INTERVAL_S)
             self._wake.clear()
             self._write_buffer()

@@ -79,7 +79,7 @@ class LoopUnderTest:
     @property
     def log(self) -> EventLog:
         """Of the loop: to be looked at while it is idle."""
-        return self._loop._log
+        return self._loop._journal.log
 
     def handshake(self) -> None:
         for channel, role in ((self.worker, "worker"), (self.client, "frontend")):

@@ -1,0 +1,137 @@
+"""All that the loop tells of what it does: to the event log always, to a trace where one is wanted."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from quire.protocol.channel import Frames
+from quire.protocol.config import EngineConfig
+from quire.protocol.messages import Consumed, SchedulerOutput
+from quire.scheduler_proc.reasons import Decision
+from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.trace.dump import Dump, write_dump
+from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
+from quire.scheduler_proc.trace.recorder import TraceRecorder
+from quire.scheduler_proc.trace.translate import make_header
+from quire.scheduler_proc.trace.writer import TraceWriter
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Is told of each event and each decision right after the Scheduler took it, in their order.
+
+    Owns the event log, the trace's files and the folder of dumps. Nothing here waits for a disk, but ``close`` and the
+    dump of an engine that has ended.
+    """
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+        """Raises ConfigError when the trace cannot be written."""
+        self.log = EventLog()
+        self._config = config
+        self._clock = clock
+        self._header: TraceHeader | None = None
+        self._recorder: TraceRecorder | None = None
+        self._writer: TraceWriter | None = None
+        self._dumping: threading.Thread | None = None
+        self._num_dumps = 0
+        if config.trace:
+            self._writer = TraceWriter(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock)
+
+    @property
+    def num_lost_lines(self) -> int:
+        """Lines of the trace that were not written."""
+        return 0 if self._writer is None else self._writer.lost
+
+    def begin(self, scheduler: Scheduler, header: TraceHeader) -> None:
+        """``scheduler``: new, made by ``header``."""
+        self._header = header
+        if self._writer is not None:
+            prompts = self._config.trace_prompts
+            self._writer.begin(make_header(header, self._clock(), time.time(), prompts=prompts))
+            self._recorder = TraceRecorder(scheduler, self._writer.add, prompts=prompts)
+
+    # ---- what happens
+
+    def consumed(self, client: int, frames: Frames, event: Consumed) -> None:
+        """``event``, which came in ``frames`` or could have."""
+        now = self._clock()
+        self.log.consumed(now, client, frames)
+        if self._recorder is not None:
+            self._recorder.consumed(now, client, event)
+
+    def client_dropped(self, client: int) -> None:
+        now = self._clock()
+        self.log.client_dropped(now, client)
+        if self._recorder is not None:
+            self._recorder.client_dropped(now, client)
+
+    def epoch_began(self, *, halved: bool, reason: str) -> None:
+        """``halved``: and steps have half as many tokens from here on."""
+        now = self._clock()
+        if halved:
+            self.log.steps_halved(now)
+        self.log.epoch_began(now)
+        if self._recorder is not None:
+            self._recorder.epoch_began(now, halved=halved, reason=reason)
+
+    def before_step(self) -> None:
+        """The Scheduler is about to be asked for a step."""
+        if self._recorder is not None:
+            self._recorder.before_step()
+
+    def decided(self, now: float, step: SchedulerOutput | None, frames: Frames | None) -> None:
+        """The Scheduler was asked for a step at ``now``, which went out in ``frames``; None: it had none."""
+        if frames is None:
+            self.log.tick(now)
+        else:
+            self.log.produced(now, frames)
+        if self._recorder is not None:
+            self._recorder.decided(now, step)
+
+    def note(self, decisions: Sequence[Decision]) -> None:
+        """Why somebody waits, was put out, or lost a content."""
+        if self._recorder is not None:
+            self._recorder.note(decisions)
+
+    def idle(self) -> None:
+        """The loop has nothing to do: what is costly about the trace happens now."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    # ---- the end, and looking in
+
+    def dump(self, reason: str) -> None:
+        """Write the event log as a trace, now."""
+        if (dump := self._next_dump(reason)) is not None:
+            write_dump(*dump)
+
+    def dump_aside(self, reason: str) -> None:
+        """The same while the engine goes on, in a thread; one at a time."""
+        if self._dumping is not None and self._dumping.is_alive():
+            log.warning("the last events are being written already")
+        elif (dump := self._next_dump(reason)) is not None:
+            self._dumping = threading.Thread(target=write_dump, args=dump, name="dump", daemon=True)
+            self._dumping.start()
+
+    def _next_dump(self, reason: str) -> tuple[Path, int, Dump] | None:
+        folder = self._dump_folder()
+        if folder is None or self._header is None:
+            return None
+        self._num_dumps += 1
+        dump = Dump(self._header, list(self.log), self.log.complete, self._clock(), reason)
+        return folder, self._num_dumps, dump
+
+    def _dump_folder(self) -> Path | None:
+        """Beside the trace, where there is one."""
+        if self._config.trace:
+            return Path(self._config.trace).parent
+        return Path(self._config.crash_dump_dir) if self._config.crash_dump_dir else None
+
+    def close(self, reason: str = "") -> None:
+        if self._writer is not None:
+            self._writer.close(reason)
+        if self._dumping is not None:
+            self._dumping.join()
