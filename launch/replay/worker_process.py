@@ -37,6 +37,8 @@ from quire.protocol.messages import (
 
 SPIN_SECONDS = 0.0002
 """How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
+POLL_SECONDS = 0.001
+"""A poll counts whole ones of these."""
 MOST_BLOCKS = 65_536
 
 
@@ -141,8 +143,7 @@ class SimulatedWorker:
         found the device busy."""
         if not self._computing or self._computing[0].result is None:
             return None
-        # The poll counts whole milliseconds; the rest is slept away in _send_oldest.
-        return max(0.0, self._computing[0].end - self._clock.now() - 1e-3)
+        return max(0.0, self._computing[0].end - self._clock.now() - POLL_SECONDS)
 
     def _begin(self, runner: SimulatedRunner, step: SchedulerOutput) -> None:
         if self._computing and self._computing[-1].result is None:  # void: the scheduler has begun anew
@@ -164,10 +165,10 @@ class SimulatedWorker:
         waiting.result = runner.finish(waiting.launched, inputs, waiting.end - waiting.begin)
 
     def _send_oldest(self) -> None:
-        """If it is about to be computed: waits for that."""
+        """Sleeps away what the poll left of its time; but a poll may come back early."""
         oldest = self._computing[0]
-        if oldest.result is None or oldest.end - self._clock.now() > 1e-3:
-            return  # the poll came back early
+        if oldest.result is None or oldest.end - self._clock.now() > 2 * POLL_SECONDS:
+            return
         self._clock.sleep_until(oldest.end)
         self._computing.popleft()
         self._channel.send(oldest.result)

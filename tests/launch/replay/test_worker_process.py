@@ -1,0 +1,309 @@
+"""The simulated worker: when results come, and that the real Scheduler takes what they say."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_driver import make_config, make_layout, make_request
+
+from quire.launch.replay.cost import ConstantCost, StepShape
+from quire.launch.replay.simulated_runner import SimulatedRunner
+from quire.launch.replay.worker_process import SimulatedWorker, plan_pool
+from quire.protocol.channel import Channel, memory_pair
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.messages import (
+    AddRequest,
+    Configure,
+    Ended,
+    Fault,
+    Hello,
+    ModelRunnerOutput,
+    NewRequestData,
+    Ready,
+    Refused,
+    SampleInputs,
+    SchedulerOutput,
+    SchedulerToWorker,
+    Shutdown,
+    StepOutputs,
+    Welcome,
+    WorkerToScheduler,
+)
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.scheduler import Scheduler
+
+CONFIG = make_config(eos=[7, 8], num_blocks_override=32)
+WORDS = -(-CONFIG.model.vocab_size // 32)
+
+
+@dataclass
+class Script(Channel):
+    """The worker's end of a channel, and its clock: messages come at the times that ``told`` says.
+
+    Attributes:
+        sent: (when, message) of what the worker said.
+    """
+
+    told: list[tuple[float, Any]]
+    sent: list[tuple[float, Any]] = field(default_factory=list)
+    time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._far, self._near = memory_pair(WorkerToScheduler, SchedulerToWorker)
+
+    def send(self, message: Any) -> Any:
+        self._near.send(message)
+        received = self._far.receive()
+        assert received is not None
+        self.sent.append((self.time, received.message))
+        return []
+
+    def receive(self, timeout: float | None = 0.0) -> Any:
+        if timeout is not None and self.told[0][0] > self.time + timeout:
+            self.time += timeout
+            return None
+        when, message = self.told.pop(0)
+        self.time = max(self.time, when)
+        self._far.send(message)
+        return self._near.receive()
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep_until(self, when: float) -> None:
+        self.time = max(self.time, when)
+
+
+@dataclass
+class PerToken:
+    """A millisecond for each token of a step."""
+
+    kv_bytes: int = 0
+
+    def seconds(self, step: StepShape) -> float:
+        return step.num_tokens / 1e3
+
+    def describe(self) -> str:
+        return "1 ms per token"
+
+
+def run(*told: tuple[float, Any], config: EngineConfig = CONFIG) -> list[tuple[float, Any]]:
+    """What the worker says after it is ready, with the times; it is shut down at 100 s."""
+    script = Script(
+        [(0.0, Welcome(1, "")), (0.0, Configure(1, make_layout(config), config)), *told, (100.0, Shutdown())]
+    )
+    SimulatedWorker(script, PerToken(), script, 1, lambda text: None).run()
+    assert isinstance(script.sent[0][1], Hello) and isinstance(script.sent[1][1], Ready)
+    return script.sent[2:]
+
+
+def adding(step: int, handle: int, num_tokens: int, **extra: Any) -> SchedulerOutput:
+    """A step that brings one request, whole."""
+    sampling = {k: v for k, v in extra.items() if k in SamplingParams.__struct_fields__}
+    new = NewRequestData(handle, f"r{handle}", num_tokens, num_tokens, 0, [1], SamplingParams(**sampling), handle)
+    return SchedulerOutput(
+        step,
+        new_requests=[new],
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        block_ids=np.array([1], np.int32),
+        counts=[(handle, num_tokens)] if num_tokens > 1 else [],
+        awaits_sample_inputs=extra.get("awaits", False),
+    )
+
+
+def masks(step: int, handle: int, *allowed: int) -> SampleInputs:
+    bits = np.zeros(WORDS * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return SampleInputs(step, [handle], [1], np.packbits(bits, bitorder="little").view(np.int32))
+
+
+class TestTimes:
+    def test_a_step_ends_after_its_cost_and_the_next_one_begins_then(self) -> None:
+        sent = run((1.0, adding(1, 0, 20)), (1.004, SchedulerOutput(2)), (1.0205, SchedulerOutput(3)))
+        assert [round(when, 6) for when, _ in sent] == [1.02, 1.021, 1.022]
+        assert [result.step for _, result in sent] == [1, 2, 3]
+        assert [round(result.seconds, 6) for _, result in sent] == [0.02, 0.001, 0.001]
+
+    def test_a_step_that_comes_to_an_idle_device_begins_at_once(self) -> None:
+        sent = run((1.0, adding(1, 0, 2)), (5.0, SchedulerOutput(2)))
+        assert [round(when, 6) for when, _ in sent] == [1.002, 5.001]
+
+    def test_a_step_waits_for_its_masks_and_the_next_one_for_both(self) -> None:
+        step = adding(1, 0, 4, awaits=True)
+        late = run((1.0, step), (1.5, masks(1, 0, 42)), (1.6, SchedulerOutput(2)))
+        assert [round(when, 6) for when, _ in late] == [1.5, 1.601]
+        assert late[0][1].tokens.tolist() == [42] and late[0][1].seconds == pytest.approx(0.5)
+        early = run((1.0, step), (1.001, masks(1, 0, 42)))
+        assert [round(when, 6) for when, _ in early] == [1.004]
+
+    def test_a_step_that_never_gets_its_masks_is_void(self) -> None:
+        sent = run((1.0, adding(1, 0, 4, awaits=True)), (2.0, SchedulerOutput(2, removed=[0])), (2.0, masks(1, 0, 3)))
+        assert [(result.step, result.tokens) for _, result in sent] == [(1, None), (2, None)]
+
+    def test_shutdown_ends_it_in_the_middle_of_a_step(self) -> None:
+        assert run((99.999, adding(1, 0, 50))) == []
+
+
+class TestHandshake:
+    def test_ready_says_the_pool(self) -> None:
+        script = Script([(0.0, Configure(1, make_layout(CONFIG), CONFIG)), (0.0, Shutdown())])
+        heard: list[str] = []
+        SimulatedWorker(script, ConstantCost(2.5), script, 1, heard.append).run()
+        ready = script.sent[1][1]
+        assert (ready.num_blocks, ready.plan.device, ready.plan.block_size) == ([33], "simulated", 4)
+        assert "nonsense" in heard[0] and "2.5 ms" in heard[0] and "32 KV blocks" in heard[0]
+
+    @pytest.mark.parametrize(
+        ("message", "text"), [(Refused("no"), "refused this worker: no"), (Shutdown(), "Shutdown")]
+    )
+    def test_anything_else_is_a_fault(self, message: Any, text: str) -> None:
+        script = Script([(0.0, message)])
+        with pytest.raises(EngineError, match=text):
+            SimulatedWorker(script, PerToken(), script, 1, lambda text: None).run()
+        fault = script.sent[-1][1]
+        assert isinstance(fault, Fault) and text in fault.text
+
+
+class TestPool:
+    def test_a_cost_model_says_how_much_memory_there_is(self) -> None:
+        config = make_config()
+        layout = make_layout(config)
+        assert plan_pool(config, layout, PerToken(kv_bytes=100 * layout.block_bytes), 1).num_blocks == 100
+
+    def test_bytes_by_flag_are_those_of_one_rank(self) -> None:
+        config = make_config(kv_cache_memory_bytes=make_layout(make_config()).block_bytes * 50)
+        layout = make_layout(config)
+        assert plan_pool(config, layout, PerToken(), 1).num_blocks == 50
+        halved = type(layout)(layout.groups, 2 * layout.num_kv_heads, layout.head_dim, layout.dtype)
+        assert plan_pool(config, halved, PerToken(), 2).num_blocks == 50
+
+    def test_else_a_full_batch_fits(self) -> None:
+        plan = plan_pool(make_config(), make_layout(make_config()), PerToken(), 1)
+        assert plan.num_blocks == 8 * 128 // 4 + 1
+
+    def test_too_little_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="memory does not suffice"):
+            plan_pool(make_config(kv_cache_memory_bytes=10), make_layout(CONFIG), PerToken(), 1)
+
+
+class TestTokens:
+    def test_they_follow_from_seed_and_position_and_never_end_a_text(self) -> None:
+        config = make_config(eos=[e for e in range(1000) if e % 10], thinking_start_token_ids=[10])
+        first, again = SimulatedRunner(config), SimulatedRunner(config)
+        one = [_tokens(first, adding(1, 0, 5)), *(_tokens(first, SchedulerOutput(s)) for s in range(2, 50))]
+        two = [_tokens(again, adding(1, 0, 5)), *(_tokens(again, SchedulerOutput(s)) for s in range(2, 50))]
+        assert one == two
+        assert {token % 10 for [token] in one} == {0} and len({token for [token] in one}) > 20
+        assert [10] not in one
+        other = SimulatedRunner(config)
+        assert [_tokens(other, adding(1, 3, 5)), *(_tokens(other, SchedulerOutput(s)) for s in range(2, 50))] != one
+
+    def test_a_request_that_comes_again_goes_on_with_the_same_tokens(self) -> None:
+        runner = SimulatedRunner(CONFIG)
+        told = [_tokens(runner, adding(1, 4, 5)), *(_tokens(runner, SchedulerOutput(s)) for s in (2, 3))]
+        again = SimulatedRunner(CONFIG)
+        assert _tokens(again, adding(1, 4, 7)) == told[2]
+
+    def test_only_listed_tokens(self) -> None:
+        runner = SimulatedRunner(CONFIG)
+        told = [_tokens(runner, adding(1, 0, 5, allowed_token_ids=[3, 5])), _tokens(runner, SchedulerOutput(2))]
+        assert {token for [token] in told} <= {3, 5}
+
+    def test_a_mask_is_kept_to_and_ends_the_text_as_soon_as_it_may(self) -> None:
+        assert _masked(20, 21, 22) in (20, 21, 22)
+        assert _masked(20, 21, 7) == 7
+        assert _masked(20, 7, min_tokens=1, max_tokens=2) == 20
+        assert _masked(20, 21, 22, allowed_token_ids=[21]) == 21
+
+    def test_where_no_token_is_allowed_the_request_fails(self) -> None:
+        runner = SimulatedRunner(CONFIG)
+        launched = runner.launch(adding(1, 0, 5, awaits=True))
+        result = runner.finish(launched, masks(1, 0), 0.0)
+        assert result.failed == [(0, "no token is allowed")] and result.tokens is not None
+
+
+def _tokens(runner: SimulatedRunner, diff: SchedulerOutput) -> list[int]:
+    tokens = runner.finish(runner.launch(diff), None, 0.0).tokens
+    assert tokens is not None
+    return [int(token) for token in tokens]
+
+
+def _masked(*allowed: int, **sampling: Any) -> int:
+    runner = SimulatedRunner(CONFIG)
+    result = runner.finish(runner.launch(adding(1, 0, 5, awaits=True, **sampling)), masks(1, 0, *allowed), 0.0)
+    assert result.tokens is not None and not result.failed
+    return int(result.tokens[0])
+
+
+class Engine:
+    """The real Scheduler before a SimulatedRunner, with two steps in flight; checks the Scheduler after each result."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = make_config(async_scheduling=True, **settings)
+        self.scheduler = Scheduler(self.config, make_layout(self.config), 25)
+        self.runner = SimulatedRunner(self.config)
+        self.flying: deque[ModelRunnerOutput] = deque()
+        self.ended: list[Ended] = []
+        self.prompts: dict[int, list[int]] = {}
+        self.num_logprobs = 0
+
+    def turn(self) -> bool:
+        """Decide while there is room, take one result; False when there is nothing to do."""
+        while self.scheduler.can_schedule and (diff := self.scheduler.schedule(0.0)) is not None:
+            self.flying.append(self.runner.finish(self.runner.launch(diff), None, 0.001))
+        if not self.flying:
+            return False
+        result = self.flying.popleft()
+        self.num_logprobs += 0 if result.logprobs is None else len(result.logprobs.rows)
+        self.scheduler.consume(result)
+        self.scheduler.check()
+        for _, message in self.scheduler.take_messages():
+            assert isinstance(message, StepOutputs)
+            self.ended += message.ended
+            if (told := message.prompt_logprobs) is not None:
+                for handle, start, count in zip(told.handles, told.starts, told.counts, strict=True):
+                    self.prompts.setdefault(handle, []).extend(range(start, start + count))
+        return True
+
+
+def test_the_scheduler_takes_every_result_of_a_crowd_that_does_not_fit() -> None:
+    """Preemptions, chunks, endings and late comers: a wrong row, order or position raises a WorkerFault."""
+    rng, engine = random.Random(5), Engine()
+    waiting: deque[AddRequest] = deque()
+    for index in range(60):
+        prompt = [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
+        wishes: dict[str, Any] = {"max_tokens": rng.randrange(1, 30), "ignore_eos": True}
+        if index % 3 == 0:
+            wishes["logprobs"] = rng.randrange(0, 4)
+        waiting.append(make_request(f"r{index}", prompt, seed=index, **wishes))
+    busy = True
+    while waiting or busy:
+        if waiting and rng.random() < 0.5:
+            engine.scheduler.consume(waiting.popleft())
+        busy = engine.turn()
+    assert len(engine.ended) == 60 and engine.num_logprobs > 100
+    assert engine.scheduler.statistics(0).num_preemptions > 0
+
+
+def test_log_probabilities_of_a_prompt_come_once_for_each_of_its_tokens() -> None:
+    engine = Engine(max_num_batched_tokens=16)
+    engine.scheduler.consume(make_request("r", list(range(50)), max_tokens=3, prompt_logprobs=2))
+    while engine.turn():
+        pass
+    assert list(engine.prompts.values()) == [list(range(1, 50))]
+
+
+def test_log_probabilities_fall_and_name_the_token_first() -> None:
+    runner = SimulatedRunner(CONFIG)
+    result = runner.finish(runner.launch(adding(1, 0, 5, logprobs=3)), None, 0.0)
+    assert result.tokens is not None and result.logprobs is not None
+    assert result.logprob_token_ids is not None and result.logprob_values is not None
+    assert (result.logprobs.rows, result.logprobs.width) == ([0], 4)
+    ids = result.logprob_token_ids.tolist()
+    assert ids[0] == ids[1] == result.tokens[0] and len(set(ids)) == 3
+    assert result.logprob_values.tolist() == pytest.approx([np.log(0.5) * n for n in (1, 1, 2, 3)])
+    assert result.logprob_ranks is not None and result.logprob_ranks.tolist() == [1]
