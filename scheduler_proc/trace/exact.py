@@ -1,0 +1,365 @@
+"""Exact replay: a fresh Scheduler is fed what a recorded one consumed, and must decide the same, field by field."""
+
+from collections.abc import Iterable
+from typing import Protocol, assert_never
+
+import msgspec
+import numpy as np
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.messages import (
+    Ended,
+    EndReason,
+    Int32,
+    OpaqueRequest,
+    OpaqueResult,
+    Rejected,
+    SchedulerOutput,
+)
+from quire.scheduler_proc.reasons import Decision
+from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
+from quire.scheduler_proc.trace.difference import (
+    NOTHING,
+    Difference,
+    Differs,
+    compare,
+    compare_decisions,
+    first_index,
+    id_in,
+    kind_of,
+)
+from quire.scheduler_proc.trace.lines import (
+    AnyLine,
+    Arrival,
+    ClientDropped,
+    End,
+    Epoch,
+    Event,
+    Header,
+    Lost,
+    PrefixCacheEvent,
+    Reason,
+    Result,
+    StepDecision,
+    StepSnapshot,
+    Tick,
+)
+from quire.scheduler_proc.trace.reader import TraceLine
+from quire.scheduler_proc.trace.tap import Tap
+from quire.scheduler_proc.trace.translate import decision_line
+
+
+class Observer(Protocol):
+    """Is shown a replay while it goes. Takes the Scheduler's messages; the replay takes its decisions."""
+
+    def begin(self, header: Header, scheduler: Scheduler, tap: Tap) -> None:
+        """The Scheduler is there; ``tap`` is told of what happens in it, and belongs to the replay but for ``hits``."""
+        ...
+
+    def arrived(self, line: Arrival) -> None: ...
+
+    def decided(self, line: StepDecision, decisions: list[Decision]) -> None: ...
+
+    def answered(self, line: Result, decisions: list[Decision]) -> None: ...
+
+    def changed(self, now: float, decisions: list[Decision]) -> None:
+        """Anything else happened."""
+        ...
+
+
+def replay_lines(
+    lines: Iterable[TraceLine], *, check: bool = False, observe: Observer | None = None
+) -> Difference | None:
+    """Replay a trace; None when every decision, snapshot and ending is the recorded one.
+
+    Args:
+        lines: the header first.
+        check: call the Scheduler's ``check()`` after every line.
+
+    Raises:
+        ConfigError: there is no header, or lines were lost.
+    """
+    told = iter(lines)
+    first = next(told, None)
+    if first is None or not isinstance(first.line, Header):
+        raise ConfigError("a trace must begin with its header")
+    if not first.line.complete:
+        raise ConfigError(f"{first.file}: it begins in the middle of a run, and cannot be replayed exactly")
+    if not first.is_intact:
+        return _altered(first, 0)
+    replay = _Replay(first.line, observe)
+    for each in told:
+        difference = replay.take(each)
+        if difference is not None:
+            return difference
+        if check:
+            replay.scheduler.check()
+    return None
+
+
+def _altered(told: TraceLine, step: int) -> Difference:
+    line = told.line
+    return Difference(told.number, step, kind_of(line), "crc", line.crc, "another", id_in(line), told.file)
+
+
+class _Replay:
+    """A Scheduler, and what was recorded and is still to be compared with what it does."""
+
+    def __init__(self, header: Header, observer: Observer | None) -> None:
+        self.scheduler = Scheduler(header.config, header.kv_layout, header.num_blocks)
+        self._header = header
+        self._tap = Tap()
+        self.scheduler.listen(self._tap)
+        self._observer = observer
+        if observer is not None:
+            observer.begin(header, self.scheduler, self._tap)
+        self._step = 0
+        self._admissions: list[TraceLine] = []
+        self._decisions: list[Decision] = []
+
+    def take(self, told: TraceLine) -> Difference | None:
+        """Feed or compare one line."""
+        line = told.line
+        if isinstance(line, Lost):
+            raise ConfigError(
+                f"{told.file}: line {told.number}: {line.lines} lines are missing; "
+                "what follows cannot be replayed exactly (--lenient replays what is before)"
+            )
+        if isinstance(line, PrefixCacheEvent):
+            self._admissions.append(told)
+            return None if told.is_intact else _altered(told, line.step)
+        try:
+            self._take(line)
+        except Differs as found:
+            return self._located(told, found)
+        except (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError) as error:
+            # A line that was altered can say anything; what that breaks inside is a difference, too.
+            return self._located(told, Differs("", "a line that fits", repr(error)))
+        self._tap.ended.clear()
+        self.scheduler.take_messages()
+        return None if told.is_intact else _altered(told, self._step)
+
+    def _located(self, told: TraceLine, found: Differs) -> Difference:
+        if found.field == "admissions":  # a line of its own, before this one
+            told = next((each for each in self._admissions if id_in(each.line) == found.req_id), told)
+        line = told.line
+        step = line.step if isinstance(line, StepDecision | StepSnapshot | PrefixCacheEvent | Result) else self._step
+        req_id = found.req_id or id_in(line)
+        return Difference(
+            told.number, step, kind_of(line), found.field, found.recorded, found.decided, req_id, told.file
+        )
+
+    def _take(self, line: AnyLine) -> None:
+        match line:
+            case StepDecision():
+                self._decide(line)
+            case Result():
+                self._answer(line)
+            case StepSnapshot():
+                self._compare_snapshot(line)
+            case Arrival():
+                self._arrive(line)
+            case Tick():
+                self._tick(line)
+            case Event():
+                self._foretell(line.hashes)
+                self.scheduler.consume(line.event, line.client)
+                self._changed(line.now)
+            case ClientDropped():
+                self._foretell(line.hashes)
+                self.scheduler.drop_client(line.client)
+                self._changed(line.now)
+            case Epoch():
+                self._begin_epoch(line)
+            case Header():
+                self._compare_header(line)
+            case End() | Lost() | PrefixCacheEvent():
+                pass
+            case _:
+                assert_never(line)
+
+    # ---- events
+
+    def _arrive(self, line: Arrival) -> None:
+        key = (line.client, line.req_id)
+        if key in self.scheduler.table.requests:
+            raise Differs("req_id", line.req_id, "refused: it is in use")
+        self.scheduler.consume(
+            OpaqueRequest(
+                line.req_id,
+                line.num_prompt_tokens,
+                line.sampling,
+                line.seed,
+                line.block_hashes,
+                hash_bytes=self._header.hash_bytes,
+                priority=line.priority,
+                arrival=line.arrival,
+                num_output_tokens=line.num_output_tokens,
+            ),
+            line.client,
+        )
+        if key not in self.scheduler.table.requests and not self._tap.ended:
+            refused = [m for _, m in self.scheduler.take_messages() if isinstance(m, Rejected)]
+            raise Differs(refused[0].param, "accepted", f"refused: {refused[0].message}")
+        if self._observer is not None:
+            self._observer.arrived(line)
+
+    def _answer(self, line: Result) -> None:
+        self._foretell(line.hashes)
+        for ended in line.ended:
+            self._check_length(ended)
+        try:
+            self.scheduler.consume(_opaque(line))
+        except WorkerFault as fault:
+            raise Differs(_blamed(str(fault)), "a result that fits", str(fault)) from None
+        if self._tap.ended != line.ended:
+            at = first_index(line.ended, self._tap.ended)
+            ended = line.ended[at] if at < len(line.ended) else self._tap.ended[at]
+            compare("ended", line.ended, self._tap.ended, self._name_of(ended.handle))
+        decisions = self._take_decisions()
+        if self._observer is not None:
+            self._observer.answered(line, decisions)
+
+    def _check_length(self, ended: Ended) -> None:
+        """That it ended for its length needs no token to be seen. That it did not end is seen without looking here."""
+        request = self.scheduler.table.find(ended.handle)
+        if request is None or ended.reason != EndReason.LENGTH:
+            return
+        most = request.max_total_tokens - request.num_prompt_tokens
+        if ended.num_output_tokens != most:
+            raise Differs("ended", f"at its length after {ended.num_output_tokens} tokens", most, request.request_id)
+
+    def _begin_epoch(self, line: Epoch) -> None:
+        self._foretell(line.hashes)
+        if line.halved and not self.scheduler.halve_steps():
+            raise Differs("halved", True, False)
+        self.scheduler.begin_epoch()
+        self._changed(line.now)
+
+    def _changed(self, now: float) -> None:
+        decisions = self._take_decisions()
+        if self._observer is not None:
+            self._observer.changed(now, decisions)
+
+    def _foretell(self, hashes: list[tuple[int, bytes]]) -> None:
+        table = self.scheduler.table
+        for handle, name in hashes:
+            request = table.find(handle)
+            if request is None:
+                raise Differs("hashes", handle, "no request with this handle")
+            table.foretell(request, name)
+
+    # ---- decisions
+
+    def _decide(self, line: StepDecision) -> None:
+        self._foretell(line.hashes)
+        diff = self.scheduler.schedule(line.now)
+        if diff is None:
+            raise Differs("step", line.step, NOTHING)
+        decisions = self._take_decisions()
+        self._compare_admissions()
+        compare_decisions(line, self._as_line(line, diff), self._name_of)
+        self._step = line.step
+        self._decisions.clear()
+        if self._observer is not None:
+            self._observer.decided(line, decisions)
+        self._tap.hits.clear()
+
+    def _tick(self, line: Tick) -> None:
+        self._foretell(line.hashes)
+        diff = self.scheduler.schedule(line.now)
+        if diff is not None:
+            raise Differs("step", NOTHING, diff.step)
+        decisions = self._take_decisions()
+        self._compare_admissions()
+        compare("reasons", line.reasons, self._reasons())
+        self._decisions.clear()
+        self._tap.hits.clear()
+        if self._observer is not None:
+            self._observer.changed(line.now, decisions)
+
+    def _as_line(self, line: StepDecision, diff: SchedulerOutput) -> StepDecision:
+        """What was decided as it would have been recorded; what is no decision is as in ``line``."""
+        running = self.scheduler.table.running
+        priorities = [running[row.handle].priority for row in diff.new_requests]
+        decided = decision_line(line.now, diff, priorities, self._reasons(), line.hashes)
+        return decided if line.crc is None else msgspec.structs.replace(decided, crc=line.crc)
+
+    def _reasons(self) -> list[Reason]:
+        """All since the last decision."""
+        return [Reason(d.kind, d.request_id, d.reason, d.beneficiary, d.num_blocks) for d in self._decisions]
+
+    def _take_decisions(self) -> list[Decision]:
+        """The newest; they are compared with the next line that tells any."""
+        decisions = self.scheduler.decisions.take()
+        self._decisions += decisions
+        return decisions
+
+    def _compare_admissions(self) -> None:
+        """Of this decision, each of which has a line of its own before it."""
+        if not self._admissions and not self._tap.hits:
+            return
+        told = [_hit(each.line) for each in self._admissions]
+        done = [(h.request_id, h.num_hit_tokens, h.num_prompt_tokens, h.num_tokens) for h in self._tap.hits]
+        if told != done:
+            at = first_index(told, done)
+            name = told[at][0] if at < len(told) else done[at][0]
+            raise Differs(
+                "admissions",
+                told[at] if at < len(told) else NOTHING,
+                done[at] if at < len(done) else NOTHING,
+                name,
+            )
+        self._admissions.clear()
+
+    def _compare_snapshot(self, line: StepSnapshot) -> None:
+        table, pool = self.scheduler.table, self.scheduler.kv.pool
+        compare("running", line.running, len(table.running) + len(table.leaving))
+        compare("waiting", line.waiting, table.num_waiting)
+        compare("free_blocks", line.free_blocks, pool.num_free_blocks)
+        compare("total_blocks", line.total_blocks, pool.num_usable_blocks)
+        compare("gpu_cached_blocks", line.gpu_cached_blocks, pool.num_cached_blocks)
+        compare("num_pinned", line.num_pinned, 0)
+
+    def _compare_header(self, line: Header) -> None:
+        """Of a further file: the same engine, but for steps that were halved on the way."""
+        first = self._header
+        most = first.config.max_num_batched_tokens
+        compare("config", msgspec.structs.replace(line.config, max_num_batched_tokens=most), first.config)
+        compare("kv_layout", line.kv_layout, first.kv_layout)
+        compare("num_blocks", line.num_blocks, first.num_blocks)
+
+    def _name_of(self, handle: int) -> str:
+        request = self.scheduler.table.find(handle)
+        return "" if request is None else request.request_id
+
+
+def _hit(line: AnyLine) -> tuple[str, int, int, int]:
+    assert isinstance(line, PrefixCacheEvent)
+    return line.req_id, line.local_hit_tokens, line.total_prompt_tokens, line.num_tokens
+
+
+def _opaque(line: Result) -> OpaqueResult:
+    """Without its hashes, which are told before."""
+    return OpaqueResult(
+        line.step,
+        _array(line.handles),
+        line.ended,
+        [],
+        _array(line.counts),
+        _array(line.drafts),
+        line.bad,
+        line.seconds,
+        line.failed,
+    )
+
+
+def _array(listed: list[int] | None) -> Int32 | None:
+    return None if listed is None else np.array(listed, np.int32)
+
+
+def _blamed(fault: str) -> str:
+    """The field of a result that a refusal of it is about."""
+    words = {"expected": "step", "other requests": "handles", "bad or failed": "bad", "drafts do": "drafts"}
+    words["more drafts"] = "drafts"
+    return next((field for word, field in words.items() if word in fault), "counts")

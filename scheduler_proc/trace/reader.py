@@ -1,0 +1,260 @@
+"""Reads the lines of a trace: whole, rotated, packed or cut short. What is wrong is said with file and line."""
+
+import gzip
+import importlib
+import io
+import lzma
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+from zlib import crc32
+
+import msgspec
+
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.trace import lines
+from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Lost
+
+_GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
+_BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
+_LONGEST_HEADER = 2**24
+_CRC = b',"crc":'
+
+
+class TraceLine(NamedTuple):
+    """``number``: from 1 within ``file``. ``is_intact``: the line has the checksum that it says."""
+
+    line: AnyLine
+    number: int
+    file: str
+    is_intact: bool = True
+
+
+class _First(msgspec.Struct):
+    """As much of a first line as every version will have."""
+
+    kind: str = ""
+    format: str = ""
+    version: int = -1
+
+
+class TraceReader:
+    """The lines of one trace, in order, of all its files. Owns no file while nobody iterates.
+
+    With ``lenient`` what is damaged is replaced by a ``Lost`` line each, and counted.
+
+    Attributes:
+        files: of the trace, in order, as far as they were found.
+        header: of the first file.
+        num_left_out: damaged lines so far.
+        notes: what a reader of the result should know, once the iteration is over.
+    """
+
+    def __init__(self, path: Path, *, lenient: bool = False, keep_altered: bool = False) -> None:
+        """
+        Args:
+            path: a file, whose further parts are found beside it, or a folder that holds one trace.
+            keep_altered: lines whose checksum does not match are given as they are, with ``is_intact`` false.
+
+        Raises:
+            ConfigError: there is no trace, it is of another version, or begins in the middle.
+        """
+        self._lenient = lenient
+        self._keep_altered = keep_altered
+        self.num_left_out = 0
+        self.notes: list[str] = []
+        self.files = _find_files(path)
+        self.header = read_header(self.files[0])
+        if self.header.part:
+            self._complain(f"{self.files[0]} is part {self.header.part} of a trace; the parts before it are missing")
+
+    def __iter__(self) -> Iterator[TraceLine]:
+        """Raises ConfigError at what is damaged, or missing, unless the reader is lenient."""
+        for at, file in enumerate(self.files):
+            if at and read_header(file).part != self.header.part + at:
+                self._complain(f"{file} is part {read_header(file).part}, not {self.header.part + at} of the trace")
+                return
+            end = None
+            for told in self._read(file):
+                yield told
+                if isinstance(told.line, End):
+                    end = told.line
+            if end is None or not end.next_part:
+                self._note_end(end, at)
+                return
+        self._complain(f"{self.files[-1]} says that the trace goes on in another file, which is missing")
+
+    def _note_end(self, end: End | None, at: int) -> None:
+        if end is None:
+            self.notes.append(f"{self.files[at]} has no end: it was cut short, or is still being written")
+        if self.files[at + 1 :]:
+            self.notes.append(f"{self.files[at]} is the last part; {self.files[at + 1]} is of another trace")
+
+    def _read(self, file: Path) -> Iterator[TraceLine]:
+        name, number = file.name, 0
+        try:
+            with open_trace(file) as stream:
+                for number, raw in enumerate(stream, 1):
+                    yield self._decode(raw, number, name, file)
+        except _BROKEN as error:
+            yield self._damaged(f"{file}: after line {number}: {_say(error)}", number + 1, name)
+
+    def _decode(self, raw: bytes, number: int, name: str, file: Path) -> TraceLine:
+        try:
+            line = lines.decode_line(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            what = "is cut short" if not raw.endswith(b"\n") else f"is damaged: {error}"
+            return self._damaged(f"{file}: line {number} {what}", number, name)
+        if _has_its_checksum(raw, line):
+            return TraceLine(line, number, name)
+        if self._keep_altered:
+            return TraceLine(line, number, name, False)
+        return self._damaged(f"{file}: line {number} was altered: its checksum does not match", number, name)
+
+    def _damaged(self, text: str, number: int, name: str) -> TraceLine:
+        if not self.num_left_out:
+            self._complain(text)
+        self.num_left_out += 1
+        return TraceLine(Lost(lines=1), number, name)
+
+    def _complain(self, text: str) -> None:
+        if not self._lenient:
+            raise ConfigError(f"{text} (--lenient keeps what is good)")
+        self.notes.append(text)
+
+
+def _has_its_checksum(raw: bytes, line: AnyLine) -> bool:
+    """The quick way is for lines as they were written; any other is encoded again."""
+    body, _, crc = raw.rpartition(_CRC)
+    if body and line.crc is not None and crc32(body + b"}") == line.crc and crc.rstrip() == b"%d}" % line.crc:
+        return True
+    return lines.is_intact(line)
+
+
+def open_trace(file: Path) -> IO[bytes]:
+    """The unpacked bytes of a file; its first bytes tell how it is packed, whatever its name.
+
+    Raises:
+        ConfigError: it cannot be opened, or nothing here can unpack it.
+    """
+    try:
+        with file.open("rb") as raw:
+            magic = raw.read(6)
+        if magic.startswith(_GZIP):
+            return cast(IO[bytes], gzip.open(file))
+        if magic.startswith(_XZ):
+            return cast(IO[bytes], lzma.open(file))
+        if magic.startswith(_ZSTD):
+            return _open_zstd(file)
+        return file.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}") from None
+
+
+def _open_zstd(file: Path) -> IO[bytes]:
+    try:
+        zstandard: Any = importlib.import_module("zstandard")
+    except ImportError:
+        raise ConfigError(f"{file}: reading it needs the package zstandard: pip install 'quire[trace]'") from None
+    reader = zstandard.ZstdDecompressor().stream_reader(file.open("rb"), read_across_frames=True, closefd=True)
+    return io.BufferedReader(_Unpacked(reader, zstandard.ZstdError))
+
+
+class _Unpacked(io.RawIOBase):
+    """A reader of packed data whose own errors are OSErrors."""
+
+    def __init__(self, reader: Any, error: type[Exception]) -> None:
+        self._reader = reader
+        self._error = error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            count: int = self._reader.readinto(buffer)
+        except self._error as error:
+            raise OSError(str(error)) from None
+        return count
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()
+
+
+def read_header(file: Path) -> Header:
+    """The first line of ``file``.
+
+    Raises:
+        ConfigError: it is no trace of ours, or of a version that this code does not know.
+    """
+    try:
+        with open_trace(file) as stream:
+            raw = stream.readline(_LONGEST_HEADER)
+    except _BROKEN as error:
+        raise ConfigError(f"{file}: {_say(error)}") from None
+    if not raw:
+        raise ConfigError(f"{file} is empty")
+    try:
+        first = msgspec.json.decode(raw, type=_First)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        first = _First()
+    if first.kind != "header" or first.format != lines.FORMAT:
+        kind = f"format {first.format[:40]!r}" if first.format else "no header of one"
+        raise ConfigError(f"{file}: line 1 is not the header of a Quire trace ({kind})")
+    if first.version != lines.VERSION:
+        raise ConfigError(
+            f"{file} has version {first.version} of the trace format; this Quire reads version {lines.VERSION}"
+        )
+    try:
+        header = lines.decode_line(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file}: line 1 is damaged: {error}") from None
+    assert isinstance(header, Header)  # it says so
+    return header
+
+
+def is_trace(file: Path) -> bool:
+    """Whether it begins as one of ours, of whatever version."""
+    try:
+        with open_trace(file) as stream:
+            return msgspec.json.decode(stream.readline(_LONGEST_HEADER), type=_First).format == lines.FORMAT
+    except (ConfigError, *_BROKEN, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+
+
+def _find_files(path: Path) -> list[Path]:
+    """The files of one trace, in order."""
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file")
+    parts: list[tuple[int, Path]] = []
+    for sibling in path.parent.iterdir() if path.name else ():
+        found = re.fullmatch(re.escape(path.name) + r"\.(\d+)", sibling.name)
+        if found and sibling.is_file():
+            parts.append((int(found[1]), sibling))
+    return [path, *(sibling for _, sibling in sorted(parts))]
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and is_trace(file)]
+    headers = {file: read_header(file) for file in files}
+    if not files:
+        raise ConfigError(f"{folder} holds no Quire trace")
+    firsts = [file for file in files if headers[file].part == 0]
+    if len(firsts) > 1:
+        raise ConfigError(f"{folder} holds {len(firsts)} traces, of which {firsts[0].name} is one: name it")
+    return sorted(files, key=lambda file: headers[file].part)
+
+
+def numbered(told: Iterable[AnyLine], file: str = "") -> Iterator[TraceLine]:
+    """Lines that are in memory, as a reader gives them."""
+    for number, line in enumerate(told, 1):
+        yield TraceLine(line, number, file)
+
+
+def _say(error: Exception) -> str:
+    return f"the packed data is damaged or cut short ({error})"
