@@ -1,0 +1,57 @@
+"""Runs as one page that needs nothing else: no network, no fonts, no library. The same runs give the same bytes."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from quire.launch.replay.report.page_data import page_data
+from quire.launch.replay.run_record import RunRecord
+
+SCRIPTS = ("base.js", "plot.js", "charts.js", "distributions.js", "waterfall.js", "details.js", "tables.js", "main.js")
+"""In this order: each uses what is before it."""
+
+
+def write_html(path: Path, runs: Sequence[RunRecord]) -> None:
+    """One run, or two side by side, with the same axes.
+
+    Raises:
+        ValueError: neither one nor two.
+        OSError: the file cannot be written.
+    """
+    if len(runs) not in (1, 2):
+        raise ValueError(f"a page shows one run or two, not {len(runs)}")
+    style = _asset("page.css")
+    # One scope for all, so that nothing of the page is global and the browser's names stay its own.
+    script = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
+    parts = {
+        "title": html.escape(" against ".join(run.title or run.source or "replay" for run in runs)),
+        # Only this script and this style may run: what a client got into the data cannot.
+        "policy": f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {_source(script)}; "
+        "base-uri 'none'; form-action 'none'",
+        "style": style,
+        "script": script,
+        "data": data_island(page_data(runs)),
+    }
+    # In one pass: a title that has a mark in it is not filled in again.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
+    path.write_bytes(page.encode("utf-8", "replace"))
+
+
+def data_island(data: object) -> str:
+    """JSON that can stand inside a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _source(text: str) -> str:
+    """A Content-Security-Policy source that allows exactly this text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
