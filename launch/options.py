@@ -19,11 +19,13 @@ from quire.launch.sampling_options import (
     thinking_markers,
 )
 from quire.launch.speculative import parse_speculative
+from quire.launch.trace_options import crash_dump_dir, trace_path
 from quire.protocol.checkpoint import stored_tensors
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.kv_events import check_endpoints
 from quire.protocol.model_config import ModelConfig, load_model_config
+from quire.version import __version__
 
 # Names that users of other engines type, and ours for them.
 FOREIGN_NAMES = {
@@ -131,6 +133,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs_backend: Annotated[Literal["llguidance", "xgrammar"], Help("library of grammars")] = "llguidance"
     kv_events_endpoint: Annotated[str, Help("publish cache events: ipc:///folder/name or tcp://127.0.0.1:port")] = ""
     kv_events_replay_endpoint: Annotated[str, Help("where missed cache events are asked for, in the same form")] = ""
+    trace: Annotated[str | None, Help("record what the scheduler decides in this file; .zst: compressed")] = None
+    trace_prompts: Annotated[bool, Help("with the prompts' tokens")] = False
+    trace_max_bytes: Annotated[int, Help("go on in FILE.1, FILE.2, ... when one is so large; 0: one file")] = 0
+    crash_dump_dir: Annotated[
+        str | None, Help("folder for the last events of an engine that failed; empty: none (the user's state folder)")
+    ] = None
     seed: Annotated[int, Help("of random weights")] = 0
 
 
@@ -241,6 +249,11 @@ def make_engine_config(
         kv_events_replay_endpoint=options.kv_events_replay_endpoint,
         async_scheduling=options.async_scheduling,
         seed=options.seed,
+        trace=trace_path(options.trace, options.trace_max_bytes),
+        trace_prompts=options.trace_prompts,
+        trace_max_bytes=options.trace_max_bytes,
+        crash_dump_dir=crash_dump_dir(options.crash_dump_dir),
+        version=__version__,
     )
 
 

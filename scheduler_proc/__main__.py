@@ -1,5 +1,7 @@
 """Start the scheduler process: ``python -P -m quire.scheduler_proc``, by the supervisor only."""
 
+import signal
+
 import msgspec
 import zmq
 
@@ -38,6 +40,7 @@ def main() -> None:
         ]
         loop = SchedulerLoop(config, hub, workers, child)
         on_sigterm(loop.stop)
+        signal.signal(signal.SIGUSR2, lambda signum, frame: loop.dump())
         child.report(Report("started"))
 
         loop.run()
