@@ -1,0 +1,100 @@
+"""Agents' requests as text: prompts and answers are cut into tokens here, and contents are hashes of those."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from quire.launch.demo import demo_model_path
+from quire.launch.replay.formats.content import chain_ids, tell_answers
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.formats.read import Faults, Seconds, at_least_one_token, empty_notes, files_of, finish, records
+from quire.launch.replay.workload import Call, Content, Workload
+from quire.launch.text_in import NO_TOKENIZER, TextIn
+from quire.protocol.errors import ConfigError
+
+_BATCH = 64
+
+
+class _Line(msgspec.Struct):
+    """``timestamp``: microseconds since 1970, of when the request was logged."""
+
+    timestamp: Seconds | int
+    input: str
+    output: str
+    session_id: str
+
+
+def load(path: Path, options: LoadOptions) -> Workload:
+    """The first request comes at 0; a session's turns are in order of their times.
+
+    Raises:
+        ConfigError: a line is bad, or there is no tokenizer.
+    """
+    faults = Faults(options.lenient)
+    lines: list[_Line] = []
+    for file in files_of(path):
+        for number, line in records(file, _Line, faults):
+            if not 0 <= line.timestamp <= 2**62:
+                faults.add(file, number, f"`timestamp` cannot be {line.timestamp}")
+            else:
+                lines.append(line)
+    num_unsorted = sum(b.timestamp < a.timestamp for a, b in pairwise(lines))
+    lines.sort(key=lambda line: line.timestamp)
+    folder = options.tokenizer or demo_model_path()
+    empty_prompts, empty_answers = [0], [0]
+    calls: list[Call] = []
+    for line, tokens, num_output_tokens in _tokenize(lines, folder):
+        call = Call(
+            len(calls),
+            f"{len(calls)}",
+            (line.timestamp - lines[0].timestamp) / 1e6,
+            at_least_one_token(len(tokens), empty_prompts),
+            at_least_one_token(num_output_tokens, empty_answers),
+            Content(chain_ids(tokens, options.block_size), options.block_size),
+            line.session_id,
+            tokens=tokens or array("i", [0]),
+            text=line.input,
+        )
+        calls.append(call)
+    _chain(calls)
+    notes = [f"text is cut by the tokenizer of {'the demo model' if options.tokenizer is None else folder}"]
+    notes += empty_notes(empty_prompts, "prompt") + empty_notes(empty_answers)
+    if num_unsorted:
+        notes.append(f"{num_unsorted} lines were logged later than the one after: all were sorted by time")
+    notes.append("times are when requests were logged: a pause in a conversation has the original answer's time in it")
+    return finish(Workload("agent-text", str(path), calls, notes=notes), options, faults)
+
+
+def _chain(calls: list[Call]) -> None:
+    turns: dict[str, list[Call]] = {}
+    for call in calls:
+        before = turns.setdefault(call.conversation, [])
+        if before:
+            call.after, call.pause = before[-1].number, call.arrival - before[-1].arrival
+        before.append(call)
+    for conversation in turns.values():
+        tell_answers(conversation)
+
+
+def _tokenize(lines: list[_Line], folder: Path) -> list[tuple[_Line, array[int], int]]:
+    """Each line with its prompt's tokens and its answer's length."""
+    tokenizer = TextIn.load(folder).tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"{folder}: {NO_TOKENIZER}")
+    done = []
+    for first in range(0, len(lines), _BATCH):
+        batch = lines[first : first + _BATCH]
+        prompts = _encode(tokenizer, [line.input for line in batch], add_special_tokens=True)
+        answers = _encode(tokenizer, [line.output for line in batch], add_special_tokens=False)
+        done += [(line, ids, len(answer)) for line, ids, answer in zip(batch, prompts, answers, strict=True)]
+    return done
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens: bool) -> list[array[int]]:
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    return [array("i", encoding.ids) for encoding in encodings]

@@ -1,0 +1,130 @@
+"""Arrival processes and length distributions, by name: what a workload without times or lengths is made of."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.protocol.errors import ConfigError, did_you_mean
+
+Doubles = npt.NDArray[np.float64]
+_PARAMETERS = {
+    "poisson": ("rate",),
+    "gamma": ("rate", "cv"),
+    "weibull": ("rate", "cv"),
+    "constant": ("rate",),
+    "burst": ("rate", "size"),
+    "at-once": (),
+}
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """A process with ``rate`` requests per second; ``str`` gives it as the user writes it."""
+
+    kind: str
+    parameters: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return ":".join([self.kind, *(f"{value:g}" for value in self.parameters.values())])
+
+    def times(self, count: int, random: np.random.Generator) -> Doubles:
+        """Seconds, from 0, of ``count`` arrivals, in order."""
+        if self.kind == "at-once":
+            return np.zeros(count)
+        rate = self.parameters["rate"]
+        if self.kind == "constant":
+            return np.arange(count, dtype=np.float64) / rate
+        if self.kind == "burst":
+            size = int(self.parameters["size"])
+            return np.arange(count) // size * np.float64(size / rate)
+        cv = self.parameters.get("cv", 1.0)
+        gaps = draw_gaps("weibull" if self.kind == "weibull" else "gamma", cv, count, random) / rate
+        return np.cumsum(gaps) - (gaps[0] if count else 0.0)
+
+
+def parse_arrivals(spec: str) -> Arrivals:
+    """``poisson:RATE``, ``gamma:RATE:CV``, ``weibull:RATE:CV``, ``constant:RATE``, ``burst:RATE:SIZE``, ``at-once``.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    kind, *given = spec.split(":")
+    if kind not in _PARAMETERS:
+        known = ", ".join(_PARAMETERS)
+        raise ConfigError(f"unknown arrival process {kind!r}{did_you_mean(kind, _PARAMETERS)}; known are: {known}")
+    names = _PARAMETERS[kind]
+    if len(given) != len(names):
+        raise ConfigError(f"arrivals {spec!r}: give {':'.join([kind, *names]).upper().replace(kind.upper(), kind)}")
+    parameters = {name: positive(text, f"arrivals {spec!r}: {name}") for name, text in zip(names, given, strict=True)}
+    if "size" in parameters and not parameters["size"].is_integer():
+        raise ConfigError(f"arrivals {spec!r}: size must be a whole number")
+    return Arrivals(kind, parameters)
+
+
+def positive(text: str, what: str) -> float:
+    """Raises: ConfigError: ``text`` is no finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value <= 1e12):
+        raise ConfigError(f"{what} must be a number above 0, not {text!r}")
+    return value
+
+
+def draw_gaps(family: str, cv: float, count: int, random: np.random.Generator) -> Doubles:
+    """``count`` gaps of mean 1 with this coefficient of variation, gamma or Weibull distributed."""
+    if family == "gamma":
+        shape = 1 / cv**2
+        return random.gamma(shape, 1 / shape, count)
+    shape = weibull_shape(cv)
+    return random.weibull(shape, count) * math.exp(-math.lgamma(1 + 1 / shape))
+
+
+def weibull_shape(cv: float) -> float:
+    """Its coefficient of variation falls as the shape grows: found by halving an interval (of the logarithm)."""
+
+    def log_moments(shape: float) -> float:
+        return math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)
+
+    wanted = math.log1p(cv**2)
+    low, high = math.log(0.02), math.log(500.0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if log_moments(math.exp(middle)) > wanted else (low, middle)
+    return math.exp(low)
+
+
+Lengths = Callable[[int, np.random.Generator], npt.NDArray[np.int64]]
+"""How many, and a generator of random numbers, to so many lengths in tokens."""
+
+
+def parse_lengths(spec: str, what: str, largest: int) -> Lengths:
+    """``fixed:N`` (or ``N``), ``uniform:LOW:HIGH`` (both included), ``lognormal:MEAN:CV`` (of at least 1 token).
+
+    Raises:
+        ConfigError: it is none of these, or a length would lie outside of 1 to ``largest``.
+    """
+    kind, *given = spec.split(":") if ":" in spec else ("fixed", spec)
+    counts = {"fixed": 1, "uniform": 2, "lognormal": 2}
+    if kind not in counts:
+        raise ConfigError(f"{what}: unknown distribution {kind!r}; known are: fixed, uniform, lognormal, file")
+    if len(given) != counts[kind]:
+        raise ConfigError(f"{what}: give fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV or file:PATH, not {spec!r}")
+    numbers = [positive(text, f"{what}: {kind}") for text in given]
+    if numbers[0] > largest or (kind == "uniform" and numbers[1] > largest):
+        raise ConfigError(f"{what}: no request can have more than {largest} tokens")
+    if kind == "lognormal":
+        mean, cv = numbers
+        variance = math.log1p(cv**2)
+        mu, sigma = math.log(mean) - variance / 2, math.sqrt(variance)
+        return lambda n, random: np.clip(np.rint(random.lognormal(mu, sigma, n)), 1, largest).astype(np.int64)
+    if not all(number.is_integer() for number in numbers):
+        raise ConfigError(f"{what}: {spec!r} must have whole numbers")
+    low, high = int(numbers[0]), int(numbers[-1])
+    if low > high:
+        raise ConfigError(f"{what}: {spec!r} has its ends the wrong way round")
+    return lambda n, random: random.integers(low, high, n, np.int64, endpoint=True)

@@ -1,0 +1,67 @@
+"""Azure's LLM inference traces: CSV of times and lengths, nothing of contents."""
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.formats.read import (
+    Faults,
+    at_least_one_token,
+    empty_notes,
+    files_of,
+    finish,
+)
+from quire.launch.replay.formats.table import read_table, token_count
+from quire.launch.replay.workload import Call, Workload
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:\+00:00|Z)?")
+_EPOCH = datetime(1970, 1, 1)
+
+
+def load(path: Path, options: LoadOptions) -> Workload:
+    """The first request comes at 0.
+
+    Raises:
+        ConfigError: a line is bad, or times decrease (lenient: they are sorted).
+    """
+    faults = Faults(options.lenient)
+    empty, unsorted = [0], [0]
+    rows = [row for file in files_of(path) for row in _rows(file, faults, empty, unsorted)]
+    first = min((when for when, _, _ in rows), default=0)
+    calls = [Call(i, f"{i}", (when - first) / 1e9, n_in, n_out) for i, (when, n_in, n_out) in enumerate(rows)]
+    notes = ["the trace does not tell contents: no prompt shares a prefix with another", *empty_notes(empty)]
+    if unsorted[0]:
+        notes.append(f"{unsorted[0]} lines came earlier than the one before: all were sorted by time")
+    return finish(Workload("azure", str(path), calls, notes=notes), options, faults)
+
+
+def _rows(file: Path, faults: Faults, empty: list[int], unsorted: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Nanoseconds since 1970, prompt tokens, answer tokens."""
+    last = 0
+    for number, (time, prompt, answer) in read_table(file, COLUMNS, faults):
+        try:
+            when, n_in, n_out = _nanoseconds(time), token_count(prompt, COLUMNS[1], 1), token_count(answer, COLUMNS[2])
+        except ValueError as error:
+            faults.add(file, number, str(error))
+            continue
+        if when < last:
+            unsorted[0] += 1
+            if not faults.lenient:
+                faults.add(file, number, f"`TIMESTAMP` {time} is earlier than in the line before")
+        last = max(last, when)
+        yield when, n_in, at_least_one_token(n_out, empty)
+
+
+def _nanoseconds(text: str) -> int:
+    """Exact: the trace has seven digits behind the point, which a datetime cannot hold."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"`TIMESTAMP` is no time: {text!r}")
+    try:
+        since = datetime.fromisoformat(match[1]) - _EPOCH
+    except ValueError:
+        raise ValueError(f"`TIMESTAMP` is no time: {text!r}") from None
+    return (since.days * 86400 + since.seconds) * 10**9 + int((match[2] or "").ljust(9, "0"))

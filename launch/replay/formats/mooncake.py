@@ -1,0 +1,83 @@
+"""Mooncake's request traces: times, lengths, and chained ids of 512-token blocks (the last one, partly filled, too)."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import msgspec
+
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.formats.read import (
+    AnswerLength,
+    Faults,
+    PromptLength,
+    Seconds,
+    at_least_one_token,
+    empty_notes,
+    files_of,
+    finish,
+    records,
+)
+from quire.launch.replay.workload import Call, Content, Workload
+
+UNIT = 512
+
+
+class _Line(msgspec.Struct):
+    """``timestamp`` is milliseconds; an id names a block and all before it."""
+
+    timestamp: Seconds
+    input_length: PromptLength
+    output_length: AnswerLength
+    hash_ids: list[int]
+
+
+def load(path: Path, options: LoadOptions) -> Workload:
+    """Several files of a folder run side by side, each with ids of its own.
+
+    Raises:
+        ConfigError: a line is bad, or times decrease within a file (lenient: they are sorted).
+    """
+    faults = Faults(options.lenient)
+    workload = Workload("mooncake", str(path), [])
+    empty = [0]
+    unsorted = 0
+    for space, file in enumerate(files_of(path)):
+        last = 0.0
+        for number, line in records(file, _Line, faults):
+            ids = _ids(line, file, number, faults)
+            if ids is None:
+                continue
+            if line.timestamp < last:
+                unsorted += 1
+                if not options.lenient:
+                    faults.add(file, number, f"timestamp {line.timestamp:g} is less than {last:g} in the line before")
+            last = max(last, line.timestamp)
+            workload.calls.append(
+                Call(
+                    len(workload.calls),
+                    f"{space}-{number}",
+                    line.timestamp / 1e3,
+                    line.input_length,
+                    at_least_one_token(line.output_length, empty),
+                    Content(ids, UNIT, space),
+                )
+            )
+    workload.notes += empty_notes(empty)
+    if unsorted:
+        workload.notes.append(f"{unsorted} lines came earlier than the one before: all were sorted by time")
+    return finish(workload, options, faults)
+
+
+def _ids(line: _Line, file: Path, number: int, faults: Faults) -> array[int] | None:
+    expected = -(-line.input_length // UNIT)
+    if len(line.hash_ids) != expected:
+        what = f"`hash_ids` has {len(line.hash_ids)} entries; {line.input_length} tokens make {expected}"
+        faults.add(file, number, what)
+        return None
+    try:
+        return array("Q", line.hash_ids)
+    except OverflowError:
+        faults.add(file, number, "`hash_ids` must be from 0 to 2**64 - 1")
+        return None

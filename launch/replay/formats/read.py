@@ -1,0 +1,222 @@
+"""Files of traces, line by line: compressed or not, good or bad; a bad line is one clear error, or is counted."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, TypeVar, cast
+
+import msgspec
+
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.workload import Call, Workload
+from quire.protocol.errors import ConfigError
+
+MAX_TOKENS = 2**31 - 1
+MAX_LINE_BYTES = 2**28
+_CHUNK = 2**20
+_MAGIC = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+PromptLength = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+AnswerLength = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+T = TypeVar("T")
+
+
+class Faults:
+    """Bad lines of one load: the first is raised, or each is left out and counted where the user is lenient."""
+
+    def __init__(self, lenient: bool) -> None:
+        self.lenient = lenient
+        self.count = 0
+        self._first = ""
+
+    def add(self, path: Path, line: int, what: str) -> None:
+        """Raises: ConfigError: unless lenient."""
+        said = f"{path}:{line}: {what}"
+        if not self.lenient:
+            raise ConfigError(said)
+        self.count += 1
+        self._first = self._first or said
+
+    def notes(self) -> list[str]:
+        if not self.count:
+            return []
+        lines = "1 bad line was" if self.count == 1 else f"{self.count} bad lines were"
+        return [f"{lines} left out; the first: {self._first}"]
+
+
+def _open(path: Path) -> BinaryIO:
+    """Decompressed bytes, by what the file begins with and not by its name."""
+    with path.open("rb") as file:
+        head = file.read(6)
+    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
+    if kind == "gz":
+        return cast(BinaryIO, gzip.open(path))
+    if kind == "xz":
+        return cast(BinaryIO, lzma.open(path))
+    if kind == "zst":
+        try:
+            zstandard: Any = importlib.import_module("zstandard")
+        except ImportError:
+            raise ConfigError(f"{path}: to read this, install zstandard (pip install zstandard)") from None
+        opened: BinaryIO = zstandard.open(path, "rb")
+        return opened
+    return path.open("rb")
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with _open(path) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def _is_broken_compression(error: Exception) -> bool:
+    """The zstandard package need not be there, so its error is known by name."""
+    known = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)
+    return isinstance(error, known) or type(error).__name__ == "ZstdError"
+
+
+def read_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and bytes of each line that is not blank.
+
+    Raises:
+        ConfigError: the file cannot be opened or decompressed (lenient: what came before the break is given), or one
+            line is absurdly long.
+    """
+    number, pieces, size = 1, list[bytes](), 0
+    try:
+        for chunk in _chunks(path):
+            first, *rest = chunk.split(b"\n")
+            pieces.append(first)
+            size += len(first)
+            if size > MAX_LINE_BYTES:
+                raise ConfigError(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES} bytes")
+            if not rest:
+                continue
+            for line in (b"".join(pieces), *rest[:-1]):
+                if line and not line.isspace():
+                    yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                number += 1
+            pieces, size = [rest[-1]], len(rest[-1])
+    except OSError as error:
+        if not _is_broken_compression(error):
+            raise ConfigError(f"{path}: {error.strerror or 'cannot be read'}") from None
+        faults.add(path, number, f"the compressed file is cut short or damaged here ({error})")
+        return
+    except Exception as error:
+        if not _is_broken_compression(error):
+            raise
+        faults.add(path, number, f"the compressed file is cut short or damaged here ({error})")
+        return
+    last = b"".join(pieces)
+    if last and not last.isspace():
+        yield number, last
+
+
+def read_whole(path: Path) -> bytes:
+    """Raises: ConfigError: it cannot be opened or decompressed."""
+    return b"\n".join(line for _, line in read_lines(path, Faults(False)))
+
+
+def decode(decoder: msgspec.json.Decoder[T], path: Path, number: int, line: bytes, faults: Faults) -> T | None:
+    """One JSON line, or None after it was counted as bad."""
+    try:
+        return decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        faults.add(path, number, _plain(str(error)))
+        return None
+
+
+def records(path: Path, type_: type[T], faults: Faults) -> Iterator[tuple[int, T]]:
+    """Line number and value of every good line of a file of JSON lines."""
+    decoder = msgspec.json.Decoder(type_)
+    for number, line in read_lines(path, faults):
+        value = decode(decoder, path, number, line, faults)
+        if value is not None:
+            yield number, value
+
+
+def _plain(error: str) -> str:
+    return error.replace(" - at `$.", " - in `").replace("`$`", "the line")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or all files of a folder in order of name.
+
+    Raises:
+        ConfigError: nothing is there.
+    """
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        if not files:
+            raise ConfigError(f"{path}: the folder holds no file")
+        return files
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder")
+    return [path]
+
+
+def shift_times(calls: list[Call], rate: float) -> None:
+    """Let conversations, and calls of none, start ``rate`` times as fast; what is inside one keeps its distances."""
+    if rate == 1:
+        return
+    starts: dict[str, float] = {}
+    for call in calls:
+        start = starts.setdefault(call.conversation, call.arrival) if call.conversation else call.arrival
+        call.arrival = start / rate + (call.arrival - start)
+
+
+def finish(workload: Workload, options: LoadOptions, faults: Faults, *, scale: bool = True) -> Workload:
+    """Cut to the window and the limit, scale, put in order of arrival (equal times as they stand) and number.
+
+    ``call.number`` and ``call.after`` may be any numbers that are unique among the calls.
+
+    Args:
+        scale: false where the rate is already in the times.
+
+    Raises:
+        ConfigError: no call is left.
+    """
+    total = len(workload.calls)
+    calls = sorted(workload.calls, key=lambda call: call.arrival)
+    end = float("inf") if options.duration is None else options.start + options.duration
+    if options.start > 0 or end < float("inf"):
+        calls = [call for call in calls if options.start <= call.arrival < end]
+        for call in calls:
+            call.arrival -= options.start
+    if scale:
+        shift_times(calls, options.rate)
+        calls.sort(key=lambda call: call.arrival)
+    del calls[options.limit or len(calls) :]
+    workload.notes += faults.notes()
+    if not calls:
+        why = f"none of its {total} requests is in the window" if total else "it holds no request"
+        raise ConfigError("; ".join([f"{workload.source}: {why}", *workload.notes]))
+    if len(calls) < total:
+        workload.notes.append(f"{len(calls)} of {total} requests are taken")
+    numbers = {call.number: new for new, call in enumerate(calls)}
+    for call in calls:
+        call.number = numbers[call.number]
+        call.after = None if call.after is None else numbers.get(call.after)
+    if scale and options.rate != 1:
+        workload.notes.append(f"starts come {options.rate:g} times as fast; pauses inside a conversation are unchanged")
+    workload.calls = calls
+    return workload
+
+
+def at_least_one_token(num_output_tokens: int, empty: list[int]) -> int:
+    """An answer of no tokens cannot be run: one is generated. ``empty[0]`` counts them."""
+    if num_output_tokens:
+        return num_output_tokens
+    empty[0] += 1
+    return 1
+
+
+def empty_notes(empty: list[int], what: str = "answer") -> list[str]:
+    if not empty[0]:
+        return []
+    return [f"{empty[0]} empty {what}{'s are' if empty[0] > 1 else ' is'} taken as one token"]

@@ -1,0 +1,99 @@
+"""Invented workloads: ``synthetic:requests=500,arrivals=gamma:4:2,input=lognormal:800:1,output=fixed:128``."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.launch.replay.formats.arrivals import Lengths, parse_arrivals, parse_lengths
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.formats.read import MAX_TOKENS, Faults, finish
+from quire.launch.replay.workload import Call, Content, Workload
+from quire.protocol.errors import ConfigError, did_you_mean
+
+PREFIX = "synthetic:"
+MAX_CALLS = 5_000_000
+_DEFAULTS = {
+    "requests": "1000",
+    "arrivals": "poisson:1",
+    "input": "lognormal:1024:1",
+    "output": "lognormal:256:1",
+    "prefix_groups": "0",
+    "prefix_tokens": "0",
+}
+
+
+def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload]) -> Workload:
+    """``path`` is the whole spec; what it leaves out is as in ``_DEFAULTS``.
+
+    ``input`` and ``output`` may be ``file:PATH``: lengths drawn from that trace's; both from one file are drawn
+    together. Each request belongs to one of ``prefix_groups`` at random and begins with its group's ``prefix_tokens``
+    tokens, on top of ``input``.
+
+    Args:
+        load_other: loads the trace that lengths are drawn from.
+
+    Raises:
+        ConfigError: the spec is wrong.
+    """
+    given = parse_spec(str(path))
+    count = _whole(given, "requests", 1, MAX_CALLS)
+    random = np.random.default_rng(options.seed)
+    times = parse_arrivals(given["arrivals"]).times(count, random).tolist()
+    inputs, outputs = _lengths(given, count, random, load_other)
+    groups, prefix = _whole(given, "prefix_groups", 0, MAX_CALLS), _whole(given, "prefix_tokens", 0, 2**24)
+    if (groups == 0) != (prefix == 0):
+        raise ConfigError("synthetic: prefix_groups and prefix_tokens go together")
+    shared = [Content(array("Q", [group]), max(1, prefix)) for group in range(groups)]
+    members = random.integers(0, max(1, groups), count).tolist()
+    calls = []
+    for i in range(count):
+        content = shared[members[i]] if groups else None
+        calls.append(Call(i, f"{i}", times[i], int(inputs[i]) + prefix, int(outputs[i]), content))
+    shown = ",".join(f"{key}={value}" for key, value in given.items())
+    note = f"invented, seed {options.seed}: {shown}"
+    return finish(Workload("synthetic", str(path), calls, notes=[note]), options, Faults(False))
+
+
+def parse_spec(spec: str) -> dict[str, str]:
+    """Raises: ConfigError: an unknown key, or a piece without ``=``."""
+    given = dict(_DEFAULTS)
+    for piece in filter(None, spec.removeprefix(PREFIX).split(",")):
+        key, equals, value = piece.partition("=")
+        if not equals or key not in given:
+            known = ", ".join(_DEFAULTS)
+            raise ConfigError(f"synthetic: {piece!r} is not KEY=VALUE{did_you_mean(key, given)}; keys are: {known}")
+        given[key] = value
+    return given
+
+
+def _whole(given: dict[str, str], key: str, low: int, high: int) -> int:
+    text = given[key]
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        raise ConfigError(f"synthetic: {key} must be a whole number from {low} to {high}, not {text!r}")
+    return int(text)
+
+
+def _lengths(
+    given: dict[str, str], count: int, random: np.random.Generator, load_other: Callable[[Path], Workload]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Prompts' and answers'."""
+    drawn: dict[str, npt.NDArray[np.int64]] = {}
+    files: dict[str, list[Call]] = {}
+    lengths = []
+    for key in ("input", "output"):
+        kind, _, name = given[key].partition(":")
+        if kind == "file":
+            if name not in files:
+                files[name] = load_other(Path(name)).calls
+                drawn[name] = random.integers(0, len(files[name]), count)
+            every = [c.num_prompt_tokens if key == "input" else c.num_output_tokens for c in files[name]]
+            lengths.append(np.array(every, np.int64)[drawn[name]])
+        else:
+            draw: Lengths = parse_lengths(given[key], f"synthetic: {key}", MAX_TOKENS)
+            lengths.append(draw(count, random))
+    return lengths[0], lengths[1]
