@@ -150,7 +150,19 @@ class Cruise:
         request.event_step = min(block_step, request.leave_step)
         self._calendar.setdefault(request.event_step, []).append(request)
 
+    @property
+    def next_due(self) -> int:
+        """No step before this one has anybody to be looked at. O(steps in the calendar)."""
+        return min(self._calendar, default=self.sent + 1)
+
     # ---- what was sampled
+
+    def coast(self, count: int, handles: Int32) -> None:
+        """As many results as steps, each with token 0 for each of ``handles``; nobody is due in these steps."""
+        rows = np.arange(self.acknowledged + 1, self.acknowledged + 1 + count) % len(self._sampled)
+        self._sampled[np.ix_(rows, handles)] = 0
+        self.acknowledged += count
+        self.sent += count
 
     def record(self, step: int, handles: Int32, tokens: Int32) -> Int32:
         """Keep one result, the next one after the last. Returns the table's row: a token per handle."""

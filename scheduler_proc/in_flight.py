@@ -142,6 +142,19 @@ class StepsInFlight:
         )
         return self.match(result)
 
+    def is_steady(self, roster: Roster) -> bool:
+        """Whether the members of ``roster``, and they alone, sample in each step in flight, as they did in the last."""
+        return self._verified is roster and all(
+            r.roster is roster and not (r.sampling or r.shares or r.newcomers or r.retired) for r in self.records
+        )
+
+    def coast(self, count: int) -> None:
+        """As many steps were answered as sent, all like those in flight, which are steady."""
+        newest = self.records[-1]
+        for step in range(newest.step + 1, newest.step + count + 1):
+            self.records.append(InFlightStep(step, {}, [], newest.num_tokens, roster=newest.roster))
+            self.records.popleft()
+
     def drop_all(self) -> list[InFlightStep]:
         """None of the steps in flight will be answered."""
         dropped = list(self.records)

@@ -129,6 +129,11 @@ class RequestTable:
         self.stops.remove(request.stop_tokens)
         del self.requests[request.client, request.request_id]
 
+    @property
+    def is_steady(self) -> bool:
+        """Everyone there is cruises, or is held; and the next diff has nobody to remove."""
+        return not (self.unsteady or self.waiting or self.leaving or self._removed or self._retired)
+
     def take_removed(self) -> list[int]:
         """Handles that the next diff removes from the workers."""
         removed, self._removed = self._removed, []

@@ -312,6 +312,33 @@ class Scheduler:
         return self._commit(plan) if plan.shares or self.cruise.roster else None
 
     @property
+    def num_quiet_steps(self) -> int:
+        """How many of the next steps need no deciding: whoever is there cruises, and nobody is due in them."""
+        config, roster = self.config, self.cruise.roster
+        if not self.table.is_steady or not 0 < len(roster) <= config.max_num_batched_tokens or self.pause == "pause":
+            return 0
+        full = len(self.in_flight) == config.pipeline_depth
+        if not full or config.num_speculative_tokens or not self.in_flight.is_steady(roster):
+            return 0
+        return self.cruise.next_due - self._step - 1
+
+    def coast(self, count: int, now: float) -> None:
+        """For a simulation: as ``count`` times a result without tokens of the oldest step, and then ``schedule``.
+
+        Leaves everything as these would, but makes no messages, which would have said nothing but tokens.
+
+        Args:
+            count: at most ``num_quiet_steps``.
+            now: when the last of the steps is decided.
+        """
+        self.kv.pool.now = now
+        self.in_flight.coast(count)
+        self.cruise.coast(count, self.in_flight.handles)
+        self._step += count
+        self._stats.num_steps += count
+        self._stats.generation_tokens += count * len(self.cruise.roster)
+
+    @property
     def awaited(self) -> InFlightStep | None:
         """The step whose sampling waits for masks that can be made now: all tokens before it are known."""
         oldest = self.in_flight.records[0] if self.in_flight else None

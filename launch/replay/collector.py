@@ -1,11 +1,12 @@
 """Turns what a Scheduler does, step by step, into a RunRecord; the clock is the caller's."""
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from quire.launch.replay.cost import StepShape
 from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
-from quire.protocol.messages import Ended, EndReason, Int32, Introduced, Rejected, SchedulerToFrontEnd, StepOutputs
+from quire.protocol.messages import Ended, EndReason, Int32, Rejected, SchedulerToFrontEnd, StepOutputs
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.tap import Tap
@@ -14,8 +15,8 @@ from quire.scheduler_proc.trace.tap import Tap
 class _Begun(NamedTuple):
     """What was true when a step was decided."""
 
-    step: int
-    shape: StepShape
+    num_tokens: int
+    num_decodes: int
     num_running: int
     num_waiting: int
     num_held: int
@@ -35,28 +36,44 @@ class RunCollector:
         self._tap = Tap() if tap is None else tap
         scheduler.listen(self._tap)
         self._by_id: dict[tuple[int, str], RequestRun] = {}
+        self._by_name: dict[str, RequestRun] = {}
+        """Of any client, the latest: a decision does not say whose request it is about."""
         self._by_handle: dict[int, RequestRun] = {}
+        """Those that have not ended."""
         self._in_flight: dict[int, _Begun] = {}
         self._sampling: set[int] = set()
+        """Of these, who got a token from the last result."""
         self._last_tokens: dict[int, float] = {}
+        """When those that once did, and do not now, got their last one."""
         self._last_result = 0.0
-        self._gaps: dict[float, int] = {}
+        self._gaps: dict[int, int] = {}
+        """Microseconds between two tokens of a request, and how often that was."""
 
     @property
     def tap(self) -> Tap:
         return self._tap
 
-    def arrived(self, run: RequestRun, client: int = 0, ended_as: int | None = None) -> None:
-        """The Scheduler has consumed the arrival that ``run`` is the record of.
+    def arrived(
+        self, run: RequestRun, client: int = 0, ended_as: int | None = None, known_as: str | None = None
+    ) -> list[RequestRun]:
+        """The Scheduler has consumed the arrival that ``run`` is the record of. Returns it if it was refused.
 
-        ``ended_as``: its handle, where it has ended at once.
+        Args:
+            ended_as: its handle, where it has ended at once.
+            known_as: the Scheduler's id of it; None: the record's.
         """
         self.record.requests.append(run)
-        request = self._scheduler.table.requests.get((client, run.request_id))
+        name = run.request_id if known_as is None else known_as
+        request = self._scheduler.table.requests.get((client, name))
+        self._by_id[client, name] = self._by_name[name] = run
         if request is not None:
-            self._by_id[client, run.request_id] = self._by_handle[request.handle] = run
+            self._by_handle[request.handle] = run
         elif ended_as is not None:
             self._by_handle[ended_as] = run
+        else:
+            self.changed(run.arrival)
+            return [run] if run.finish else []
+        return []
 
     def rejected(self, run: RequestRun, reason: str) -> None:
         """The call was never handed to the Scheduler."""
@@ -65,38 +82,56 @@ class RunCollector:
 
     def decided(self, now: float, step: int, shape: StepShape) -> None:
         """The Scheduler has given a step."""
-        pool, table = self._scheduler.kv.pool, self._scheduler.table
         if self._tap.hits:
             for hit in self._tap.hits:
                 self._let_in(now, self._by_handle[hit.handle], hit.num_hit_tokens)
             self._tap.hits.clear()
         self._note_decisions(now)
-        held = pool.num_usable_blocks - pool.num_free_blocks
-        running, waiting = len(table.running) + len(table.leaving), table.num_waiting
-        self._in_flight[step] = _Begun(step, shape, running, waiting, held, pool.num_evictable_blocks)
+        self._in_flight[step] = self._begun(shape.num_tokens, shape.num_decodes)
 
-    def answered(self, now: float, step: int, begin: float, end: float, handles: Int32 | None) -> list[RequestRun]:
+    def answered(
+        self, now: float, step: int, begin: float, end: float, handles: Int32 | None, num_accepted: int = 0
+    ) -> list[RequestRun]:
         """The Scheduler has consumed a step's result at ``now``. Returns whose requests have ended.
 
         Args:
             begin, end: when the step was computed.
             handles: who samples since this step, where others than in the one before.
+            num_accepted: drafts that became tokens: they come at once with another token of their request.
         """
         begun = self._in_flight.pop(step, None)
         if begun is not None:
-            self._add_step(begin, end, begun)
-        if handles is not None:
-            self._change_samplers(set(handles.tolist()))
-        introduced = 0
+            self._add_steps((begin,), (end,), begun)
+        if step <= self._scheduler.results.stale_until:  # the workers began again since: nobody gets a token
+            return self.changed(now)
+        steady = len(self._sampling) if handles is None else self._change_samplers(now, set(handles.tolist()))
         ended: list[RequestRun] = []
         for client, message in self._scheduler.take_messages():
-            introduced += self._take_message(now, client, message, ended)
-        steady = len(self._sampling) - introduced
-        if steady > 0 and now > self._last_result:
-            gap = round((now - self._last_result) * 1e3, 3)
-            self._gaps[gap] = self._gaps.get(gap, 0) + steady
+            steady -= self._take_message(now, client, message, ended)
+        self._count_gaps(now - self._last_result, steady)
+        self._count_gaps(0.0, num_accepted)
         self._last_result = now
         return ended
+
+    def coasted(self, steps: range, num_decodes: int, begins: Sequence[float], ends: Sequence[float]) -> None:
+        """The Scheduler has coasted: it decided ``steps``, of ``num_decodes`` tokens each, and was answered as often.
+
+        ``begins``, ``ends``: of the steps that were answered: those in flight before, then the first of ``steps``.
+        """
+        begun = self._begun(num_decodes, num_decodes)
+        before = list(self._in_flight)[: len(ends)]
+        for at, step in enumerate(before):
+            self._add_steps(begins[at : at + 1], ends[at : at + 1], self._in_flight.pop(step))
+        first = len(before)
+        if first < len(ends):
+            self._add_steps(begins[first:], ends[first:], begun)
+        for step in steps[len(ends) - first :]:
+            self._in_flight[step] = begun
+        last, steady = self._last_result, len(self._sampling)
+        for end in ends:
+            self._count_gaps(end - last, steady)
+            last = end
+        self._last_result = last
 
     def changed(self, now: float) -> list[RequestRun]:
         """Something else than a result was consumed: an abort, a stop. Returns whose requests have ended."""
@@ -110,10 +145,24 @@ class RunCollector:
         """Nothing comes any more."""
         record, scheduler = self.record, self._scheduler
         record.virtual_s = virtual_s
-        record.itl = sorted(self._gaps.items())
+        record.itl = [(microseconds / 1e3, count) for microseconds, count in sorted(self._gaps.items())]
         record.num_evicted_blocks = scheduler.kv.pool.num_evicted_blocks
         record.preemptions_by_reason = {str(k): v for k, v in scheduler.decisions.preemptions.items() if v}
         return record
+
+    def note(self, now: float, decisions: Iterable[Decision]) -> None:
+        """Of the Scheduler's, where somebody else has taken them."""
+        for decision in decisions:
+            run = None if decision.kind == "evict" else self._by_name.get(decision.request_id)
+            if run is None:
+                continue
+            other = self._by_name.get(decision.beneficiary)
+            whose = decision.beneficiary if other is None else other.request_id
+            run.moments.append(Moment(now, decision.kind, decision.reason, whose))
+            run.num_preemptions += decision.kind == "preempt"
+
+    def _note_decisions(self, now: float) -> None:
+        self.note(now, self._scheduler.decisions.take())
 
     def _let_in(self, now: float, run: RequestRun, num_hit_tokens: int) -> None:
         if run.scheduled < 0:
@@ -121,70 +170,78 @@ class RunCollector:
         else:
             run.moments.append(Moment(now, "resume", ""))
 
-    def _note_decisions(self, now: float) -> None:
-        self.note(now, self._scheduler.decisions.take())
+    def _begun(self, num_tokens: int, num_decodes: int) -> _Begun:
+        pool, table = self._scheduler.kv.pool, self._scheduler.table
+        held = pool.num_usable_blocks - pool.num_free_blocks
+        running = len(table.running) + len(table.leaving)
+        return _Begun(num_tokens, num_decodes, running, table.num_waiting, held, pool.num_evictable_blocks)
 
-    def note(self, now: float, decisions: Iterable[Decision]) -> None:
-        """Of the Scheduler's, where somebody else has taken them."""
-        for decision in decisions:
-            run = self._by_id.get((0, decision.request_id)) or self._find(decision.request_id)
-            if run is None or decision.kind == "evict":
-                continue
-            run.moments.append(Moment(now, decision.kind, decision.reason, decision.beneficiary))
-            run.num_preemptions += decision.kind == "preempt"
+    def _add_steps(self, begins: Sequence[float], ends: Sequence[float], begun: _Begun) -> None:
+        """Steps that were all of one kind."""
+        steps, num_usable = self.record.steps, self._scheduler.kv.pool.num_usable_blocks
+        steps.begin.extend(begins)
+        steps.end.extend(ends)
+        columns = (
+            (steps.prefill_tokens, begun.num_tokens - begun.num_decodes),
+            (steps.decode_tokens, begun.num_decodes),
+            (steps.running, begun.num_running),
+            (steps.waiting, begun.num_waiting),
+            (steps.held, begun.num_held),
+            (steps.cached, begun.num_evictable),
+            (steps.free, num_usable - begun.num_held - begun.num_evictable),
+        )
+        for column, value in columns:
+            if len(ends) == 1:
+                column.append(value)
+            else:
+                column.extend(array("q", (value,)) * len(ends))
 
-    def _find(self, request_id: str) -> RequestRun | None:
-        """Of another client than the first; a decision does not say whose it is."""
-        return next((run for (_, name), run in self._by_id.items() if name == request_id), None)
+    def _count_gaps(self, seconds: float, count: int) -> None:
+        if count:
+            microseconds = int(seconds * 1e6 + 0.5)
+            self._gaps[microseconds] = self._gaps.get(microseconds, 0) + count
 
-    def _add_step(self, begin: float, end: float, begun: _Begun) -> None:
-        steps, pool = self.record.steps, self._scheduler.kv.pool
-        steps.begin.append(begin)
-        steps.end.append(end)
-        decodes = begun.shape.num_decodes
-        steps.prefill_tokens.append(begun.shape.num_tokens - decodes)
-        steps.decode_tokens.append(decodes)
-        steps.running.append(begun.num_running)
-        steps.waiting.append(begun.num_waiting)
-        steps.held.append(begun.num_held)
-        steps.cached.append(begun.num_evictable)
-        steps.free.append(pool.num_usable_blocks - begun.num_held - begun.num_evictable)
+    def _change_samplers(self, now: float, sampling: set[int]) -> int:
+        """Others get a token than last time; returns how many of them got one last time, too.
 
-    def _change_samplers(self, sampling: set[int]) -> None:
-        """Who joins after a pause has a longer gap behind it than from the last result."""
-        for handle in self._sampling - sampling:
+        Who comes back after a pause has a longer gap behind it than from the last result.
+        """
+        live = sampling & self._by_handle.keys()
+        for handle in self._sampling - live:
             self._last_tokens[handle] = self._last_result
-        self._sampling = sampling
+        joined = live - self._sampling
+        for handle in joined:
+            run = self._by_handle[handle]
+            if run.first_token < 0:
+                run.first_token = now
+            else:
+                self._count_gaps(now - self._last_tokens.pop(handle, self._last_result), 1)
+        self._sampling = live
+        return len(live) - len(joined)
 
     def _take_message(self, now: float, client: int, message: SchedulerToFrontEnd, ended: list[RequestRun]) -> int:
-        """Returns how many got their first token."""
+        """Returns how many seemed to get a token and did not, for their requests failed."""
         if isinstance(message, Rejected):
             self._refuse(now, self._by_id.get((client, message.request_id)), message)
-            return 0
         if not isinstance(message, StepOutputs):
             return 0
-        introduced = self._introduce(now, message.introduced, message)
+        failed = 0
         for ending in message.ended:
+            failed += ending.reason == EndReason.ERROR and ending.handle in self._sampling
             ended.append(self._end(now, ending))
-        return introduced
+        return failed
 
     def _refuse(self, now: float, run: RequestRun | None, message: Rejected) -> None:
-        """Who was held turned out never to be able to run."""
+        """It could not wait, or was held and turned out never to be able to run."""
         if run is not None and not run.finish:
             run.finish, run.finish_detail, run.end = "rejected", message.message or message.code, now
 
-    def _introduce(self, now: float, introduced: Iterable[Introduced], message: StepOutputs) -> int:
-        count = 0
-        never_ran = {e.handle for e in message.ended if not e.num_output_tokens}
-        for each in introduced:
-            if each.handle not in never_ran:
-                self._by_handle[each.handle].first_token = now
-                count += 1
-        return count
-
     def _end(self, now: float, ending: Ended) -> RequestRun:
-        run = self._by_handle[ending.handle]
+        run = self._by_handle.pop(ending.handle)
         run.end, run.num_output_tokens = now, ending.num_output_tokens
         run.finish, run.finish_detail = EndReason(ending.reason).finish_reason, ending.detail
         self._sampling.discard(ending.handle)
+        self._last_tokens.pop(ending.handle, None)
+        if not run.num_output_tokens:  # what it seemed to get was none
+            run.first_token = -1.0
         return run

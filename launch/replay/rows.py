@@ -51,6 +51,15 @@ class SimulatedRows:
         shape.num_samples = len(self._sampling)
         return shape
 
+    def steady_shape(self) -> StepShape:
+        """Of the next step, if its diff is empty."""
+        active = self._num_active
+        return StepShape([], active, self._sum_base + active * (self._step + 1), active)
+
+    def coast(self, count: int) -> None:
+        """As many steps whose diffs are empty, while all active rows sample."""
+        self._step += count
+
     def take_handles(self) -> Int32 | None:
         """Who samples in the step just applied, where others than in the step before; else None."""
         if not self._changed:

@@ -9,13 +9,17 @@ from quire.launch.replay.collector import RunCollector
 from quire.launch.replay.cost import CostModel
 from quire.launch.replay.rows import SimulatedRows
 from quire.launch.replay.run_record import RequestRun, RunRecord
-from quire.launch.replay.sources import Source
+from quire.launch.replay.sources import NEVER, Source
 from quire.launch.replay.workload import NAME_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import Int32, OpaqueRequest, OpaqueResult
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.policies import QUIRE, Policies
 from quire.scheduler_proc.scheduler import Scheduler
+
+FEWEST_TO_COAST = 3
+"""Of fewer quiet steps each by itself is done sooner."""
 
 
 class _Computing(NamedTuple):
@@ -43,18 +47,24 @@ class Simulator:
         source: Source,
         record: RunRecord,
         *,
+        policies: Policies = QUIRE,
         reuse_answers: bool = False,
+        coasting: bool = True,
         progress: Callable[[float, int], None] | None = None,
     ) -> None:
         """
         Args:
+            policies: of another engine than this one.
+            reuse_answers: see ``block_names``.
+            coasting: False: each step is decided by itself, which costs more and gives the same.
             progress: told now and then of the virtual time and the ended calls.
         """
-        self.scheduler = Scheduler(config, layout, num_usable_blocks + 1)
+        self.scheduler = Scheduler(config, layout, num_usable_blocks + 1, policies=policies)
         self._collector = RunCollector(record, self.scheduler)
         self._cost = cost
         self._source = source
         self._reuse_answers = reuse_answers
+        self._coasting = coasting
         self._progress = progress
         self._rows = SimulatedRows()
         self._computing: deque[_Computing] = deque()
@@ -69,9 +79,9 @@ class Simulator:
         source, scheduler = self._source, self.scheduler
         begin = min(source.next_time(), 1e18)
         while True:
-            done = self._computing[0].end if self._computing else float("inf")
+            done = self._computing[0].end if self._computing else NEVER
             now = min(source.next_time(), done)
-            if now == float("inf"):
+            if now == NEVER:
                 break
             self._now = max(self._now, now)
             if done <= self._now:
@@ -80,6 +90,8 @@ class Simulator:
                 self._arrive(call)
             while scheduler.can_schedule and self._decide():
                 pass
+            if self._coasting and (quiet := scheduler.num_quiet_steps) >= FEWEST_TO_COAST:
+                self._coast(quiet)
         stuck = scheduler.table.requests
         assert not stuck, f"{len(stuck)} requests never ended, {next(iter(stuck.values()))!r} among them"
         record = self._collector.finish(self._now - begin if self._num_ended else 0.0)
@@ -93,12 +105,12 @@ class Simulator:
             self._collector.rejected(run, refusal)
             self._end(call)
             return
-        block_size = self.scheduler.kv.block_size
-        names = block_names(call, block_size, reuse_answers=self._reuse_answers)
+        names = block_names(call, self.scheduler.kv.block_size, reuse_answers=self._reuse_answers)
         sampling = SamplingParams(max_tokens=call.num_output_tokens, ignore_eos=True)
+        known_as = f"{call.number}"  # a trace's own ids may be equal, or of any length
         self.scheduler.consume(
             OpaqueRequest(
-                f"{call.number}",
+                known_as,
                 call.num_prompt_tokens,
                 sampling,
                 0,
@@ -108,9 +120,9 @@ class Simulator:
                 arrival=self._now,
             )
         )
-        run.request_id = f"{call.number}"
-        self._collector.arrived(run)
         self._calls[run] = call
+        for refused in self._collector.arrived(run, known_as=known_as):
+            self._end(self._calls.pop(refused))
 
     def _refusal(self, call: Call) -> str:
         """Why the call can never run to its end; empty when it can."""
@@ -140,6 +152,33 @@ class Simulator:
         self.scheduler.consume(OpaqueResult(done.step, done.handles, [], [], seconds=done.end - done.begin))
         for run in self._collector.answered(self._now, done.step, done.begin, done.end, done.handles):
             self._end(self._calls.pop(run))
+
+    def _coast(self, count: int) -> None:
+        """Up to ``count`` times, without looking: the oldest step is answered, and one more is decided.
+
+        A call that comes meanwhile ends it: the answers before that are the last that are given.
+        """
+        shape, until = self._rows.steady_shape(), self._source.next_time()
+        depth, first = len(self._computing), self._worker_free
+        ends = [done.end for done in self._computing]
+        for at in range(count):
+            if ends[at] >= until:
+                break
+            self._worker_free += self._cost.seconds(shape)
+            shape.decode_context += shape.num_decodes
+            ends.append(self._worker_free)
+        count = len(ends) - depth
+        if not count:
+            return
+        self._now = ends[count - 1]
+        step = self._computing[-1].step + 1
+        self.scheduler.coast(count, self._now)
+        self._rows.coast(count)
+        begins = [*(done.begin for done in self._computing), first, *ends[depth:-1]]
+        self._collector.coasted(range(step, step + count), shape.num_decodes, begins[:count], ends[:count])
+        for at in range(depth, len(ends)):
+            self._computing.append(_Computing(step + at - depth, begins[at], ends[at], None))
+            self._computing.popleft()
 
     def _end(self, call: Call) -> None:
         self._num_ended += 1

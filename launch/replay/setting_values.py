@@ -1,0 +1,62 @@
+"""The text of a ``--set``, as a value of its setting's type."""
+
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from quire.protocol.errors import ConfigError
+
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NOTHING = ("", "~", "null", "none")
+
+
+def parse_setting(name: str, text: str, hint: Any) -> Any:
+    """``text`` as YAML would have it, where it is of the type ``hint``; a list may lack its brackets.
+
+    Raises:
+        ConfigError: it is not; names the key and what it must be.
+    """
+    alternatives = _alternatives(hint)
+    if type(None) in alternatives and text.lower() in NOTHING:
+        return None
+    kind = next(each for each in alternatives if each is not type(None))
+    if get_origin(kind) is Literal:
+        return _choice(name, text, get_args(kind))
+    if kind is bool:
+        if text.lower() not in WORDS:
+            raise ConfigError(f"--set {name} must be true or false, not {text!r}")
+        return WORDS[text.lower()]
+    if kind in (int, float):
+        return _number(name, text, kind)
+    return text if kind is str else _structure(name, text, kind)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _choice(name: str, text: str, choices: tuple[str, ...]) -> str:
+    if text not in choices:
+        raise ConfigError(f"--set {name} must be one of {', '.join(choices)}, not {text!r}")
+    return text
+
+
+def _number(name: str, text: str, kind: Any) -> int | float:
+    try:
+        number: int | float = kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"--set {name} must be {what}, not {text!r}") from None
+    return number
+
+
+def _structure(name: str, text: str, kind: Any) -> Any:
+    if get_origin(kind) is list and not text.startswith("["):
+        return [part.strip() for part in text.split(",")]
+    try:
+        return msgspec.json.decode(text.encode(), type=kind)
+    except (msgspec.DecodeError, RecursionError):
+        raise ConfigError(f"--set {name} must be JSON, not {text[:64]!r}") from None

@@ -1,0 +1,220 @@
+"""The simulation: steps taken at a stretch, a plain count of one call at a time, endings, and the traces' integers."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_workloads import AffineCost, random_calls, random_config
+from scheduler_driver import make_config, make_layout
+
+from quire.launch.replay.cost import ConstantCost, StepShape
+from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.simulator import Simulator
+from quire.launch.replay.sources import ClosedLoop, Concurrency, OpenLoop, Source
+from quire.launch.replay.workload import NAME_BYTES, Call, Content, block_names
+from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.scheduler import Scheduler
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def simulate(
+    calls: list[Call], config: EngineConfig, num_blocks: int, source: Source | None = None, **options: Any
+) -> tuple[RunRecord, Simulator]:
+    source = OpenLoop(calls) if source is None else source
+    simulator = Simulator(config, make_layout(config), num_blocks, AffineCost(), source, RunRecord(), **options)
+    return simulator.run(), simulator
+
+
+def as_told(record: RunRecord) -> dict[str, Any]:
+    """All that a record says, but for what the simulation cost."""
+    told: dict[str, Any] = msgspec.to_builtins(
+        {name: getattr(record, name) for name in ("itl", "virtual_s", "preemptions_by_reason", "num_evicted_blocks")}
+    )
+    told["requests"] = [[getattr(run, name) for name in type(run).__slots__] for run in record.requests]
+    told["steps"] = {name: list(getattr(record.steps, name)) for name in type(record.steps).__slots__}
+    return told
+
+
+SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: Concurrency(calls, 3)}
+
+
+@given(seed=st.integers(0, 2**32), pace=st.sampled_from(sorted(SOURCES)))
+@settings(max_examples=60)
+def test_coasting_changes_nothing(seed: int, pace: str) -> None:
+    rng = random.Random(seed)
+    calls, config, num_blocks = random_calls(rng, rng.randrange(1, 14)), random_config(rng), rng.randrange(8, 60)
+    stretches: list[int] = []
+
+    with pytest.MonkeyPatch.context() as patch:
+        coast = Scheduler.coast
+
+        def checked(self: Scheduler, count: int, now: float) -> None:
+            assert 0 < count <= self.num_quiet_steps
+            coast(self, count, now)
+            self.check()
+            stretches.append(count)
+
+        patch.setattr(Scheduler, "coast", checked)
+        fast, one = simulate(calls, config, num_blocks, SOURCES[pace](calls))
+        num_stretches = len(stretches)
+        slow, other = simulate(calls, config, num_blocks, SOURCES[pace](calls), coasting=False)
+    assert len(stretches) == num_stretches
+    assert as_told(fast) == as_told(slow)
+    assert one.scheduler.statistics() == other.scheduler.statistics()
+    one.scheduler.check()
+    assert [run.request_id for run in fast.requests] == [run.request_id for run in slow.requests]
+
+
+def test_an_arrival_ends_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    stretches: list[int] = []
+    coast = Scheduler.coast
+
+    def counted(self: Scheduler, count: int, now: float) -> None:
+        stretches.append(count)
+        coast(self, count, now)
+
+    monkeypatch.setattr(Scheduler, "coast", counted)
+    config = make_config(block_size=16, max_model_len=1024, async_scheduling=True)
+    calls = [Call(0, "long", 0.0, 3, 600), Call(1, "late", 1.003, 3, 2)]
+    source = OpenLoop(calls)
+    record = Simulator(config, make_layout(config), 100, ConstantCost(10), source, RunRecord()).run()
+    assert sum(stretches) > 400
+    late = record.requests[1]
+    assert late.arrival == 1.003
+    assert late.scheduled == 1.003 or late.scheduled == pytest.approx(1.01)  # when the pipeline has room
+    assert late.end - late.arrival < 0.06
+    assert len(record.steps) >= 600
+
+
+# ---- one call at a time, worked out without a scheduler
+
+
+class PlainEngine:
+    """One call at a time in a pool of blocks: which of them it finds, and how long its steps take."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+        self.config = config
+        self.free: list[bytes | None] = [None] * num_blocks
+        self.now = 0.0
+
+    def run(self, call: Call) -> tuple[int, float, float]:
+        """(cached tokens, time of its first token, of its last)."""
+        size, total = self.config.block_size, call.num_prompt_tokens + call.num_output_tokens
+        raw = block_names(call, size)
+        names = [raw[at : at + NAME_BYTES] for at in range(0, len(raw), NAME_BYTES)]
+        hits = 0
+        if self.config.enable_prefix_caching:
+            while hits < (call.num_prompt_tokens - 1) // size and names[hits] in self.free:
+                self.free.remove(names[hits])
+                hits += 1
+        needed = -(-(total - 1) // size)
+        kept: list[bytes | None] = [*names[:hits]]
+        for at in range(hits, needed):
+            self.free.pop(0)
+            full = self.config.enable_prefix_caching and (at + 1) * size <= total - 1
+            kept.append(names[at] if full else None)
+        first = self._steps(call, hits * size)
+        loose = [name for name in kept if name is None]
+        self.free = loose + self.free + [name for name in reversed(kept) if name is not None]
+        return hits * size, first, self.now
+
+    def _steps(self, call: Call, computed: int) -> float:
+        chunk = self.config.long_prefill_token_threshold or self.config.max_num_batched_tokens
+        chunk = min(chunk, self.config.max_num_batched_tokens)
+        while computed < call.num_prompt_tokens:
+            count = min(chunk, call.num_prompt_tokens - computed)
+            prefills, context = ([(count, computed)], 0) if count > 1 else ([], computed + 1)
+            samples = int(computed + count == call.num_prompt_tokens)
+            self.now += AffineCost().seconds(StepShape(prefills, int(count == 1), context, samples))
+            computed += count
+        first = self.now
+        for context in range(computed + 1, computed + call.num_output_tokens):
+            self.now += AffineCost().seconds(StepShape([], 1, context, 1))
+        return first
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=40)
+def test_one_at_a_time_is_as_plain_arithmetic_has_it(seed: int) -> None:
+    rng = random.Random(seed)
+    calls = random_calls(rng, rng.randrange(1, 16))
+    config = random_config(rng, async_scheduling=rng.random() < 0.5, max_num_queued_reqs=0)
+    num_blocks = -(-120 // config.block_size) + rng.randrange(30)
+    record, _ = simulate(calls, config, num_blocks, Concurrency(calls, 1))
+    plain = PlainEngine(config, num_blocks)
+    for call, run in zip(calls, record.requests, strict=True):
+        cached, first, end = plain.run(call)
+        assert (run.request_id, run.finish, run.num_output_tokens) == (
+            call.request_id,
+            "length",
+            call.num_output_tokens,
+        )
+        assert run.num_cached_tokens == cached
+        assert run.first_token == pytest.approx(first, abs=1e-9)
+        assert run.end == pytest.approx(end, abs=1e-9)
+    told = sum(count for _, count in record.itl)
+    assert told == sum(call.num_output_tokens - 1 for call in calls)
+
+
+# ---- endings, and what is between tokens
+
+
+def test_what_is_too_large_is_rejected_and_the_next_turn_comes_all_the_same() -> None:
+    config = make_config(max_model_len=64, async_scheduling=True)
+    calls = [
+        Call(0, "too long", 0.0, 60, 10),
+        Call(1, "too many blocks", 0.0, 30, 30, after=0, pause=1.0),
+        Call(2, "fits", 0.0, 5, 5, after=1, pause=1.0),
+    ]
+    record, _ = simulate(calls, config, 10, ClosedLoop(calls))
+    long, large, fits = record.requests
+    assert (long.finish, large.finish, fits.finish) == ("rejected", "rejected", "length")
+    assert "max_model_len is 64" in long.finish_detail
+    assert "15 KV blocks; the pool has 10" in large.finish_detail
+    assert (long.num_cached_tokens, large.scheduled) == (0, -1.0)
+    assert (large.arrival, fits.arrival) == (1.0, 2.0)
+
+
+def test_a_full_queue_rejects_and_the_others_go_on() -> None:
+    config = make_config(max_num_queued_reqs=1, max_num_seqs=1, max_num_batched_tokens=64)
+    calls = [Call(i, f"{i}", 0.0, 4, 4) for i in range(4)]
+    record, _ = simulate(calls, config, 32, Concurrency(calls, 4))
+    finishes = [run.finish for run in record.requests]
+    assert sorted(finishes) == ["length", "rejected", "rejected", "rejected"]
+    assert all("wait already" in run.finish_detail for run in record.requests if run.finish == "rejected")
+
+
+def test_gaps_between_tokens_are_each_requests_own() -> None:
+    """Put out for a while, its next token comes after a longer gap than the others'."""
+    config = make_config(max_num_batched_tokens=32, async_scheduling=True)
+    calls = [Call(i, f"{i}", 0.0, 8, 30) for i in range(3)]
+    source = OpenLoop(calls)
+    record = Simulator(config, make_layout(config), 16, ConstantCost(10), source, RunRecord()).run()
+    assert sum(run.num_preemptions for run in record.requests) > 0
+    assert sum(count for _, count in record.itl) == 3 * 29
+    spans = sum(run.end - run.first_token for run in record.requests)
+    assert sum(gap * count for gap, count in record.itl) == pytest.approx(spans * 1e3)
+    assert max(gap for gap, _ in record.itl) > 10.0
+    moments = [(m.what, m.other) for run in record.requests for m in run.moments if m.what == "preempt"]
+    assert moments and all(other in "012" for _, other in moments)
+
+
+# ---- the integers of public traces
+
+
+def mooncake(path: Path) -> list[Call]:
+    """Calls of a Mooncake file, read in the plainest way."""
+    calls = []
+    for number, line in enumerate(gzip.open(path)):
+        d = json.loads(line)
+        content = Content(np.array(d["hash_ids"], np.uint64).tolist(), 512)
+        calls.append(Call(number, f"{number}", d["timestamp"] / 1e3, d["input_length"], d["output_length"], content))
+    return calls
