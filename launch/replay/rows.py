@@ -33,6 +33,9 @@ class SimulatedRows:
         self._sampling: dict[int, None] = {}
         """Active rows whose last known token is computed, in the order in which they came to it."""
         self._changed = True
+        self._longest = 0
+        """Largest ``base`` of the sampling rows, where ``_longest_known``."""
+        self._longest_known = False
 
     def apply(self, diff: SchedulerOutput) -> StepShape:
         """Take one step's diff; ``take_handles`` then says whose tokens it brings."""
@@ -54,7 +57,8 @@ class SimulatedRows:
     def steady_shape(self) -> StepShape:
         """Of the next step, if its diff is empty."""
         active = self._num_active
-        return StepShape([], active, self._sum_base + active * (self._step + 1), active)
+        context = self._sum_base + active * (self._step + 1)
+        return StepShape([], active, context, active, self._longest_decode())
 
     def coast(self, count: int) -> None:
         """As many steps whose diffs are empty, while all active rows sample."""
@@ -85,7 +89,7 @@ class SimulatedRows:
         self._sum_base += row.base
         if handle not in self._prefilling:
             self._sampling[handle] = None
-            self._changed = True
+            self._changed, self._longest_known = True, False
 
     def _deactivate(self, handle: int) -> None:
         row = self._rows[handle]
@@ -97,6 +101,16 @@ class SimulatedRows:
         if handle in self._sampling:
             del self._sampling[handle]
             self._changed = True
+            self._longest_known = False
+
+    def _longest_decode(self) -> int:
+        """Context of the longest row that decodes in the next step; looked for where others decode than before."""
+        if not self._sampling:
+            return 0
+        if not self._longest_known:
+            self._longest = max(self._rows[handle].base for handle in self._sampling)
+            self._longest_known = True
+        return self._longest + self._step + 1
 
     def _shape(self, diff: SchedulerOutput) -> StepShape:
         num_decodes = self._num_active
@@ -107,7 +121,7 @@ class SimulatedRows:
             prefills.append((count, computed))
             num_decodes -= 1
             context -= computed + 1
-        return StepShape(prefills, num_decodes, context, 0)
+        return StepShape(prefills, num_decodes, context, 0, self._longest_decode())
 
     def _advance(self, diff: SchedulerOutput) -> None:
         for handle, count in diff.counts:
@@ -119,4 +133,4 @@ class SimulatedRows:
                 if row.active and row.base + self._step >= row.num_known:
                     del self._prefilling[handle]
                     self._sampling[handle] = None
-                    self._changed = True
+                    self._changed, self._longest_known = True, False

@@ -166,6 +166,7 @@ class Simulator:
                 break
             self._worker_free += self._cost.seconds(shape)
             shape.decode_context += shape.num_decodes
+            shape.longest_decode += 1
             ends.append(self._worker_free)
         count = len(ends) - depth
         if not count:
