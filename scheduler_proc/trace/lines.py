@@ -38,7 +38,7 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
             looked at, but not replayed.
     """
 
-    format: str = FORMAT
+    format: str
     version: int
     quire: str
     config: EngineConfig

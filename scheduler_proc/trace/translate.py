@@ -8,6 +8,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import (
+    FORMAT,
     HASH_BYTES,
     VERSION,
     Arrival,
@@ -30,6 +31,7 @@ def make_header(
 ) -> Header:
     """``wall``: seconds since 1970 at ``now``."""
     return Header(
+        format=FORMAT,
         version=VERSION,
         quire=header.config.version,
         config=public_config(header.config),
