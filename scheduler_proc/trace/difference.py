@@ -30,7 +30,7 @@ class Difference(msgspec.Struct, frozen=True):
     file: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.file}: line {self.line}" if self.file else f"line {self.line}"
+        where = f"{self.file}:{self.line}" if self.file else f"line {self.line}"
         whose = f" of {self.req_id!r}" if self.req_id else ""
         field = f", {self.field}" if self.field else ""
         return f"{where}: {self.kind} (step {self.step}){field}{whose}: recorded {self.recorded}, now {self.decided}"

@@ -122,7 +122,7 @@ class _Replay:
         line = told.line
         if isinstance(line, Lost):
             raise ConfigError(
-                f"{told.file}: line {told.number}: {line.lines} lines are missing; "
+                f"{told.file}:{told.number}: {line.lines} lines are missing here; "
                 "what follows cannot be replayed exactly (--lenient replays what is before)"
             )
         if isinstance(line, PrefixCacheEvent):

@@ -99,19 +99,19 @@ class TraceReader:
                 for number, raw in enumerate(stream, 1):
                     yield self._decode(raw, number, name, file)
         except _BROKEN as error:
-            yield self._damaged(f"{file}: after line {number}: {_say(error)}", number + 1, name)
+            yield self._damaged(f"{file}:{number + 1}: {_say(error)}", number + 1, name)
 
     def _decode(self, raw: bytes, number: int, name: str, file: Path) -> TraceLine:
         try:
             line = lines.decode_line(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             what = "is cut short" if not raw.endswith(b"\n") else f"is damaged: {error}"
-            return self._damaged(f"{file}: line {number} {what}", number, name)
+            return self._damaged(f"{file}:{number}: the line {what}", number, name)
         if _has_its_checksum(raw, line):
             return TraceLine(line, number, name)
         if self._keep_altered:
             return TraceLine(line, number, name, False)
-        return self._damaged(f"{file}: line {number} was altered: its checksum does not match", number, name)
+        return self._damaged(f"{file}:{number}: the line was altered: its checksum does not match", number, name)
 
     def _damaged(self, text: str, number: int, name: str) -> TraceLine:
         if not self.num_left_out:
@@ -203,7 +203,7 @@ def read_header(file: Path) -> Header:
         first = _First()
     if first.kind != "header" or first.format != lines.FORMAT:
         kind = f"format {first.format[:40]!r}" if first.format else "no header of one"
-        raise ConfigError(f"{file}: line 1 is not the header of a Quire trace ({kind})")
+        raise ConfigError(f"{file}:1: the line is not the header of a Quire trace ({kind})")
     if first.version != lines.VERSION:
         raise ConfigError(
             f"{file} has version {first.version} of the trace format; this Quire reads version {lines.VERSION}"
@@ -211,7 +211,7 @@ def read_header(file: Path) -> Header:
     try:
         header = lines.decode_line(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file}: line 1 is damaged: {error}") from None
+        raise ConfigError(f"{file}:1: the line is damaged: {error}") from None
     assert isinstance(header, Header)  # it says so
     return header
 
