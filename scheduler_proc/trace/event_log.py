@@ -16,16 +16,9 @@ from quire.protocol.codec import Codec
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import (
-    AddRequest,
     Consumed,
-    ModelRunnerOutput,
-    OpaqueRequest,
-    OpaqueResult,
-    Rejected,
     SchedulerOutput,
-    StepOutputs,
 )
-from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.scheduler import Scheduler
 
 
@@ -181,67 +174,4 @@ def describe(diff: SchedulerOutput) -> str:
         f"step {diff.step}: removed {diff.removed}, parked {diff.parked}, new {new} with blocks {blocks}, "
         f"unparked {diff.unparked}, appended {appended}, counts {diff.counts}, drafts {diff.drafts}, "
         f"awaits {diff.awaits_sample_inputs}"
-    )
-
-
-def without_tokens(header: TraceHeader, records: Iterable[Record]) -> Iterator[Record]:
-    """The same log with opaque tokens: arrivals as lengths and block hashes, results as who got one and who ended.
-
-    Runs the real Scheduler over the log to learn the hashes of blocks that become full. Arrivals that were refused
-    are left out: they changed nothing, and what was wrong with their tokens cannot be told without them.
-    """
-    scheduler = header.make_scheduler(cruise=False)  # where each token is looked at, hashes are known at once
-    consumed: Codec[Any] = Codec(Consumed)
-    produced: Codec[Any] = Codec(SchedulerOutput)
-    for record in records:
-        told: Any = None
-        if record.kind == RecordKind.CONSUMED:
-            told = _consume_opaquely(scheduler, consumed.decode(record.frames).message, record.client)
-            if told is None:
-                continue
-        else:
-            _replay_record(scheduler, record, 0, consumed, produced)
-            scheduler.take_messages()
-            if record.kind == RecordKind.PRODUCED:
-                told = msgspec.structs.replace(produced.decode(record.frames).message, token_ids=None)
-        frames = [] if told is None else [bytes(f) for f in consumed.encode(0, 0, told)]
-        yield Record(record.kind, record.now, record.client, frames)
-
-
-def _consume_opaquely(scheduler: Scheduler, event: Any, client: int) -> Any:
-    """Let the Scheduler take ``event``; returns it without its tokens, or None when it was refused."""
-    if isinstance(event, ModelRunnerOutput):
-        return _opaque_result(scheduler, event)
-    scheduler.consume(event, client)
-    refused = any(isinstance(message, Rejected) for _, message in scheduler.take_messages())
-    if not isinstance(event, AddRequest):
-        return event
-    return None if refused else _opaque_request(event, scheduler.table.requests.get((client, event.request_id)))
-
-
-def _opaque_request(event: AddRequest, request: Request | None) -> OpaqueRequest:
-    """``request`` is None when it ended at once, and then needs no hashes."""
-    return OpaqueRequest(
-        request_id=event.request_id,
-        num_prompt_tokens=len(event.prompt_token_ids),
-        sampling=event.sampling,
-        seed=event.seed,
-        block_hashes=b"" if request is None else b"".join(request.block_hashes),
-        priority=event.priority,
-        arrival=event.arrival,
-        num_output_tokens=0 if event.output_token_ids is None else len(event.output_token_ids),
-    )
-
-
-def _opaque_result(scheduler: Scheduler, event: ModelRunnerOutput) -> OpaqueResult:
-    records = scheduler.in_flight.records
-    answers = bool(records) and records[0].step == event.step  # else it is of before an epoch began
-    sampling = records[0].requests() if answers else {}
-    order = scheduler.in_flight.handles if event.handles is None else event.handles
-    known = {handle: len(r.block_hashes) for handle, r in sampling.items() if not r.status.is_finished}
-    scheduler.consume(event)
-    ended = [e for _, m in scheduler.take_messages() if isinstance(m, StepOutputs) for e in m.ended]
-    hashes = [(h, block_hash) for h, n in known.items() for block_hash in sampling[h].block_hashes[n:]]
-    return OpaqueResult(
-        event.step, order, ended, hashes, event.counts, event.drafts, event.bad, event.seconds, event.failed
     )

@@ -1,4 +1,4 @@
-"""The log of a live asynchronous run replays to the same decisions, with and without its tokens."""
+"""The log of a live asynchronous run replays to the same decisions, with its tokens; and without them, as a trace."""
 
 import random
 from collections.abc import Callable
@@ -14,12 +14,11 @@ from quire.protocol.messages import (
     AddRequest,
     Consumed,
     ModelRunnerOutput,
-    OpaqueRequest,
-    OpaqueResult,
     SchedulerOutput,
 )
 from quire.protocol.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind, replay, without_tokens
+from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind, replay
+from quire.scheduler_proc.trace.lines import Arrival, Result, encode_line
 
 SECRET = [7, 77, 777]
 CONSUMED: Codec[Any] = Codec(Consumed)
@@ -92,10 +91,8 @@ def test_adaptive_drafts_and_grammars_replay(asynchronous: bool, costs: tuple[fl
     assert any(diff.awaits_sample_inputs for diff in driver.diffs)
     records = copied(driver)
     assert replay(driver.header, records, check=True) is None
-    opaque = list(without_tokens(driver.header, records))
-    assert replay(driver.header, opaque, check=True) is None
-    consumed = [CONSUMED.decode(r.frames).message for r in opaque if r.kind == RecordKind.CONSUMED]
-    results = [event for event in consumed if isinstance(event, OpaqueResult)]
+    assert driver.replay_lines() is None
+    results = [line for line in driver.lines() if isinstance(line, Result)]
     assert len(results) == len(driver.diffs) and all(r.seconds > 0 for r in results)
     slower = [changed(r, CONSUMED, another_time) if r.kind == RecordKind.CONSUMED else r for r in records]
     assert replay(driver.header, slower) is not None, "times decide something"
@@ -109,34 +106,26 @@ def another_time(event: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_log_without_tokens_replays_to_the_same_decisions(seed: int) -> None:
-    driver = live_run(seed)
-    opaque = list(without_tokens(driver.header, copied(driver)))
-    assert replay(driver.header, opaque, check=True) is None
-    assert sum(r.kind == RecordKind.PRODUCED for r in opaque) == len(driver.diffs)
+def test_its_lines_replay_to_the_same_decisions(seed: int) -> None:
+    assert live_run(seed).replay_lines() is None
 
 
-def test_a_log_without_tokens_holds_none() -> None:
-    driver = live_run(3)
-    for record in without_tokens(driver.header, copied(driver)):
-        if record.kind == RecordKind.PRODUCED:
-            assert PRODUCED.decode(record.frames).message.token_ids is None
-        elif record.kind == RecordKind.CONSUMED:
-            event = CONSUMED.decode(record.frames).message
-            assert not hasattr(event, "prompt_token_ids") and not hasattr(event, "tokens")
-        assert np.array(SECRET, np.int32).tobytes() not in b"".join(record.frames)
+def test_lines_hold_no_tokens() -> None:
+    for line in live_run(3).lines():
+        assert getattr(line, "prompt_token_ids", None) is None
+        assert b"7,77,777" not in encode_line(line)
 
 
-def test_opaque_records_tell_lengths_hashes_and_endings() -> None:
+def test_lines_tell_lengths_hashes_and_endings() -> None:
     driver = Driver()
     driver.add("a", [1, 2, 3, 4, 5], max_tokens=4)
     driver.run()
-    opaque = [CONSUMED.decode(r.frames).message for r in without_tokens(driver.header, driver.log) if r.kind == 1]
-    arrival, *results = opaque
-    assert isinstance(arrival, OpaqueRequest) and arrival.num_prompt_tokens == 5 and len(arrival.block_hashes) == 32
-    assert all(isinstance(r, OpaqueResult) and r.handles.tolist() == [0] for r in results)
-    assert [len(r.block_hashes) for r in results] == [0, 0, 1, 0]
-    assert [[e.num_output_tokens for e in r.ended] for r in results] == [[], [], [], [4]]
+    arrival, *results = [line for line in driver.lines() if isinstance(line, Arrival | Result)]
+    assert isinstance(arrival, Arrival) and arrival.num_prompt_tokens == 5 and len(arrival.block_hashes) == 8
+    assert [r.handles for r in results if isinstance(r, Result)] == [[0], None, None, None]
+    assert [[e.num_output_tokens for e in r.ended] for r in results if isinstance(r, Result)] == [[], [], [], [4]]
+    named = [handle for line in driver.lines() for handle, _ in getattr(line, "hashes", [])]
+    assert named == [0], "the second block, once it is full"
 
 
 def changed(record: Record, codec: Codec[Any], edit: Callable[[Any], Any]) -> Record:

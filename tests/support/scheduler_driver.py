@@ -42,7 +42,12 @@ from quire.protocol.model_config import ModelConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
+from quire.scheduler_proc.trace.difference import Difference
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
+from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
+from quire.scheduler_proc.trace.reader import numbered
+from quire.scheduler_proc.trace.recorder import record_log
 
 VOCAB_SIZE = 1000
 
@@ -293,6 +298,14 @@ class Driver:
         action()
 
     # ---- looking in
+
+    def lines(self) -> list[AnyLine]:
+        """What the log is as a trace, as a file would hold it: without tokens."""
+        return [decode_line(encode_line(line)) for line in record_log(self.header, self.log)]
+
+    def replay_lines(self) -> Difference | None:
+        """Where a replay of ``lines`` decides something else."""
+        return replay_lines(numbered(self.lines()), check=True)
 
     def request(self, request_id: str, client: int = 0) -> Request:
         """With counters of its own: it stops cruising, if it did, until the next step."""
