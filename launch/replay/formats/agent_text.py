@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from quire.launch.demo import demo_model_path
 from quire.launch.replay.formats.content import chain_ids, tell_answers
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import Faults, Seconds, at_least_one_token, empty_notes, files_of, finish, records
+from quire.launch.replay.formats.read import Faults, at_least_one_token, empty_notes, files_of, finish, records
 from quire.launch.replay.workload import Call, Content, Workload
 from quire.launch.text_in import NO_TOKENIZER, TextIn
 from quire.protocol.errors import ConfigError
@@ -23,7 +23,7 @@ _BATCH = 64
 class _Line(msgspec.Struct):
     """``timestamp``: microseconds since 1970, of when the request was logged."""
 
-    timestamp: Seconds | int
+    timestamp: int | float
     input: str
     output: str
     session_id: str

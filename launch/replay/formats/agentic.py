@@ -71,108 +71,120 @@ def load(path: Path, options: LoadOptions) -> Workload:
     """
     faults = Faults(options.lenient)
     workload = Workload("agentic", str(path), [])
-    reader = _Reader(options)
-    space = 0
+    labels: dict[str, int] = {}
+    space = num_subagents = 0
+    empty = [0]
     for file in files_of(path):
         for number, conversation in records(file, _Conversation, faults):
+            builder = _Builder(conversation, _label(conversation.id, labels), space, len(workload.calls), options)
             try:
-                workload.calls += reader.read(conversation, space, len(workload.calls))
+                workload.calls += builder.build()
             except _Bad as error:
                 faults.add(file, number, str(error))
                 continue
             space += 1
-    workload.notes += reader.notes()
+            num_subagents += builder.num_subagents
+            empty[0] += builder.empty[0]
+    workload.notes += empty_notes(empty)
+    if num_subagents:
+        waits = "waits for the last of them" if options.join_subagents else "does not wait for them"
+        workload.notes.append(f"{num_subagents} sub-agents: in a closed loop the conversation {waits}")
+    workload.notes.append(
+        f"conversations start {options.stagger:g} s apart and share no prefix with each other: the trace does not show "
+        "what system prompt they have in common"
+    )
     return finish(workload, options, faults)
 
 
-class _Reader:
-    """Turns conversations into calls; numbers them as they stand in the file."""
+def _label(name: str, labels: dict[str, int]) -> str:
+    """Another one for each conversation, also where two have the same name."""
+    count = labels[name] = labels.get(name, 0) + 1
+    return name if count == 1 else f"{name}#{count}"
 
-    def __init__(self, options: LoadOptions) -> None:
-        self._options = options
-        self._empty = [0]
-        self._labels: dict[str, int] = {}
-        self._num_subagents = 0
 
-    def read(self, conversation: _Conversation, space: int, first: int) -> list[Call]:
+class _Builder:
+    """Makes calls of one conversation, numbered from ``first`` as they stand in the file."""
+
+    def __init__(self, conversation: _Conversation, label: str, space: int, first: int, options: LoadOptions) -> None:
+        self.num_subagents = 0
+        self.empty = [0]
+        self._conversation = conversation
+        self._label = label
+        self._space = space
+        self._first = first
+        self._start = options.stagger * space
+        self._joins = options.join_subagents
+        self._calls: list[Call] = []
+        self._main: list[Call] = []
+        self._ends: dict[int, float] = {}  # when the recorded answers ended
+        self._joined: Call | None = None  # the last call of the sub-agents since the last main request
+
+    def build(self) -> list[Call]:
         """Raises: _Bad: a request's ids or times are wrong."""
-        start, label = self._options.stagger * space, self._label(conversation.id)
-        calls: list[Call] = []
-        main: list[Call] = []
-        ends: dict[int, float] = {}  # when the recorded answers ended
-        joined: Call | None = None
-        for place, entry in enumerate(conversation.requests):
+        for place, entry in enumerate(self._conversation.requests):
             if isinstance(entry, _SubAgent):
-                self._num_subagents += 1
-                turns: list[Call] = []
-                for index, request in enumerate(entry.requests):
-                    call = self._call(first + len(calls), f"{label}/{place}.{index}", request, conversation, space)
-                    call.arrival = start + entry.t + request.t
-                    self._follow(call, request, turns[-1] if turns else main[-1] if main else None, ends, bool(turns))
-                    turns.append(call)
-                    calls.append(call)
-                tell_answers(turns)
-                if turns and (joined is None or ends[turns[-1].number] > ends[joined.number]):
-                    joined = turns[-1]
-                continue
-            call = self._call(first + len(calls), f"{label}/{place}", entry, conversation, space)
-            call.arrival = start + entry.t
-            waits_for = joined if self._options.join_subagents else None
-            joined = None
-            self._follow(call, entry, waits_for or (main[-1] if main else None), ends, waits_for is None)
-            main.append(call)
-            calls.append(call)
-        tell_answers(main)
-        return calls
+                self._add_subagent(place, entry)
+            else:
+                self._add_main(place, entry)
+        tell_answers(self._main)
+        return self._calls
 
-    def notes(self) -> list[str]:
-        notes = empty_notes(self._empty)
-        if self._num_subagents:
-            waits = "waits for the last of them" if self._options.join_subagents else "does not wait for them"
-            notes.append(f"{self._num_subagents} sub-agents: in a closed loop the conversation {waits}")
-        notes.append(
-            f"conversations start {self._options.stagger:g} s apart and share no prefix with each other; the trace "
-            "does not show what system prompt they have in common"
-        )
-        return notes
+    def _add_main(self, place: int, request: _Request) -> None:
+        call = self._add(f"{place}", request, 0.0)
+        if self._joins and self._joined is not None:
+            self._follow(call, self._joined, None)
+        elif self._main:
+            self._follow(call, self._main[-1], request)
+        self._joined = None
+        self._main.append(call)
 
-    def _label(self, name: str) -> str:
-        count = self._labels[name] = self._labels.get(name, 0) + 1
-        return name if count == 1 else f"{name}#{count}"
+    def _add_subagent(self, place: int, entry: _SubAgent) -> None:
+        """Its first call comes after the main request before it; the recorded think time is 0 there."""
+        self.num_subagents += 1
+        turns: list[Call] = []
+        for index, request in enumerate(entry.requests):
+            call = self._add(f"{place}.{index}", request, entry.t)
+            if turns:
+                self._follow(call, turns[-1], request)
+            elif self._main:
+                self._follow(call, self._main[-1], None)
+            turns.append(call)
+        tell_answers(turns)
+        if turns and (self._joined is None or self._ends[turns[-1].number] > self._ends[self._joined.number]):
+            self._joined = turns[-1]
 
-    def _call(self, number: int, request_id: str, request: _Request, conversation: _Conversation, space: int) -> Call:
-        expected = request.num_prompt_tokens // conversation.block_size
+    def _add(self, name: str, request: _Request, start: float) -> Call:
+        unit = self._conversation.block_size
+        expected = request.num_prompt_tokens // unit
         if len(request.hash_ids) != expected:
             raise _Bad(
-                f"request {request_id}: `hash_ids` has {len(request.hash_ids)} entries; "
+                f"request {name}: `hash_ids` has {len(request.hash_ids)} entries; "
                 f"{request.num_prompt_tokens} tokens make {expected} full blocks"
             )
         try:
             ids = array("Q", request.hash_ids)
         except OverflowError:
-            raise _Bad(f"request {request_id}: `hash_ids` must be from 0 to 2**64 - 1") from None
-        return Call(
-            number,
-            request_id,
-            0.0,
+            raise _Bad(f"request {name}: `hash_ids` must be from 0 to 2**64 - 1") from None
+        call = Call(
+            self._first + len(self._calls),
+            f"{self._label}/{name}",
+            self._start + start + request.t,
             request.num_prompt_tokens,
-            at_least_one_token(request.num_output_tokens, self._empty),
-            Content(ids, conversation.block_size, space),
-            request_id.rpartition("/")[0],
+            at_least_one_token(request.num_output_tokens, self.empty),
+            Content(ids, unit, self._space),
+            self._label,
             is_last_step=request.stop != "tool_use",
         )
+        self._ends[call.number] = call.arrival + (request.api_time or 0.0)
+        self._calls.append(call)
+        return call
 
-    def _follow(
-        self, call: Call, request: _Request, before: Call | None, ends: dict[int, float], takes_think_time: bool
-    ) -> None:
-        """``takes_think_time``: the recorded one is from ``before``'s end, and not from another's."""
-        ends[call.number] = call.arrival + (request.api_time or 0.0)
-        if before is None:
-            return
-        if call.arrival < before.arrival and takes_think_time:
+    def _follow(self, call: Call, before: Call, request: _Request | None) -> None:
+        """``request``: where its think time is counted from the end of ``before``, which it then cannot precede."""
+        if request is not None and call.arrival < before.arrival:
             raise _Bad(f"request {call.request_id}: `t` {request.t:g} is less than that of the request before it")
         call.after = before.number
-        if takes_think_time and request.think_time is not None:
+        if request is not None and request.think_time is not None:
             call.pause = request.think_time
         else:
-            call.pause = max(0.0, call.arrival - ends[before.number])
+            call.pause = max(0.0, call.arrival - self._ends[before.number])

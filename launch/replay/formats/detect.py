@@ -20,7 +20,7 @@ from quire.launch.replay.formats import (
     vidur,
 )
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import Faults, read_lines
+from quire.launch.replay.formats.read import Faults, files_of, read_lines
 from quire.launch.replay.formats.table import fields_of
 from quire.launch.replay.workload import Workload
 from quire.protocol.errors import ConfigError, did_you_mean
@@ -98,21 +98,18 @@ def _known() -> str:
 
 
 def _of_folder(folder: Path) -> str:
-    names = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
-    if any(servegen.FILE_NAME.fullmatch(entry.name) for entry in names):
+    if any(servegen.FILE_NAME.fullmatch(entry.name) for entry in folder.iterdir()):
         return "servegen"
     if measured.find(folder, "workload.jsonl") is not None:
         return "measured"
-    found = {entry.name: _of_file(entry) for entry in names if entry.is_file()}
+    found = {file.name: _of_file(file) or "unknown" for file in files_of(folder)}
     formats = set(found.values())
-    if not found or formats == {None}:
-        inside = ", ".join(entry.name for entry in names if entry.is_dir())
-        hint = f"; name one of its folders: {inside}" if inside else ""
-        raise ConfigError(f"{folder}: no file in it has a format that is known ({_known()}){hint}")
+    if formats == {"unknown"}:
+        raise ConfigError(f"{folder}: no file in it has a format that is known: {_known()}")
     if len(formats) > 1:
-        listed = ", ".join(f"{name}: {known or 'unknown'}" for name, known in found.items())
-        raise ConfigError(f"{folder}: its files have different formats; name one ({listed})")
-    return next(each for each in formats if each is not None)
+        listed = ", ".join(f"{name}: {format}" for name, format in found.items())
+        raise ConfigError(f"{folder}: its files have different formats; name one of them ({listed})")
+    return formats.pop()
 
 
 def _of_file(file: Path) -> str | None:

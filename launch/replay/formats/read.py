@@ -19,6 +19,7 @@ from quire.protocol.errors import ConfigError
 MAX_TOKENS = 2**31 - 1
 MAX_LINE_BYTES = 2**28
 _CHUNK = 2**20
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".log", ".txt")
 _MAGIC = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
 PromptLength = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 AnswerLength = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -81,6 +82,24 @@ def _is_broken_compression(error: Exception) -> bool:
 
 
 def read_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and bytes of each line that is not blank. A file that begins with a brace alone on its line is
+    one JSON object over many lines, and given as one.
+
+    Raises:
+        ConfigError: see ``_physical_lines``.
+    """
+    lines = _physical_lines(path, faults)
+    first = next(lines, None)
+    if first is None:
+        return
+    if first[1].strip() == b"{":
+        yield first[0], b"\n".join([first[1], *(line for _, line in lines)])
+        return
+    yield first
+    yield from lines
+
+
+def _physical_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
     """Number, from 1, and bytes of each line that is not blank.
 
     Raises:
@@ -145,19 +164,27 @@ def _plain(error: str) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself, or all files of a folder in order of name.
+    """The file itself, or in order of name those of a folder that by their names may hold a trace.
 
     Raises:
         ConfigError: nothing is there.
     """
     if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        files = sorted(entry for entry in path.iterdir() if entry.is_file() and _may_be_trace(entry.name))
         if not files:
-            raise ConfigError(f"{path}: the folder holds no file")
+            folders = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
+            hint = f"; name one of its folders: {folders}" if folders else ""
+            raise ConfigError(f"{path}: the folder holds no file of a trace ({', '.join(_SUFFIXES)}){hint}")
         return files
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder")
     return [path]
+
+
+def _may_be_trace(name: str) -> bool:
+    for end in (".gz", ".xz", ".zst"):
+        name = name.removesuffix(end)
+    return name.endswith(_SUFFIXES) and not name.startswith(".")
 
 
 def shift_times(calls: list[Call], rate: float) -> None:
