@@ -43,6 +43,10 @@ INERT = {
     "kv_events_endpoint": "nobody listens",
     "kv_events_replay_endpoint": "nobody listens",
     "seed": "nothing is drawn at random",
+    "trace": "a simulation records nothing",
+    "trace_prompts": "a simulation records nothing",
+    "trace_max_bytes": "a simulation records nothing",
+    "crash_dump_dir": "a simulation records nothing",
 }
 """Flags that change nothing in a simulation, and why."""
 
@@ -92,6 +96,13 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
     }
     shown |= {key: value for key, value in dataclasses.asdict(policies).items() if value != getattr(QUIRE, key)}
     return Setup(config, layout, num_usable_blocks, shown, notes, policies)
+
+
+def settle_model(workload: Workload, given: Mapping[str, str]) -> tuple[ModelConfig, int]:
+    """The model and the number of GPUs that share it, for a cost model to go by."""
+    values = _typed(given, workload)
+    longest = max((call.num_prompt_tokens + call.num_output_tokens for call in workload.calls), default=2)
+    return _model(values.pop("model", None), longest, values)[0], values.get("tensor_parallel_size", 1)
 
 
 def setting_keys() -> list[str]:

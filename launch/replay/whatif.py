@@ -1,17 +1,38 @@
 """A workload through a simulated engine: from a Workload, a Setup and a cost to the record of the run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from quire.launch.replay.cost import CostModel
+from quire.launch.replay.cost import ConstantCost, CostModel
+from quire.launch.replay.costs.parse import parse_cost
 from quire.launch.replay.run_record import RunRecord
-from quire.launch.replay.setup import Setup
+from quire.launch.replay.setup import Setup, make_setup, settle_model
 from quire.launch.replay.simulator import Simulator
 from quire.launch.replay.sources import ClosedLoop, Concurrency, OpenLoop, Source
 from quire.launch.replay.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 
+DEFAULT_STEP_MS = 10.0
 OVERLONG = ("refuse", "clip", "drop")
+
+
+def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> tuple[Setup, CostModel]:
+    """The engine, and the machine that computes its steps: each may depend on the other's settings.
+
+    Args:
+        given: ``--set`` key to its text.
+        cost: as ``--cost`` has it; None: all steps take the same.
+
+    Raises:
+        ConfigError: either cannot be.
+    """
+    if cost is None:
+        setup = make_setup(workload, given, None)
+        setup.notes.append(f"every step takes {DEFAULT_STEP_MS:g} ms: no --cost was given")
+        return setup, ConstantCost(DEFAULT_STEP_MS)
+    model, size = settle_model(workload, given)
+    machine = parse_cost(cost, tensor_parallel_size=size, model=model)
+    return make_setup(workload, given, machine), machine
 
 
 def run_workload(
