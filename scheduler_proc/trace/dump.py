@@ -12,10 +12,10 @@ import msgspec
 from quire.protocol.codec import Codec
 from quire.protocol.messages import AddRequest, Consumed, Control, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
+from quire.scheduler_proc.trace.files import open_private
 from quire.scheduler_proc.trace.lines import ClientDropped, End, Epoch, Event, Line, Tick, encode_line
 from quire.scheduler_proc.trace.recorder import lines_of_log
 from quire.scheduler_proc.trace.translate import arrival_line, decision_line, make_header, result_line, without_texts
-from quire.scheduler_proc.trace.writer import open_private
 
 log = logging.getLogger(__name__)
 

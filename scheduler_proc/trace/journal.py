@@ -8,11 +8,14 @@ from pathlib import Path
 
 from quire.protocol.channel import Frames
 from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
 from quire.protocol.messages import Consumed, SchedulerOutput
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
+from quire.scheduler_proc.trace.files import TraceFiles
+from quire.scheduler_proc.trace.lines import End
 from quire.scheduler_proc.trace.recorder import TraceRecorder
 from quire.scheduler_proc.trace.translate import make_header
 from quire.scheduler_proc.trace.writer import TraceWriter
@@ -38,7 +41,7 @@ class Journal:
         self._dumping: threading.Thread | None = None
         self._num_dumps = 0
         if config.trace:
-            self._writer = TraceWriter(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock)
+            self._writer = TraceWriter(TraceFiles(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock))
 
     @property
     def num_lost_lines(self) -> int:
@@ -46,11 +49,15 @@ class Journal:
         return 0 if self._writer is None else self._writer.lost
 
     def begin(self, scheduler: Scheduler, header: TraceHeader) -> None:
-        """``scheduler``: new, made by ``header``."""
+        """``scheduler``: new, made by ``header``. Raises ConfigError when the trace cannot be written."""
         self._header = header
         if self._writer is not None:
             prompts = self._config.trace_prompts
-            self._writer.begin(make_header(header, self._clock(), time.time(), prompts=prompts))
+            first = make_header(header, self._clock(), time.time(), prompts=prompts)
+            try:
+                self._writer.begin(first)
+            except OSError as error:
+                raise ConfigError(f"--trace {self._config.trace} cannot be written: {error.strerror}") from None
             self._recorder = TraceRecorder(scheduler, self._writer.add, prompts=prompts)
 
     # ---- what happens
@@ -132,6 +139,6 @@ class Journal:
 
     def close(self, reason: str = "") -> None:
         if self._writer is not None:
-            self._writer.close(reason)
+            self._writer.close(End(now=self._clock(), reason=reason))
         if self._dumping is not None:
             self._dumping.join()

@@ -1,0 +1,189 @@
+"""What the recorder says of a run: enough to replay it, nothing of what users wrote, nothing of who is unchanged."""
+
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver, expected_tokens, make_config, make_layout, make_request
+
+from quire.protocol.messages import Control, EndReason, Fail, OpaqueRequest, Refuse
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.trace.lines import (
+    Arrival,
+    Epoch,
+    Event,
+    Header,
+    PrefixCacheEvent,
+    Result,
+    StepDecision,
+    StepSnapshot,
+    encode_line,
+)
+from quire.scheduler_proc.trace.recorder import TraceRecorder, record_log
+from quire.scheduler_proc.trace.translate import without_texts
+
+SECRET = "hunter2"
+PROMPT = list(range(3, 20))
+
+
+def of(driver: Driver, *kinds: type) -> list[Any]:
+    return [line for line in driver.lines() if isinstance(line, kinds)]
+
+
+def test_a_steady_step_is_a_line_without_any_request() -> None:
+    driver = Driver(num_blocks=400, block_size=16, max_num_seqs=32, max_num_batched_tokens=512, async_scheduling=True)
+    for index in range(32):
+        driver.add(f"r{index}", [index], max_tokens=40)
+    driver.run()
+    assert driver.replay_lines() is None
+    quiet = [line for line in of(driver, StepDecision) if line.step in range(4, 16)]
+    assert len(quiet) == 12 and all(len(encode_line(line)) < 80 for line in quiet)
+    results = [line for line in of(driver, Result) if line.step in range(4, 38)]
+    assert all(line.handles is None and len(encode_line(line)) < 100 for line in results)
+    assert max(len(line.hashes) for line in of(driver, StepDecision)) == 32, "blocks are named where they fill"
+    assert len(of(driver, StepSnapshot)) < 12, "only where something changed"
+
+
+def test_what_users_wrote_is_not_there() -> None:
+    driver = Driver(eos=[2])
+    driver.add(
+        "a",
+        PROMPT,
+        max_tokens=5,
+        min_tokens=1,
+        stop=[SECRET],
+        stop_token_ids=[9],
+        bad_words=[SECRET],
+        logit_bias={731: 1.0},
+        allowed_token_ids=[731, 732],
+        extra_args={"x": SECRET},
+        cache_salt=SECRET,
+        prompt_logprobs=3,
+        structured_outputs=StructuredOutputs(regex=SECRET),
+        repetition_detection=RepetitionDetection(max_pattern_size=4, min_count=3),
+    )
+    driver.run()
+    assert driver.replay_lines() is None
+    text = b"\n".join(encode_line(line) for line in driver.lines())
+    assert SECRET.encode() not in text and b"731" not in text and b'model_path":"/' not in text
+    (arrival,) = of(driver, Arrival)
+    assert arrival.sampling == SamplingParams(
+        max_tokens=5,
+        min_tokens=1,
+        stop_token_ids=[9],
+        prompt_logprobs=0,
+        structured_outputs=StructuredOutputs(json_object=True),
+        repetition_detection=RepetitionDetection(max_pattern_size=4, min_count=3),
+    )
+    assert arrival.prompt_token_ids is None
+    asked = [line for line in record_log(driver.header, driver.log, prompts=True) if isinstance(line, Arrival)]
+    assert asked[0].prompt_token_ids == PROMPT
+
+
+def test_texts_of_a_grammars_compiler_are_left_out() -> None:
+    assert without_texts(Refuse("a", "invalid_grammar", "structured_outputs", SECRET)).message == ""
+    assert without_texts(Fail("a", f"grammar_failed: {SECRET}")).detail == "grammar_failed"
+
+
+def test_the_header_names_no_place() -> None:
+    driver = Driver(
+        model_path="/home/x/model", kv_events_endpoint="ipc:///home/x/e", trace="/home/x/t", crash_dump_dir="/home/x/c"
+    )
+    header = driver.lines()[0]
+    assert isinstance(header, Header) and b"/home" not in encode_line(header)
+    assert (header.num_blocks, header.config.block_size, header.complete) == (33, 4, True)
+
+
+def test_who_was_refused_or_is_there_twice_leaves_no_line() -> None:
+    driver = Driver(max_num_seqs=1)
+    driver.add("a", PROMPT, max_tokens=9)
+    driver.add("a", [1, 2], max_tokens=3)
+    driver.add("b", [], max_tokens=3)
+    driver.add("c", [5000], max_tokens=3)
+    driver.step()
+    driver.add("a", [1, 2], max_tokens=3)
+    driver.add("d", [7], max_tokens=2, client=1)
+    driver.run()
+    assert [(line.client, line.req_id) for line in of(driver, Arrival)] == [(0, "a"), (1, "d")]
+    assert driver.replay_lines() is None
+
+
+def test_a_resubmission_says_how_much_it_had() -> None:
+    driver = Driver()
+    driver.add("a", PROMPT, expected_tokens(PROMPT, 5), max_tokens=9)
+    driver.add("full", PROMPT, expected_tokens(PROMPT, 5), max_tokens=5)
+    driver.run()
+    a, full = of(driver, Arrival)
+    assert (a.num_prompt_tokens, a.num_output_tokens, len(a.block_hashes)) == (17, 5, 8 * (22 // 4))
+    assert (full.num_output_tokens, full.block_hashes) == (5, b""), "it had ended before it could be asked"
+    assert driver.replay_lines() is None
+
+
+def test_a_resubmission_that_repeated_itself_already() -> None:
+    driver = Driver()
+    driver.add("other", PROMPT, max_tokens=9)
+    driver.add(
+        "a", PROMPT, [7] * 9, max_tokens=20, repetition_detection=RepetitionDetection(max_pattern_size=2, min_count=3)
+    )
+    assert driver.answers["a"].reason is EndReason.REPETITION
+    driver.run()
+    assert driver.replay_lines() is None
+
+
+def test_admissions_and_reasons_stand_at_their_step() -> None:
+    driver = Driver(num_blocks=12, max_num_seqs=2)
+    for name in "abc":
+        driver.add(name, PROMPT, max_tokens=16)
+    driver.run()
+    assert driver.replay_lines() is None
+    hits = of(driver, PrefixCacheEvent)
+    assert [(hit.req_id, hit.local_hit_tokens) for hit in hits[:2]] == [("a", 0), ("b", 16)]
+    assert all((hit.total_prompt_tokens, hit.num_tokens >= 17) == (17, True) for hit in hits)
+    reasons = [(line.step, reason) for line in of(driver, StepDecision) for reason in line.reasons]
+    assert (1, "wait", "c", "max_num_seqs") in [(step, r.what, r.req_id, r.reason) for step, r in reasons]
+    assert [(r.req_id, r.reason, r.beneficiary) for _, r in reasons if r.what == "preempt"] == [("b", "itself", "b")]
+
+
+def test_an_epoch_with_smaller_steps_replays() -> None:
+    driver = Driver(max_num_batched_tokens=32)
+    driver.add("a", list(range(1, 60)), max_tokens=9)
+    driver.step()
+    assert driver.scheduler.halve_steps()
+    driver.log.steps_halved(0.0)
+    driver.begin_epoch()
+    driver.deliver()
+    driver.run()
+    assert [line.halved for line in of(driver, Epoch)] == [True]
+    assert max(count for line in of(driver, StepDecision) if line.step > 1 for _, count in line.counts) == 16
+    assert driver.replay_lines() is None
+
+
+def test_questions_leave_no_line_and_other_controls_do() -> None:
+    driver = Driver()
+    for kind in ("statistics", "reset_prefix_cache", "pause_new", "resume"):
+        driver.control(kind)
+    assert [line.event.kind for line in of(driver, Event)] == ["reset_prefix_cache", "pause_new", "resume"]
+
+
+def test_what_comes_from_a_trace_is_not_recorded_again() -> None:
+    config = make_config()
+    recorder = TraceRecorder(Scheduler(config, make_layout(config), 33), lambda line: None)
+    with pytest.raises(TypeError, match="came from a trace"):
+        recorder.consumed(0.0, 0, OpaqueRequest("a", 3, SamplingParams(), 0, b""))
+
+
+def test_times_are_those_of_the_loop() -> None:
+    config = make_config()
+    scheduler = Scheduler(config, make_layout(config), 33)
+    lines: list[Any] = []
+    recorder = TraceRecorder(scheduler, lines.append)
+    event = make_request("a", PROMPT, max_tokens=2, arrival=0.5)
+    for time, message in ((1.0, event), (2.0, Control("resume"))):
+        scheduler.consume(message)
+        recorder.consumed(time, 0, message)
+    recorder.before_step()
+    recorder.decided(3.0, scheduler.schedule(3.0))
+    assert [line.now for line in lines if not isinstance(line, PrefixCacheEvent)] == [1.0, 2.0, 3.0, 3.0]
+    assert lines[0].arrival == 0.5
+    assert (lines[2].running, lines[2].waiting, lines[2].free_blocks) == (0, 1, 32)

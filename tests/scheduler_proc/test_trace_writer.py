@@ -1,0 +1,241 @@
+"""The writer: bounded, in parts, readable whatever happens; and dumps."""
+
+import errno
+import importlib
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver
+
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.trace.dump import Dump, write_dump
+from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
+from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.trace.files import TraceFiles, part_path
+from quire.scheduler_proc.trace.lines import (
+    AnyLine,
+    End,
+    Header,
+    Lost,
+    StepDecision,
+    Tick,
+    decode_line,
+    encode_line,
+    is_intact,
+)
+from quire.scheduler_proc.trace.reader import TraceReader
+from quire.scheduler_proc.trace.translate import make_header
+from quire.scheduler_proc.trace.writer import TraceWriter
+
+
+def header() -> Header:
+    return make_header(Driver().header, 5.0, 1e9)
+
+
+def files_of(path: Path, **settings: Any) -> TraceFiles:
+    return TraceFiles(path, clock=lambda: 7.0, **settings)
+
+
+def writer_of(path: Path, **settings: Any) -> TraceWriter:
+    return TraceWriter(files_of(path), **settings)
+
+
+def read(path: Path) -> list[AnyLine]:
+    lines = [decode_line(raw) for raw in path.read_bytes().splitlines()]
+    assert all(is_intact(line) for line in lines)
+    return lines
+
+
+def test_lines_in_their_order_and_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    writer = writer_of(path)
+    writer.begin(header())
+    for index in range(100):
+        writer.add(Tick(now=float(index)))
+        if index % 7 == 0:
+            writer.flush()
+    writer.close(End(now=7.0, reason="it was stopped"))
+    writer.close(End(now=8.0, reason="again"))
+    first, *ticks, end = read(path)
+    assert isinstance(first, Header) and (first.now, first.wall, first.part) == (5.0, 1e9, 0)
+    assert [line.now for line in ticks if isinstance(line, Tick)] == [float(i) for i in range(100)]
+    assert isinstance(end, End) and (end.now, end.reason, end.next_part) == (7.0, "it was stopped", False)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and writer.lost == 0
+
+
+def test_a_file_that_was_there_is_emptied_and_made_private(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("old\n" * 1000)
+    path.chmod(0o644)
+    files_of(path).close()
+    assert path.read_bytes() == b"" and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "."])
+def test_a_file_that_cannot_be_written_is_refused_by_its_flag(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"--trace .* cannot be written: "):
+        files_of(tmp_path / name)
+
+
+def test_parts_go_on_where_the_one_before_ended(tmp_path: Path) -> None:
+    """Each as large as asked for, and a batch."""
+    path = tmp_path / "t.jsonl"
+    files = files_of(path, max_bytes=4096)
+    files.begin(header())
+    for index in range(300):
+        files.write(encode_line(Tick(now=float(index))) + b"\n")
+    files.close()
+    parts = [part_path(path, index) for index in range(len(list(tmp_path.iterdir())))]
+    ticks: list[float] = []
+    for index, file in enumerate(parts):
+        first, *lines = read(file)
+        assert isinstance(first, Header) and first.part == index and 0 < file.stat().st_size < 4300
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        ticks += [line.now for line in lines if isinstance(line, Tick)]
+        ends = [line for line in lines if isinstance(line, End)]
+        assert [end.next_part for end in ends] == [True] * (index < len(parts) - 1)
+    assert len(parts) > 2 and ticks == [float(i) for i in range(300)]
+
+
+def test_a_slow_disk_costs_lines_which_are_counted_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "t.jsonl"
+    writer = writer_of(path, max_buffered=4000)
+    with caplog.at_level(logging.ERROR):
+        for index in range(1000):  # nobody writes
+            writer.add(Tick(now=float(index)))
+            writer.flush()
+    kept = 1000 - writer.lost
+    assert 20 < kept < 200 and caplog.text.count("loses lines") == 1
+    writer.write_buffer()
+    writer.add(Tick(now=1000.0))
+    writer.flush()
+    writer.write_buffer()
+    lines = read(path)
+    assert [line.now for line in lines[:kept] if isinstance(line, Tick)] == [float(i) for i in range(kept)]
+    assert isinstance(lines[kept], Lost) and lines[kept].lines == writer.lost == 1000 - kept
+    assert isinstance(lines[-1], Tick) and len(lines) == kept + 2
+    writer.close(End(now=9.0))
+
+
+class FullDisk(TraceFiles):
+    def write(self, lines: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = TraceWriter(FullDisk(tmp_path / "t.jsonl"))
+    with caplog.at_level(logging.ERROR):
+        for index in range(50):
+            writer.add(Tick(now=float(index)))
+            writer.flush()
+            writer.write_buffer()
+    assert caplog.text.count("ends here: No space left on device") == 1
+    assert writer.lost == 49 and caplog.text.count("loses lines") == 1
+    writer.close(End(now=0.0))
+
+
+def test_what_a_crash_leaves_can_be_read(tmp_path: Path) -> None:
+    """The file is whole lines, or whole frames, between any two batches."""
+    pytest.importorskip("zstandard")
+    for name in ("t.jsonl", "t.jsonl.zst"):
+        files = files_of(tmp_path / name)
+        files.begin(header())
+        writer = TraceWriter(files)
+        for index in range(20):
+            writer.add(Tick(now=float(index)))
+            writer.flush()
+            writer.write_buffer()
+            seen = [told.line for told in TraceReader(tmp_path / name, lenient=True)]
+            assert len(seen) == index + 2
+        writer.close(End(now=9.0))
+
+
+def test_the_compressed_file_is_smaller_and_says_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    driver = Driver(async_scheduling=True)
+    for index in range(8):
+        driver.add(f"r{index}", [index] * 9, max_tokens=60)
+    driver.run()
+    for name in ("t.jsonl", "t.jsonl.zst"):
+        writer = writer_of(tmp_path / name)
+        first, *lines = driver.lines()
+        assert isinstance(first, Header)
+        writer.begin(first)
+        for line in lines:
+            writer.add(line)
+        writer.close(End(now=9.0))
+        assert replay_lines(TraceReader(tmp_path / name)) is None
+    assert (tmp_path / "t.jsonl.zst").stat().st_size < (tmp_path / "t.jsonl").stat().st_size / 3
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[trace\]'"):
+        files_of(tmp_path / "t.zst")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- dumps
+
+
+def dump_of(driver: Driver, log: EventLog | None = None) -> Dump:
+    log = driver.log if log is None else log
+    return Dump(driver.header, list(log), log.complete, 9.0, "engine: it broke")
+
+
+def busy_driver() -> Driver:
+    driver = Driver(async_scheduling=True, num_blocks=20)
+    for index in range(6):
+        driver.add(f"r{index}", [index] * 9, max_tokens=20)
+    driver.run()
+    return driver
+
+
+def test_a_dump_is_a_trace_that_replays(tmp_path: Path) -> None:
+    path = write_dump(tmp_path / "a" / "b", 3, dump_of(busy_driver()))
+    assert path is not None and path.name == f"quire-dump-{os.getpid()}-3.jsonl"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert replay_lines(TraceReader(path)) is None
+    end = read(path)[-1]
+    assert isinstance(end, End) and end.reason == "engine: it broke"
+
+
+def test_a_ring_without_its_beginning_says_so(tmp_path: Path) -> None:
+    driver = busy_driver()
+    ring = EventLog(max_bytes=3000)
+    for record in driver.log:
+        ring._append(record)
+    assert not ring.complete
+    path = write_dump(tmp_path, 1, dump_of(driver, ring))
+    assert path is not None
+    first, *lines = read(path)
+    assert isinstance(first, Header) and not first.complete
+    assert sum(isinstance(line, StepDecision) for line in lines) == sum(r.kind == RecordKind.PRODUCED for r in ring) > 3
+    with pytest.raises(ConfigError, match="begins in the middle"):
+        replay_lines(TraceReader(path))
+
+
+def test_what_cannot_be_replayed_is_said_in_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driver = busy_driver()
+    records = [*driver.log, Record(RecordKind.CONSUMED, 9.0, 0, [b"damaged"])]
+    with caplog.at_level(logging.CRITICAL):
+        path = write_dump(tmp_path, 1, Dump(driver.header, records, True, 9.0, "bug"))
+    assert path is not None
+    end = read(path)[-1]
+    assert isinstance(end, End) and end.reason.startswith("bug; its replay: ProtocolError")
+
+
+def test_a_folder_that_cannot_be_made_costs_the_dump_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.ERROR):
+        assert write_dump(tmp_path / "file" / "x", 1, dump_of(busy_driver())) is None
+    assert "cannot be written" in caplog.text
