@@ -165,13 +165,16 @@ class SimulatedWorker:
         waiting.result = runner.finish(waiting.launched, inputs, waiting.end - waiting.begin)
 
     def _send_oldest(self) -> None:
-        """Sleeps away what the poll left of its time; but a poll may come back early."""
+        """If it is computed; else sleeps away what the poll left of its time, and then messages are looked for again."""
         oldest = self._computing[0]
-        if oldest.result is None or oldest.end - self._clock.now() > 2 * POLL_SECONDS:
-            return
-        self._clock.sleep_until(oldest.end)
-        self._computing.popleft()
-        self._channel.send(oldest.result)
+        rest = oldest.end - self._clock.now()
+        if rest > 2 * POLL_SECONDS:
+            return  # the poll came back early
+        if rest > 0:
+            self._clock.sleep_until(oldest.end)
+        elif oldest.result is not None:
+            self._computing.popleft()
+            self._channel.send(oldest.result)
 
 
 def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks: int) -> MemoryPlan:

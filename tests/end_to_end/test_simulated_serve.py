@@ -1,0 +1,129 @@
+"""``quire serve --simulate``: the real front end and scheduler over a worker that only takes its time."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engine_processes import engine_processes
+from served import QUIRE, Served
+
+STEP_SECONDS = 0.002
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served("--simulate", "constant:2", "--num-gpu-blocks-override", "500", "--max-num-seqs", "32")
+    yield served
+    assert served.stop() == 0
+    assert not any("Traceback" in line for line in served.log), "".join(served.log)
+    assert not engine_processes("quire.launch.replay.worker_process")
+
+
+def complete(server: Served, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"ignore_eos": True, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def stream(server: Served, num_tokens: int, seed: int) -> tuple[str, int]:
+    """Text, and how many chunks it came in."""
+    body = {"prompt": [5 + seed] * 20, "max_tokens": num_tokens, "seed": seed, "ignore_eos": True, "stream": True}
+    texts = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+    return "".join(texts), len(texts)
+
+
+def test_it_says_that_it_is_no_model(server: Served) -> None:
+    said = next(line for line in server.log if "SIMULATED" in line)
+    assert "nonsense" in said and "2 ms per step" in said and "500 KV blocks" in said
+    workers = [" ".join(p.cmdline()) for p in engine_processes("quire.launch.replay.worker_process")]
+    assert len(workers) == 1 and not engine_processes("quire.worker_proc")
+
+
+def test_many_streams_at_once_take_the_time_of_their_steps(server: Served) -> None:
+    before = server.metrics()
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda seed: stream(server, 100, seed), range(8)))
+    assert all(text and num_chunks > 20 for text, num_chunks in found)
+    assert len({text for text, _ in found}) == 8
+    again, _ = stream(server, 100, 3)
+    assert again == found[3][0], "tokens follow from the seed alone"
+    after = server.wait_until_idle()
+    assert after["quire:generation_tokens_total"] - before["quire:generation_tokens_total"] == 900
+
+
+def test_a_step_takes_its_time(server: Served) -> None:
+    began = time.monotonic()
+    complete(server, prompt=[5, 6, 7], max_tokens=200)
+    assert time.monotonic() - began >= 200 * STEP_SECONDS
+
+
+def test_prefixes_are_found_again(server: Served) -> None:
+    prompt = list(range(5, 105))
+    cached = [complete(server, prompt=prompt, max_tokens=2)["usage"]["prompt_tokens_details"] for _ in range(2)]
+    assert [details["cached_tokens"] for details in cached] == [0, 96]
+
+
+def test_who_goes_away_is_aborted(server: Served) -> None:
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    before = server.metrics()["quire:generation_tokens_total"]
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+    assert server.wait_until_idle()["quire:generation_tokens_total"] - before < 400
+
+
+def test_a_structured_answer_is_one(server: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "good": {"type": "boolean"}},
+        "required": ["colour", "good"],
+        "additionalProperties": False,
+    }
+    answer = complete(server, prompt="Once", max_tokens=300, ignore_eos=False, structured_outputs={"json": schema})
+    found = json.loads(answer["choices"][0]["text"])
+    assert found["colour"] in ("red", "blue") and found["good"] in (True, False)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_log_probabilities(server: Served) -> None:
+    answer = complete(server, prompt=[5, 6, 7], max_tokens=3, logprobs=2)["choices"][0]["logprobs"]
+    assert answer["token_logprobs"] == pytest.approx([-0.6931] * 3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["constant:fast"], "constant"),
+        (["magic:3"], "roofline:CONFIG,CHIP"),
+        (["fitted:/nowhere"], "/nowhere"),
+        (["constant:2", "--logits-processors", "mine:Own"], "--logits-processors"),
+        (["constant:2", "--kv-cache-memory-bytes", "1"], "memory does not suffice"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(flags: list[str], text: str) -> None:
+    done = subprocess.run([*QUIRE, "serve", "--port", "0", "--simulate", *flags], capture_output=True, text=True)
+    assert done.returncode == 78 and text in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_without_weights_on_many_devices(tmp_path: Path) -> None:
+    """Only a config and a tokenizer: the scheduler sees one worker, whatever the ranks."""
+    from quire.launch.demo import demo_model_path
+
+    for file in demo_model_path().iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    served = Served(str(tmp_path), "--simulate", "constant:0.01", "--tensor-parallel-size", "2")
+    assert complete(served, prompt="Once", max_tokens=50)["usage"]["completion_tokens"] == 50
+    assert served.stop(signal.SIGINT) == 0
