@@ -162,16 +162,17 @@ def test_the_compressed_file_is_smaller_and_says_the_same(tmp_path: Path) -> Non
     for index in range(8):
         driver.add(f"r{index}", [index] * 9, max_tokens=60)
     driver.run()
-    for name in ("t.jsonl", "t.jsonl.zst"):
-        writer = writer_of(tmp_path / name)
-        first, *lines = driver.lines()
-        assert isinstance(first, Header)
-        writer.begin(first)
-        for line in lines:
-            writer.add(line)
-        writer.close(End(now=9.0))
+    first, *lines = driver.lines()
+    assert isinstance(first, Header)
+    for name in ("t.jsonl", "t.jsonl.zst", "parts.jsonl.zst"):
+        files = files_of(tmp_path / name, max_bytes=2000 if "parts" in name else 0)
+        files.begin(first)
+        for index in range(0, len(lines), 40):
+            files.write(b"".join([encode_line(line) + b"\n" for line in lines[index : index + 40]]))
+        files.close()
         assert replay_lines(TraceReader(tmp_path / name)) is None
-    assert (tmp_path / "t.jsonl.zst").stat().st_size < (tmp_path / "t.jsonl").stat().st_size / 3
+    assert (tmp_path / "t.jsonl.zst").stat().st_size < (tmp_path / "t.jsonl").stat().st_size / 2
+    assert len(list(tmp_path.glob("parts*"))) > 2
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

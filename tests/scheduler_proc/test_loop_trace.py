@@ -1,0 +1,146 @@
+"""The scheduler's loop and its trace: what it records live replays exactly, and an engine that fails leaves a dump."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from loop_under_test import LoopUnderTest
+from scheduler_driver import change, make_config, make_request
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.messages import Abort, EngineState, ModelRunnerOutput, StepOutputs, Welcome
+from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.trace.journal import Journal
+from quire.scheduler_proc.trace.lines import AnyLine, Arrival, End, Epoch, Event, Header, Result, StepDecision
+from quire.scheduler_proc.trace.reader import TraceReader
+
+PROMPT = [3, 1, 4, 1, 5]
+Start = Callable[..., LoopUnderTest]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts one loop with the given settings; it has ended when the test ends."""
+    started: list[LoopUnderTest] = []
+    with zmq.Context() as context:
+
+        def start(**settings: Any) -> LoopUnderTest:
+            config = make_config(async_scheduling=True, **settings)
+            started.append(LoopUnderTest(context, tmp_path, config))
+            started[0].handshake()
+            return started[0]
+
+        yield start
+        for loop in started:
+            loop.close()
+
+
+def end_of(loop: LoopUnderTest, count: int) -> None:
+    """Work until so many requests of the first front end have ended."""
+    ended: list[Any] = []
+    loop.until(
+        lambda heard: isinstance(heard, StepOutputs) and (ended.extend(heard.ended) or len(ended) >= count)  # type: ignore[func-returns-value]
+    )
+
+
+def lines_in(path: Path) -> list[AnyLine]:
+    return [told.line for told in TraceReader(path)]
+
+
+def stop(loop: LoopUnderTest) -> None:
+    loop._loop.stop()
+    loop.client.send(Abort([]))
+    loop.join()
+
+
+def test_a_live_run_replays(start: Start, tmp_path: Path) -> None:
+    """With a second client that goes, an abort, a step too large, and a result that is wrong."""
+    loop = start(trace=str(tmp_path / "t.jsonl"), max_num_batched_tokens=16)
+    wrong = {4: "too large", 9: "damaged"}
+
+    def spoil(result: ModelRunnerOutput) -> ModelRunnerOutput:
+        match wrong.pop(result.step, ""):
+            case "too large":
+                return ModelRunnerOutput(result.step, failure="out of memory")
+            case "damaged":
+                return change(result, handles=np.array([77], np.int32))
+        return result
+
+    loop.spoil = spoil
+    other = loop.another_client()
+    loop.until(lambda heard: isinstance(heard, Welcome), other)
+    other.send(make_request("gone", PROMPT, max_tokens=50, priority=3))
+    for index in range(6):
+        loop.client.send(make_request(f"r{index}", [index, *PROMPT], max_tokens=20 + index, arrival=float(index)))
+    loop.client.send(make_request("r0", PROMPT, max_tokens=1))
+    loop.client.send(make_request("bad", [], max_tokens=1))
+    loop.client.send(Abort(["r3"]))
+    other.send(Welcome(1, ""))  # what no front end may say: it is cut off
+    end_of(loop, 6)
+    stop(loop)
+    assert replay_lines(TraceReader(tmp_path / "t.jsonl"), check=True) is None
+    lines = lines_in(tmp_path / "t.jsonl")
+    assert sum(isinstance(line, Arrival) for line in lines) == 7
+    assert sorted(line.halved for line in lines if isinstance(line, Epoch)) == [False, True] and not wrong
+    assert isinstance(lines[0], Header) and isinstance(lines[-1], End)
+    times = [line.now for line in lines if isinstance(line, Arrival | StepDecision | Result | Event)]
+    assert times == sorted(times) and abs(times[0] - time.monotonic()) < 100
+
+
+def test_a_compressed_one_in_parts_replays(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    loop = start(trace=str(tmp_path / "t.jsonl.zst"), trace_max_bytes=500, trace_prompts=True)
+    for index in range(8):
+        loop.client.send(make_request(f"r{index}", [index, *PROMPT], max_tokens=60))
+    end_of(loop, 8)
+    stop(loop)
+    assert replay_lines(TraceReader(tmp_path / "t.jsonl.zst")) is None
+    arrivals = [line for line in lines_in(tmp_path / "t.jsonl.zst") if isinstance(line, Arrival)]
+    assert [line.prompt_token_ids for line in arrivals] == [[index, *PROMPT] for index in range(8)]
+
+
+def test_an_engine_that_fails_leaves_a_trace_of_it(start: Start, tmp_path: Path) -> None:
+    loop = start(crash_dump_dir=str(tmp_path / "dumps"))
+    loop.client.send(make_request("fine", PROMPT, max_tokens=5))
+    end_of(loop, 1)
+    loop.spoil = lambda result: change(result, handles=np.array([77], np.int32), tokens=np.array([1], np.int32))
+    loop.client.send(make_request("a", PROMPT, max_tokens=9))
+    loop.until(lambda heard: isinstance(heard, EngineState) and heard.kind == "failed")
+    loop.join()
+    assert isinstance(loop.failure, WorkerFault)
+    (dump,) = (tmp_path / "dumps").iterdir()
+    assert replay_lines(TraceReader(dump), check=True) is None
+    lines = lines_in(dump)
+    assert sum(isinstance(line, Epoch) for line in lines) == 4
+    assert isinstance(lines[-1], End) and lines[-1].reason.startswith("WorkerFault: result of step")
+
+
+def test_a_dump_can_be_asked_for_while_it_runs(start: Start, tmp_path: Path) -> None:
+    loop = start(crash_dump_dir=str(tmp_path / "dumps"))
+    loop.client.send(make_request("a", PROMPT, max_tokens=5))
+    end_of(loop, 1)
+    loop._loop.dump()
+    loop.client.send(make_request("b", PROMPT, max_tokens=5))
+    end_of(loop, 1)
+    stop(loop)
+    (dump,) = (tmp_path / "dumps").iterdir()
+    assert replay_lines(TraceReader(dump)) is None
+
+
+@pytest.mark.parametrize("folder", ["", "dumps"])
+def test_without_a_trace_nothing_is_written(start: Start, tmp_path: Path, folder: str) -> None:
+    loop = start(crash_dump_dir=str(tmp_path / folder) if folder else "")
+    loop.client.send(make_request("a", PROMPT, max_tokens=5))
+    end_of(loop, 1)
+    stop(loop)
+    assert not (tmp_path / "dumps").exists() and loop.log.complete
+
+
+def test_a_trace_that_cannot_be_written_is_a_failed_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--trace .*cannot be written"):
+        Journal(make_config(trace=str(tmp_path / "no" / "t.jsonl")), time.monotonic)
