@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 import msgspec
 
 from quire.launch.options import EngineOptions, Help, parse_options, suggest
+from quire.launch.replay.arguments import add_replay_flags
 from quire.launch.serve import ServeOptions
 from quire.protocol.errors import ConfigError, InvalidRequest, QuireError
 from quire.version import __version__
@@ -77,6 +78,8 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         one.add_argument("--prompt", required=name == "generate", help="what to complete or to answer")
         _add_sampling_options(one)
         _add_engine_options(one)
+    replay = "Replay a trace: exactly as recorded, by other settings, or against a running server."
+    add_replay_flags(command(sub, "replay", replay, _replay))
     text = "Measure: engine, serve, wire, scheduler, sampling, kernels."
     bench = sub.add_parser("bench", help=text, description="Measure the engine.")
     commands["bench"] = bench
@@ -257,6 +260,12 @@ def _chat(args: argparse.Namespace) -> None:
     from quire.launch.terminal import chat
 
     chat(args, _options(args)[0])
+
+
+def _replay(args: argparse.Namespace) -> None:
+    from quire.launch.replay.command import run
+
+    run(args)
 
 
 def _bench_engine(args: argparse.Namespace) -> None:

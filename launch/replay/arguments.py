@@ -5,12 +5,16 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-FORMATS = ("auto", "quire", "sched-trace", "mooncake", "agentic", "agent-text", "azure", "servegen")
+FORMATS = (
+    *("auto", "quire", "sched-trace", "mooncake", "agentic", "agent-text", "azure", "servegen", "measured", "vidur"),
+    "synthetic",
+)
 OVERLONG = ("refuse", "clip", "drop")
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, metavar="FILE|DIR", help="a trace, plain or .zst, .gz or .xz")
+    what = "a trace, compressed or not; or synthetic:KEY=VALUE,... (docs/traces.md)"
+    parser.add_argument("trace", type=Path, metavar="FILE|DIR", help=what)
     parser.add_argument("--format", choices=FORMATS, default="auto", help="of the trace (auto: by what is in it)")
     _add_workload(parser)
     _add_engine(parser)
@@ -30,7 +34,13 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--start", type=_seconds, metavar="S", help="leave out what came before second S")
     group.add_argument("--duration", type=_positive, metavar="S", help="only S seconds of it")
     group.add_argument("--stagger", type=_seconds, metavar="S", help="between the beginnings of conversations (60)")
-    group.add_argument("--seed", type=int, metavar="N", help="of arrivals and lengths that are drawn (0)")
+    arrivals = "of traces that have lengths only: poisson:RATE, gamma:RATE:CV, constant:RATE (all come at once)"
+    group.add_argument("--arrivals", metavar="PROCESS", help=arrivals)
+    join = "in a closed loop, the turn after a sub-agent waits for it"
+    group.add_argument("--join-subagents", action="store_true", help=join)
+    queued = "of a measured run, the times at which the engine had the requests, not those that were planned"
+    group.add_argument("--queued", action="store_true", help=queued)
+    group.add_argument("--seed", type=_whole, metavar="N", help="of arrivals and lengths that are drawn (0)")
     group.add_argument("--tokenizer", type=Path, metavar="DIR", help="counts the tokens of traces that have text only")
     overlong = "prompts beyond --max-model-len: count as rejected, are cut, or are left out (refuse)"
     group.add_argument("--overlong", choices=OVERLONG, help=overlong)
@@ -70,7 +80,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
-    if not equals or not key.strip() or not value.strip():
+    if not equals or not key.strip():
         raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE")
     return key.strip().lstrip("-").replace("-", "_"), value.strip()
 
@@ -103,3 +113,7 @@ def _seconds(text: str) -> float:
 
 def _count(text: str) -> int:
     return int(_number(text, "a whole number of at least 1", lambda value: value >= 1 and value == int(value)))
+
+
+def _whole(text: str) -> int:
+    return int(_number(text, "a whole number of at least 0", lambda value: value >= 0 and value == int(value)))

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from quire.launch.bench.http_client import RequestSettings, ServerClient, Timing
@@ -282,7 +283,7 @@ class _Load:
             return
         run.finish = timing.finish_reason
         self._counts["other length"] += timing.output_tokens != call.num_output_tokens
-        for earlier, later in zip(times, times[1:], strict=False):
+        for earlier, later in pairwise(times):
             self._gaps[round((later - earlier) * 1e3, 3)] += 1
 
     # ---- what came of it

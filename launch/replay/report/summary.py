@@ -77,6 +77,35 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     return [*made, Table("run", ("",), [(label, [value]) for label, value in _totals(found)])]
 
 
+def side_by_side(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
+    """Two runs' summaries."""
+    columns = ("first mean", "second mean", "first p99", "second p99")
+    rows = []
+    for name, words in LATENCY_WORDS.items():
+        pair = (first["latency_ms"][name], second["latency_ms"][name])
+        rows.append((words, [each[column] for column in ("mean", "p99") for each in pair]))
+    return Table("latency", columns, rows)
+
+
+SWEEP_COLUMNS = (
+    *("hit rate", "rejected", "preempted", "ttft p50", "ttft p99", "tpot p50", "tpot p99", "e2e p50"),
+    *("output tokens/s", "seconds"),
+)
+
+
+def sweep_cells(found: Mapping[str, Any] | None) -> list[float | str | None]:
+    """A row of a sweep's table from one run's summary; None: the run failed. Latencies are in milliseconds."""
+    if found is None:
+        return ["failed", *[None] * (len(SWEEP_COLUMNS) - 1)]
+    ttft, tpot, e2e = (found["latency_ms"][name] for name in ("ttft", "tpot", "e2e"))
+    return [
+        f"{found['prefix_cache']['hit_rate']:.2%}",
+        *(found["rejected"], found["preemptions"]),
+        *(ttft["p50"], ttft["p99"], tpot["p50"], tpot["p99"], e2e["p50"]),
+        *(found["throughput"]["output_tokens_per_s"], found["virtual_s"]),
+    ]
+
+
 def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
     cache, throughput = found["prefix_cache"], found["throughput"]
     hits = f"{cache['hit_tokens']:,} of {cache['input_tokens']:,} ({cache['hit_rate']:.2%})"

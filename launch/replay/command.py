@@ -1,0 +1,211 @@
+"""``quire replay``: which kind of replay the flags ask for, its run, and what is shown of it."""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from quire.launch.bench.report import Table, rounded
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.output import Result, check_outputs, progress_bar, publish, result_of
+from quire.launch.replay.report.summary import SWEEP_COLUMNS, side_by_side, summary, sweep_cells
+from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.workload import Workload
+from quire.protocol.errors import ConfigError
+
+EX_INTERRUPTED = 130
+
+
+class UsageError(ConfigError):
+    """Flags that contradict each other (exit status 2)."""
+
+    exit_status = 2
+
+
+def run(args: argparse.Namespace) -> None:
+    """Exit status 1 when a decision was not as recorded, or an answer of a server not whole.
+
+    Raises:
+        ConfigError: contradicting flags, a trace or a setting that cannot be used, or no server there.
+    """
+    _check(args)
+    result = _replay(args)
+    publish(result, args)
+    if result.exit_status:
+        sys.exit(result.exit_status)
+
+
+def _replay(args: argparse.Namespace) -> Result:
+    if args.against is not None:
+        return _live(args)
+    if _is_exact(args):
+        return _exact(args)
+    if args.sweep:
+        return _sweep(args)
+    return _compare(args) if args.compare else _what_if(args)
+
+
+# ---- flags
+
+
+WORKLOAD_FLAGS = (
+    *("concurrency", "closed_loop", "rate", "limit", "start", "duration", "stagger", "arrivals", "seed"),
+    *("join_subagents", "queued", "tokenizer", "overlong", "reuse_answers"),
+)
+ENGINE_FLAGS = ("set", "sweep", "compare", "cost", "jobs", "reuse_answers")
+SERVER_FLAGS = ("model", "api_key", "vocab_size", "max_prompt_tokens")
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Those of the flags that were used."""
+    values = vars(args)
+    return [f"--{name.replace('_', '-')}" for name in names if values[name] not in (None, False, [])]
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.against is not None:
+        for flag in _given(args, ENGINE_FLAGS):
+            raise UsageError(f"{flag} is of a simulated engine, and --against has a real one")
+        if args.perfetto is not None:
+            raise UsageError("--perfetto shows steps, and a client of --against sees none")
+    else:
+        for flag in _given(args, SERVER_FLAGS):
+            raise UsageError(f"{flag} is of a server: it needs --against URL")
+    if args.sweep and args.compare:
+        raise UsageError("--sweep and --compare: choose one")
+    if args.jobs is not None and not args.sweep:
+        raise UsageError("--jobs is of a sweep: it needs --sweep KEY=V1,V2")
+    if args.sweep and (args.html or args.perfetto):
+        raise UsageError("--html and --perfetto show a run or two, not a sweep: run the setting of interest by itself")
+    if args.compare and args.perfetto:
+        raise UsageError("--perfetto shows one run: run the settings one by one")
+    _check_repeats(args)
+    check_outputs(args)
+
+
+def _check_repeats(args: argparse.Namespace) -> None:
+    for flag in ("set", "sweep", "compare"):
+        keys = [key for key, _ in getattr(args, flag)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise UsageError(f"--{flag} {key} is given twice")
+    for key, _ in args.sweep:
+        if key in dict(args.set):
+            raise UsageError(f"--set and --sweep both have {key}")
+
+
+def _is_exact(args: argparse.Namespace) -> bool:
+    """A trace of ours, and nothing asked that would change what happens in it."""
+    from quire.launch.replay.formats.detect import detect_format
+
+    if _given(args, (*WORKLOAD_FLAGS, *ENGINE_FLAGS)):
+        return False
+    return args.format == "quire" or (args.format == "auto" and detect_format(args.trace) == "quire")
+
+
+# ---- kinds of replay
+
+
+def _exact(args: argparse.Namespace) -> Result:
+    from quire.launch.replay.exact import replay_trace
+
+    with progress_bar(None) as progress:
+        record = replay_trace(args.trace, lenient=args.lenient, progress=progress)
+    result = result_of(record)
+    if record.decisions_equal is False:
+        result.exit_status = 1
+    return result
+
+
+def _what_if(args: argparse.Namespace) -> Result:
+    return result_of(_run(args, _load(args), {}))
+
+
+def _run(args: argparse.Namespace, workload: Workload, more: dict[str, str]) -> RunRecord:
+    """``more``: settings on top of the user's."""
+    from quire.launch.replay.whatif import prepare, run_workload
+
+    setup, cost = prepare(workload, dict(args.set) | more, args.cost)
+    with progress_bar(len(workload.calls)) as progress:
+        return run_workload(workload, setup, cost, **_run_options(args), progress=progress)
+
+
+def _compare(args: argparse.Namespace) -> Result:
+    from quire.launch.replay.compare import compare
+
+    workload = _load(args)
+    more = dict(args.compare)
+    first = _run(args, workload, {})
+    second = _run(args, workload, more)
+    second.title += " with " + ", ".join(f"{key}={value}" for key, value in more.items())
+    comparison = compare(first, second)
+    found = [summary(first), summary(second)]
+    notes = [*first.notes, *(note for note in second.notes if note not in first.notes)]
+    figures = {"runs": found, "comparison": rounded(comparison.as_dict())}
+    head = [f"cost: {first.cost}", comparison.text()]
+    return Result(figures, [first, second], head, [side_by_side(*found)], notes)
+
+
+def _sweep(args: argparse.Namespace) -> Result:
+    """Raises ConfigError: no run of them ended well; says why the first did not."""
+    from quire.launch.replay.sweep import SweepTask, sweep
+
+    task = SweepTask(args.trace, args.format, _load_options(args), dict(args.set), args.cost, _run_options(args))
+    with progress_bar(None, " runs") as progress:
+        rows = sweep(task, args.sweep, args.jobs, lambda ended, total: progress(0.0, ended))
+    good = [row.figures for row in rows if row.figures is not None]
+    if not good:
+        raise ConfigError(rows[0].error)
+    names = [" ".join(f"{key}={value}" for key, value in row.values.items()) for row in rows]
+    failed = [f"{name}: {row.error}" for name, row in zip(names, rows, strict=True) if row.error]
+    figures = [{"set": row.values, **(row.figures or {"error": row.error})} for row in rows]
+    shown = [(name, sweep_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
+    head = [good[0]["title"], f"cost: {good[0]['cost']}"]
+    notes = [*failed, *(note for note in good[0]["notes"] if all(note in each["notes"] for each in good))]
+    return Result(figures, [], head, [Table("setting", SWEEP_COLUMNS, shown)], notes, exit_status=int(bool(failed)))
+
+
+def _live(args: argparse.Namespace) -> Result:
+    from quire.launch.replay.live import Target, run_live
+
+    workload = _load(args)
+    target = Target(args.against, args.model, args.api_key, args.vocab_size, args.max_prompt_tokens)
+    options = _run_options(args)
+    del options["reuse_answers"]
+    with progress_bar(len(workload.calls)) as progress:
+        record = run_live(workload, target, **options, progress=progress)
+    result = result_of(record)
+    if record.extra["errors"]:
+        result.exit_status = 1
+    if "interrupted" in record.extra:
+        result.exit_status = EX_INTERRUPTED
+    return result
+
+
+def _load(args: argparse.Namespace) -> Workload:
+    from quire.launch.replay.formats.detect import load_workload
+
+    return load_workload(args.trace, args.format, _load_options(args))
+
+
+def _load_options(args: argparse.Namespace) -> LoadOptions:
+    known = LoadOptions.__dataclass_fields__
+    given = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    return LoadOptions(**given, block_size=_content_unit(args))
+
+
+def _content_unit(args: argparse.Namespace) -> int:
+    """Tokens per name of traces that have tokens or text: what the block size of every run is a multiple of."""
+    sizes = [value for key, value in (*args.set, *args.compare) if key == "block_size"]
+    sizes += [value for key, values in args.sweep if key == "block_size" for value in values]
+    return math.gcd(LoadOptions.block_size, *(int(size) for size in sizes if size.isascii() and size.isdigit()))
+
+
+def _run_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "concurrency": args.concurrency,
+        "closed_loop": args.closed_loop,
+        "overlong": args.overlong or "refuse",
+        "reuse_answers": args.reuse_answers,
+    }

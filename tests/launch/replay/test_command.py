@@ -1,0 +1,253 @@
+"""``quire replay`` as a user types it: kinds of replay, what is written where, contradictions, bad input."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.launch.cli import main
+
+Replay = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def replay(capsys: pytest.CaptureFixture[str]) -> Replay:
+    """Arguments → (exit status, stdout, stderr)."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        status = 0
+        try:
+            main(["replay", *map(str, words)])
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else 1
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    """Eight requests, two at a time, that share their first block of 512; one more second between pairs."""
+    lines = [
+        {"timestamp": 1000 * (i // 2), "input_length": 700 + i, "output_length": 3 + i, "hash_ids": [0, i + 1]}
+        for i in range(8)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+class TestFlags:
+    @pytest.mark.parametrize(
+        ("words", "reason"),
+        [
+            (["--concurrency", "2", "--closed-loop"], "not allowed with argument --concurrency"),
+            (["--concurrency", "0"], "--concurrency: must be a whole number of at least 1, not 0"),
+            (["--concurrency", "1.5"], "--concurrency: must be a whole number"),
+            (["--rate", "0"], "--rate: must be a number above 0, not 0"),
+            (["--rate", "-1"], "--rate: must be a number above 0, not -1"),
+            (["--rate", "nan"], "--rate: must be a number above 0, not nan"),
+            (["--rate", "inf"], "--rate: must be a number above 0, not inf"),
+            (["--start", "-1"], "--start: must be a number of at least 0"),
+            (["--set", "block_size"], "'block_size' must be KEY=VALUE"),
+            (["--set", "=3"], "'=3' must be KEY=VALUE"),
+            (["--sweep", "block_size=16,,32"], "has an empty value"),
+            (["--format", "mooncak"], "invalid choice: 'mooncak'"),
+            (["--overlong", "cut"], "invalid choice: 'cut'"),
+            (["--blok", "1"], "unknown flag --blok"),
+            (["--sweep", "block_size=16,32", "--compare", "block_size=8"], "--sweep and --compare: choose one"),
+            (["--sweep", "block_size=16", "--set", "block_size=8"], "--set and --sweep both have block_size"),
+            (["--set", "block-size=16", "--set", "block_size=8"], "--set block_size is given twice"),
+            (["--sweep", "block_size=16,32", "--html", "x.html"], "not a sweep"),
+            (["--compare", "block_size=16", "--perfetto", "x"], "--perfetto shows one run"),
+            (["--jobs", "2"], "--jobs is of a sweep"),
+            (["--model", "m"], "--model is of a server: it needs --against URL"),
+            (["--against", "http://127.0.0.1:1", "--set", "block_size=8"], "--set is of a simulated engine"),
+            (["--against", "http://127.0.0.1:1", "--cost", "constant:3"], "--cost is of a simulated engine"),
+            (["--against", "http://127.0.0.1:1", "--perfetto", "x"], "a client of --against sees none"),
+        ],
+    )
+    def test_contradictions(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
+        status, out, err = replay(mooncake, *words)
+        assert (status, out) == (2, "")
+        assert reason in err and err.count("\n") == 1
+
+    @pytest.mark.parametrize("flag", ["--json", "--html", "--perfetto"])
+    def test_a_folder_that_is_not_there_is_said_before_the_run(
+        self, replay: Replay, tmp_path: Path, mooncake: Path, flag: str
+    ) -> None:
+        status, out, err = replay(mooncake, flag, tmp_path / "none" / "file")
+        assert (status, out) == (78, "") and "there is no folder" in err
+        status, out, err = replay(mooncake, flag, tmp_path)
+        assert (status, out) == (78, "") and "is a folder" in err
+
+    def test_the_formats_are_those_that_can_be_loaded(self) -> None:
+        from quire.launch.replay.arguments import FORMATS
+        from quire.launch.replay.formats.detect import FORMATS as known
+
+        assert ("auto", *known) == FORMATS
+
+
+def read_json(text: str) -> Any:
+    """Strictly: no NaN, one line."""
+    assert text.count("\n") == 1
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+class TestWhatIf:
+    FLAGS = ("--set", "block_size=512", "--set", "num_usable_blocks=10", "--cost", "constant:10")
+
+    def test_json_on_stdout_is_all_there_is(self, replay: Replay, mooncake: Path) -> None:
+        status, out, err = replay(mooncake, *self.FLAGS, "--concurrency", 1, "--json", "-")
+        found = read_json(out)
+        assert (status, err) == (0, "")
+        assert found["prefix_cache"]["hit_blocks"] == found["prefix_cache"]["requests_with_hit"] == 7
+        assert found["prefix_cache"]["input_tokens"] == sum(range(700, 708))
+        assert (found["requests"], found["rejected"], found["preemptions"]) == (8, 0, 0)
+        assert found["output_tokens"] == sum(range(3, 11))
+        assert found["decisions_equal"] is None and found["settings"]["block_size"] == 512
+        assert found["latency_ms"]["tpot"]["p50"] == pytest.approx(10.0)
+
+    def test_tables_and_a_file(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
+        file = tmp_path / "out.json"
+        status, out, _ = replay(mooncake, *self.FLAGS, "--json", file)
+        assert status == 0 and "time to first token, ms" in out and "constant: 10 ms per step" in out
+        first = read_json(file.read_text())
+        assert replay(mooncake, *self.FLAGS, "--json", file)[0] == 0
+        again = read_json(file.read_text())
+        for clock in ("wall_s", "speedup"):
+            del first[clock], again[clock]
+        assert first == again
+
+    def test_compressed_and_limited(self, replay: Replay, mooncake: Path) -> None:
+        packed = mooncake.with_name("t.gz")
+        packed.write_bytes(gzip.compress(mooncake.read_bytes()))
+        _, out, _ = replay(packed, *self.FLAGS, "--limit", 3, "--rate", 2, "--json", "-")
+        assert read_json(out)["requests"] == 3
+
+    def test_over_long_prompts(self, replay: Replay, mooncake: Path) -> None:
+        flags = (*self.FLAGS, "--set", "max_model_len=709", "--json", "-")
+        refused = read_json(replay(mooncake, *flags)[1])
+        assert (refused["requests"], refused["rejected"]) == (8, 4)
+        dropped = read_json(replay(mooncake, *flags, "--overlong", "drop")[1])
+        assert (dropped["requests"], dropped["rejected"]) == (4, 0)
+        clipped = read_json(replay(mooncake, *flags, "--overlong", "clip")[1])
+        assert (clipped["requests"], clipped["rejected"]) == (8, 0)
+
+    def test_an_invented_workload(self, replay: Replay) -> None:
+        spec = "synthetic:requests=5,arrivals=constant:2,input=fixed:40,output=fixed:3"
+        _, out, _ = replay(spec, "--cost", "constant:10", "--json", "-")
+        found = read_json(out)
+        assert (found["requests"], found["prefix_cache"]["input_tokens"], found["output_tokens"]) == (5, 200, 15)
+
+    def test_pictures(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
+        page, trace = tmp_path / "run.html", tmp_path / "run.json"
+        assert replay(mooncake, *self.FLAGS, "--html", page, "--perfetto", trace)[0] == 0
+        assert page.read_text().startswith("<!doctype html>") or page.read_text().startswith("<!DOCTYPE html>")
+        assert json.loads(trace.read_text())["traceEvents"]
+
+
+class TestBadInput:
+    """Every one is one line that says what to do; no traceback, no silent change."""
+
+    def refuse(self, replay: Replay, reason: str, *words: object, status: int = 78) -> None:
+        got, out, err = replay(*words)
+        assert (got, out) == (status, ""), err
+        assert err.startswith("quire: error: ") and err.count("\n") == 1
+        assert reason in err, err
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b"", "the file is empty"),
+            (b"\x00\x01\x02\xff" * 50, "none of the formats that are known"),
+            (b"hello\nworld\n", "none of the formats that are known"),
+            (b'{"timestamp": 0, "input_len', "begins like JSON lines, but"),
+            (b'{"a": 1}\n', "none of the formats that are known"),
+            (b"\x1f\x8b\x08\x00broken", "cut short or damaged"),
+            (b'{"timestamp": 0, "input_length": -3, "output_length": 1, "hash_ids": []}\n', ":1: "),
+            (b'{"timestamp": 0, "input_length": 3, "hash_ids": []}\n', "output_length"),
+        ],
+    )
+    def test_files(self, replay: Replay, tmp_path: Path, content: bytes, reason: str) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        self.refuse(replay, reason, path)
+        self.refuse(replay, reason, path, "--cost", "constant:1")
+
+    def test_places(self, replay: Replay, tmp_path: Path) -> None:
+        self.refuse(replay, "no such file or folder", tmp_path / "none")
+        self.refuse(replay, "holds no file of a trace", tmp_path)
+
+    @pytest.mark.parametrize(
+        ("words", "reason"),
+        [
+            (["--set", "block_siz=16"], "did you mean block_size?"),
+            (["--set", "block_size=many"], "block_size"),
+            (["--set", "block_size=0"], "--block-size must be"),
+            (["--set", "num_usable_blocks=0"], "num_usable_blocks must be from 1"),
+            (["--set", "scheduling_policy=best"], "scheduling_policy"),
+            (["--compare", "block_siz=16"], "did you mean block_size?"),
+            (["--cost", "guess:1"], "guess"),
+            (["--cost", "constant:fast"], "constant"),
+            (["--cost", "constant:-1"], "constant"),
+            (["--cost", "table:none"], "none"),
+            (["--cost", "fitted:none"], "none"),
+            (["--format", "azure"], ""),
+            (["--start", "1000"], "none of its 8 requests is in the window"),
+            (["--closed-loop", "--limit", "2", "--cost", "roofline:none,h200"], "none"),
+        ],
+    )
+    def test_settings(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
+        self.refuse(replay, reason, mooncake, *words)
+
+    @pytest.mark.slow
+    def test_a_sweep_of_nothing(self, replay: Replay, mooncake: Path) -> None:
+        self.refuse(replay, "did you mean block_size?", mooncake, "--sweep", "block_siz=16,32")
+
+    def test_no_server(self, replay: Replay, mooncake: Path) -> None:
+        self.refuse(replay, "cannot be reached", mooncake, "--against", "http://127.0.0.1:9")
+        self.refuse(replay, "must start with http://", mooncake, "--against", "localhost:9")
+
+    def test_a_bad_line_is_left_out_where_asked(self, replay: Replay, mooncake: Path) -> None:
+        mooncake.write_text(mooncake.read_text().replace('"input_length": 703', '"input_length": -703'))
+        self.refuse(replay, ":4: ", mooncake, "--cost", "constant:1")
+        found = read_json(replay(mooncake, "--cost", "constant:1", "--lenient", "--json", "-")[1])
+        assert found["requests"] == 7 and any("1 bad line was left out" in note for note in found["notes"])
+
+
+class TestSeveralRuns:
+    FLAGS = ("--set", "block_size=512", "--cost", "constant:10")
+
+    def test_a_sweep_has_a_row_for_each_combination(self, replay: Replay, mooncake: Path) -> None:
+        axes = ("--sweep", "num_usable_blocks=2,10", "--sweep", "max_num_seqs=1,8", "--jobs", 1)
+        status, out, _ = replay(mooncake, *self.FLAGS, *axes, "--json", "-")
+        rows = read_json(out)
+        values = [(row["set"]["num_usable_blocks"], row["set"]["max_num_seqs"]) for row in rows]
+        assert (status, values) == (0, [("2", "1"), ("2", "8"), ("10", "1"), ("10", "8")])
+        assert all(row["requests"] == 8 for row in rows)
+        assert rows[0]["latency_ms"]["queue"]["mean"] > rows[3]["latency_ms"]["queue"]["mean"] == 0.0
+
+    def test_a_sweep_as_a_table_says_which_settings_failed(self, replay: Replay, mooncake: Path) -> None:
+        status, out, _ = replay(mooncake, *self.FLAGS, "--sweep", "max_num_seqs=0,8", "--jobs", 1)
+        assert status == 1
+        table = out.split("\n\n")[1].splitlines()
+        assert [line.split()[:2] for line in table[1:]] == [["max_num_seqs=0", "failed"], ["max_num_seqs=8", "63.68%"]]
+        assert "note: max_num_seqs=0: " in out
+
+    def test_a_comparison_says_who_waits_and_why(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
+        flags = (*self.FLAGS, "--set", "num_usable_blocks=10", "--compare", "max_num_seqs=1")
+        status, out, _ = replay(mooncake, *flags, "--html", tmp_path / "two.html")
+        assert status == 0 and (tmp_path / "two.html").stat().st_size > 1000
+        assert "with max_num_seqs=1" in out and "max_num_seqs: 256 -> 1" in out and "waited longer" in out
+        found = read_json(replay(mooncake, *flags, "--json", "-")[1])
+        assert [run["settings"]["max_num_seqs"] for run in found["runs"]] == [256, 1]
+        assert found["comparison"]["slower"] == 4 and found["comparison"]["most_delayed"][0]["why"]
