@@ -1,0 +1,182 @@
+"""Steps from tables of measured kernels: matrix products, attention, all-reduces.
+
+The layout is that of ``cost_tables_h200``: CSV files, whose names begin with ``gemm``, ``context_attention``,
+``generation_attention`` and ``custom_allreduce`` (that one only for more ranks than one), with latencies in
+milliseconds. They are kernel times: norms, rotations and sampling are added as bytes over the chip's bandwidth; gaps
+between kernels, scheduling and the network are not in them, nor added.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.launch.replay.cost import StepShape
+from quire.launch.replay.costs.chips import CHIPS, Chip
+from quire.launch.replay.costs.csv_table import read_points, read_table
+from quire.launch.replay.costs.grid import Curve, Grid
+from quire.launch.replay.costs.roofline import UTILIZATION, check_cut
+from quire.launch.replay.costs.sizes import room_for_kv
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import DTYPE_BYTES
+from quire.protocol.model_config import ModelConfig
+
+_TOP = 16_384
+_HEAD_TOP = 512
+"""Tokens, and rows of the head, up to which sums are ready."""
+
+
+class KernelTableCost:
+    """A dense model, put together from kernels of its shapes; between measured shapes, linear.
+
+    A prefill after cached context takes what the whole would, less what the cached part would: the products of the two
+    are the same.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig, tensor_parallel_size: int = 1, chip: Chip | None = None):
+        """
+        Args:
+            chip: that the tables were measured on; None: an H200.
+
+        Raises:
+            ConfigError: a table is missing or broken, or lacks the model's heads; names file and line.
+        """
+        check_cut(model, tensor_parallel_size)
+        if model.moe is not None:
+            raise ConfigError(f"{folder}: the tables have no experts; use roofline:CONFIG,CHIP for such models")
+        if model.head_dim != 128:
+            raise ConfigError(f"{folder}: the tables are of heads of 128, not {model.head_dim}; use roofline")
+        self._folder, self._model, self._ranks = folder, model, tensor_parallel_size
+        self._chip = chip or CHIPS["h200"]
+        self._bytes = DTYPE_BYTES[model.dtype]
+        self._by_tokens = self._token_curve(folder)
+        self._by_samples = self._head_curve(folder)
+        heads = (model.num_heads // self._ranks, max(model.num_kv_heads // self._ranks, 1))
+        self._decodes = _decode_grid(_file(folder, "generation_attention"), heads)
+        self._prefill = _prefill_curve(_file(folder, "context_attention"), heads)
+        self._longest = max(self._prefill)
+        self._prefill_curve = Curve(self._prefill, self._longest)
+
+    @property
+    def kv_bytes(self) -> int:
+        return room_for_kv(self._model, self._chip.memory_bytes * UTILIZATION, self._ranks)
+
+    def describe(self) -> str:
+        ranks = f" x {self._ranks}" if self._ranks > 1 else ""
+        return (
+            f"table: kernels for {self._model.architecture} of {self._model.num_layers} layers on "
+            f"{self._chip.name}{ranks}, from {self._folder} (no gaps between kernels, no scheduling)"
+        )
+
+    def seconds(self, step: StepShape) -> float:
+        millis = 0.0
+        if step.num_decodes:
+            millis = self._decodes.at(step.num_decodes, step.decode_context / step.num_decodes)
+        if step.prefills:
+            least = self._prefill_curve.values[1]
+            millis += least + sum(max(self._until(k + n) - self._until(k), 0.0) for n, k in step.prefills)
+        samples = max(step.num_samples, 1)
+        return (
+            self._by_tokens.at(step.num_tokens) + self._by_samples.at(samples) + millis * self._model.num_layers
+        ) * 1e-3
+
+    def _until(self, tokens: int) -> float:
+        """One prompt's attention, less the least that a kernel takes; squares beyond the longest one measured."""
+        curve = self._prefill_curve
+        if tokens <= self._longest:
+            return curve.values[tokens] - curve.values[1]
+        return (curve.values[self._longest] - curve.values[1]) * (tokens / self._longest) ** 2
+
+    def _token_curve(self, folder: Path) -> Curve:
+        """Milliseconds by tokens of all layers but for attention."""
+        model, ranks = self._model, self._ranks
+        queries, keys = model.num_heads * model.head_dim // ranks, model.num_kv_heads * model.head_dim // ranks
+        keys = max(keys, model.head_dim)
+        inner = model.intermediate_size // ranks
+        products = [
+            (queries + 2 * keys, model.hidden_size),
+            (model.hidden_size, queries),
+            (2 * inner, model.hidden_size),
+            (model.hidden_size, inner),
+        ]
+        self._grid, self._rows = _gemm_grid(_file(folder, "gemm"))
+        once = {m: sum(self._grid.at(n, k, m) for n, k in products) for m in self._rows}
+        curve = Curve({m: millis * model.num_layers for m, millis in once.items()}, _TOP)
+        passed = 8 * model.hidden_size + 3 * inner + 2 * queries + 2 * keys
+        streamed = passed * model.num_layers * self._bytes / (self._chip.bandwidth * self._chip.memory_efficiency)
+        exchange = self._exchange(folder) if ranks > 1 else None
+        for tokens in range(1, len(curve.values)):
+            curve.values[tokens] += tokens * streamed * 1e3
+            if exchange is not None:
+                curve.values[tokens] += 2 * model.num_layers * exchange.at(tokens * model.hidden_size)
+        return curve
+
+    def _head_curve(self, folder: Path) -> Curve:
+        columns = self._model.vocab_size // self._ranks
+        rows = [m for m in self._rows if m <= _HEAD_TOP]
+        return Curve({m: self._grid.at(columns, self._model.hidden_size, m) for m in rows}, _HEAD_TOP)
+
+    def _exchange(self, folder: Path) -> "_Exchange":
+        return _Exchange(_file(folder, "custom_allreduce"), self._ranks)
+
+
+class _Exchange:
+    """Milliseconds of an all-reduce by its numbers (``message_size`` counts numbers of 16 bits)."""
+
+    def __init__(self, path: Path, num_ranks: int) -> None:
+        points: dict[int, float] = {}
+        found: set[str] = set()
+        for (ranks, size, backend), millis in read_table(path, ("num_gpus", "message_size", "backend"), "latency"):
+            found.add(ranks)
+            if ranks == str(num_ranks) and not backend.endswith("eager"):  # as in a captured step
+                points[int(size)] = millis
+        if not points:
+            raise ConfigError(f"{path}: no rows for {num_ranks} ranks; it has {', '.join(sorted(found))}")
+        self._grid = Grid({(size,): millis for size, millis in points.items()})
+
+    def at(self, numbers: float) -> float:
+        return self._grid.at(numbers)
+
+
+def is_kernel_tables(folder: Path) -> bool:
+    return _find(folder, "gemm") is not None
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    return next((path for path in sorted(folder.glob(f"{name}*.csv*"))), None)
+
+
+def _file(folder: Path, name: str) -> Path:
+    path = _find(folder, name)
+    if path is None:
+        raise ConfigError(f"{folder}: no {name}*.csv")
+    return path
+
+
+def _gemm_grid(path: Path) -> tuple[Grid, Sequence[int]]:
+    """By (columns, inner, rows), and the numbers of rows that were measured."""
+    points = read_points(path, ("n", "k", "m"), "latency")
+    return Grid(points), sorted({m for _, _, m in points})
+
+
+def _decode_grid(path: Path, heads: tuple[int, int]) -> Grid:
+    points = read_points(path, ("num_heads", "num_key_value_heads", "batch_size", "step"), "latency")
+    # ``step`` counts the tokens before the new one.
+    return Grid({(p[2], p[3] + 1): millis for p, millis in _of_heads(path, points, heads).items()})
+
+
+def _prefill_curve(path: Path, heads: tuple[int, int]) -> dict[int, float]:
+    points = read_points(path, ("num_heads", "num_key_value_heads", "batch_size", "isl"), "latency")
+    found = {p[3]: millis for p, millis in _of_heads(path, points, heads).items() if p[2] == 1}
+    if not found:
+        raise ConfigError(f"{path}: no rows of batch_size 1 for {heads[0]} heads")
+    return found
+
+
+def _of_heads(path: Path, points: dict[tuple[int, ...], float], heads: tuple[int, int]) -> dict[tuple[int, ...], float]:
+    found = {point: millis for point, millis in points.items() if point[:2] == heads}
+    if not found:
+        known = sorted({point[:2] for point in points})
+        raise ConfigError(
+            f"{path}: no rows for {heads[0]} heads over {heads[1]} KV heads; "
+            f"it has {', '.join(f'{a}/{b}' for a, b in known)}"
+        )
+    return found

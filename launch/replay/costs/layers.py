@@ -1,0 +1,201 @@
+"""Steps from a profile of single layers, taken on the machine itself: kernel times by tokens, rows and contexts.
+
+The layout is that of the folders in ``measured_vllm``: ``profile_dense.csv`` (layer, tokens, time_us),
+``profile_per_sequence.csv`` (layer, sequences, time_us) and ``profile_attention.csv`` (prefill_chunk, kv_prefill,
+n_decode, kv_decode, time_us). A step is
+
+    embedding + layers x (dense layers + attention) + final norm + head and sampler,
+
+each at the tokens, or the requests, that the step has. What is not in it: scheduling (an asynchronous engine decides a
+step while the last one runs) and the gaps between kernels (a captured graph has next to none).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.launch.replay.cost import StepShape
+from quire.launch.replay.costs.csv_table import find_file, read_points, read_table
+from quire.launch.replay.costs.grid import Curve, Grid
+from quire.launch.replay.costs.link import Link
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import DTYPE_BYTES
+from quire.protocol.model_config import ModelConfig
+
+DENSE, PER_SEQUENCE, ATTENTION = "profile_dense.csv", "profile_per_sequence.csv", "profile_attention.csv"
+
+_ONCE = frozenset({"embedding", "final_layernorm"})
+"""Dense layers that a model has one of; all others are in each layer."""
+
+_TWICE = frozenset({"layernorm"})
+"""One before attention, one before the feed-forward layers."""
+
+_NEEDED = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})
+
+_TOP = 16_384
+"""Tokens up to which sums are ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledMachine:
+    """What a profile alone does not tell.
+
+    Attributes:
+        model: for the number of layers, and the width of what ranks exchange.
+        name: of the chip.
+        num_ranks: that the profiled layers were cut among.
+        captured: batch sizes of captured graphs, ascending: a smaller step is padded to the next. Empty: none are.
+        link: between ranks.
+        skew: how far a batch of decodes with unequal contexts is from the time of one that has the mean, towards that
+            of one that has the longest: 0 for not at all. The profile of attention has equal contexts only.
+        kv_bytes: as ``CostModel`` has it.
+    """
+
+    model: ModelConfig
+    name: str
+    num_ranks: int = 1
+    captured: Sequence[int] = ()
+    link: Link | None = None
+    skew: float = 0.0
+    kv_bytes: int = 0
+
+
+class LayerProfileCost:
+    """Looks a step up: one sum for what goes by tokens, one for what goes by requests, and attention on its grid."""
+
+    def __init__(self, folder: Path, machine: ProfiledMachine) -> None:
+        """
+        Raises:
+            ConfigError: a table is missing, or broken: names file and line.
+        """
+        self._folder = folder
+        self._machine = machine
+        layers = machine.model.num_layers
+        dense = _layer_points(_table(folder, DENSE), "tokens", _NEEDED)
+        times = {name: _times(name) * (1 if name in _ONCE else layers) for name in dense}
+        self._by_tokens = _padded(_sum(dense, times), machine)
+        sequences = _layer_points(_table(folder, PER_SEQUENCE), "sequences", frozenset({"lm_head"}))
+        self._by_sequences = Curve(_sum(sequences, dict.fromkeys(sequences, 1)), _TOP)
+        self._attention = AttentionGrids(_table(folder, ATTENTION), machine.skew)
+        self._layer_seconds = layers * 1e-6
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._machine.kv_bytes
+
+    def seconds(self, step: StepShape) -> float:
+        micros = self._by_tokens.at(step.num_tokens)
+        micros += self._by_sequences.at(step.num_decodes + len(step.prefills))
+        return micros * 1e-6 + self._attention.micros(step) * self._layer_seconds
+
+    def describe(self) -> str:
+        machine = self._machine
+        ranks = f" x {machine.num_ranks}" if machine.num_ranks > 1 else ""
+        return f"table: profiled layers of {machine.model.num_layers} on {machine.name}{ranks}, from {self._folder}"
+
+
+class AttentionGrids:
+    """Microseconds of one layer's attention: of decodes alone, of prefills alone, and of both in one batch.
+
+    Three grids, for kernels take another way where every query is one token, and there is nothing between one decode
+    and none.
+    """
+
+    def __init__(self, path: Path, skew: float = 0.0) -> None:
+        """``skew``: see ProfiledMachine."""
+        self._skew = skew
+        points = read_points(path, ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode"), "time_us")
+        decodes = {p[2:]: t for p, t in points.items() if p[0] == 0 and p[2] > 0}
+        prefills = {p[:2]: t for p, t in points.items() if p[0] > 0 and p[2] == 0}
+        mixed = {p: t for p, t in points.items() if p[0] > 0 and p[2] > 0}
+        for kind, found in (("decodes alone", decodes), ("prefills alone", prefills), ("both", mixed)):
+            if not found:
+                raise ConfigError(f"{path}: no row has {kind}")
+        self._decodes, self._prefills, self._mixed = Grid(decodes), Grid(prefills), Grid(mixed)
+
+    def micros(self, step: StepShape) -> float:
+        decodes, prefills = step.num_decodes, step.prefills
+        if not prefills:
+            return self._spread(step) if decodes else 0.0
+        if len(prefills) == 1:
+            return self._spread(step, *prefills[0])
+        chunk, before = as_one(prefills)
+        together = self._prefills.at(chunk, before)
+        apart = sum(self._prefills.at(*each) for each in prefills)
+        saved = max(together - apart, 0.0)  # several short prompts score fewer pairs than one long one
+        return self._spread(step, chunk, before) - saved
+
+    def _spread(self, step: StepShape, chunk: float = 0, before: float = 0) -> float:
+        """Of the step's decodes beside one prefill, if any; between equal contexts and the longest, by ``skew``."""
+        decodes = step.num_decodes
+        if not decodes:
+            return self._prefills.at(chunk, before)
+        mean = step.decode_context / decodes
+        grid, x = (self._mixed, (chunk, before, decodes)) if chunk else (self._decodes, (decodes,))
+        if not self._skew or step.longest_decode <= mean:
+            return grid.at(*x, mean)
+        equal, longest = grid.at_both(x, mean, step.longest_decode)
+        return equal + self._skew * max(longest - equal, 0.0)
+
+
+def as_one(prefills: Sequence[tuple[int, int]]) -> tuple[int, float]:
+    """(tokens, context before them) of the one prefill that scores as many pairs as all these do together.
+
+    A context of 0 where they score fewer than one prompt of as many tokens would.
+    """
+    tokens = sum(chunk for chunk, _ in prefills)
+    pairs = sum(chunk * (before + chunk / 2) for chunk, before in prefills)
+    return tokens, max(pairs / tokens - tokens / 2, 0.0)
+
+
+def captured_sizes(most_tokens: int) -> list[int]:
+    """Batch sizes of which an engine such as vLLM captures graphs: 1, 2, 4, every 8 to 256, every 16 beyond."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, most_tokens + 1, 16)]
+    return [size for size in sizes if size <= most_tokens]
+
+
+def _padded(micros: Mapping[int, float], machine: ProfiledMachine) -> Curve:
+    """By tokens, with what ranks exchange, and a step that fits a captured graph as long as that graph is."""
+    curve = Curve(micros, _TOP)
+    model, link = machine.model, machine.link
+    if link is not None and machine.num_ranks > 1:
+        token_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
+        for tokens in range(1, len(curve.values)):
+            exchange = link.all_reduce(tokens * token_bytes, machine.num_ranks)
+            curve.values[tokens] += 2 * model.num_layers * exchange * 1e6
+    below = 0
+    for size in machine.captured:
+        for tokens in range(below + 1, size):
+            curve.values[tokens] = curve.values[size]
+        below = size
+    return curve
+
+
+def _times(name: str) -> int:
+    return 2 if name in _TWICE else 1
+
+
+def _table(folder: Path, name: str) -> Path:
+    path = find_file(folder, name)
+    if path is None:
+        raise ConfigError(f"{folder}: no {name}, which a profile of layers has")
+    return path
+
+
+def _layer_points(path: Path, key: str, needed: frozenset[str]) -> dict[str, dict[int, float]]:
+    """Microseconds by layer and number."""
+    points: dict[str, dict[int, float]] = {}
+    for line, ((layer, number), micros) in enumerate(read_table(path, ("layer", key), "time_us"), 2):
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"{path}:{line}: {key} must be a whole number from 1, not {number!r}")
+        points.setdefault(layer, {})[int(number)] = micros
+    if missing := sorted(needed - points.keys()):
+        raise ConfigError(f"{path}: no row has layer {', '.join(missing)}")
+    return points
+
+
+def _sum(layers: Mapping[str, Mapping[int, float]], times: Mapping[str, int]) -> dict[int, float]:
+    """All layers, each as many times as it is run, at every number at which any was measured."""
+    numbers = sorted({number for points in layers.values() for number in points})
+    curves = {name: Curve(points, numbers[-1]) for name, points in layers.items()}
+    return {number: sum(times[name] * curve.at(number) for name, curve in curves.items()) for number in numbers}

@@ -1,0 +1,97 @@
+"""``--cost``: which model of a machine a simulation goes by."""
+
+from pathlib import Path
+
+from quire.launch.replay.cost import ConstantCost, CostModel
+from quire.launch.replay.costs.chips import find_chip
+from quire.launch.replay.costs.csv_table import positive
+from quire.launch.replay.costs.fitted import fit
+from quire.launch.replay.costs.kernel_tables import KernelTableCost, is_kernel_tables
+from quire.launch.replay.costs.measured import is_layer_profile, load_layer_profile
+from quire.launch.replay.costs.models import find_model
+from quire.launch.replay.costs.roofline import Roofline
+from quire.launch.replay.workload import Workload
+from quire.protocol.errors import ConfigError, did_you_mean
+from quire.protocol.model_config import ModelConfig
+
+DEFAULT_MODEL = "llama-3.1-8b"
+DEFAULT_CHIP = "h200"
+KINDS = {
+    "constant": "constant:MS",
+    "roofline": "roofline:CONFIG,CHIP",
+    "table": "table:DIR[,CONFIG]",
+    "fitted": "fitted:FILE",
+}
+
+
+def parse_cost(spec: str, *, tensor_parallel_size: int = 1, model: ModelConfig | None = None) -> CostModel:
+    """The cost that ``spec`` names.
+
+    ``constant:MS``, ``roofline:CONFIG,CHIP``, ``table:DIR[,CONFIG]`` or ``fitted:FILE``. CONFIG is a config.json, a
+    folder with one, or a model's name; CHIP a built-in name or a file (chips.py); DIR has tables of kernels, or a
+    profile of layers.
+
+    Args:
+        tensor_parallel_size: ranks of the machine.
+        model: in place of a CONFIG that is not said; a profile of layers is of the model that it names.
+
+    Raises:
+        ConfigError: says what of it is not known, and the nearest that is.
+    """
+    kind, colon, rest = spec.partition(":")
+    if kind not in KINDS:
+        raise ConfigError(f"cost {spec!r}: no such kind{did_you_mean(kind, KINDS)}; known: {', '.join(KINDS.values())}")
+    if not colon or not rest:
+        raise ConfigError(f"cost {spec!r}: must be {KINDS[kind]}")
+    match kind:
+        case "constant":
+            return ConstantCost(positive(rest, f"cost {spec!r}: milliseconds"))
+        case "roofline":
+            return _roofline(spec, rest, tensor_parallel_size, model)
+        case "table":
+            return _table(rest, tensor_parallel_size, model)
+        case _:
+            return fit(Path(rest).expanduser())
+
+
+def default_cost(workload: Workload, *, tensor_parallel_size: int = 1) -> CostModel:
+    """Where nobody says one: a measured run's own profile of layers, else an 8B model on an H200.
+
+    Raises:
+        ConfigError: the profile is broken.
+    """
+    path = Path(workload.source)
+    folder = path if path.is_dir() else path.parent
+    if workload.format == "measured" and is_layer_profile(folder):
+        return load_layer_profile(folder)
+    return Roofline(find_model(DEFAULT_MODEL), find_chip(DEFAULT_CHIP), tensor_parallel_size)
+
+
+def _roofline(spec: str, rest: str, ranks: int, model: ModelConfig | None) -> CostModel:
+    config, comma, chip = rest.rpartition(",")
+    if not comma and model is None:
+        raise ConfigError(f"cost {spec!r}: must be {KINDS['roofline']}")
+    shape = find_model(config) if config or model is None else model
+    return Roofline(shape, find_chip(chip), ranks)
+
+
+def _table(rest: str, ranks: int, model: ModelConfig | None) -> CostModel:
+    folder, named = _folder_and_config(rest)
+    shape = find_model(named) if named else None
+    if is_layer_profile(folder):  # of its own model, not of one that is asked about
+        return load_layer_profile(folder, shape, ranks if ranks > 1 else None)
+    if is_kernel_tables(folder):
+        return KernelTableCost(folder, shape or model or find_model(DEFAULT_MODEL), ranks)
+    raise ConfigError(f"{folder}: neither tables of kernels (gemm*.csv, ...) nor a profile of layers (profile_*.csv)")
+
+
+def _folder_and_config(rest: str) -> tuple[Path, str]:
+    """A folder's name may have a comma itself."""
+    if not Path(rest).expanduser().is_dir() and "," in rest:
+        rest, _, config = rest.rpartition(",")
+    else:
+        config = ""
+    folder = Path(rest).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    return folder, config

@@ -1,0 +1,132 @@
+"""Steps from first principles: each kernel takes what its products or its bytes take, whichever is more."""
+
+from collections import Counter
+
+from quire.launch.replay.cost import StepShape
+from quire.launch.replay.costs.chips import Chip
+from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
+from quire.launch.replay.costs.sizes import expert_layers, room_for_kv
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import DTYPE_BYTES
+from quire.protocol.model_config import ModelConfig
+
+UTILIZATION = 0.9
+"""Of a chip's memory, what an engine uses."""
+
+
+class Roofline:
+    """A model on one chip, or cut among several: heads and widths are, hidden states are not.
+
+    Products and bytes of weights, KV and hidden states are counted; two sums over all ranks per layer. Experts: each
+    token goes to its own choice, evenly, so that few tokens read few experts. Windows bound contexts (of decodes by
+    their mean).
+    """
+
+    def __init__(self, model: ModelConfig, chip: Chip, tensor_parallel_size: int = 1) -> None:
+        """
+        Raises:
+            ConfigError: the model cannot be cut so, or the chip does not know its dtype.
+        """
+        check_cut(model, tensor_parallel_size)
+        self._model = model
+        self._chip = chip
+        self._ranks = tensor_parallel_size
+        self._bytes = DTYPE_BYTES[model.dtype]
+        self._flops = chip.flops_of(model.dtype)
+        self._streamed = chip.bandwidth * chip.memory_efficiency
+        self._windows = Counter(model.window(layer) for layer in range(model.num_layers))
+        self._by_tokens: dict[int, float] = {}
+        self._by_samples: dict[int, float] = {}
+
+    @property
+    def kv_bytes(self) -> int:
+        return room_for_kv(self._model, self._chip.memory_bytes * UTILIZATION, self._ranks)
+
+    def describe(self) -> str:
+        ranks = f" x {self._ranks}" if self._ranks > 1 else ""
+        return (
+            f"roofline: {self._model.architecture} of {self._model.num_layers} layers, hidden size "
+            f"{self._model.hidden_size}, on {self._chip.name}{ranks}"
+        )
+
+    def seconds(self, step: StepShape) -> float:
+        tokens, samples = step.num_tokens, max(step.num_samples, 1)
+        by_tokens = self._by_tokens.get(tokens)
+        if by_tokens is None:
+            by_tokens = self._by_tokens[tokens] = self._token_seconds(tokens)
+        by_samples = self._by_samples.get(samples)
+        if by_samples is None:
+            by_samples = self._by_samples[samples] = self._head_seconds(samples)
+        return by_tokens + by_samples + self._attention_seconds(step)
+
+    def _token_seconds(self, tokens: int) -> float:
+        """All but attention and the head, over all layers."""
+        model, ranks = self._model, self._ranks
+        hidden, queries, keys = model.hidden_size, self._rank_heads(), self._rank_kv_heads()
+        around = self._product(tokens, hidden, queries + 2 * keys) + self._product(tokens, queries, hidden)
+        inner = model.intermediate_size / ranks
+        dense = self._product(tokens, hidden, 2 * inner) + self._product(tokens, inner, hidden)
+        with_experts = expert_layers(model)
+        total = model.num_layers * around + (model.num_layers - with_experts) * dense
+        if with_experts:
+            total += with_experts * self._expert_seconds(tokens)
+        total += model.num_layers * self._stream(tokens * (8 * hidden + 3 * inner + 2 * queries + 2 * keys), kernels=4)
+        exchange = self._chip.link.all_reduce(tokens * hidden * self._bytes, ranks)
+        return total + 2 * model.num_layers * exchange + self._stream(2 * tokens * hidden, kernels=2)
+
+    def _head_seconds(self, samples: int) -> float:
+        width = self._model.vocab_size / self._ranks
+        return self._product(samples, self._model.hidden_size, width) + self._stream(3 * samples * width, kernels=2)
+
+    def _expert_seconds(self, tokens: int) -> float:
+        """Of one layer: those experts are read that any token chose; the router's scores are small."""
+        model, moe = self._model, self._model.moe
+        assert moe is not None
+        chosen = moe.num_experts_per_token
+        read = moe.num_experts * (1.0 - (1.0 - chosen / moe.num_experts) ** tokens)
+        weights = 3 * model.hidden_size * moe.intermediate_size / self._ranks
+        products = 2 * tokens * chosen * weights / (self._flops * self._chip.gemm_efficiency)
+        streamed = (read * weights + 2 * tokens * chosen * model.hidden_size) * self._bytes / self._streamed
+        router = self._product(tokens, model.hidden_size, moe.num_experts)
+        return max(products, streamed) + router + 3 * self._chip.kernel_seconds
+
+    def _attention_seconds(self, step: StepShape) -> float:
+        total = 0.0
+        for window, layers in self._windows.items():
+            pairs, read = 0.0, decode_pairs(step.num_decodes, step.decode_context, window)
+            decode_products = read
+            for chunk, before in step.prefills:
+                pairs += prefill_pairs(chunk, before, window)
+                read += min(before, window or before) + chunk
+            products = 4 * self._rank_heads() * (pairs + decode_products)
+            at_peak = products / (self._flops * self._chip.attention_efficiency)
+            streamed = 2 * self._rank_kv_heads() * read * self._bytes / self._streamed
+            total += layers * (max(at_peak, streamed) + self._chip.kernel_seconds)
+        return total
+
+    def _rank_heads(self) -> float:
+        """Width of one rank's queries."""
+        return self._model.num_heads * self._model.head_dim / self._ranks
+
+    def _rank_kv_heads(self) -> float:
+        """Width of one rank's keys: one head at least, that several ranks then have."""
+        return max(self._model.num_kv_heads / self._ranks, 1) * self._model.head_dim
+
+    def _product(self, rows: float, inner: float, columns: float) -> float:
+        """Of a (rows, inner) by an (inner, columns) matrix."""
+        products = 2 * rows * inner * columns / (self._flops * self._chip.gemm_efficiency)
+        streamed = (rows * inner + inner * columns + rows * columns) * self._bytes / self._streamed
+        return max(products, streamed) + self._chip.kernel_seconds
+
+    def _stream(self, numbers: float, kernels: int) -> float:
+        """Kernels that only read and write."""
+        return numbers * self._bytes / self._streamed + kernels * self._chip.kernel_seconds
+
+
+def check_cut(model: ModelConfig, tensor_parallel_size: int) -> None:
+    """Raises ConfigError unless the heads can be shared out among so many ranks."""
+    ranks = tensor_parallel_size
+    if ranks < 1 or model.num_heads % ranks:
+        raise ConfigError(f"tensor_parallel_size={ranks}: {model.num_heads} heads cannot be shared out among them")
+    if model.num_kv_heads % ranks and ranks % model.num_kv_heads:
+        raise ConfigError(f"tensor_parallel_size={ranks}: {model.num_kv_heads} KV heads cannot be shared out")

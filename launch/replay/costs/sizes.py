@@ -1,0 +1,42 @@
+"""What a model's weights and activations take, from its shape alone."""
+
+from quire.protocol.kv_layout import DTYPE_BYTES
+from quire.protocol.model_config import ModelConfig
+
+MAX_STEP_TOKENS = 8192
+"""Tokens of the largest step that memory is set aside for."""
+
+
+def attention_weights(model: ModelConfig) -> int:
+    """Parameters of one layer's projections around attention."""
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    return model.hidden_size * (2 * queries + 2 * keys)
+
+
+def expert_layers(model: ModelConfig) -> int:
+    return len(model.moe.layers) if model.moe is not None else 0
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Norms and biases aside."""
+    dense = 3 * model.hidden_size * model.intermediate_size
+    total = model.num_layers * attention_weights(model) + (model.num_layers - expert_layers(model)) * dense
+    if model.moe is not None:
+        expert = 3 * model.hidden_size * model.moe.intermediate_size
+        total += expert_layers(model) * model.moe.num_experts * (expert + model.hidden_size)
+    embeddings = 1 if model.tie_word_embeddings else 2
+    return total + embeddings * model.vocab_size * model.hidden_size
+
+
+def activation_bytes(model: ModelConfig, tensor_parallel_size: int, num_tokens: int = MAX_STEP_TOKENS) -> int:
+    """What a step of ``num_tokens`` holds at its fullest: hidden states, the widest layer's, and a batch's logits."""
+    width = max(model.intermediate_size * 3 // tensor_parallel_size, 4 * model.hidden_size)
+    logits = min(num_tokens, 256) * model.vocab_size * 4 // tensor_parallel_size
+    return num_tokens * (2 * model.hidden_size + width) * DTYPE_BYTES[model.dtype] + logits
+
+
+def room_for_kv(model: ModelConfig, memory_bytes: float, tensor_parallel_size: int) -> int:
+    """Of ``memory_bytes`` per rank, what weights and activations leave; over all ranks together. 0 when nothing is."""
+    weights = num_parameters(model) * DTYPE_BYTES[model.dtype] / tensor_parallel_size
+    left = memory_bytes - weights - activation_bytes(model, tensor_parallel_size)
+    return max(int(left * tensor_parallel_size), 0)
