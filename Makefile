@@ -15,7 +15,7 @@ PORT ?= 8000
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-slow lint install install-dev gpu-wheels gpu-check clean
+.PHONY: serve test test-slow test-browser lint install install-dev gpu-wheels gpu-check clean
 
 # What serving needs; developing needs more (transformers as the reference, Triton's interpreter and compiler).
 install: $(VENV)/.installed
@@ -40,6 +40,13 @@ test: install-dev lint
 
 test-slow: install-dev
 	$(BIN)/pytest -m slow
+
+# The page of `quire replay --html` in a real browser: Debian's chromium, unless there is one already.
+test-browser: install-dev
+	command -v chromium || command -v google-chrome || { \
+		sudo=$$(test "$$(id -u)" = 0 || command -v sudo); \
+		$$sudo apt-get update -q && $$sudo apt-get install -q -y --no-install-recommends chromium fonts-dejavu-core; }
+	$(BIN)/pytest -m slow tests/launch/replay/test_html_browser.py
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -63,7 +63,7 @@ class Browser:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             close_fds=False,
-            preexec_fn=place,  # noqa: PLW1509
+            preexec_fn=place,
         )
         for end in (commands, answers, *ends):
             os.close(end)

@@ -100,7 +100,7 @@ def histogram(name: str, label: str, runs: Sequence[Sequence[tuple[float, int]]]
 
 def _edges(low: float, high: float) -> tuple[Floats, bool]:
     """Rounded, so that another machine's last bit makes no other page."""
-    positive = max(low, 1e-3)
+    positive = max(low, high * 1e-5, 1e-3)
     if high > 30 * positive:
         edges = np.geomspace(positive, high, HISTOGRAM_BINS + 1)
         return np.array([float(f"{edge:.6g}") for edge in edges]), True

@@ -20,6 +20,7 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     latencies = [figures.sorted_latencies(run) for run in runs]
     distributions = [
         bins.histogram("ttft", "Time to first token", _ones(latencies, "ttft")),
+        bins.histogram("tpot", "Time per output token", _ones(latencies, "tpot")),
         bins.histogram("itl", "Inter-token latency", [run.itl for run in runs]),
         bins.histogram("e2e", "End-to-end latency", _ones(latencies, "e2e")),
         bins.histogram("queue", "Time in queue", _ones(latencies, "queue")),

@@ -11,7 +11,7 @@ function element(tag, attributes = {}, ...children) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value !== null && value !== false) made.setAttribute(name, value === true ? "" : value);
   }
-  for (const child of children.flat()) if (child !== null) made.append(child);
+  for (const child of children.flat(Infinity)) if (child !== null) made.append(child);
   return made;
 }
 
@@ -21,8 +21,9 @@ function swatch(colour, thin = false) {
   return made;
 }
 
+/** Which of two runs something is of; nothing where there is one, or where it is of both (null). */
 function badge(run) {
-  return two ? element("span", { class: `badge ${LETTERS[run]}` }, LETTERS[run].toUpperCase()) : null;
+  return two && run !== null ? element("span", { class: `badge ${LETTERS[run]}` }, LETTERS[run].toUpperCase()) : null;
 }
 
 // ---- numbers
@@ -34,9 +35,9 @@ function grouped(value) {
 /** Three or four figures that matter, and no more. */
 function short(value) {
   const size = Math.abs(value);
-  if (size >= 1e9) return `${trimmed(value / 1e9, 2)} G`;
-  if (size >= 1e6) return `${trimmed(value / 1e6, 2)} M`;
-  if (size >= 1e4) return `${trimmed(value / 1e3, 1)} k`;
+  if (size >= 1e9) return `${trimmed(value / 1e9, 2)}\u00a0G`;
+  if (size >= 1e6) return `${trimmed(value / 1e6, 2)}\u00a0M`;
+  if (size >= 1e4) return `${trimmed(value / 1e3, 1)}\u00a0k`;
   if (size >= 1000) return grouped(value);
   if (size >= 100) return trimmed(value, 0);
   return trimmed(value, size >= 10 ? 1 : size >= 1 ? 2 : 3);
@@ -48,15 +49,15 @@ function trimmed(value, digits) {
 }
 
 function percent(share, digits = 1) {
-  return `${(share * 100).toFixed(digits)} %`;
+  return `${(share * 100).toFixed(digits)}\u00a0%`;
 }
 
 /** Milliseconds in the unit that reads best. */
 function milliseconds(value) {
   if (value === null || value === undefined) return "\u2013";
-  if (value >= 600e3) return `${trimmed(value / 60e3, 1)} min`;
-  if (value >= 1000) return `${trimmed(value / 1000, value >= 1e5 ? 0 : value >= 1e4 ? 1 : 2)} s`;
-  return `${trimmed(value, value >= 100 ? 0 : value >= 10 ? 1 : value >= 1 ? 2 : 3)} ms`;
+  if (value >= 600e3) return `${trimmed(value / 60e3, 1)}\u00a0min`;
+  if (value >= 1000) return `${trimmed(value / 1000, value >= 1e5 ? 0 : value >= 1e4 ? 1 : 2)}\u00a0s`;
+  return `${trimmed(value, value >= 100 ? 0 : value >= 10 ? 1 : value >= 1 ? 2 : 3)}\u00a0ms`;
 }
 
 function microseconds(value) {
@@ -66,7 +67,7 @@ function microseconds(value) {
 /** A point in time, in seconds, as fine as ``span`` microseconds on the screen ask for. */
 function clock(time, span) {
   const digits = Math.max(0, Math.min(6, 2 - Math.floor(Math.log10(Math.max(span, 10) / 1e6))));
-  return `${(time / 1e6).toFixed(digits)} s`;
+  return `${(time / 1e6).toFixed(digits)}\u00a0s`;
 }
 
 // ---- scales

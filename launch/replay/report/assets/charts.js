@@ -34,9 +34,9 @@ function visibleBins(steps) {
 
 /**
  * Steps over time. ``series``: {name, label, column}; ``stacked``: on top of each other, as areas; else lines with
- * a band from the lowest to the highest of a bin. ``limit``: {value, label}. ``marks``: [time, count] along the top.
+ * a band from the lowest to the highest of a bin. ``envelope``: a column whose highest lies behind. ``limit``: {value, label}. ``marks``: [time, count] along the top.
  */
-function stepChart({ run, heading, unit, series, top, stacked = false, limit = null, marks = [], label }) {
+function stepChart({ run, heading, unit, series, top, stacked = false, envelope = null, limit = null, marks = [], label }) {
   const steps = data.runs[run].steps;
   const plot = new Plot({ label, height: 176, paint: paintSteps });
   const y = (value) => plot.box.bottom - (value / top) * (plot.box.bottom - plot.box.top);
@@ -78,6 +78,12 @@ function stepChart({ run, heading, unit, series, top, stacked = false, limit = n
 
   function paintStack() {
     const pen = plot.context;
+    if (envelope && envelope.max) {
+      pen.fillStyle = colour("muted");
+      pen.globalAlpha = 0.22;
+      area(() => 0, (i) => envelope.max[i]);
+      pen.globalAlpha = 1;
+    }
     const below = new Float64Array(steps.begin.length);
     for (const { name, column } of series) {
       pen.fillStyle = colour(name);
@@ -123,6 +129,7 @@ function stepChart({ run, heading, unit, series, top, stacked = false, limit = n
   makeZoomable(plot);
   const legend = series.map(({ name, label: text }) => [name, text]);
   if (marks.length) legend.push(["preempted", "preemption (tick at the top)", true]);
+  if (envelope && envelope.max) legend.push(["muted", "largest step of a bin (grey)"]);
   if (limit) legend.push(["muted", `${limit.label} ${grouped(limit.value)} (dashed)`, true]);
   return boxed(heading, unit, legend, plot, run);
 }
@@ -226,6 +233,7 @@ function timeCharts() {
           { name: "decode", label: "decode", column: steps.decode_tokens },
           { name: "prefill", label: "prefill", column: steps.prefill_tokens },
         ],
+        envelope: steps.tokens,
         limit: facts.budget ? { value: facts.budget, label: "max_num_batched_tokens" } : null,
       }),
     (run) => hitChart(run, hitTop),

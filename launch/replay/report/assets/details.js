@@ -13,13 +13,12 @@ function focusRequest(id) {
     if (i === undefined) continue;
     const begin = each.requests.arrival[i];
     const end = endOf(each, i);
-    if (begin < view.begin || end > view.end || end - begin < view.span / 50) {
-      const room = Math.max((end - begin) * 0.15, 1000);
-      view.set(begin - room, end + room);
-    }
+    const room = Math.max((end - begin) * 0.15, 1000);
+    view.set(begin - room, end + room);
     break;
   }
   select(id);
+  document.getElementById("details").scrollIntoView({ block: "nearest" });
 }
 
 function detailRows(run, i) {

@@ -25,16 +25,11 @@ function distributionChart({ name, label, log, edges, counts }) {
 
   function paint() {
     plot.yAxis(ticks(0, top, 4), (share) => y(share, top), (share) => percent(share, top < 0.03 ? 1 : 0));
-    plot.yAxis([0, 0.5, 0.9, 1], (share) => y(share, 1.04), (share) => percent(share, 0), "right");
+    plot.yAxis([0, 0.25, 0.5, 0.75, 1], (share) => y(share, 1.04), (share) => percent(share, 0), "right");
     plot.clipped(() => names.forEach(paintRun));
-    const inSeconds = high >= 10000;
     const most = (plot.box.right - plot.box.left) / 62;
     const values = log ? logTicks(low, high, most) : ticks(low, high, most);
-    plot.xAxis(values, x, (value) => trimmed(inSeconds ? value / 1000 : value, 3), inSeconds ? axisName("s") : axisName("ms"));
-  }
-
-  function axisName(unit) {
-    return `${label.toLowerCase()}, ${unit}${log ? ", logarithmic" : ""}`;
+    plot.xAxis(values, x, milliseconds, `${label.toLowerCase()}${log ? ", logarithmic" : ""}`);
   }
 
   function paintRun(name_, run) {
@@ -82,5 +77,5 @@ function spreadText(name, run) {
 }
 
 function distributionCharts() {
-  return element("div", { class: "grid" }, data.distributions.map(distributionChart));
+  return data.distributions.map(distributionChart);
 }

@@ -24,9 +24,10 @@ function noteBoxes(run, index) {
       ),
     );
   }
-  if (run.notes.length) {
+  const same = two && data.runs[0].notes.join("\n") === data.runs[1].notes.join("\n");
+  if (run.notes.length && !(same && index)) {
     const items = run.notes.map((note) => element("li", {}, note));
-    boxes.push(element("div", { class: "box notes" }, badge(index), "Notes", element("ul", {}, items)));
+    boxes.push(element("div", { class: "box notes" }, badge(same ? null : index), "Notes", element("ul", {}, items)));
   }
   return boxes;
 }
@@ -130,14 +131,20 @@ function build() {
   document.getElementById("main").append(
     ...data.runs.flatMap(noteBoxes),
     cards(),
-    section("Latency", element("div", { class: "grid" }, element("div", { class: "wide" }, latencyTable())), element("br"), distributionCharts()),
-    section("Over time", viewBar(), timeCharts()),
-    section(
-      "Requests",
-      ...searchBar(waterfalls),
-      element("div", { class: "lives" }, waterfalls.map(({ node }) => node), detailsPanel()),
+    section("Latency", element("div", { class: "grid" }, latencyTable(), distributionCharts())),
+    // The bar stays in sight as long as something below it follows the view.
+    element(
+      "div",
+      {},
+      viewBar(),
+      section("Over time", timeCharts()),
+      section(
+        "Requests",
+        ...searchBar(waterfalls),
+        element("div", { class: "lives" }, waterfalls.map(({ node }) => node), detailsPanel()),
+      ),
     ),
-    section("Preemptions", element("div", { class: two ? "grid" : "" }, data.runs.map(preemptionBox))),
+    section("Preemptions", element("div", { class: "grid" }, data.runs.map(preemptionBoxes))),
     section("Settings", element("div", { class: "box" }, settingsTable())),
     element("footer", {}, "Made by quire replay. All times are the run's own clock, from its start."),
   );

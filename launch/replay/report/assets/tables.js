@@ -102,7 +102,7 @@ function latencyTable() {
   );
   return element(
     "div",
-    { class: "box" },
+    { class: "box latencies" },
     table(["", "mean", "p50", "p90", "p99"], rows),
     element(
       "p",
@@ -126,11 +126,12 @@ function listedPreemptions(run) {
   return found.sort((one, other) => one[0] - other[0]);
 }
 
-function preemptionBox(run, index) {
-  const listed = listedPreemptions(run);
+/** Two boxes: by reason, and one by one. */
+function preemptionBoxes(run, index) {
   if (!run.reasons.length) {
-    return element("div", { class: "box" }, element("p", {}, badge(index), "Nobody was preempted."));
+    return element("div", { class: two ? "box" : "box wide" }, element("p", {}, badge(index), "Nobody was preempted."));
   }
+  const listed = listedPreemptions(run);
   const rows = listed
     .slice(0, MAX_LISTED)
     .map(([time, i, reason, other]) => [
@@ -139,21 +140,26 @@ function preemptionBox(run, index) {
       reason < 0 ? "" : run.words[reason],
       other === -1 ? "" : otherOf(run, other),
     ]);
-  return element(
-    "div",
-    { class: "box" },
-    element("h3", {}, badge(index), "By reason"),
-    table(["reason", "preemptions", "requests"], run.reasons.map(([why, count, met]) => [why || "none given", grouped(count), grouped(met)])),
-    element("h3", {}, element("br"), "In order of time"),
-    element(
-      "div",
-      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Preemptions in order of time" },
-      table(["time", "request", "reason", "for whose blocks"], rows, { textColumns: [0, 1, 2, 3] }),
-    ),
-    listed.length > MAX_LISTED
-      ? element("p", { class: "muted" }, `The first ${MAX_LISTED} of ${grouped(listed.length)}.`)
-      : null,
-  );
+  const reasons = run.reasons.map(([why, count, met]) => [why || "none given", grouped(count), grouped(met)]);
+  const boxes = [
+    [
+      element("h3", {}, badge(index), "By reason"),
+      table(["reason", "preemptions", "requests"], reasons),
+    ],
+    [
+      element("h3", {}, two ? null : badge(index), "In order of time"),
+      element(
+        "div",
+        { class: "scroll", tabindex: 0, role: "region", "aria-label": "Preemptions in order of time" },
+        table(["time", "request", "reason", "for whose blocks"], rows, { textColumns: [0, 1, 2, 3] }),
+      ),
+      listed.length > MAX_LISTED
+        ? element("p", { class: "muted" }, `The first ${MAX_LISTED} of ${grouped(listed.length)}.`)
+        : null,
+    ],
+  ];
+  if (two) return element("div", { class: "box" }, boxes);
+  return boxes.map((each) => element("div", { class: "box" }, each));
 }
 
 function settingsTable() {

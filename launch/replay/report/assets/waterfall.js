@@ -106,12 +106,16 @@ class Waterfall {
     const first = Math.max(0, Math.floor(this.offset / rowHeight));
     const last = Math.min(this.rows.length, Math.ceil((this.offset + bottom - top) / rowHeight) + 1);
     const gap = rowHeight >= 6 ? Math.min(3, rowHeight * 0.2) : 0;
-    for (let row = first; row < last; row++) {
-      const y = top + row * rowHeight - this.offset;
-      const i = this.rows[row];
+    const height = Math.max(rowHeight - gap, 1);
+    const each = (paint) => {
+      for (let row = first; row < last; row++) paint(this.rows[row], top + row * rowHeight - this.offset);
+    };
+    each((i, y) => {
       if (this.run.requests.id[i] === selection.id) this.paintSelected(y);
-      this.paintLife(i, y + gap / 2, Math.max(rowHeight - gap, 1));
-    }
+      this.paintLife(i, y + gap / 2, height);
+    });
+    // On top, and never too small to be seen: what should not have happened.
+    each((i, y) => this.paintMarks(i, y + gap / 2, Math.max(height, 2)));
   }
 
   paintSelected(y) {
@@ -133,14 +137,28 @@ class Waterfall {
       const end = at + flat[j + 1];
       const x = plot.xOf(at);
       pen.fillStyle = colour(data.states[flat[j]]);
-      // What must not be missed keeps a pixel however far one is away.
-      const least = data.states[flat[j]] === "preempted" ? 1.5 : 0.6;
-      pen.fillRect(x, y, Math.max(plot.xOf(end) - x, least), height);
+      pen.fillRect(x, y, Math.max(plot.xOf(end) - x, 0.6), height);
       at = end;
     }
+  }
+
+  /** Preemptions and rejections. */
+  paintMarks(i, y, height) {
+    const { plot, run } = this;
+    const { requests } = run;
+    const flat = requests.stretches[i];
+    const pen = plot.context;
+    let at = requests.arrival[i];
     if (!flat.length) {
       pen.fillStyle = colour("bad");
-      pen.fillRect(plot.xOf(at) - 1.5, y, 3, Math.max(height, 2));
+      pen.fillRect(plot.xOf(at) - 1.5, y, 3, height);
+    }
+    if (!requests.preemptions[i]) return;
+    pen.fillStyle = colour("preempted");
+    for (let j = 0; j < flat.length; j += 2) {
+      const x = plot.xOf(at);
+      at += flat[j + 1];
+      if (data.states[flat[j]] === "preempted") pen.fillRect(x, y, Math.max(plot.xOf(at) - x, 2), height);
     }
   }
 

@@ -1,0 +1,51 @@
+"""A request's life has no gaps, whatever happened to it."""
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from quire.launch.replay.report.stretches import STATES, Stretch, stretches
+from quire.launch.replay.run_record import Moment, RequestRun
+
+
+def test_a_life_with_a_preemption() -> None:
+    run = RequestRun("a", 1.0, 9, scheduled=2.0, first_token=3.0, end=7.0, finish="stop")
+    run.moments = [Moment(1.5, "wait", "queued"), Moment(4.0, "preempt", "youngest", "b"), Moment(5.0, "resume", "")]
+    assert stretches(run, 99) == [
+        Stretch("queued", 1, 2),
+        Stretch("prefill", 2, 3),
+        Stretch("decode", 3, 4),
+        Stretch("preempted", 4, 5, "youngest", "b"),
+        Stretch("decode", 5, 7),
+    ]
+
+
+def test_a_token_in_flight_does_not_end_a_preemption() -> None:
+    run = RequestRun("a", 0.0, 9, scheduled=1.0, first_token=3.0, end=6.0, finish="stop")
+    run.moments = [Moment(2.0, "preempt", "itself"), Moment(4.0, "resume", "")]
+    assert [each.state for each in stretches(run, 9)] == ["queued", "prefill", "preempted", "decode"]
+    run.moments[1] = Moment(2.5, "resume", "")
+    assert [each.state for each in stretches(run, 9)] == ["queued", "prefill", "preempted", "prefill", "decode"]
+
+
+def test_what_has_not_ended_is_cut_and_what_was_rejected_is_nothing() -> None:
+    assert stretches(RequestRun("a", 2.0, 9), 5.0) == [Stretch("queued", 2, 5)]
+    assert stretches(RequestRun("a", 2.0, 9, end=2.0, finish="rejected"), 5.0) == []
+    assert stretches(RequestRun("a", 2.0, 9), 1.0) == []
+
+
+times = st.floats(-1, 20)
+moments = st.lists(st.builds(Moment, st.floats(0, 20), st.sampled_from(["wait", "preempt", "resume"]), st.just("why")))
+
+
+@given(st.floats(0, 10), times, times, times, moments)
+def test_no_gaps_and_no_overlaps(
+    arrival: float, scheduled: float, first: float, end: float, found: list[Moment]
+) -> None:
+    run = RequestRun("a", arrival, 9, scheduled=scheduled, first_token=first, end=end, moments=found)
+    made = stretches(run, 30.0)
+    assert all(each.begin < each.end and each.state in STATES for each in made)
+    assert all(one.end == other.begin for one, other in pairwise(made))
+    if made:
+        assert (made[0].begin, made[-1].end) == (arrival, end if end >= 0 else 30.0)
