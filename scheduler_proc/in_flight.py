@@ -117,12 +117,27 @@ class StepsInFlight:
         Raises:
             WorkerFault: it cannot be the answer to the oldest step; then nothing has changed.
         """
-        record = self._expected(output.step)
-        handles = self.handles if output.handles is None else output.handles
         tokens = NOBODY if output.tokens is None else output.tokens
+        return self._match(self._expected(output.step), output, tokens, are_known=True)
+
+    def match_opaque(self, event: OpaqueResult) -> tuple[InFlightStep, Sampled]:
+        """The same for a recorded result without tokens."""
+        record, counts = self._expected(event.step), event.counts
+        num_handles = len(self.handles if event.handles is None else event.handles)
+        tokens = np.zeros(num_handles if counts is None else int(counts.sum()), np.int32)
+        result = ModelRunnerOutput(
+            event.step, None, event.handles, counts, bad=event.bad, drafts=event.drafts, failed=event.failed
+        )
+        return self._match(record, result, tokens, are_known=False)
+
+    def _match(
+        self, record: InFlightStep, output: ModelRunnerOutput, tokens: Int32, *, are_known: bool
+    ) -> tuple[InFlightStep, Sampled]:
+        handles = self.handles if output.handles is None else output.handles
         self._check_handles(record, output, handles)
         _check_counts(record, output, handles, tokens)
-        if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:  # as unsigned, a negative id is a huge one
+        # As unsigned, a negative id is a huge one.
+        if are_known and len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:
             raise WorkerFault(f"result of step {output.step}: a token id outside the vocabulary")
         if output.bad or output.failed or output.logprobs is not None:
             _raise(output, fault_of_extras(output, handles, len(tokens), self._vocab_size))
@@ -132,15 +147,6 @@ class StepsInFlight:
             self.handles, self._positions = output.handles, None
         self._verified = None if record.sampling else record.roster
         return record, Sampled.of(handles, tokens, output.counts, output.drafts)
-
-    def match_opaque(self, event: OpaqueResult) -> tuple[InFlightStep, Sampled]:
-        """The same for a recorded result without tokens."""
-        handles, counts = self.handles if event.handles is None else event.handles, event.counts
-        tokens = np.zeros(len(handles) if counts is None else int(counts.sum()), np.int32)
-        result = ModelRunnerOutput(
-            event.step, tokens, event.handles, counts, bad=event.bad, drafts=event.drafts, failed=event.failed
-        )
-        return self.match(result)
 
     def is_steady(self, roster: Roster) -> bool:
         """Whether the members of ``roster``, and they alone, sample in each step in flight, as they did in the last."""

@@ -97,9 +97,10 @@ class Results:
         if self._is_stale(event.step):
             return
         record, sampled = self.in_flight.match_opaque(event)
-        requests = record.requests()
-        for handle, block_hash in event.block_hashes:
-            self.table.foretell(requests[handle], block_hash)
+        if event.block_hashes:
+            requests = record.requests()
+            for handle, block_hash in event.block_hashes:
+                self.table.foretell(requests[handle], block_hash)
         ended = {e.handle: _Ending(EndReason(e.reason), e.stop_reason, e.detail) for e in event.ended}
         lengths = {e.handle: e.num_output_tokens for e in event.ended}
 
@@ -110,7 +111,7 @@ class Results:
 
         bad = {handle: ended[handle].detail if handle in ended else "" for handle in event.bad}
         output = ModelRunnerOutput(event.step, seconds=event.seconds)
-        self._apply(record, sampled, output, list(ended), _Faults.of(bad, event.failed), verdict)
+        self._apply(record, sampled, output, list(ended), _Faults.of(bad, event.failed), verdict, are_tokens_told=False)
 
     def _is_stale(self, step: int) -> bool:
         """Whether a result belongs to a step of before the epoch began. The first one after it tells the rows anew."""
@@ -127,8 +128,14 @@ class Results:
         may_end: list[int],
         faults: _Faults,
         verdict: _Verdict,
+        *,
+        are_tokens_told: bool = True,
     ) -> None:
-        """``may_end``: handles of whom to ask ``verdict`` although they cruise."""
+        """
+        Args:
+            may_end: handles of whom to ask ``verdict`` although they cruise.
+            are_tokens_told: to the clients.
+        """
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
                 if handle in self.cruise.roster:
@@ -160,7 +167,8 @@ class Results:
                 cut[position] = kept
         num_kept = len(sampled.tokens) - sum(sampled.count(at) - kept for at, kept in cut.items())
         self._stats.generation_tokens += num_kept
-        self.outputs.sampled(sampled, cut, output)
+        if are_tokens_told:
+            self.outputs.sampled(sampled, cut, output)
 
     def _to_look_at(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
         """(position in the result, request) of those that sampled and do not cruise, or that may end."""

@@ -190,11 +190,12 @@ class RunCollector:
             (steps.cached, begun.num_evictable),
             (steps.free, num_usable - begun.num_held - begun.num_evictable),
         )
-        for column, value in columns:
-            if len(ends) == 1:
+        if len(ends) == 1:
+            for column, value in columns:
                 column.append(value)
-            else:
-                column.extend(array("q", (value,)) * len(ends))
+            return
+        for column, value in columns:
+            column.extend(array("q", (value,)) * len(ends))
 
     def _count_gaps(self, seconds: float, count: int) -> None:
         if count:

@@ -92,6 +92,8 @@ def replay_lines(
         difference = replay.take(each)
         if difference is not None:
             return difference
+        if observe is None:
+            replay.scheduler.take_messages()
         if check:
             replay.scheduler.check()
     return None
@@ -118,7 +120,7 @@ class _Replay:
         self._decisions: list[Decision] = []
 
     def take(self, told: TraceLine) -> Difference | None:
-        """Feed or compare one line."""
+        """Feed or compare one line. What the Scheduler tells its clients is the observer's."""
         line = told.line
         if isinstance(line, Lost):
             raise ConfigError(
@@ -136,7 +138,6 @@ class _Replay:
             # A line that was altered can say anything; what that breaks inside is a difference, too.
             return self._located(told, Differs("", "a line that fits", repr(error)))
         self._tap.ended.clear()
-        self.scheduler.take_messages()
         return None if told.is_intact else _altered(told, self._step)
 
     def _located(self, told: TraceLine, found: Differs) -> Difference:
@@ -283,7 +284,8 @@ class _Replay:
         running = self.scheduler.table.running
         priorities = [running[row.handle].priority for row in diff.new_requests]
         decided = decision_line(line.now, diff, priorities, self._reasons(), line.hashes)
-        return decided if line.crc is None else msgspec.structs.replace(decided, crc=line.crc)
+        msgspec.structs.force_setattr(decided, "crc", line.crc)  # ours alone as yet, and a copy is dear
+        return decided
 
     def _reasons(self) -> list[Reason]:
         """All since the last decision."""
@@ -314,12 +316,12 @@ class _Replay:
 
     def _compare_snapshot(self, line: StepSnapshot) -> None:
         table, pool = self.scheduler.table, self.scheduler.kv.pool
-        compare("running", line.running, len(table.running) + len(table.leaving))
-        compare("waiting", line.waiting, table.num_waiting)
-        compare("free_blocks", line.free_blocks, pool.num_free_blocks)
-        compare("total_blocks", line.total_blocks, pool.num_usable_blocks)
-        compare("gpu_cached_blocks", line.gpu_cached_blocks, pool.num_cached_blocks)
-        compare("num_pinned", line.num_pinned, 0)
+        running = len(table.running) + len(table.leaving)
+        now = (running, table.num_waiting, pool.num_free_blocks, pool.num_usable_blocks, pool.num_cached_blocks, 0)
+        fields = ("running", "waiting", "free_blocks", "total_blocks", "gpu_cached_blocks", "num_pinned")
+        for field, decided in zip(fields, now, strict=True):
+            if getattr(line, field) != decided:
+                raise Differs(field, getattr(line, field), decided)
 
     def _compare_header(self, line: Header) -> None:
         """Of a further file: the same engine, but for steps that were halved on the way."""
