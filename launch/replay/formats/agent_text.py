@@ -12,7 +12,15 @@ from tokenizers import Tokenizer
 from quire.launch.demo import demo_model_path
 from quire.launch.replay.formats.content import chain_ids, tell_answers
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import Faults, at_least_one_token, empty_notes, files_of, finish, records
+from quire.launch.replay.formats.read import (
+    Faults,
+    at_least_one_token,
+    empty_notes,
+    files_of,
+    finish,
+    order_notes,
+    records,
+)
 from quire.launch.replay.workload import Call, Content, Workload
 from quire.launch.text_in import NO_TOKENIZER, TextIn
 from quire.protocol.errors import ConfigError
@@ -64,8 +72,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
     _chain(calls)
     notes = [f"text is cut by the tokenizer of {'the demo model' if options.tokenizer is None else folder}"]
     notes += empty_notes(empty_prompts, "prompt") + empty_notes(empty_answers)
-    if num_unsorted:
-        notes.append(f"{num_unsorted} lines were logged later than the one after: all were sorted by time")
+    notes += order_notes(num_unsorted)
     notes.append("times are when requests were logged: a pause in a conversation has the original answer's time in it")
     return finish(Workload("agent-text", str(path), calls, notes=notes), options, faults)
 

@@ -6,13 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import (
-    Faults,
-    at_least_one_token,
-    empty_notes,
-    files_of,
-    finish,
-)
+from quire.launch.replay.formats.read import Faults, at_least_one_token, empty_notes, files_of, finish, order_notes
 from quire.launch.replay.formats.table import read_table, token_count
 from quire.launch.replay.workload import Call, Workload
 
@@ -33,8 +27,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
     first = min((when for when, _, _ in rows), default=0)
     calls = [Call(i, f"{i}", (when - first) / 1e9, n_in, n_out) for i, (when, n_in, n_out) in enumerate(rows)]
     notes = ["the trace does not tell contents: no prompt shares a prefix with another", *empty_notes(empty)]
-    if unsorted[0]:
-        notes.append(f"{unsorted[0]} lines came earlier than the one before: all were sorted by time")
+    notes += order_notes(unsorted[0])
     return finish(Workload("azure", str(path), calls, notes=notes), options, faults)
 
 

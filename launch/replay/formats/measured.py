@@ -17,6 +17,7 @@ from quire.launch.replay.formats.read import (
     at_least_one_token,
     empty_notes,
     finish,
+    order_notes,
     read_whole,
     records,
 )
@@ -76,16 +77,18 @@ def load(path: Path, options: LoadOptions) -> Workload:
     unit = math.gcd(workload.settings.get("block_size", 0), options.block_size)
     empty = [0]
     lines = list(records(file, _Line, faults))
-    last = 0
+    last = unsorted = 0
     for number, line in lines:
         call = _call(len(workload.calls), line, unit, file, number, faults, empty)
         if call is None:
             continue
-        if line.arrival_time_ns < last and not options.lenient:
-            faults.add(file, number, "`arrival_time_ns` is less than in the line before")
+        if line.arrival_time_ns < last:
+            unsorted += 1
+            if not options.lenient:
+                faults.add(file, number, "`arrival_time_ns` is less than in the line before")
         last = max(last, line.arrival_time_ns)
         workload.calls.append(call)
-    workload.notes += empty_notes(empty)
+    workload.notes += empty_notes(empty) + order_notes(unsorted)
     seen = find(folder, "requests.jsonl")
     if seen is not None:
         _take_queued(workload, seen, options, faults)

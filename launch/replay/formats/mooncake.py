@@ -17,6 +17,7 @@ from quire.launch.replay.formats.read import (
     empty_notes,
     files_of,
     finish,
+    order_notes,
     records,
 )
 from quire.launch.replay.workload import Call, Content, Workload
@@ -64,9 +65,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
                     Content(ids, UNIT, space),
                 )
             )
-    workload.notes += empty_notes(empty)
-    if unsorted:
-        workload.notes.append(f"{unsorted} lines came earlier than the one before: all were sorted by time")
+    workload.notes += empty_notes(empty) + order_notes(unsorted)
     return finish(workload, options, faults)
 
 

@@ -7,8 +7,9 @@ import importlib
 import lzma
 import zlib
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -50,28 +51,28 @@ class Faults:
         return [f"{lines} left out; the first: {self._first}"]
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> BufferedIOBase:
     """Decompressed bytes, by what the file begins with and not by its name."""
     with path.open("rb") as file:
         head = file.read(6)
     kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
     if kind == "gz":
-        return cast(BinaryIO, gzip.open(path))
+        return gzip.open(path)
     if kind == "xz":
-        return cast(BinaryIO, lzma.open(path))
+        return lzma.open(path)
     if kind == "zst":
         try:
             zstandard: Any = importlib.import_module("zstandard")
         except ImportError:
             raise ConfigError(f"{path}: to read this, install zstandard (pip install zstandard)") from None
-        opened: BinaryIO = zstandard.open(path, "rb")
+        opened: BufferedIOBase = zstandard.open(path, "rb")
         return opened
     return path.open("rb")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
     with _open(path) as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read1(_CHUNK):  # read() would lose what came before a break
             yield chunk
 
 
@@ -247,3 +248,9 @@ def empty_notes(empty: list[int], what: str = "answer") -> list[str]:
     if not empty[0]:
         return []
     return [f"{empty[0]} empty {what}{'s are' if empty[0] > 1 else ' is'} taken as one token"]
+
+
+def order_notes(unsorted: int) -> list[str]:
+    if not unsorted:
+        return []
+    return [f"{unsorted} line{'s are' if unsorted > 1 else ' is'} earlier than the one before: all were sorted by time"]

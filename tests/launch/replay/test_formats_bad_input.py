@@ -1,0 +1,219 @@
+"""Bad traces: one clear line that says where and what, or, with lenient, what is good and a count of what is not."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.launch.replay.formats.detect import FORMATS, detect_format, load_workload
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.workload import Workload
+from quire.protocol.errors import ConfigError
+
+DATA = Path(__file__).parents[2] / "data"
+MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
+REQUEST = {"t": 0, "type": "n", "in": 9, "out": 4, "hash_ids": [1, 2]}
+AGENTIC = {"id": "c", "block_size": 4, "requests": [REQUEST]}
+TEXT = {"timestamp": 5, "session_id": "a", "input": "One", "output": "Two"}
+MEASURED = {"input_toks": 2, "output_toks": 1, "arrival_time_ns": 0, "input_tok_ids": [1, 2]}
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+VIDUR = "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio"
+
+
+def load(path: Path, format: str = "auto", **options: Any) -> Workload:
+    return load_workload(path, format, LoadOptions(**options))
+
+
+def error_of(path: Path, format: str = "auto", **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, format, **options)
+    return str(caught.value)
+
+
+def bad_mooncake(**changed: Any) -> str:
+    return json.dumps({**MOONCAKE, **changed})
+
+
+def bad_agentic(**changed: Any) -> str:
+    return json.dumps({**AGENTIC, "requests": [REQUEST, {**REQUEST, **changed}]})
+
+
+CASES = [
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(input_length=-1), "input_length"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(input_length=0, hash_ids=[]), "input_length"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(input_length=2**40), "input_length"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(output_length=2**31), "output_length"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(output_length=10**400), "line"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(output_length="3"), "output_length"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(timestamp=-3), "timestamp"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(timestamp=float("nan")), "JSON is malformed"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(timestamp=float("inf")), "JSON is malformed"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(timestamp=None), "timestamp"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(hash_ids=[1]), "`hash_ids` has 1 entries; 600 tokens make 2"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(hash_ids=[-1, 2]), "`hash_ids` must be from 0"),
+    ("mooncake", json.dumps(MOONCAKE), '{"timestamp": 3}', "missing required field `input_length`"),
+    ("mooncake", json.dumps(MOONCAKE), '{"timestamp": 3', "truncated"),
+    ("mooncake", json.dumps(MOONCAKE), "[" * 100_000, ""),
+    ("mooncake", json.dumps(MOONCAKE), "17", "Expected `object`"),
+    ("agentic", json.dumps(AGENTIC), bad_agentic(hash_ids=[1]), "request 1: `hash_ids` has 1 entries"),
+    ("agentic", json.dumps(AGENTIC), bad_agentic(hash_ids=[1, -2]), "request 1: `hash_ids` must be from 0"),
+    ("agentic", json.dumps(AGENTIC), bad_agentic(type="video"), "type"),
+    ("agentic", json.dumps(AGENTIC), bad_agentic(think_time=-1.0), "think_time"),
+    ("agentic", json.dumps(AGENTIC), bad_agentic(out=-1), "in `requests[1].out`"),
+    ("agentic", json.dumps({**AGENTIC, "requests": [{**REQUEST, "t": 5}]}), bad_agentic(t=-1.0), "t"),
+    ("agentic", json.dumps(AGENTIC), json.dumps({**AGENTIC, "block_size": 0}), "block_size"),
+    ("agent-text", json.dumps(TEXT), json.dumps({**TEXT, "timestamp": -1}), "`timestamp` cannot be -1"),
+    ("agent-text", json.dumps(TEXT), json.dumps({**TEXT, "input": None}), "input"),
+    ("measured", json.dumps(MEASURED), json.dumps({**MEASURED, "input_tok_ids": [1]}), "`input_tok_ids` has 1"),
+    ("measured", json.dumps(MEASURED), json.dumps({**MEASURED, "input_tok_ids": [1, -1]}), "token ids must be"),
+    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,-7,8", "`ContextTokens` must be"),
+    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,7,nan", "`GeneratedTokens` must be"),
+    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,7,99999999999", "`GeneratedTokens` must be"),
+    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-13-16 18:15:47,7,8", "`TIMESTAMP` is no time"),
+    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "yesterday,7,8", "`TIMESTAMP` is no time"),
+    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,7", "2 fields; the header has 3"),
+    ("vidur", f"{VIDUR}\n5,6,11,0.8", "5,1e3,11,0.8", "`num_decode_tokens` must be"),
+]
+
+
+@pytest.mark.parametrize(("format", "good", "bad", "said"), CASES)
+class TestBadLines:
+    def test_one_line_says_where_and_what(self, format: str, good: str, bad: str, said: str, tmp_path: Path) -> None:
+        path = tmp_path / "trace.jsonl"
+        path.write_text(f"{good}\n\n{bad}\n{good.splitlines()[-1]}\n")
+        line = 3 + good.count("\n")
+        message = error_of(path)
+        assert message.startswith(f"{path}:{line}: ")
+        assert said in message
+        assert "\n" not in message
+        assert error_of(path, format) == message
+
+    def test_lenient_keeps_the_rest(self, format: str, good: str, bad: str, said: str, tmp_path: Path) -> None:
+        path = tmp_path / "trace.jsonl"
+        path.write_text(f"{good}\n{bad}\n{good.splitlines()[-1]}\n{bad}\n")
+        workload = load(path, lenient=True)
+        assert len(workload.calls) == 2
+        (note,) = (note for note in workload.notes if "bad lines" in note)
+        assert note.startswith("2 bad lines were left out; the first: ")
+        assert said in note
+
+
+class TestTimes:
+    @pytest.fixture
+    def azure(self, tmp_path: Path) -> Path:
+        (tmp_path / "a.csv").write_text(f"{AZURE}\r\n2023-11-16 18:15:47,1,8\r\n2023-11-16 18:15:46,2,8\r\n")
+        return tmp_path / "a.csv"
+
+    @pytest.fixture
+    def mooncake(self, tmp_path: Path) -> Path:
+        lines = (bad_mooncake(timestamp=t, output_length=n) for t, n in ((5, 1), (5, 2), (4, 3), (5, 4)))
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        return tmp_path / "a.jsonl"
+
+    def test_decreasing_times_are_refused(self, azure: Path, mooncake: Path) -> None:
+        assert error_of(azure).startswith(f"{azure}:3: `TIMESTAMP` 2023-11-16 18:15:46 is earlier")
+        assert error_of(mooncake) == f"{mooncake}:3: timestamp 4 is less than 5 in the line before"
+
+    def test_or_sorted_and_said_so(self, azure: Path, mooncake: Path) -> None:
+        assert [(c.arrival, c.num_prompt_tokens) for c in load(azure, lenient=True).calls] == [(0, 2), (1, 1)]
+        workload = load(mooncake, lenient=True)
+        assert [call.num_output_tokens for call in workload.calls] == [3, 1, 2, 4], "equal times as they stand"
+        for told in (workload, load(azure, lenient=True)):
+            assert "1 line is earlier than the one before: all were sorted by time" in told.notes
+
+
+class TestCompressed:
+    @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
+    def test_a_cut_file_says_the_line_and_lenient_keeps_what_came_before(self, compress: Any, tmp_path: Path) -> None:
+        plain = "".join(bad_mooncake(timestamp=i, hash_ids=[i * i % 97, i]) + "\n" for i in range(6000))
+        path = tmp_path / "a"
+        path.write_bytes(compress(plain.encode())[:-400])
+        message = error_of(path, "mooncake")
+        assert "cut short or damaged" in message and message.startswith(f"{path}:")
+        workload = load(path, "mooncake", lenient=True)
+        assert 3000 < len(workload.calls) < 6000
+        assert f"{path}:{len(workload.calls) + 1}: " in message
+        assert any("cut short" in note for note in workload.notes)
+
+    @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
+    def test_a_damaged_file(self, compress: Any, tmp_path: Path) -> None:
+        data = bytearray(compress((DATA / "mooncake_excerpt.jsonl").read_bytes() * 40))
+        data[len(data) // 2] ^= 0xFF
+        (tmp_path / "a").write_bytes(data)
+        assert str(tmp_path / "a") in error_of(tmp_path / "a", "mooncake")
+        (tmp_path / "a").write_bytes(data[:12])
+        assert "cut short or damaged" in error_of(tmp_path / "a")
+
+
+class TestFiles:
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        for format in ("auto", *FORMATS[:-1]):
+            assert error_of(tmp_path / "none", format) == f"{tmp_path / 'none'}: no such file or folder"
+
+    def test_empty(self, tmp_path: Path) -> None:
+        for name in ("a.csv", "b.jsonl"):
+            (tmp_path / name).write_bytes(b"\n \n" if name == "a.csv" else b"")
+            assert error_of(tmp_path / name) == f"{tmp_path / name}: the file is empty"
+        for format in ("mooncake", "agentic", "agent-text", "azure", "vidur", "measured", "sched-trace"):
+            assert "holds no request" in error_of(tmp_path / "b.jsonl", format)
+
+    def test_a_header_alone_holds_no_request(self, tmp_path: Path) -> None:
+        (tmp_path / "a").write_text(f"{AZURE}\n")
+        assert "holds no request" in error_of(tmp_path / "a")
+
+    def test_a_header_that_lacks_a_column(self, tmp_path: Path) -> None:
+        (tmp_path / "a").write_text("TIMESTAMP,ContextTokens\n")
+        assert error_of(tmp_path / "a", "azure") == f"{tmp_path / 'a'}:1: the header lacks GeneratedTokens"
+
+    def test_unknown_formats(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+        (tmp_path / "b.json").write_text('{"a": 1}')
+        (tmp_path / "c.json").write_text('{"a": ')
+        (tmp_path / "d.bin").write_bytes(bytes(range(256)))
+        for name in ("a.csv", "b.json", "d.bin"):
+            message = error_of(tmp_path / name)
+            assert "none of the formats" in message
+            assert all(format in message for format in FORMATS)
+        assert error_of(tmp_path / "c.json").startswith(f"{tmp_path / 'c.json'}:1: ")
+        assert "did you mean mooncake?" in error_of(tmp_path / "a.csv", "moncake")
+
+    def test_folders(self, tmp_path: Path) -> None:
+        (tmp_path / "sub").mkdir()
+        assert "name one of its folders: sub" in error_of(tmp_path)
+        (tmp_path / "a.jsonl").write_text(json.dumps(MOONCAKE))
+        assert detect_format(tmp_path) == "mooncake"
+        (tmp_path / "b.csv").write_text("a,b\n")
+        assert "a.jsonl: mooncake, b.csv: unknown" in error_of(tmp_path)
+        (tmp_path / "a.jsonl").unlink()
+        assert "no file in it has a format" in error_of(tmp_path)
+
+    def test_text_that_is_not_utf_8(self, tmp_path: Path) -> None:
+        line = json.dumps(TEXT).encode()
+        (tmp_path / "a").write_bytes(line + b"\n" + line.replace(b"One", b"\xff\xfe") + b"\n")
+        assert error_of(tmp_path / "a").startswith(f"{tmp_path / 'a'}:2: ")
+        assert len(load(tmp_path / "a", lenient=True).calls) == 1
+
+    def test_a_window_in_which_nothing_comes(self) -> None:
+        assert "none of its 150 requests is in the window" in error_of(DATA / "mooncake_excerpt.jsonl", start=9e5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rate": 0.0},
+        {"rate": float("nan")},
+        {"rate": float("inf")},
+        {"limit": 0},
+        {"stagger": -1.0},
+        {"seed": -1},
+        {"start": -1.0},
+        {"duration": 0.0},
+        {"block_size": 0},
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options)).replace("_", "-")):
+        LoadOptions(**options)
