@@ -1,0 +1,145 @@
+"""Scheduler traces of three record kinds: requests told from what was done for them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.launch.replay.formats.detect import load_workload
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.formats.sched_trace import KIND_KEYS
+from quire.launch.replay.workload import NAME_BYTES, Workload, block_names
+from quire.protocol.errors import ConfigError
+
+
+def snapshot(step: int, **more: Any) -> dict[str, Any]:
+    fields = {"event": "step_snapshot", "step": step, "ts": step / 10, "running": 1, "waiting": 0, "free_blocks": 50}
+    return {**fields, "total_blocks": 101, "max_num_running_reqs": 8, "max_num_scheduled_tokens": 512, **more}
+
+
+def hit(step: int, name: str, prompt: int, **more: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"event": "prefix_cache_event", "step": step, "ts": step / 10, "req_id": name}
+    fields |= {"job_id": None, "local_hit_tokens": 0, "external_hit_tokens": 0, "total_prompt_tokens": prompt}
+    return {**fields, "num_tokens": prompt, "connector_name": None, "load_kv_async": False, **more}
+
+
+def decision(step: int, counts: dict[str, int], preempted: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {
+        "event": "step_decision",
+        "step": step,
+        "ts": step / 10,
+        "scheduled_new_req_ids": [],
+        "scheduled_resumed_req_ids": [],
+        "scheduled_running_req_ids": list(counts),
+        "preempted_req_ids": list(preempted),
+        "num_scheduled_tokens": counts,
+        "total_scheduled_tokens": sum(counts.values()),
+    }
+
+
+TRACE = [
+    snapshot(0),
+    hit(0, "a", 100, job_id="j"),
+    decision(0, {"a": 64}),
+    snapshot(1, waiting=["b"]),
+    decision(1, {"a": 36}),  # the first token
+    hit(2, "b", 20),
+    decision(2, {"a": 1, "b": 20}),
+    decision(3, {"a": 1, "b": 1}),
+    decision(4, {"a": 1}, preempted=("b",)),  # b has 2 tokens; a is done with 4
+    hit(5, "b", 20, num_tokens=22, local_hit_tokens=16),
+    decision(5, {"b": 6}),
+    hit(9, "c", 128, job_id="j", local_hit_tokens=96),
+    decision(9, {"b": 1, "c": 32}),
+]
+
+
+def load(path: Path, *records: Any, **options: Any) -> Workload:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return load_workload(path, "auto", LoadOptions(**options))
+
+
+class TestRequests:
+    def test_lengths_times_and_settings(self, tmp_path: Path) -> None:
+        workload = load(tmp_path / "a", *TRACE)
+        assert workload.format == "sched-trace"
+        told = [(c.request_id, c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in workload.calls]
+        assert told == [("a", 0, 100, 4), ("b", 0.1, 20, 4), ("c", 0.9, 128, 1)]
+        expected = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "num_usable_blocks": 100, "block_size": 16}
+        assert workload.settings == expected
+        assert any("2 requests ran in the last step" in note for note in workload.notes)
+
+    def test_jobs_are_conversations(self, tmp_path: Path) -> None:
+        first, other, second = load(tmp_path / "a", *TRACE).calls
+        assert (first.conversation, other.conversation, second.conversation) == ("j", "", "j")
+        assert (second.after, second.pause) == (0, pytest.approx(0.5))
+        assert (first.is_last_step, second.is_last_step) == (False, True)
+
+    def test_a_job_shares_what_was_found(self, tmp_path: Path) -> None:
+        first, other, second = (block_names(c, 16, reuse_answers=True) for c in load(tmp_path / "a", *TRACE).calls)
+        found = 96 // 16 * NAME_BYTES
+        assert first[:found] == second[:found]
+        assert len(first) == found, "the answer's four tokens fill no block"
+        assert first[:NAME_BYTES] != other[:NAME_BYTES]
+
+    def test_requests_whose_beginning_is_not_there_are_left_out(self, tmp_path: Path) -> None:
+        workload = load(tmp_path / "a", *TRACE[4:])
+        assert [call.request_id for call in workload.calls] == ["b", "c"]
+        assert any("1 requests are left out" in note for note in workload.notes)
+
+
+class TestSpellings:
+    @pytest.mark.parametrize("key", KIND_KEYS)
+    def test_keys_of_the_kind(self, key: str, tmp_path: Path) -> None:
+        records = [{key if name == "event" else name: value for name, value in r.items()} for r in TRACE]
+        assert repr(load(tmp_path / "a", *records).calls) == repr(load(tmp_path / "b", *TRACE).calls)
+
+    def test_no_kind_at_all(self, tmp_path: Path) -> None:
+        records = [{name: value for name, value in record.items() if name != "event"} for record in TRACE]
+        assert repr(load(tmp_path / "a", *records).calls) == repr(load(tmp_path / "b", *TRACE).calls)
+
+    @pytest.mark.parametrize(
+        ("key", "scale", "start"),
+        [
+            ("time", 1, 0),
+            ("now", 1, 7e8),
+            ("timestamp", 1, 1.7e9),
+            ("t", 1e3, 1.7e12),
+            ("ts_ms", 1e3, 0),
+            ("time_ns", 1e9, 5),
+        ],
+    )
+    def test_keys_and_units_of_time(self, key: str, scale: float, start: float, tmp_path: Path) -> None:
+        records = [{**{k: v for k, v in r.items() if k != "ts"}, key: start + r["ts"] * scale} for r in TRACE]
+        arrivals = [call.arrival for call in load(tmp_path / "a", *records).calls]
+        assert arrivals == pytest.approx([0, 0.1, 0.9], abs=1e-6)
+
+    def test_without_times_steps_are_counted(self, tmp_path: Path) -> None:
+        records = [{name: value for name, value in record.items() if name != "ts"} for record in TRACE]
+        workload = load(tmp_path / "a", *records)
+        assert [call.arrival for call in workload.calls] == pytest.approx([0, 0.02, 0.18])
+        assert any("a step is taken as 20 ms" in note for note in workload.notes)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"event": "step_decision", "step": 1, "ts": 1}, "`num_scheduled_tokens` must be an object"),
+        (decision(1, {"a": -1}), "`a` must be a whole number from 0"),
+        (hit(1, "a", 0), "`total_prompt_tokens` must be a whole number from 1"),
+        (hit(1, "a", 2**40), "`total_prompt_tokens` must be a whole number from 1"),
+        (hit(1, "a", 20, num_tokens=19), "does not fit"),
+        (hit(1, "a", 20, local_hit_tokens=21), "does not fit"),
+        (hit(1, "a", 20, req_id=None), "`req_id` must be a request's id"),
+        ({k: v for k, v in hit(1, "a", 20).items() if k != "local_hit_tokens"}, "`local_hit_tokens` is missing"),
+        (snapshot(1, ts=-1.0), "its time cannot be -1"),
+    ],
+)
+def test_bad_records(bad: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "a", *TRACE[:3], bad)
+    assert str(caught.value).startswith(f"{tmp_path / 'a'}:4: ") and said in str(caught.value)
+    workload = load(tmp_path / "a", *TRACE[:3], bad, *TRACE[3:], lenient=True)
+    assert [call.num_output_tokens for call in workload.calls] == [4, 4, 1]
+    assert any("1 bad line was left out" in note for note in workload.notes)
