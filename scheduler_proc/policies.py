@@ -5,7 +5,7 @@ time), for what it is compared with was decided by them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.protocol.errors import ConfigError, did_you_mean
 
@@ -25,12 +25,16 @@ class Policies:
         uncached_blocks_first: a freed block without a content to be found is reused before all others ("engine-u").
             False: freed blocks are reused in the order in which they were freed, a request's last one first
             ("engine").
+        takes_between_steps: requests are taken in only when a result has come, or while nothing runs, for the engine's
+            loop waits for results; and what is measured of them counts from then. The Scheduler knows nothing of it:
+            a simulator's clock does. False: they are taken in as they come.
     """
 
     decodes_first: bool = True
     priority_preempts: bool = True
     admit_whole_prompts: bool = True
     uncached_blocks_first: bool = True
+    takes_between_steps: bool = False
 
 
 QUIRE = Policies()
@@ -49,7 +53,7 @@ class Preset:
     settings: Mapping[str, bool | int | float] = field(default_factory=dict)
 
 
-_VLLM = Policies(decodes_first=False, priority_preempts=False, uncached_blocks_first=False)
+_VLLM = Policies(decodes_first=False, priority_preempts=False, uncached_blocks_first=False, takes_between_steps=True)
 _VLLM_SETTINGS = {"max_prefill_share": 1.0, "watermark": 0.0, "reserve_full_sequence": False}
 
 PRESETS: Mapping[str, Preset] = {
@@ -59,7 +63,7 @@ PRESETS: Mapping[str, Preset] = {
     "vllm-0.19": Preset(_VLLM, _VLLM_SETTINGS | {"async_scheduling": True}),
     # As far back as 0.11: chunks were let in as soon as they fitted, and steps were not decided ahead.
     "vllm-0.11": Preset(
-        Policies(False, False, admit_whole_prompts=False, uncached_blocks_first=False),
+        replace(_VLLM, admit_whole_prompts=False),
         _VLLM_SETTINGS | {"async_scheduling": False},
     ),
 }

@@ -65,6 +65,7 @@ class Simulator:
         self._source = source
         self._reuse_answers = reuse_answers
         self._coasting = coasting
+        self._takes_between_steps = policies.takes_between_steps
         self._progress = progress
         self._rows = SimulatedRows()
         self._computing: deque[_Computing] = deque()
@@ -80,7 +81,8 @@ class Simulator:
         begin = min(source.next_time(), 1e18)
         while True:
             done = self._computing[0].end if self._computing else NEVER
-            now = min(source.next_time(), done)
+            waits = self._takes_between_steps and bool(self._computing)
+            now = done if waits else min(source.next_time(), done)
             if now == NEVER:
                 break
             self._now = max(self._now, now)
