@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from quire.launch.replay.cost import ConstantCost, CostModel
-from quire.launch.replay.costs.parse import parse_cost
+from quire.launch.replay.costs.parse import default_cost, parse_cost
 from quire.launch.replay.run_record import RunRecord
 from quire.launch.replay.setup import Setup, make_setup, settle_model
 from quire.launch.replay.simulator import Simulator
 from quire.launch.replay.sources import ClosedLoop, Concurrency, OpenLoop, Source
 from quire.launch.replay.workload import Call, Workload
 from quire.protocol.errors import ConfigError
+from quire.protocol.model_config import ModelConfig
 
 DEFAULT_STEP_MS = 10.0
 OVERLONG = ("refuse", "clip", "drop")
@@ -21,18 +22,28 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
 
     Args:
         given: ``--set`` key to its text.
-        cost: as ``--cost`` has it; None: all steps take the same.
+        cost: as ``--cost`` has it; None: what the trace tells of its machine, else a usual one.
 
     Raises:
         ConfigError: either cannot be.
     """
-    if cost is None:
-        setup = make_setup(workload, given, None)
-        setup.notes.append(f"every step takes {DEFAULT_STEP_MS:g} ms: no --cost was given")
-        return setup, ConstantCost(DEFAULT_STEP_MS)
     model, size = settle_model(workload, given)
-    machine = parse_cost(cost, tensor_parallel_size=size, model=model)
-    return make_setup(workload, given, machine), machine
+    if cost is not None:
+        machine = parse_cost(cost, tensor_parallel_size=size, model=model)
+        return make_setup(workload, given, machine), machine
+    machine, note = _usual_machine(workload, size, model)
+    setup = make_setup(workload, given, machine)
+    setup.notes.append(note)
+    return setup, machine
+
+
+def _usual_machine(workload: Workload, size: int, model: ModelConfig) -> tuple[CostModel, str]:
+    """And what to say of it."""
+    try:
+        machine = default_cost(workload, tensor_parallel_size=size, model=model)
+    except ConfigError as error:
+        return ConstantCost(DEFAULT_STEP_MS), f"no --cost was given; every step takes {DEFAULT_STEP_MS:g} ms: {error}"
+    return machine, f"no --cost was given: {machine.describe()}"
 
 
 def run_workload(

@@ -54,17 +54,22 @@ def parse_cost(spec: str, *, tensor_parallel_size: int = 1, model: ModelConfig |
             return fit(Path(rest).expanduser())
 
 
-def default_cost(workload: Workload, *, tensor_parallel_size: int = 1) -> CostModel:
-    """Where nobody says one: a measured run's own profile of layers, else an 8B model on an H200.
+def default_cost(workload: Workload, *, tensor_parallel_size: int = 1, model: ModelConfig | None = None) -> CostModel:
+    """Where nobody says one: the trace's own timed steps, a measured run's profile of layers, else an H200.
+
+    Args:
+        model: what the H200 runs; None: an 8B model.
 
     Raises:
-        ConfigError: the profile is broken.
+        ConfigError: the profile is broken, or the trace has too few timed steps.
     """
     path = Path(workload.source)
+    if workload.format == "quire":
+        return fit(path)
     folder = path if path.is_dir() else path.parent
     if workload.format == "measured" and is_layer_profile(folder):
         return load_layer_profile(folder)
-    return Roofline(find_model(DEFAULT_MODEL), find_chip(DEFAULT_CHIP), tensor_parallel_size)
+    return Roofline(model or find_model(DEFAULT_MODEL), find_chip(DEFAULT_CHIP), tensor_parallel_size)
 
 
 def _roofline(spec: str, rest: str, ranks: int, model: ModelConfig | None) -> CostModel:
