@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -11,13 +10,13 @@ import msgspec
 from quire.launch.bench.shapes import SHAPES
 from quire.launch.options import FOREIGN_NAMES, EngineOptions, make_engine_config, option_help
 from quire.launch.replay.cost import CostModel
+from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.setting_values import parse_setting
 from quire.launch.replay.workload import NAME_BYTES, Call, Workload, block_names
 from quire.protocol.config import EngineConfig
-from quire.protocol.config_fields import read_json
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.kv_layout import KVLayout, kv_layout
-from quire.protocol.model_config import ModelConfig, parse_model_config
+from quire.protocol.model_config import ModelConfig
 from quire.scheduler_proc.policies import QUIRE, Policies, find_preset
 
 DEFAULT_MODEL = "llama-3.1-8b"
@@ -170,14 +169,10 @@ def _model(wanted: Any, longest: int, values: Mapping[str, Any]) -> tuple[ModelC
         shape = SHAPES[DEFAULT_MODEL]
         most = max(shape.max_position, longest, values.get("max_model_len") or 0)
         return msgspec.structs.replace(shape, max_position=most), DEFAULT_MODEL
-    if wanted in SHAPES:
-        return SHAPES[wanted], wanted
-    path = Path(wanted).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        near = did_you_mean(wanted, SHAPES) or f"; known: {', '.join(SHAPES)}"
-        raise ConfigError(f"--set model={wanted}: neither the name of a shape nor a config.json{near}")
-    return parse_model_config(read_json(path), str(path)), str(wanted)
+    try:
+        return find_model(wanted), str(wanted)
+    except ConfigError as error:
+        raise ConfigError(f"--set model={error}") from None
 
 
 def _shown(config: EngineConfig) -> dict[str, Any]:

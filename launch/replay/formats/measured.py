@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.formats.content import chain_ids
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import (
@@ -23,6 +24,7 @@ from quire.launch.replay.formats.read import (
 )
 from quire.launch.replay.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.policies import find_preset
 
 _SETTINGS = (
     "max_num_seqs",
@@ -70,7 +72,8 @@ def load(path: Path, options: LoadOptions) -> Workload:
     workload = Workload("measured", str(path), [])
     meta = find(folder, "meta.json")
     if meta is not None:
-        workload.settings = settings_of(_decode_meta(meta))
+        told = _decode_meta(meta)
+        workload.settings = settings_of(told) | engine_of(told, workload.notes)
     untold = [key for key in (*_SETTINGS, "num_usable_blocks") if key not in workload.settings]
     if untold:
         workload.notes.append(f"the run does not tell {', '.join(untold)}")
@@ -109,6 +112,24 @@ def settings_of(meta: Mapping[str, Any]) -> dict[str, Any]:
             settings[key] = value
     if "num_gpu_blocks" in settings:
         settings["num_usable_blocks"] = settings.pop("num_gpu_blocks") - 1  # its block 0 is the null block
+    return settings
+
+
+def engine_of(meta: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Which model was served, and which engine's policies a replay has to have; ``notes``: where that is not known."""
+    settings: dict[str, Any] = {}
+    for key, name, find in (
+        ("model", meta.get("model"), find_model),
+        ("like", f"vllm-{meta['vllm_version']}" if "vllm_version" in meta else None, find_preset),
+    ):
+        if not isinstance(name, str):
+            continue
+        try:
+            find(name)
+        except ConfigError as error:
+            notes.append(f"the run's {key} is not known here: {error}")
+        else:
+            settings[key] = name
     return settings
 
 
