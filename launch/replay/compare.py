@@ -128,7 +128,7 @@ class Comparison:
 
 
 def compare(a: RunRecord, b: RunRecord) -> Comparison:
-    """``b`` against ``a``. Requests are the same where their ids are; of equal ids, the first is the first's, and so on."""
+    """``b`` against ``a``. Requests are the same where their ids are, and of equal ids in order of arrival."""
     first, second = _by_name(a), _by_name(b)
     common = [name for name in first if name in second]
     pairs = [(_delta(first[name], second[name]), second[name]) for name in common]

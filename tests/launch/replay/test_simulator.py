@@ -1,13 +1,9 @@
 """The simulation: steps taken at a stretch, a plain count of one call at a time, endings, and the traces' integers."""
 
-import gzip
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,11 +14,9 @@ from quire.launch.replay.cost import ConstantCost, StepShape
 from quire.launch.replay.run_record import RunRecord
 from quire.launch.replay.simulator import Simulator
 from quire.launch.replay.sources import ClosedLoop, Concurrency, OpenLoop, Source
-from quire.launch.replay.workload import NAME_BYTES, Call, Content, block_names
+from quire.launch.replay.workload import NAME_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.scheduler import Scheduler
-
-DATA = Path(__file__).parents[2] / "data"
 
 
 def simulate(
@@ -205,16 +199,3 @@ def test_gaps_between_tokens_are_each_requests_own() -> None:
     assert max(gap for gap, _ in record.itl) > 10.0
     moments = [(m.what, m.other) for run in record.requests for m in run.moments if m.what == "preempt"]
     assert moments and all(other in "012" for _, other in moments)
-
-
-# ---- the integers of public traces
-
-
-def mooncake(path: Path) -> list[Call]:
-    """Calls of a Mooncake file, read in the plainest way."""
-    calls = []
-    for number, line in enumerate(gzip.open(path)):
-        d = json.loads(line)
-        content = Content(np.array(d["hash_ids"], np.uint64).tolist(), 512)
-        calls.append(Call(number, f"{number}", d["timestamp"] / 1e3, d["input_length"], d["output_length"], content))
-    return calls

@@ -1,0 +1,107 @@
+"""Two runs compared: what a request's time went to, whom it waited behind, and that the parts add up."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_workloads import AffineCost, random_calls
+from scheduler_driver import make_config, make_layout
+
+from quire.launch.replay.compare import compare, life
+from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.simulator import Simulator
+from quire.launch.replay.sources import OpenLoop
+from quire.launch.replay.workload import Call
+
+
+def ended(name: str, arrival: float, scheduled: float, first_token: float, end: float, **fields: object) -> RequestRun:
+    run = RequestRun(name, arrival, 10, scheduled=scheduled, first_token=first_token, end=end, finish="length")
+    run.num_output_tokens = 5
+    for field, value in fields.items():
+        setattr(run, field, value)
+    return run
+
+
+def test_a_life_is_waiting_by_reason_then_prefill_then_decode() -> None:
+    moments = [
+        Moment(1.0, "wait", "kv_blocks"),
+        Moment(3.0, "wait", "max_num_seqs"),
+        Moment(6.0, "preempt", "youngest", "other"),
+        Moment(6.5, "wait", "kv_blocks"),
+        Moment(8.0, "resume", ""),
+    ]
+    run = ended("a", 0.0, 3.5, 5.0, 10.0, moments=moments)
+    assert life(run) == {
+        "queued": 1.0,
+        "kv_blocks": 2.0 + 1.5,
+        "max_num_seqs": 0.5,
+        "prefill": 1.5,
+        "decode": 1.0 + 2.0,
+        "preempted": 0.5,
+    }
+
+
+def test_who_waited_longer_why_and_behind_whom() -> None:
+    first = RunRecord(title="first", settings={"block_size": 16, "watermark": 0.0})
+    second = RunRecord(title="second", settings={"block_size": 32, "watermark": 0.0})
+    first.requests = [ended("a", 0, 0, 1, 2), ended("b", 0, 0.5, 1, 3, num_cached_tokens=64), ended("gone", 0, 0, 1, 2)]
+    moments = [Moment(0.5, "wait", "kv_blocks"), Moment(5.0, "preempt", "youngest", "a"), Moment(5.5, "resume", "")]
+    second.requests = [
+        ended("a", 0, 0, 1, 2),
+        ended("b", 0, 4.0, 4.5, 7.0, moments=moments, num_preemptions=1),
+        ended("late", 0, 1, 2, 4.5),
+        RequestRun("gone", 0.0, 10, finish="rejected", end=0.0),
+    ]
+    found = compare(first, second)
+    assert [delta.request_id for delta in found.deltas] == ["b", "a"]
+    worst = found.deltas[0]
+    assert (worst.ttft, worst.queue, worst.e2e) == (3500.0, 3500.0, 4000.0)
+    assert [(part.what, part.seconds) for part in worst.parts][:2] == [("kv_blocks", (0, 3.5)), ("preempted", (0, 0.5))]
+    assert worst.behind == [("late", 3.0), ("a", 2.0)]
+    assert worst.preempted_for == ["a"]
+    for words in ("kv_blocks +3,500 ms", "behind late, a", "put out +1 times (for a)", "-64 cached tokens"):
+        assert words in worst.blame
+    assert (found.only_first, found.only_second) == (["gone"], ["late"])
+    told = found.as_dict()
+    assert (told["slower"], told["faster"], told["requests"]) == (1, 0, 2)
+    assert told["settings"] == {"block_size": [16, 32]}
+    assert told["seconds_by_reason"]["kv_blocks"] == [0.0, 3.5]
+    assert json.loads(json.dumps(told)) == told
+    assert "block_size: 16 -> 32" in found.text() and "behind late, a" in found.text()
+    assert found.deltas[1].blame == "nothing changed"
+
+
+def test_nothing_in_common_is_no_error() -> None:
+    empty, one = RunRecord(title="empty"), RunRecord(title="one", requests=[ended("a", 0, 0, 1, 2)])
+    found = compare(empty, one)
+    assert (found.deltas, found.only_second) == ([], ["a"])
+    assert found.as_dict()["mean_change_ms"] == {"ttft": None, "e2e": None, "queue": None}
+    assert "0 requests ended in both" in found.text()
+
+
+def test_equal_ids_are_told_apart_by_their_order() -> None:
+    first = RunRecord(requests=[ended("a", 0, 0, 1, 2), ended("a", 5, 5, 6, 7)])
+    second = RunRecord(requests=[ended("a", 0, 0, 1, 2), ended("a", 5, 5, 6, 9)])
+    assert [delta.e2e for delta in compare(first, second).deltas] == [2000.0, 0.0]
+
+
+@given(seed=st.integers(0, 2**32), policy=st.sampled_from(("fcfs", "priority")))
+@settings(max_examples=25)
+def test_parts_add_up_to_the_end_to_end_time_in_any_run(seed: int, policy: str) -> None:
+    rng = random.Random(seed)
+    calls = random_calls(rng, 10, span=1.0)
+    runs = [_run(calls, num_blocks, policy) for num_blocks in (64, 31)]
+    for record in runs:
+        for run in record.requests:
+            assert sum(life(run).values()) == pytest.approx(run.end - run.arrival)
+    found = compare(*runs)
+    for delta in found.deltas:
+        assert sum(part.change for part in delta.parts) * 1e3 == pytest.approx(delta.e2e, abs=1e-6)
+    assert sum(part.change for part in found.parts) * 1e3 == pytest.approx(sum(d.e2e for d in found.deltas), abs=1e-6)
+
+
+def _run(calls: list[Call], num_blocks: int, policy: str) -> RunRecord:
+    config = make_config(async_scheduling=True, scheduling_policy=policy, max_num_seqs=4)
+    return Simulator(config, make_layout(config), num_blocks, AffineCost(), OpenLoop(calls), RunRecord()).run()

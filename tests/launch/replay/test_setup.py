@@ -1,0 +1,163 @@
+"""``--set``: what its texts become, what is refused and how, and whose word counts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_workloads import workload
+
+from quire.launch.bench.shapes import SHAPES
+from quire.launch.options import EngineOptions
+from quire.launch.replay.cost import ConstantCost
+from quire.launch.replay.setting_values import parse_setting
+from quire.launch.replay.setup import INERT, Setup, make_setup, most_blocks, setting_keys, settle_model
+from quire.launch.replay.workload import Call, Content
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.policies import QUIRE
+
+CALLS = [Call(0, "a", 0.0, 300, 20), Call(1, "b", 1.0, 90, 10)]
+
+
+class MachineOf(ConstantCost):
+    def __init__(self, kv_bytes: int) -> None:
+        super().__init__(1)
+        self._kv_bytes = kv_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv_bytes
+
+
+def setup_of(settings: dict[str, Any] | None = None, cost: ConstantCost | None = None, **given: str) -> Setup:
+    return make_setup(workload(CALLS, settings=settings or {}), given, cost)
+
+
+def refused(**given: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        setup_of(**given)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_a_gpu_and_the_longest_call() -> None:
+    made = setup_of()
+    assert (made.config.max_num_seqs, made.config.max_num_batched_tokens, made.config.block_size) == (256, 8192, 16)
+    assert made.config.max_model_len == 320
+    assert made.policies == QUIRE
+    assert any("longest call, 320" in note for note in made.notes)
+    assert made.shown["num_usable_blocks"] == made.num_usable_blocks > 10_000
+    assert made.shown["model"] == "llama-3.1-8b"
+
+
+def test_texts_become_values_of_their_fields_types() -> None:
+    made = setup_of(
+        **{"block-size": "32", "enable_prefix_caching": "no", "watermark": "0.1", "scheduling_policy": "priority"}
+    )
+    assert made.config.block_size == made.layout.groups[0].block_size == 32
+    assert not made.config.enable_prefix_caching
+    assert made.config.watermark == 0.1
+    assert made.shown["scheduling_policy"] == "priority"
+    hints = {"a": int | None, "b": list[str] | None, "c": dict[str, Any] | None}
+    assert parse_setting("a", "null", hints["a"]) is None
+    assert parse_setting("b", "x:Y, z:W", hints["b"]) == ["x:Y", "z:W"]
+    assert parse_setting("b", '["x"]', hints["b"]) == ["x"]
+    assert parse_setting("c", '{"method": "ngram"}', hints["c"]) == {"method": "ngram"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"block_sizes": "16"}, "did you mean block_size?"),
+        ({"page_size": "16"}, "did you mean block_size?"),
+        ({"zzzzz": "1"}, "known: "),
+        ({"block_size": "sixteen"}, "block_size must be a whole number"),
+        ({"block_size": "0"}, "--block-size must be from 1 to 1024, not 0"),
+        ({"watermark": "nan"}, "--watermark must be from 0 to 0.5"),
+        ({"scheduling_policy": "lifo"}, "must be one of fcfs, priority"),
+        ({"enable_prefix_caching": "maybe"}, "must be true or false"),
+        ({"load_format": "dummy"}, "changes nothing in a simulation"),
+        ({"speculative_config": "{}"}, "makes no drafts"),
+        ({"num_usable_blocks": "0"}, "num_usable_blocks must be from 1 to"),
+        ({"num_usable_blocks": "many"}, "num_usable_blocks must be a whole number"),
+        ({"num_usable_blocks": "99999999999"}, "num_usable_blocks must be from 1 to"),
+        ({"num_usable_blocks": "9", "kv_cache_memory_bytes": "9"}, "both say how large the pool is"),
+        ({"kv_cache_memory_bytes": "9"}, "9 bytes hold no KV block"),
+        ({"model": "llama-3.1-9b"}, "did you mean llama-3.1-8b?"),
+        ({"like": "vlm-0.19"}, "no such engine"),
+        ({"tensor_parallel_size": "7"}, "does not divide this model"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_hint(given: dict[str, str], words: str) -> None:
+    assert words in refused(**given)
+
+
+def test_each_flag_of_the_engine_is_either_a_key_or_known_to_change_nothing() -> None:
+    assert set(INERT) <= set(EngineOptions.__struct_fields__)
+    for name in EngineOptions.__struct_fields__:
+        assert (name in INERT) != (name in setting_keys())
+    for name in sorted(INERT):
+        assert INERT[name] in refused(**{name: "1"})
+
+
+def test_the_user_goes_before_the_preset_and_the_trace_and_these_before_defaults() -> None:
+    told = {"block_size": 8, "num_usable_blocks": 500, "max_num_seqs": 4, "seed": 3, "max_prefill_share": 0.25}
+    assert setup_of(told).config.block_size == 8
+    assert setup_of(told).num_usable_blocks == 500
+    assert setup_of(told, block_size="32").config.block_size == 32
+    assert setup_of(told, num_gpu_blocks_override="77").num_usable_blocks == 77
+    assert setup_of(told).config.max_prefill_share == 0.25
+    assert setup_of(told, like="vllm-0.19").config.max_prefill_share == 1.0
+    assert setup_of(told, like="vllm-0.19", max_prefill_share="0.75").config.max_prefill_share == 0.75
+    assert setup_of({"like": "vllm-0.19"} | told).config.max_prefill_share == 0.25
+    with pytest.raises(ConfigError, match="nowhere: setting 'blok_size' is not known"):
+        setup_of({"blok_size": 8})
+
+
+def test_policies_of_another_engine_one_by_one_or_all() -> None:
+    made = setup_of(like="vllm-0.19")
+    assert not made.policies.uncached_blocks_first and made.shown["like"] == "vllm-0.19"
+    assert made.shown["uncached_blocks_first"] is False
+    assert setup_of(like="vllm-0.19", uncached_blocks_first="true").policies.uncached_blocks_first
+    assert "uncached_blocks_first" not in setup_of().shown
+
+
+def test_the_pool_is_as_large_as_the_machine_lets_it_be() -> None:
+    block_bytes = setup_of().layout.block_bytes
+    assert setup_of(cost=MachineOf(block_bytes * 101)).num_usable_blocks == 100
+    assert setup_of(kv_cache_memory_bytes=f"{block_bytes * 51}").num_usable_blocks == 50
+    assert setup_of(cost=MachineOf(block_bytes * 101), num_usable_blocks="7").num_usable_blocks == 7
+    half = setup_of(cost=MachineOf(block_bytes * 101), kv_cache_dtype="fp8")
+    assert half.num_usable_blocks == 201
+    assert not [note for note in half.notes if "usable" in note]
+    more_ranks_than_heads = setup_of(cost=MachineOf(block_bytes * 102), tensor_parallel_size="16")
+    assert more_ranks_than_heads.num_usable_blocks == 50
+
+
+def test_infinite_is_as_many_as_are_ever_filled() -> None:
+    calls = [Call(i, f"{i}", 0.0, 64, 33, Content([0, 1, 2, 10 + i], 16)) for i in range(5)]
+    # 3 shared, and each call's last of its prompt and two of its answer; and what one call, or all, hold meanwhile
+    assert most_blocks(calls, 16, 1) == 3 + 5 + 10 + 7
+    assert most_blocks(calls, 16, 256) == 5 * 7
+    assert make_setup(workload(calls), {"num_usable_blocks": "infinite"}, None).num_usable_blocks == 35
+
+
+def test_a_model_by_name_by_file_or_as_the_trace_has_it(tmp_path: Path) -> None:
+    assert setup_of(model="tiny").config.model is SHAPES["tiny"]
+    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32}
+    raw |= {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(raw))
+    for given in (tmp_path, file):
+        made = setup_of(model=str(given))
+        assert made.config.model.hidden_size == 32 and made.shown["model"] == str(given)
+    assert setup_of({"model": SHAPES["tiny"]}).config.model is SHAPES["tiny"]
+    assert settle_model(workload(CALLS), {"model": "tiny", "tensor_parallel_size": "2"}) == (SHAPES["tiny"], 2)
+    assert settle_model(workload(CALLS), {})[1] == 1
+
+
+def test_a_named_model_bounds_the_length_of_calls() -> None:
+    long = workload([Call(0, "a", 0.0, 5000, 20)])
+    assert make_setup(long, {"model": "tiny"}, None).config.max_model_len == 2048
+    assert make_setup(long, {}, None).config.max_model_len == 5020
+    with pytest.raises(ConfigError, match="--max-model-len must be from 2 to 2048"):
+        make_setup(long, {"model": "tiny", "max_model_len": "4096"}, None)
