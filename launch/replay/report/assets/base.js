@@ -29,7 +29,9 @@ function badge(run) {
 // ---- numbers
 
 function grouped(value) {
-  return Math.round(value).toString().replace(/\B(?=(\d{3})+$)/g, "\u202f");
+  return Math.round(value)
+    .toString()
+    .replace(/\B(?=(\d{3})+$)/g, "\u202f");
 }
 
 /** Three or four figures that matter, and no more. */

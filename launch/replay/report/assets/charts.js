@@ -34,9 +34,21 @@ function visibleBins(steps) {
 
 /**
  * Steps over time. ``series``: {name, label, column}; ``stacked``: on top of each other, as areas; else lines with
- * a band from the lowest to the highest of a bin. ``envelope``: a column whose highest lies behind. ``limit``: {value, label}. ``marks``: [time, count] along the top.
+ * a band from the lowest to the highest of a bin. ``envelope``: a column whose highest lies behind. ``limit``: {value,
+ * label}. ``marks``: [time, count] along the top.
  */
-function stepChart({ run, heading, unit, series, top, stacked = false, envelope = null, limit = null, marks = [], label }) {
+function stepChart({
+  run,
+  heading,
+  unit,
+  series,
+  top,
+  stacked = false,
+  envelope = null,
+  limit = null,
+  marks = [],
+  label,
+}) {
   const steps = data.runs[run].steps;
   const plot = new Plot({ label, height: 176, paint: paintSteps });
   const y = (value) => plot.box.bottom - (value / top) * (plot.box.bottom - plot.box.top);
@@ -59,7 +71,7 @@ function stepChart({ run, heading, unit, series, top, stacked = false, envelope 
   function area(lower, upper) {
     const pen = plot.context;
     const [first, last] = visibleBins(steps);
-    for (let begin = first; begin < last; ) {
+    for (let begin = first; begin < last;) {
       let end = begin + 1;
       while (end < last && steps.begin[end] <= steps.end[end - 1]) end++;
       pen.beginPath();
@@ -81,13 +93,19 @@ function stepChart({ run, heading, unit, series, top, stacked = false, envelope 
     if (envelope && envelope.max) {
       pen.fillStyle = colour("muted");
       pen.globalAlpha = 0.22;
-      area(() => 0, (i) => envelope.max[i]);
+      area(
+        () => 0,
+        (i) => envelope.max[i],
+      );
       pen.globalAlpha = 1;
     }
     const below = new Float64Array(steps.begin.length);
     for (const { name, column } of series) {
       pen.fillStyle = colour(name);
-      area((i) => below[i], (i) => below[i] + column.mean[i]);
+      area(
+        (i) => below[i],
+        (i) => below[i] + column.mean[i],
+      );
       for (let i = 0; i < below.length; i++) below[i] += column.mean[i];
     }
   }
@@ -97,7 +115,10 @@ function stepChart({ run, heading, unit, series, top, stacked = false, envelope 
     if (column.max) {
       pen.fillStyle = colour(name);
       pen.globalAlpha = 0.25;
-      area((i) => column.min[i], (i) => column.max[i]);
+      area(
+        (i) => column.min[i],
+        (i) => column.max[i],
+      );
       pen.globalAlpha = 1;
     }
     pen.strokeStyle = colour(name);
@@ -182,7 +203,10 @@ function hitChart(run, top) {
   });
   plot.canvas.addEventListener("pointerleave", leave);
   makeZoomable(plot);
-  const legend = [["rate", "requests let in lately", true], ["total", "all so far", true]];
+  const legend = [
+    ["rate", "requests let in lately", true],
+    ["total", "all so far", true],
+  ];
   return boxed("Prefix cache hit rate", "% of prompt tokens, when first let in", legend, plot, run);
 }
 
@@ -238,5 +262,9 @@ function timeCharts() {
       }),
     (run) => hitChart(run, hitTop),
   ];
-  return element("div", { class: "grid" }, makers.flatMap((make) => data.runs.map((each, run) => make(run, each))));
+  return element(
+    "div",
+    { class: "grid" },
+    makers.flatMap((make) => data.runs.map((each, run) => make(run, each))),
+  );
 }

@@ -34,7 +34,10 @@ function detailRows(run, i) {
     ["Conversation", requests.conversation[i] < 0 ? "\u2013" : words[requests.conversation[i]]],
     ["Priority", `${requests.priority[i]}`],
     ["Prompt tokens", grouped(requests.prompt[i])],
-    ["of them cached", `${grouped(requests.cached[i])} (${percent(requests.cached[i] / Math.max(requests.prompt[i], 1))})`],
+    [
+      "of them cached",
+      `${grouped(requests.cached[i])} (${percent(requests.cached[i] / Math.max(requests.prompt[i], 1))})`,
+    ],
     ["Output tokens", grouped(requests.output[i])],
     ["Arrived", point(0)],
     ["First let in", point(requests.scheduled[i])],
@@ -78,17 +81,34 @@ function otherOf(run, other) {
 
 function lifeTable(index, i) {
   const run = data.runs[index];
-  const rows = detailRows(run, i).map(([name, value]) => element("tr", {}, element("th", {}, name), element("td", {}, value)));
-  return element("div", {}, two ? element("p", {}, badge(index)) : null, element("table", { class: "full" }, rows), momentTable(run, i));
+  const rows = detailRows(run, i).map(([name, value]) =>
+    element("tr", {}, element("th", {}, name), element("td", {}, value)),
+  );
+  return element(
+    "div",
+    {},
+    two ? element("p", {}, badge(index)) : null,
+    element("table", { class: "full" }, rows),
+    momentTable(run, i),
+  );
 }
 
 function detailsPanel() {
-  const panel = element("section", { class: "box details", id: "details", "aria-live": "polite", "aria-label": "Request" });
+  const panel = element("section", {
+    class: "box details",
+    id: "details",
+    "aria-live": "polite",
+    "aria-label": "Request",
+  });
   selection.listeners.push((id) => {
     const found = data.runs.map((_, run) => [run, indices[run].get(id)]).filter(([, i]) => i !== undefined);
     panel.replaceChildren(
       element("h3", {}, `Request ${id}`),
-      element("div", { class: "pair" }, found.map(([run, i]) => lifeTable(run, i))),
+      element(
+        "div",
+        { class: "pair" },
+        found.map(([run, i]) => lifeTable(run, i)),
+      ),
     );
   });
   panel.append(

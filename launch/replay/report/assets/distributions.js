@@ -17,15 +17,30 @@ function distributionChart({ name, label, log, edges, counts }) {
   });
   const top = Math.max(...shares.map(largest)) * 1.08;
   const [low, high] = [edges[0], edges[edges.length - 1]];
-  const plot = new Plot({ label: `${label}: histogram and cumulative share`, height: 190, right: 46, paint, interactive: false });
+  const plot = new Plot({
+    label: `${label}: histogram and cumulative share`,
+    height: 190,
+    right: 46,
+    paint,
+    interactive: false,
+  });
   const position = (value) => (log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
   const x = (value) => plot.box.left + position(value) * (plot.box.right - plot.box.left);
   const y = (share, most) => plot.box.bottom - (share / most) * (plot.box.bottom - plot.box.top);
   const names = two ? ["run-a", "run-b"] : ["run-a"];
 
   function paint() {
-    plot.yAxis(ticks(0, top, 4), (share) => y(share, top), (share) => percent(share, top < 0.03 ? 1 : 0));
-    plot.yAxis([0, 0.25, 0.5, 0.75, 1], (share) => y(share, 1.04), (share) => percent(share, 0), "right");
+    plot.yAxis(
+      ticks(0, top, 4),
+      (share) => y(share, top),
+      (share) => percent(share, top < 0.03 ? 1 : 0),
+    );
+    plot.yAxis(
+      [0, 0.25, 0.5, 0.75, 1],
+      (share) => y(share, 1.04),
+      (share) => percent(share, 0),
+      "right",
+    );
     plot.clipped(() => names.forEach(paintRun));
     const most = (plot.box.right - plot.box.left) / 62;
     const values = log ? logTicks(low, high, most) : ticks(low, high, most);
@@ -49,7 +64,15 @@ function distributionChart({ name, label, log, edges, counts }) {
     pen.stroke();
     const { p50, p99 } = data.runs[run].latency[name];
     for (const value of [p50, p99]) {
-      if (value !== null) plot.line(x(Math.max(value, low)), plot.box.top, x(Math.max(value, low)), plot.box.bottom, colour(name_), [2, 3]);
+      if (value !== null)
+        plot.line(
+          x(Math.max(value, low)),
+          plot.box.top,
+          x(Math.max(value, low)),
+          plot.box.bottom,
+          colour(name_),
+          [2, 3],
+        );
     }
   }
 
@@ -59,15 +82,26 @@ function distributionChart({ name, label, log, edges, counts }) {
     const value = log ? low * (high / low) ** share : low + share * (high - low);
     const i = Math.min(Math.max(lastAtMost(edges, value), 0), edges.length - 2);
     const rows = names.flatMap((each, run) => [
-      [each, two ? `${LETTERS[run].toUpperCase()}: here` : "here", `${grouped(counts[run][i])} (${percent(shares[run][i])})`],
+      [
+        each,
+        two ? `${LETTERS[run].toUpperCase()}: here` : "here",
+        `${grouped(counts[run][i])} (${percent(shares[run][i])})`,
+      ],
       [each, two ? `${LETTERS[run].toUpperCase()}: up to here` : "up to here", percent(sums[run][i])],
     ]);
-    showTip(event, `${milliseconds(edges[i])} to ${milliseconds(edges[i + 1])}`, rows);
+    // Zeros have no place on a logarithm's axis: they are counted with the smallest.
+    const from = log && !i ? "up" : milliseconds(edges[i]);
+    showTip(event, `${from} to ${milliseconds(edges[i + 1])}`, rows);
   });
   plot.canvas.addEventListener("pointerleave", hideTip);
   const legend = two
     ? names.map((each, run) => [each, `${LETTERS[run].toUpperCase()}: ${spreadText(name, run)}`])
-    : [["run-a", `bars: share of ${name === "itl" ? "tokens" : "requests"}; line: cumulative; dotted: ${spreadText(name, 0)}`]];
+    : [
+        [
+          "run-a",
+          `bars: share of ${name === "itl" ? "tokens" : "requests"}; line: cumulative; dotted: ${spreadText(name, 0)}`,
+        ],
+      ];
   return boxed(label, "", legend, plot, null);
 }
 

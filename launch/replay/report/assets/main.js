@@ -11,7 +11,9 @@ function heading(run, index) {
 function noteBoxes(run, index) {
   const boxes = [];
   if (run.equal !== null) {
-    const words = run.equal ? ["All decisions are equal", " to the recorded ones."] : ["Decisions differ", " from the recorded ones:"];
+    const words = run.equal
+      ? ["All decisions are equal", " to the recorded ones."]
+      : ["Decisions differ", " from the recorded ones:"];
     const where = Object.entries(run.difference || {}).map(([key, value]) => element("li", {}, `${key}: ${value}`));
     boxes.push(
       element(
@@ -34,7 +36,8 @@ function noteBoxes(run, index) {
 
 function themeButton() {
   const root = document.documentElement;
-  const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  const dark = () =>
+    root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   return element(
     "button",
     {
@@ -85,7 +88,11 @@ function searchBar(waterfalls) {
     if (!filter.text && filter.kind === "all") return results.replaceChildren();
     const ids = found();
     return results.replaceChildren(
-      element("span", { class: "muted" }, `${grouped(ids.length)} found${ids.length > MAX_RESULTS ? ", the first" : ""}:`),
+      element(
+        "span",
+        { class: "muted" },
+        `${grouped(ids.length)} found${ids.length > MAX_RESULTS ? ", the first" : ""}:`,
+      ),
       ...ids.slice(0, MAX_RESULTS).map(requestLink),
     );
   };
@@ -117,17 +124,24 @@ function searchBar(waterfalls) {
     },
     Object.entries(KINDS).map(([value, { label }]) => element("option", { value }, label)),
   );
-  const keys = "Wheel zooms, shift and wheel makes rows higher, dragging moves, \u2191 \u2193 go from request to request.";
+  const keys =
+    "Wheel zooms, shift and wheel makes rows higher, dragging moves, \u2191 \u2193 go from request to request.";
   return [element("div", { class: "bar" }, text, kinds, element("span", { class: "muted" }, keys)), results];
 }
 
 function build() {
   document.body.classList.toggle("two", two);
   const waterfalls = data.runs.map((_, run) => new Waterfall(run));
-  document
-    .getElementById("header")
-    .append(element("div", {}, data.runs.map((run, index) => heading(run, index))), themeButton());
-  const section = (title, ...content) => element("section", { "aria-label": title }, element("h2", {}, title), ...content);
+  document.getElementById("header").append(
+    element(
+      "div",
+      {},
+      data.runs.map((run, index) => heading(run, index)),
+    ),
+    themeButton(),
+  );
+  const section = (title, ...content) =>
+    element("section", { "aria-label": title }, element("h2", {}, title), ...content);
   document.getElementById("main").append(
     ...data.runs.flatMap(noteBoxes),
     cards(),
@@ -141,7 +155,12 @@ function build() {
       section(
         "Requests",
         ...searchBar(waterfalls),
-        element("div", { class: "lives" }, waterfalls.map(({ node }) => node), detailsPanel()),
+        element(
+          "div",
+          { class: "lives" },
+          waterfalls.map(({ node }) => node),
+          detailsPanel(),
+        ),
       ),
     ),
     section("Preemptions", element("div", { class: "grid" }, data.runs.map(preemptionBoxes))),
@@ -150,15 +169,23 @@ function build() {
   );
   drawAll();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
-  let theme = "";
+  printInLight();
+}
+
+/** Paper is white and narrow: everything is drawn again for it, and again afterwards. */
+function printInLight() {
+  const { dataset } = document.documentElement;
+  let theme;
   addEventListener("beforeprint", () => {
-    theme = document.documentElement.dataset.theme || "";
-    document.documentElement.dataset.theme = "light";
+    theme = dataset.theme;
+    dataset.theme = "light";
+    dataset.print = "";
     recolour();
   });
   addEventListener("afterprint", () => {
-    if (theme) document.documentElement.dataset.theme = theme;
-    else delete document.documentElement.dataset.theme;
+    delete dataset.print;
+    if (theme) dataset.theme = theme;
+    else delete dataset.theme;
     recolour();
   });
 }

@@ -25,7 +25,13 @@ function cardRows({ facts, latency, equal }) {
     times("ttft", "Time to first token, p50"),
     times("tpot", "Time per output token, p50"),
     times("e2e", "End-to-end latency, p50"),
-    ["Output", `${short(facts.output_per_s)} tokens/s`, facts.output_per_s, `${short(facts.total_per_s)} tokens/s with prompts`, 1],
+    [
+      "Output",
+      `${short(facts.output_per_s)} tokens/s`,
+      facts.output_per_s,
+      `${short(facts.total_per_s)} tokens/s with prompts`,
+      1,
+    ],
     ["Steps", grouped(facts.steps), facts.steps, `in ${milliseconds(facts.virtual_s * 1000)}`, 0],
     [
       "KV pool",
@@ -50,7 +56,13 @@ function cards() {
         "div",
         { class: "box card" },
         element("div", { class: "label" }, label),
-        all.map((rows, run) => cardLine(rows.find((row) => row[0] === label), all[0].find((row) => row[0] === label), run)),
+        all.map((rows, run) =>
+          cardLine(
+            rows.find((row) => row[0] === label),
+            all[0].find((row) => row[0] === label),
+            run,
+          ),
+        ),
       ),
     ),
   );
@@ -88,12 +100,22 @@ function table(heads, rows, { textColumns = [0], full = true } = {}) {
     "table",
     { class: full ? "full" : null },
     element("thead", {}, element("tr", {}, heads.map(cell("th")))),
-    element("tbody", {}, rows.map((row) => element("tr", {}, row.map(cell("td"))))),
+    element(
+      "tbody",
+      {},
+      rows.map((row) => element("tr", {}, row.map(cell("td")))),
+    ),
   );
 }
 
 function latencyTable() {
-  const names = [["ttft", "Time to first token"], ["tpot", "Time per output token"], ["itl", "Inter-token latency"], ["e2e", "End to end"], ["queue", "In queue"]];
+  const names = [
+    ["ttft", "Time to first token"],
+    ["tpot", "Time per output token"],
+    ["itl", "Inter-token latency"],
+    ["e2e", "End to end"],
+    ["queue", "In queue"],
+  ];
   const rows = names.flatMap(([name, label]) =>
     data.runs.map(({ latency }, run) => [
       element("span", {}, badge(run), run ? "" : label),
@@ -142,10 +164,7 @@ function preemptionBoxes(run, index) {
     ]);
   const reasons = run.reasons.map(([why, count, met]) => [why || "none given", grouped(count), grouped(met)]);
   const boxes = [
-    [
-      element("h3", {}, badge(index), "By reason"),
-      table(["reason", "preemptions", "requests"], reasons),
-    ],
+    [element("h3", {}, badge(index), "By reason"), table(["reason", "preemptions", "requests"], reasons)],
     [
       element("h3", {}, two ? null : badge(index), "In order of time"),
       element(
@@ -179,7 +198,15 @@ function settingsTable() {
   return element(
     "table",
     {},
-    element("thead", {}, element("tr", {}, heads.map((head, i) => element("th", { class: i ? "text" : null }, head)))),
+    element(
+      "thead",
+      {},
+      element(
+        "tr",
+        {},
+        heads.map((head, i) => element("th", { class: i ? "text" : null }, head)),
+      ),
+    ),
     element("tbody", {}, rows),
   );
 }

@@ -63,7 +63,13 @@ class Waterfall {
     this.node = element(
       "div",
       { class: "box" },
-      element("h3", {}, badge(index), "Request waterfall ", element("span", { class: "unit" }, "one row per request, by arrival")),
+      element(
+        "h3",
+        {},
+        badge(index),
+        "Request waterfall ",
+        element("span", { class: "unit" }, "one row per request, by arrival"),
+      ),
       element(
         "div",
         { class: "legend" },
@@ -115,7 +121,7 @@ class Waterfall {
       this.paintLife(i, y + gap / 2, height);
     });
     // On top, and never too small to be seen: what should not have happened.
-    each((i, y) => this.paintMarks(i, y + gap / 2, Math.max(height, 2)));
+    each((i, y) => this.paintMarks(i, y + gap / 2, Math.max(height, 1.5)));
   }
 
   paintSelected(y) {
@@ -158,7 +164,7 @@ class Waterfall {
     for (let j = 0; j < flat.length; j += 2) {
       const x = plot.xOf(at);
       at += flat[j + 1];
-      if (data.states[flat[j]] === "preempted") pen.fillRect(x, y, Math.max(plot.xOf(at) - x, 2), height);
+      if (data.states[flat[j]] === "preempted") pen.fillRect(x, y, Math.max(plot.xOf(at) - x, 1.2), height);
     }
   }
 
@@ -258,7 +264,8 @@ class Waterfall {
     const row = at < 0 ? 0 : Math.min(Math.max(at + by, 0), this.rows.length - 1);
     const { top, bottom } = this.plot.box;
     if (row * this.rowHeight < this.offset) this.offset = row * this.rowHeight;
-    if ((row + 1) * this.rowHeight > this.offset + bottom - top) this.offset = (row + 1) * this.rowHeight - bottom + top;
+    if ((row + 1) * this.rowHeight > this.offset + bottom - top)
+      this.offset = (row + 1) * this.rowHeight - bottom + top;
     select(this.run.requests.id[this.rows[row]]);
   }
 
@@ -275,7 +282,11 @@ class Waterfall {
       return sum;
     });
     const rows = data.states.map((state, j) => [state, state, microseconds(spent[j])]).filter((_, j) => spent[j]);
-    rows.push([null, "prompt, cached, output", [requests.prompt, requests.cached, requests.output].map((c) => grouped(c[i])).join(", ")]);
+    rows.push([
+      null,
+      "prompt, cached, output",
+      [requests.prompt, requests.cached, requests.output].map((c) => grouped(c[i])).join(", "),
+    ]);
     rows.push([null, "ended", finishOf(this.run, i) || "had not"]);
     return showTip(event, `${requests.id[i]} at ${clock(this.plot.timeAt(x), view.span)}`, rows);
   }
