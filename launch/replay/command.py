@@ -1,6 +1,7 @@
 """``quire replay``: which kind of replay the flags ask for, its run, and what is shown of it."""
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from quire.launch.replay.workload import Workload
 from quire.protocol.errors import ConfigError
 
 EX_INTERRUPTED = 130
+MAX_VALUE = 200
 
 
 class UsageError(ConfigError):
@@ -113,9 +115,26 @@ def _exact(args: argparse.Namespace) -> Result:
     with progress_bar(None) as progress:
         record = replay_trace(args.trace, lenient=args.lenient, progress=progress)
     result = result_of(record)
-    if record.decisions_equal is False:
+    if record.decisions_equal is False and record.first_difference is not None:
         result.exit_status = 1
+        result.complaint = _first_difference(record.first_difference)
+    elif record.decisions_equal:
+        result.head.append(f"replayed exactly: the decisions of all {len(record.steps):,} steps are equal")
     return result
+
+
+def _first_difference(found: dict[str, Any]) -> str:
+    whose = f" of request {found['req_id']}" if found["req_id"] else ""
+    values = f"recorded {_spell(found['recorded'])}, now {_spell(found['decided'])}"
+    where = f"{found['file'] or 'the trace'}, line {found['line']}"
+    return (
+        f"decisions differ first at step {found['step']}: {found['kind']} {found['field']}{whose}: {values} ({where})"
+    )
+
+
+def _spell(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
 
 def _what_if(args: argparse.Namespace) -> Result:

@@ -124,7 +124,8 @@ async def _run(
         record.notes.append(f"interrupted: {len(record.requests)} of {len(workload.calls)} requests had come")
     preemptions = "num_preemptions_total"
     if preemptions in before and preemptions in after:
-        record.extra["server_preemptions"] = int(after[preemptions] - before[preemptions])
+        record.extra["server_preemptions"] = count = int(after[preemptions] - before[preemptions])
+        record.notes += [f"the server preempted {count} times, for all its clients"] if count else []
     return record
 
 

@@ -27,6 +27,7 @@ class Result:
     Attributes:
         head, notes: lines above and below the tables.
         figures: for ``--json``.
+        complaint: last, to stderr: what is wrong with what was replayed.
     """
 
     figures: Any
@@ -34,6 +35,7 @@ class Result:
     head: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    complaint: str = ""
     exit_status: int = 0
 
 
@@ -92,6 +94,8 @@ def publish(result: Result, args: argparse.Namespace) -> None:
         from quire.launch.replay.report.perfetto import write_perfetto
 
         _write("--perfetto", args.perfetto, lambda path: write_perfetto(path, result.records[0]))
+    if result.complaint:
+        print(f"quire: {result.complaint}", file=sys.stderr, flush=True)
 
 
 def _print(result: Result) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from scheduler_driver import Driver
 
 from quire.launch.cli import main
+from quire.scheduler_proc.trace.lines import StepDecision, decode_line, encode_line
 
 Replay = Callable[..., tuple[int, str, str]]
 
@@ -222,6 +225,54 @@ class TestBadInput:
         self.refuse(replay, ":4: ", mooncake, "--cost", "constant:1")
         found = read_json(replay(mooncake, "--cost", "constant:1", "--lenient", "--json", "-")[1])
         assert found["requests"] == 7 and any("1 bad line was left out" in note for note in found["notes"])
+
+
+class TestExact:
+    @pytest.fixture
+    def trace(self, tmp_path: Path) -> Path:
+        driver = Driver(num_blocks=12, block_size=4, max_num_seqs=4, async_scheduling=True)
+        for index in range(6):
+            driver.add(f"r{index}", list(range(index, index + 9)), max_tokens=12, priority=index % 2)
+        driver.run()
+        path = tmp_path / "trace.jsonl"
+        path.write_bytes(b"".join(encode_line(line) + b"\n" for line in driver.lines()))
+        return path
+
+    def test_all_decisions_are_equal(self, replay: Replay, trace: Path) -> None:
+        status, out, err = replay(trace)
+        assert (status, err) == (0, "") and "replayed exactly: the decisions of all" in out
+        found = read_json(replay(trace, "--json", "-")[1])
+        assert (found["decisions_equal"], found["first_difference"], found["requests"]) == (True, None, 6)
+        assert found["preemptions"] > 0 and found["num_usable_blocks"] == 11
+
+    def test_a_changed_number_is_found(self, replay: Replay, trace: Path) -> None:
+        lines = trace.read_bytes().splitlines()
+        at, line = next(
+            (at, line)
+            for at, line in enumerate(map(decode_line, lines))
+            if isinstance(line, StepDecision) and line.appended
+        )
+        appended = [*line.appended[:-1], line.appended[-1] + 1]
+        lines[at] = encode_line(msgspec.structs.replace(line, appended=appended, crc=None))
+        trace.write_bytes(b"\n".join(lines))
+        status, out, err = replay(trace, "--json", "-")
+        found = read_json(out)
+        assert (status, found["decisions_equal"]) == (1, False)
+        assert found["first_difference"]["step"] == line.step and found["first_difference"]["line"] == at + 1
+        assert f"decisions differ first at step {line.step}: step_decision appended" in err and err.count("\n") == 1
+
+    def test_any_setting_makes_it_a_what_if(self, replay: Replay, trace: Path) -> None:
+        found = read_json(replay(trace, "--set", "num_usable_blocks=50", "--cost", "constant:1", "--json", "-")[1])
+        assert found["decisions_equal"] is None and found["preemptions"] == 0
+        assert (found["num_usable_blocks"], found["block_size"], found["requests"]) == (50, 4, 6)
+        assert found["output_tokens"] == 72
+
+    def test_what_it_was_cut_to_is_said(self, replay: Replay, trace: Path) -> None:
+        trace.write_bytes(trace.read_bytes()[:-40])
+        status, out, err = replay(trace)
+        assert (status, out) == (78, "") and err.startswith("quire: error: ") and err.count("\n") == 1
+        status, out, _ = replay(trace, "--lenient")
+        assert status == 0 and "note: " in out
 
 
 class TestSeveralRuns:
