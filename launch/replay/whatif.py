@@ -42,6 +42,8 @@ def _usual_machine(workload: Workload, size: int, model: ModelConfig) -> tuple[C
     try:
         machine = default_cost(workload, tensor_parallel_size=size, model=model)
     except ConfigError as error:
+        if workload.format != "quire":  # a profile that is there and cannot be used is not to be passed over
+            raise
         return ConstantCost(DEFAULT_STEP_MS), f"no --cost was given; every step takes {DEFAULT_STEP_MS:g} ms: {error}"
     return machine, f"no --cost was given: {machine.describe()}"
 

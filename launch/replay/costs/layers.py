@@ -2,7 +2,8 @@
 
 The layout is that of the folders in ``measured_vllm``: ``profile_dense.csv`` (layer, tokens, time_us),
 ``profile_per_sequence.csv`` (layer, sequences, time_us) and ``profile_attention.csv`` (prefill_chunk, kv_prefill,
-n_decode, kv_decode, time_us). A step is
+n_decode, kv_decode, time_us); of a model with experts also ``profile_moe.csv`` (tokens, activated_experts, time_us).
+A step is
 
     embedding + layers x (dense layers + attention) + final norm + head and sampler,
 
@@ -18,11 +19,13 @@ from quire.launch.replay.cost import StepShape
 from quire.launch.replay.costs.csv_table import find_file, read_points, read_table
 from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.link import Link
+from quire.launch.replay.costs.sizes import expert_layers, num_experts_read
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import DTYPE_BYTES
 from quire.protocol.model_config import ModelConfig
 
 DENSE, PER_SEQUENCE, ATTENTION = "profile_dense.csv", "profile_per_sequence.csv", "profile_attention.csv"
+EXPERTS = "profile_moe.csv"
 
 _ONCE = frozenset({"embedding", "final_layernorm"})
 """Dense layers that a model has one of; all others are in each layer."""
@@ -30,7 +33,10 @@ _ONCE = frozenset({"embedding", "final_layernorm"})
 _TWICE = frozenset({"layernorm"})
 """One before attention, one before the feed-forward layers."""
 
-_NEEDED = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})
+_NEEDED = frozenset({"qkv_proj", "o_proj"})
+_FEED_FORWARD = frozenset({"gate_up_proj", "down_proj"})
+_UNLESS_EXPERTS = _FEED_FORWARD | {"act_fn"}
+"""In the layers without experts only."""
 
 _TOP = 16_384
 """Tokens up to which sums are ready."""
@@ -70,14 +76,11 @@ class LayerProfileCost:
         """
         self._folder = folder
         self._machine = machine
-        layers = machine.model.num_layers
-        dense = _layer_points(_table(folder, DENSE), "tokens", _NEEDED)
-        times = {name: _times(name) * (1 if name in _ONCE else layers) for name in dense}
-        self._by_tokens = _padded(_sum(dense, times), machine)
+        self._by_tokens = _padded(_token_times(folder, machine.model), machine)
         sequences = _layer_points(_table(folder, PER_SEQUENCE), "sequences", frozenset({"lm_head"}))
         self._by_sequences = Curve(_sum(sequences, dict.fromkeys(sequences, 1)), _TOP)
         self._attention = AttentionGrids(_table(folder, ATTENTION), machine.skew)
-        self._layer_seconds = layers * 1e-6
+        self._layer_seconds = machine.model.num_layers * 1e-6
 
     @property
     def kv_bytes(self) -> int:
@@ -171,8 +174,25 @@ def _padded(micros: Mapping[int, float], machine: ProfiledMachine) -> Curve:
     return curve
 
 
-def _times(name: str) -> int:
-    return 2 if name in _TWICE else 1
+def _token_times(folder: Path, model: ModelConfig) -> dict[int, float]:
+    """Microseconds by tokens: dense layers and experts, each as many times as the model has them."""
+    with_experts = expert_layers(model)
+    without = model.num_layers - with_experts
+    dense = _layer_points(_table(folder, DENSE), "tokens", _NEEDED | (_FEED_FORWARD if without else frozenset()))
+    times = {name: _times(name, model.num_layers, without) for name in dense}
+    sums = _sum(dense, times)
+    if with_experts:
+        experts = Grid(read_points(_table(folder, EXPERTS), ("tokens", "activated_experts"), "time_us"))
+        for tokens in sums:
+            sums[tokens] += with_experts * experts.at(tokens, num_experts_read(model, tokens))
+    return sums
+
+
+def _times(name: str, num_layers: int, num_without_experts: int) -> int:
+    if name in _ONCE:
+        return 1
+    layers = num_without_experts if name in _UNLESS_EXPERTS else num_layers
+    return 2 * layers if name in _TWICE else layers
 
 
 def _table(folder: Path, name: str) -> Path:

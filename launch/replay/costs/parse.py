@@ -61,14 +61,14 @@ def default_cost(workload: Workload, *, tensor_parallel_size: int = 1, model: Mo
         model: what the H200 runs; None: an 8B model.
 
     Raises:
-        ConfigError: the profile is broken, or the trace has too few timed steps.
+        ConfigError: the profile is broken, or of another number of ranks; the trace has too few timed steps.
     """
     path = Path(workload.source)
     if workload.format == "quire":
         return fit(path)
     folder = path if path.is_dir() else path.parent
     if workload.format == "measured" and is_layer_profile(folder):
-        return load_layer_profile(folder)
+        return load_layer_profile(folder, tensor_parallel_size=tensor_parallel_size)
     return Roofline(model or find_model(DEFAULT_MODEL), find_chip(DEFAULT_CHIP), tensor_parallel_size)
 
 

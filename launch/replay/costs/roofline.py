@@ -5,7 +5,7 @@ from collections import Counter
 from quire.launch.replay.cost import StepShape
 from quire.launch.replay.costs.chips import Chip
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
-from quire.launch.replay.costs.sizes import expert_layers, room_for_kv
+from quire.launch.replay.costs.sizes import expert_layers, num_experts_read, room_for_kv
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import DTYPE_BYTES
 from quire.protocol.model_config import ModelConfig
@@ -83,7 +83,7 @@ class Roofline:
         model, moe = self._model, self._model.moe
         assert moe is not None
         chosen = moe.num_experts_per_token
-        read = moe.num_experts * (1.0 - (1.0 - chosen / moe.num_experts) ** tokens)
+        read = num_experts_read(model, tokens)
         weights = 3 * model.hidden_size * moe.intermediate_size / self._ranks
         products = 2 * tokens * chosen * weights / (self._flops * self._chip.gemm_efficiency)
         streamed = (read * weights + 2 * tokens * chosen * model.hidden_size) * self._bytes / self._streamed

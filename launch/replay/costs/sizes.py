@@ -17,6 +17,14 @@ def expert_layers(model: ModelConfig) -> int:
     return len(model.moe.layers) if model.moe is not None else 0
 
 
+def num_experts_read(model: ModelConfig, num_tokens: int) -> float:
+    """Of one layer, those that any of so many tokens chose, if each chooses evenly and for itself."""
+    if model.moe is None:
+        return 0.0
+    missed = 1.0 - model.moe.num_experts_per_token / model.moe.num_experts
+    return float(model.moe.num_experts * (1.0 - missed**num_tokens))
+
+
 def num_parameters(model: ModelConfig) -> int:
     """Norms and biases aside."""
     dense = 3 * model.hidden_size * model.intermediate_size
