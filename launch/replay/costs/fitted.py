@@ -22,6 +22,8 @@ MOST_STEPS = 50_000
 KNEES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """From so many tokens of a step on, each further one may cost more: where compute takes over from memory."""
 ROUNDS = 20
+LEAST_SHARE = 0.01
+"""A fit is never taken to expect less than this share of what a step took: it is divided by."""
 HUBER = 2.0
 """Errors beyond so many standard deviations count by their size, not by their square."""
 
@@ -148,24 +150,27 @@ def _as_diff(decision: StepDecision) -> SchedulerOutput:
 def fit_steps(steps: list[TimedStep]) -> tuple[Floats, Floats]:
     """Coefficients, and the error of each fitted step by all the others; both as FittedCost has them.
 
-    Errors count as shares of a step's time, so that short steps are met as well as long ones. Steps that took oddly
-    long (the first ones: kernels are compiled) hardly count, by Huber's weights.
+    What counts of an error is its share of the step's time as the fit has it, so that short steps are met as well as
+    long ones. (As a share of the time that was measured, being too high would count for more than being too low.)
+    Steps that took oddly long (the first ones: kernels are compiled) hardly count, by Huber's weights.
     """
     if len(steps) > MOST_STEPS:
         chosen = np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int)
         steps = [steps[index] for index in chosen]
     seconds = np.array([step.seconds for step in steps])
-    parts = np.array([_parts(step.shape) for step in steps]) / seconds[:, None]
-    scales = np.abs(parts).max(axis=0)
-    scales[scales == 0] = 1.0
-    parts /= scales
+    parts = np.array([_parts(step.shape) for step in steps])
+    units = np.abs(parts).max(axis=0)
+    parts /= np.where(units > 0, units, 1.0)
     has_prefill = np.array([bool(step.shape.prefills) for step in steps])
-    weights = np.ones(len(steps))
+    expected, weights = seconds, np.ones(len(steps))
     for _ in range(ROUNDS):
-        solution = _weighted(parts, weights)
-        errors = parts @ solution - 1.0
-        weights = _huber_weights(errors, has_prefill)
-    return solution / scales, _leave_one_out(parts[:, solution > 0], weights, errors)
+        root = np.sqrt(weights) / expected
+        solution = nonnegative_least_squares(parts * root[:, None], seconds * root)
+        found = parts @ solution
+        expected = np.maximum(found, LEAST_SHARE * seconds)
+        weights = _huber_weights((found - seconds) / expected, has_prefill)
+    pull = _pull(parts[:, solution > 0] * root[:, None])
+    return solution / np.where(units > 0, units, 1.0), (found - seconds) / (1.0 - pull) / seconds
 
 
 def _parts(shape: StepShape) -> list[float]:
@@ -173,11 +178,6 @@ def _parts(shape: StepShape) -> list[float]:
     pairs = sum(tokens * (context + (tokens + 1) / 2) for tokens, context in shape.prefills)
     linear = [1.0, num_tokens - shape.num_decodes, pairs, shape.num_decodes, shape.decode_context, shape.num_samples]
     return [*linear, *(max(0, num_tokens - knee) for knee in KNEES)]
-
-
-def _weighted(parts: Floats, weights: Floats) -> Floats:
-    root = np.sqrt(weights)
-    return nonnegative_least_squares(parts * root[:, None], root)
 
 
 def _huber_weights(errors: Floats, has_prefill: npt.NDArray[np.bool_]) -> Floats:
@@ -191,9 +191,9 @@ def _huber_weights(errors: Floats, has_prefill: npt.NDArray[np.bool_]) -> Floats
     return weights
 
 
-def _leave_one_out(parts: Floats, weights: Floats, errors: Floats) -> Floats:
-    """What each error would be, had the step not been fitted to: in closed form, by the diagonal of the hat matrix."""
-    orthogonal, _ = np.linalg.qr(parts * np.sqrt(weights)[:, None])
-    pull = (orthogonal**2).sum(axis=1)
-    alone: Floats = errors / np.maximum(1.0 - pull, 1e-9)
-    return alone
+def _pull(parts: Floats) -> Floats:
+    """``[steps]``: how far each step moves the fit to itself, from 0 to below 1 (the diagonal of the hat matrix). Its
+    error without it would be ``1 / (1 - pull)`` times as large."""
+    orthogonal, _ = np.linalg.qr(parts)
+    pull: Floats = (orthogonal**2).sum(axis=1)
+    return np.minimum(pull, 1.0 - 1e-9)
