@@ -14,6 +14,7 @@ from quire.launch.replay.formats import (
     azure,
     measured,
     mooncake,
+    quire,
     sched_trace,
     servegen,
     synthetic,
@@ -26,15 +27,9 @@ from quire.launch.replay.workload import Workload
 from quire.protocol.errors import ConfigError, did_you_mean
 
 
-def _load_quire(path: Path, options: LoadOptions) -> Workload:
-    from quire.launch.replay.formats.quire import load
-
-    return load(path, options)
-
-
 Loader = Callable[[Path, LoadOptions], Workload]
 _LOADERS: Mapping[str, Loader] = {
-    "quire": _load_quire,
+    "quire": quire.load,
     "sched-trace": sched_trace.load,
     "mooncake": mooncake.load,
     "agentic": agentic.load,

@@ -7,7 +7,7 @@ import importlib
 import lzma
 import zlib
 from collections.abc import Iterator
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -51,29 +51,46 @@ class Faults:
         return [f"{lines} left out; the first: {self._first}"]
 
 
-def _open(path: Path) -> BufferedIOBase:
-    """Decompressed bytes, by what the file begins with and not by its name."""
-    with path.open("rb") as file:
-        head = file.read(6)
-    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
-    if kind == "gz":
-        return gzip.open(path)
-    if kind == "xz":
-        return lzma.open(path)
-    if kind == "zst":
-        try:
-            zstandard: Any = importlib.import_module("zstandard")
-        except ImportError:
-            raise ConfigError(f"{path}: to read this, install zstandard (pip install zstandard)") from None
-        opened: BufferedIOBase = zstandard.open(path, "rb")
-        return opened
-    return path.open("rb")
-
-
 def _chunks(path: Path) -> Iterator[bytes]:
-    with _open(path) as file:
-        while chunk := file.read1(_CHUNK):  # read() would lose what came before a break
-            yield chunk
+    """Decompressed, by what the file begins with and not by its name."""
+    with path.open("rb") as raw:
+        head = raw.read(6)
+        kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
+        raw.seek(0)
+        if kind == "zst":
+            yield from _zst_chunks(path, raw)
+        elif kind == "gz":
+            with gzip.open(raw) as file:
+                yield from _pieces(file)
+        elif kind == "xz":
+            with lzma.open(raw) as file:
+                yield from _pieces(file)
+        else:
+            yield from _pieces(raw)
+
+
+def _pieces(file: BufferedIOBase) -> Iterator[bytes]:
+    """By ``read1``: where the compressed data breaks off, ``read`` would lose what came before."""
+    while piece := file.read1(_CHUNK):
+        yield piece
+
+
+def _zst_chunks(path: Path, raw: BufferedReader) -> Iterator[bytes]:
+    """Frame by frame: the package's own file objects take a file that is cut short for a whole one."""
+    try:
+        zstandard: Any = importlib.import_module("zstandard")
+    except ImportError:
+        raise ConfigError(f"{path}: reading it needs the package zstandard: pip install 'quire[trace]'") from None
+    frame = None
+    while data := raw.read(_CHUNK // 16):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("compressed file ended before the end of its last frame")
 
 
 def _is_broken_compression(error: Exception) -> bool:

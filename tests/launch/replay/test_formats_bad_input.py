@@ -3,10 +3,13 @@
 import gzip
 import json
 import lzma
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from quire.launch.replay.formats.detect import FORMATS, detect_format, load_workload
 from quire.launch.replay.formats.options import LoadOptions
@@ -78,6 +81,36 @@ CASES = [
     ("vidur", f"{VIDUR}\n5,6,11,0.8", "5,1e3,11,0.8", "`num_decode_tokens` must be"),
 ]
 
+SCHED_CASES = [
+    ("sched-trace", json.dumps({"event": "step_decision", "step": 1, "ts": 1, "num_scheduled_tokens": {"a": 3}})),
+    (
+        "sched-trace",
+        json.dumps(
+            {
+                "event": "prefix_cache_event",
+                "step": 1,
+                "ts": 1,
+                "req_id": "a",
+                "job_id": "j",
+                "local_hit_tokens": 0,
+                "external_hit_tokens": 0,
+                "total_prompt_tokens": 9,
+                "num_tokens": 9,
+            }
+        ),
+    ),
+    (
+        "sched-trace",
+        json.dumps({"event": "step_snapshot", "step": 1, "ts": 1, "running": ["a"], "waiting": 1, "total_blocks": 9}),
+    ),
+]
+EXCERPTS = ("mooncake_excerpt.jsonl", "agentic_excerpt.jsonl", "taubench_excerpt.jsonl", "azure_excerpt.csv")
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(2**60, 2**70) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
 
 @pytest.mark.parametrize(("format", "good", "bad", "said"), CASES)
 class TestBadLines:
@@ -146,6 +179,26 @@ class TestCompressed:
         assert str(tmp_path / "a") in error_of(tmp_path / "a", "mooncake")
         (tmp_path / "a").write_bytes(data[:12])
         assert "cut short or damaged" in error_of(tmp_path / "a")
+
+
+class TestZstandard:
+    """Its package need not be installed."""
+
+    def test_without_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "zstandard", None)
+        (tmp_path / "a").write_bytes(b"\x28\xb5\x2f\xfd....")
+        assert "needs the package zstandard" in error_of(tmp_path / "a")
+
+    def test_frames_one_after_the_other_and_a_cut(self, tmp_path: Path) -> None:
+        zstandard = pytest.importorskip("zstandard")
+        lines = [bad_mooncake(timestamp=i) + "\n" for i in range(4000)]
+        frames = [zstandard.compress("".join(part).encode()) for part in (lines[:1500], lines[1500:])]
+        path = tmp_path / "a"
+        path.write_bytes(b"".join(frames))
+        assert len(load(path).calls) == 4000
+        path.write_bytes(b"".join(frames)[:-30])
+        assert "cut short or damaged" in error_of(path)
+        assert 1500 <= len(load(path, lenient=True).calls) < 4000
 
 
 class TestFiles:
@@ -217,3 +270,44 @@ class TestFiles:
 def test_options_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options)).replace("_", "-")):
         LoadOptions(**options)
+
+
+class TestNoise:
+    """Whatever bytes are wrong, there is a workload or a ConfigError."""
+
+    @pytest.mark.parametrize("name", EXCERPTS)
+    @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_changed_bytes(self, name: str, data: st.DataObject, tmp_path: Path) -> None:
+        lines = (DATA / name).read_bytes().splitlines(keepends=True)[:4]
+        noisy = bytearray(b"".join(line[:1500] + line[-40:] if len(line) > 2000 else line for line in lines))
+        for _ in range(data.draw(st.integers(0, 3))):
+            start = data.draw(st.integers(0, len(noisy)))
+            noisy[start : start + data.draw(st.integers(0, 6))] = data.draw(st.binary(max_size=6))
+        self.load_or_refuse(tmp_path, bytes(noisy), data)
+
+    @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(case=st.sampled_from([*CASES, *SCHED_CASES]), value=VALUES, data=st.data())
+    def test_changed_values(self, case: Any, value: Any, data: st.DataObject, tmp_path: Path) -> None:
+        good = case[1].splitlines()[-1]
+        if good.startswith("{"):
+            record = json.loads(good)
+            record[data.draw(st.sampled_from(sorted(record)))] = value
+            self.load_or_refuse(tmp_path, json.dumps(record).encode(), data)
+        else:
+            fields = good.split(",")
+            fields[data.draw(st.integers(0, len(fields) - 1))] = str(value)
+            self.load_or_refuse(tmp_path, f"{case[1]}\n{','.join(fields)}".encode(), data)
+
+    def load_or_refuse(self, tmp_path: Path, content: bytes, data: st.DataObject) -> None:
+        path = tmp_path / "a"
+        path.write_bytes(content)
+        format = data.draw(
+            st.sampled_from(("auto", "mooncake", "agentic", "azure", "vidur", "measured", "sched-trace"))
+        )
+        try:
+            workload = load(path, format, lenient=data.draw(st.booleans()))
+        except ConfigError as error:
+            assert str(path) in str(error)
+        else:
+            assert workload.calls
