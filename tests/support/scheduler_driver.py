@@ -40,6 +40,7 @@ from quire.protocol.messages import (
 )
 from quire.protocol.model_config import ModelConfig
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.policies import QUIRE, Policies
 from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.trace.difference import Difference
@@ -129,13 +130,21 @@ class Driver:
     """
 
     def __init__(
-        self, num_blocks: int = 33, *, cruise: bool = True, layout: KVLayout | None = None, **settings: Any
+        self,
+        num_blocks: int = 33,
+        *,
+        cruise: bool = True,
+        layout: KVLayout | None = None,
+        policies: Policies = QUIRE,
+        **settings: Any,
     ) -> None:
         """``num_blocks`` counts the null block, as everywhere. Without ``layout``: one group of full attention."""
         self.config = config = make_config(**settings)
         layout = layout or make_layout(config)
         self.header = TraceHeader(config, layout, num_blocks)
         self.scheduler = self.header.make_scheduler(cruise=cruise)
+        if policies != QUIRE:
+            self.scheduler = Scheduler(config, layout, num_blocks, cruise=cruise, policies=policies)
         self.worker = FakeWorker(
             num_blocks,
             config.block_size,

@@ -1,0 +1,180 @@
+"""Where other engines decide otherwise: each policy alone, all together at random, and how they are named."""
+
+import dataclasses
+import random
+
+import msgspec
+import pytest
+from scheduler_driver import Driver, expected_tokens, make_config
+
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.policies import PRESETS, QUIRE, Policies, find_preset
+from quire.scheduler_proc.reasons import WaitReason
+
+both = pytest.mark.parametrize("cruise", [True, False])
+
+
+def prompt_of(n: int, first: int = 0) -> list[int]:
+    return list(range(first, first + n))
+
+
+def one_step(driver: Driver) -> dict[str, int]:
+    """Tokens per request of one step, run and answered."""
+    told = driver.counts(driver.schedule())
+    driver.execute()
+    driver.deliver()
+    return told
+
+
+class TestOrder:
+    """A long prefill, then a decode, then a long prefill, then more decodes than a step has room for besides."""
+
+    def crowd(self, policies: Policies, cruise: bool) -> Driver:
+        driver = Driver(
+            policies=policies,
+            cruise=cruise,
+            max_num_batched_tokens=8,
+            long_prefill_token_threshold=4,
+            enable_prefix_caching=False,
+        )
+        driver.add("a", prompt_of(40), max_tokens=2)
+        driver.add("b", prompt_of(4, 100), max_tokens=30)
+        assert one_step(driver) == {"a": 4, "b": 4}
+        driver.add("c", prompt_of(40, 200), max_tokens=2)
+        assert one_step(driver) == {"a": 4, "b": 1, "c": 3}
+        return driver
+
+    @both
+    def test_decodes_go_first_here(self, cruise: bool) -> None:
+        driver = self.crowd(QUIRE, cruise)
+        assert one_step(driver) == {"a": 4, "b": 1, "c": 3}
+        driver.run()
+        driver.check_drained()
+
+    @both
+    def test_a_decode_may_have_to_wait_behind_prefills_that_were_let_in_before_it(self, cruise: bool) -> None:
+        """With a budget of 8 and chunks of 4, two prefills leave nothing for who comes after them."""
+        seen = {}
+        for name, policies in (("quire", QUIRE), ("in order", Policies(decodes_first=False))):
+            driver = Driver(
+                policies=policies,
+                cruise=cruise,
+                max_num_batched_tokens=8,
+                long_prefill_token_threshold=3,
+                enable_prefix_caching=False,
+            )
+            for number, length in enumerate((31, 31, 2)):
+                driver.add(f"r{number}", prompt_of(length, 100 * number), max_tokens=20)
+            assert one_step(driver) == {"r0": 3, "r1": 3, "r2": 2}
+            driver.scheduler.config = msgspec.structs.replace(driver.config, long_prefill_token_threshold=4)
+            seen[name] = one_step(driver)
+            driver.run()
+            driver.check_drained()
+            assert driver.answers["r2"].tokens == expected_tokens(prompt_of(2, 200), 20)
+        assert seen == {"quire": {"r0": 4, "r1": 3, "r2": 1}, "in order": {"r0": 4, "r1": 4}}
+
+
+class TestPriority:
+    def test_who_waits_puts_nobody_out(self) -> None:
+        settings = {"scheduling_policy": "priority", "max_num_seqs": 1, "max_num_batched_tokens": 16}
+        for policies, preemptions in ((QUIRE, 1), (Policies(priority_preempts=False), 0)):
+            driver = Driver(policies=policies, **settings)
+            driver.add("common", prompt_of(4), max_tokens=10, priority=5)
+            driver.step()
+            driver.add("urgent", prompt_of(4, 50), max_tokens=3, priority=1)
+            driver.step()
+            assert sum(driver.scheduler.decisions.preemptions.values()) == preemptions
+            driver.run()
+            driver.check_drained()
+
+
+class TestRoomForThePrompt:
+    def pool(self, policies: Policies) -> Driver:
+        """Ten blocks of four, six of them held by one that decodes."""
+        driver = Driver(11, policies=policies, max_num_batched_tokens=24, enable_prefix_caching=False)
+        driver.add("decodes", prompt_of(23), max_tokens=8)
+        driver.step()
+        driver.add("long", prompt_of(36, 100), max_tokens=1)
+        return driver
+
+    def test_here_there_must_be_blocks_for_all_of_it(self) -> None:
+        driver = self.pool(QUIRE)
+        assert one_step(driver) == {"decodes": 1}
+        assert driver.request("long").wait_reason is WaitReason.KV_BLOCKS
+
+    def test_otherwise_for_its_first_chunk(self) -> None:
+        driver = self.pool(dataclasses.replace(QUIRE, admit_whole_prompts=False))
+        driver.scheduler.config = msgspec.structs.replace(driver.config, long_prefill_token_threshold=8)
+        assert one_step(driver) == {"decodes": 1, "long": 8}
+        driver.run()
+        driver.check_drained()
+        assert driver.answers["long"].tokens == expected_tokens(prompt_of(36, 100), 1)
+
+
+def test_freed_blocks_are_reused_in_the_order_of_their_freeing() -> None:
+    """A request frees a block that can be found, and one that cannot: the pool's next one is another each time."""
+    next_free = {}
+    for name, policies in (("engine-u", QUIRE), ("engine", Policies(uncached_blocks_first=False))):
+        driver = Driver(5, policies=policies)
+        driver.add("a", prompt_of(5), max_tokens=2)
+        driver.run()
+        next_free[name] = driver.scheduler.kv.pool.free_block_queue.blocks()[0].block_id
+        driver.scheduler.check()
+    assert next_free == {"engine-u": 2, "engine": 3}  # block 2 held the prompt's end
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_under_all_of_them_everyone_gets_the_same_answer(seed: int) -> None:
+    rng = random.Random(seed)
+    policies = Policies(**{field.name: rng.random() < 0.5 for field in dataclasses.fields(Policies)})
+    driver = Driver(
+        rng.choice((12, 16, 40)),
+        policies=policies,
+        cruise=rng.random() < 0.7,
+        async_scheduling=rng.random() < 0.7,
+        max_num_batched_tokens=rng.choice((8, 13)),
+        long_prefill_token_threshold=rng.choice((0, 3, 5)),
+        scheduling_policy=rng.choice(("fcfs", "priority")),
+        max_model_len=40,
+    )
+    asked = {}
+    for number in range(14):
+        prompt, length = prompt_of(rng.randint(1, 25), 10 * rng.randint(0, 3)), rng.randint(1, 12)
+        asked[f"r{number}"] = (prompt, length)
+        driver.add(f"r{number}", prompt, max_tokens=length, priority=rng.randint(0, 2))
+        for _ in range(rng.randint(0, 9)):
+            driver.random_step(rng)
+            driver.scheduler.check()
+    driver.run()
+    driver.check_drained()
+    for name, (prompt, length) in asked.items():
+        assert driver.answers[name].tokens == expected_tokens(prompt, length), name
+
+
+class TestNames:
+    def test_the_live_engine_has_the_defaults(self) -> None:
+        assert find_preset("quire").policies == Policies() == QUIRE and not find_preset("quire").settings
+
+    @pytest.mark.parametrize(
+        ("name", "known"),
+        [
+            ("vllm-0.19", "vllm-0.19"),
+            ("vllm-0.19.0", "vllm-0.19"),
+            ("vllm-0.28.1", "vllm-0.19"),
+            ("vllm-0.11.2", "vllm-0.11"),
+            ("vllm-0.18", "vllm-0.11"),
+            ("vllm-1.0.0", "vllm-0.19"),
+        ],
+    )
+    def test_of_versions_the_latest_that_is_not_newer(self, name: str, known: str) -> None:
+        assert find_preset(name) is PRESETS[known]
+
+    @pytest.mark.parametrize("name", ["vllm-0.5.1", "vllm", "vllm-", "vllm-new", "sglang-0.4", "", "quire-0.1"])
+    def test_of_others_nothing_is_known(self, name: str) -> None:
+        with pytest.raises(ConfigError, match=r"no such engine.*known: quire, vllm-0\.19"):
+            find_preset(name)
+
+    def test_settings_are_those_of_an_engine(self) -> None:
+        for preset in PRESETS.values():
+            make_config(**preset.settings)
+            assert preset.settings.keys() <= set(type(make_config()).__struct_fields__)
