@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from quire.launch.replay.formats.table import fields_of
 from quire.launch.replay.workload import Workload
 from quire.protocol.errors import ConfigError, did_you_mean
 
-
 Loader = Callable[[Path, LoadOptions], Workload]
 _LOADERS: Mapping[str, Loader] = {
     "quire": quire.load,
@@ -48,6 +48,7 @@ _MARKS = {
     "agent-text": ("session_id", "input", "output"),
     "measured": ("input_toks", "output_toks"),
 }
+_LOOK_AHEAD = 20
 _HEADERS = {"azure": azure.COLUMNS, "vidur": vidur.COLUMNS}
 
 
@@ -109,12 +110,16 @@ def _of_folder(folder: Path) -> str:
 
 def _of_file(file: Path) -> str | None:
     """By its first line. Raises: ConfigError: it is empty, or cannot be read."""
-    first = next(read_lines(file, Faults(False)), None)
+    lines = read_lines(file, Faults(False))
+    first = next(lines, None)
     if first is None:
         raise ConfigError(f"{file}: the file is empty")
     number, line = first
     if line.lstrip().startswith(b"{"):
-        return _of_record(file, number, line)
+        found = _of_record(file, number, line)
+        # A scheduler's trace may begin with records of other kinds.
+        rest = islice(lines, _LOOK_AHEAD if found is None else 0)
+        return next((kind for kind in (found, *(_of_record(file, *each) for each in rest)) if kind), None)
     header = fields_of(line)
     return next((name for name, columns in _HEADERS.items() if set(columns) <= set(header)), None)
 

@@ -115,6 +115,11 @@ class TestSpellings:
         arrivals = [call.arrival for call in load(tmp_path / "a", *records).calls]
         assert arrivals == pytest.approx([0, 0.1, 0.9], abs=1e-6)
 
+    def test_records_of_other_kinds_are_counted(self, tmp_path: Path) -> None:
+        workload = load(tmp_path / "a", {"event": "start", "version": 3}, *TRACE)
+        assert len(workload.calls) == 3
+        assert "1 records are of no known kind" in workload.notes
+
     def test_without_times_steps_are_counted(self, tmp_path: Path) -> None:
         records = [{name: value for name, value in record.items() if name != "ts"} for record in TRACE]
         workload = load(tmp_path / "a", *records)
