@@ -133,8 +133,9 @@ class SchedulerLoop:
         self._dump_wanted = True
 
     def _wait(self) -> None:
-        self._journal.idle()
+        self._journal.pause()
         if not self._poller.poll(COMPILING_MS if self._grammars.is_waited_for else IDLE_MS):
+            self._journal.idle()
             self._collector.idle()
 
     def _send_steps(self) -> None:

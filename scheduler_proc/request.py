@@ -11,6 +11,7 @@ from quire.scheduler_proc.drafting import DraftState
 from quire.scheduler_proc.kv.block_hash import HashChain
 from quire.scheduler_proc.reasons import WaitReason
 from quire.scheduler_proc.repetition import RepetitionWatch
+from quire.scheduler_proc.trace.tap import NAME_BYTES
 
 
 class RequestStatus(enum.IntEnum):
@@ -58,7 +59,7 @@ class Tokens:
         return len(self._data) >> 2
 
     def tell(self, handle: int, told: list[tuple[int, bytes]]) -> None:
-        """From now on, append (``handle``, name) of each block that becomes full to ``told``."""
+        """From now on, append (``handle``, short name) of each block that becomes full to ``told``."""
         self.handle, self._told = handle, told
 
     def append(self, token: int) -> None:
@@ -71,8 +72,9 @@ class Tokens:
             return
         known = len(self.block_hashes)
         self._chain.extend(self._data, raw)
-        if self._told is not None and len(self.block_hashes) > known:
-            self._told += [(self.handle, name) for name in self.block_hashes[known:]]
+        if self._told is not None:
+            for name in self.block_hashes[known:]:
+                self._told.append((self.handle, name[:NAME_BYTES]))
 
     def array(self) -> Int32:
         """A copy of all known tokens."""

@@ -47,6 +47,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "wire": ("*bytes*", "*.encode.mean_us", "*.decode.mean_us"),
     "outputs": ("bytes*", "encode.mean_us", "decode.mean_us"),
     "memory": ("*_MB_*", "construct_ms"),
+    "trace": ("*_us", "*_bytes", "*.lost_lines"),
 }
 
 

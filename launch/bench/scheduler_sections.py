@@ -26,6 +26,7 @@ from quire.launch.bench.scheduler_rig import (
     timed,
     unfreeze,
 )
+from quire.launch.bench.scheduler_trace import TraceSizes, measure_trace
 from quire.protocol.channel import Frames
 from quire.protocol.codec import Codec
 from quire.protocol.config import FIRST_EPOCH
@@ -58,6 +59,7 @@ class Sizes:
     new_prompts: tuple[int, int] = (8, 2048)
     memory_blocks: int = 100_000
     churn: ChurnSizes = field(default_factory=ChurnSizes)
+    trace: TraceSizes = field(default_factory=TraceSizes)
 
 
 def steady(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
@@ -292,6 +294,11 @@ def churn(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
     return measure_churn(sizes.churn, cruise)
 
 
+def trace(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
+    """What recording costs: see ``scheduler_trace``."""
+    return measure_trace(sizes.trace)
+
+
 SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "steady": steady,
     "admission": admission,
@@ -300,6 +307,7 @@ SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "wire": wire,
     "outputs": outputs,
     "memory": memory,
+    "trace": trace,
 }
 
 

@@ -13,9 +13,9 @@ from quire.protocol.codec import Codec
 from quire.protocol.messages import AddRequest, Consumed, Control, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.files import open_private
-from quire.scheduler_proc.trace.lines import ClientDropped, End, Epoch, Event, Line, Tick, encode_line
+from quire.scheduler_proc.trace.lines import ClientDropped, End, Epoch, Line, Tick, encode_line
 from quire.scheduler_proc.trace.recorder import lines_of_log
-from quire.scheduler_proc.trace.translate import arrival_line, decision_line, make_header, result_line, without_texts
+from quire.scheduler_proc.trace.translate import arrival_line, decision_line, event_line, make_header, result_line
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +85,10 @@ def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
 def _event(record: Record, event: Any) -> Iterator[Line]:
     match event:
         case AddRequest():
-            yield arrival_line(record.now, record.client, event, b"", prompts=False)
+            yield arrival_line(record.now, record.client, event, [], False)
         case ModelRunnerOutput():
             yield result_line(record.now, event, [], [])
         case Control(kind="statistics"):
             pass
         case _:
-            yield Event(now=record.now, client=record.client, event=without_texts(event))
+            yield event_line(record.now, record.client, event, [])

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from quire.protocol.channel import Frames
@@ -41,7 +41,9 @@ class Journal:
         self._dumping: threading.Thread | None = None
         self._num_dumps = 0
         if config.trace:
-            self._writer = TraceWriter(TraceFiles(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock))
+            self._writer = TraceWriter(
+                TraceFiles(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock), clock=clock
+            )
 
     @property
     def num_lost_lines(self) -> int:
@@ -58,7 +60,7 @@ class Journal:
                 self._writer.begin(first)
             except OSError as error:
                 raise ConfigError(f"--trace {self._config.trace} cannot be written: {error.strerror}") from None
-            self._recorder = TraceRecorder(scheduler, self._writer.add, prompts=prompts)
+            self._recorder = TraceRecorder(scheduler, self._writer.put, prompts=prompts)
 
     # ---- what happens
 
@@ -98,13 +100,18 @@ class Journal:
         if self._recorder is not None:
             self._recorder.decided(now, step)
 
-    def note(self, decisions: Sequence[Decision]) -> None:
+    def note(self, decisions: list[Decision]) -> None:
         """Why somebody waits, was put out, or lost a content."""
-        if self._recorder is not None:
+        if self._recorder is not None and decisions:
             self._recorder.note(decisions)
 
+    def pause(self) -> None:
+        """The loop is about to wait: what is costly about the trace happens now, now and then."""
+        if self._writer is not None:
+            self._writer.flush_some()
+
     def idle(self) -> None:
-        """The loop has nothing to do: what is costly about the trace happens now."""
+        """The loop has waited in vain."""
         if self._writer is not None:
             self._writer.flush()
 

@@ -14,11 +14,11 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import Abort, Control, Ended, Fail, Hold, Refuse, Release, Stop
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.trace.tap import NAME_BYTES
 
 FORMAT = "quire-trace"
 VERSION = 1
-HASH_BYTES = 8
-"""Of a SHA-256: enough that no two of a billion blocks are taken for one (1 in 37)."""
+HASH_BYTES = NAME_BYTES
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):

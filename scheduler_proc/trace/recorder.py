@@ -16,57 +16,74 @@ from quire.protocol.messages import (
     SchedulerOutput,
 )
 from quire.scheduler_proc.reasons import Decision
-from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
-from quire.scheduler_proc.trace.lines import (
-    HASH_BYTES,
-    ClientDropped,
-    Epoch,
-    Event,
-    Line,
-    PrefixCacheEvent,
-    Reason,
-    StepSnapshot,
-    Tick,
-)
+from quire.scheduler_proc.trace.lines import Line
 from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import (
-    Names,
     arrival_line,
-    decision_line,
+    decided_line,
+    dropped_line,
+    epoch_line,
+    event_line,
+    hit_line,
     make_header,
     result_line,
-    without_texts,
+    snapshot_line,
+    tick_line,
 )
+
+LineToBe = tuple[Callable[..., Line], tuple[Any, ...]]
+"""What makes a line, and of what."""
+
+
+def at_once(sink: Callable[[Line], None]) -> Callable[[LineToBe], None]:
+    """Lines made as they come."""
+
+    def put(line: LineToBe) -> None:
+        make, parts = line
+        sink(make(*parts))
+
+    return put
 
 
 class TraceRecorder:
-    """Is told of each event and each decision right after the Scheduler took it, and gives the lines of it to ``sink``.
+    """Is told of each event and each decision right after the Scheduler took it, and puts the lines of it.
 
-    Nothing here looks at a request that nothing happened to: a steady step costs its diff's length. Lines refer to
-    nothing that changes later, so that they may be encoded at leisure.
+    Nothing here looks at a request that nothing happened to: a steady step costs its diff's length. What a line is
+    made of never changes afterwards, so that all of that can wait until there is time.
     """
 
-    def __init__(self, scheduler: Scheduler, sink: Callable[[Line], None], *, prompts: bool = False) -> None:
-        """``scheduler``: before its first request. ``prompts``: arrivals have their tokens."""
+    def __init__(self, scheduler: Scheduler, put: Callable[[LineToBe], None], *, prompts: bool = False) -> None:
+        """
+        Args:
+            scheduler: before its first request.
+            prompts: arrivals have their tokens.
+        """
         self._scheduler = scheduler
-        self._sink = sink
+        self._table, self._pool = scheduler.table, scheduler.kv.pool
+        self._put = put
         self._prompts = prompts
         self._tap = Tap()
-        self._reasons: list[Reason] = []
+        self._reasons: list[Decision] = []
         self._newest = 0
-        self._before: tuple[int, int, int, int] | None = None
-        self._told: tuple[int, int, int, int] | None = None
+        self._before = self._told = (-1, -1, -1, -1)
         scheduler.listen(self._tap)
 
     # ---- events
 
     def consumed(self, now: float, client: int, event: Consumed) -> None:
         """``event`` was taken and did not raise."""
+        tap = self._tap
+        if isinstance(event, ModelRunnerOutput):
+            self._put((result_line, (now, event, tap.ended.copy(), tap.hashes.copy())))
+        else:
+            self._rarer(now, client, event)
+        tap.ended.clear()
+        tap.hashes.clear()
+
+    def _rarer(self, now: float, client: int, event: Consumed) -> None:
         match event:
-            case ModelRunnerOutput():
-                self._sink(result_line(now, event, self._tap.ended.copy(), self._names()))
             case AddRequest():
                 self._arrival(now, client, event)
             case OpaqueRequest() | OpaqueResult():
@@ -74,90 +91,62 @@ class TraceRecorder:
             case Control(kind="statistics"):
                 pass  # a question
             case _:
-                self._sink(Event(now=now, client=client, event=without_texts(event), hashes=self._names()))
-        self._tap.clear()
+                self._put((event_line, (now, client, event, self._tap.hashes.copy())))
 
     def client_dropped(self, now: float, client: int) -> None:
-        self._sink(ClientDropped(now=now, client=client, hashes=self._names()))
+        self._put((dropped_line, (now, client, self._tap.hashes.copy())))
         self._tap.clear()
 
     def epoch_began(self, now: float, *, halved: bool = False, reason: str = "") -> None:
         """After the Scheduler began it. ``halved``: and had its steps halved before."""
-        self._sink(Epoch(now=now, halved=halved, reason=reason, hashes=self._names()))
+        self._put((epoch_line, (now, halved, reason, self._tap.hashes.copy())))
         self._tap.clear()
 
     def _arrival(self, now: float, client: int, event: AddRequest) -> None:
         """A request that was refused leaves no line, and neither does a second one with an id in use."""
         request = self._scheduler.table.requests.get((client, event.request_id))
+        names: list[bytes] = []
         if request is not None and request.number > self._newest:
             self._newest = request.number
-        elif self._tap.ended:
-            request = None  # it ended at once
-        else:
+            names = request.block_hashes.copy()
+        elif not self._tap.ended:  # else it ended at once
             return
-        self._sink(arrival_line(now, client, event, self._known_names(request), prompts=self._prompts))
-        if request is None and self._tap.ended[0].reason == EndReason.REPETITION:  # which lengths do not tell
-            self._sink(Event(now=now, client=client, event=Abort([event.request_id])))
-
-    def _known_names(self, request: Request | None) -> bytes:
-        return b"" if request is None else b"".join([name[:HASH_BYTES] for name in request.block_hashes])
+        self._put((arrival_line, (now, client, event, names, self._prompts)))
+        if self._tap.ended and self._tap.ended[0].reason == EndReason.REPETITION:  # which lengths do not tell
+            self._put((event_line, (now, client, Abort([event.request_id]), [])))
 
     # ---- decisions
 
-    def note(self, decisions: Iterable[Decision]) -> None:
+    def note(self, decisions: list[Decision]) -> None:
         """What the Scheduler decided, with its reasons: said in the next line that can."""
-        self._reasons += [Reason(d.kind, d.request_id, d.reason, d.beneficiary, d.num_blocks) for d in decisions]
+        self._reasons += decisions
 
     def before_step(self) -> None:
         """The Scheduler is about to be asked for a step."""
-        table, pool = self._scheduler.table, self._scheduler.kv.pool
-        running = len(table.running) + len(table.leaving)
-        self._before = (running, table.num_waiting, pool.num_free_blocks, pool.num_cached_blocks)
+        table, pool = self._table, self._pool
+        running, waiting = len(table.running) + len(table.leaving), len(table.waiting) + len(table.skipped_waiting)
+        free, cached = pool.free_block_queue.num_free_blocks, pool.cached_block_hash_to_block.num_blocks
+        self._before = (running, waiting, free, cached)
 
     def decided(self, now: float, diff: SchedulerOutput | None) -> None:
         """The Scheduler was asked for a step; None: it had none. ``note`` its reasons before."""
-        reasons, self._reasons = self._reasons, []
+        tap, put = self._tap, self._put
+        reasons = self._reasons.copy()
+        step = self._scheduler.cruise.sent + 1 if diff is None else diff.step
+        if diff is not None and self._before != self._told:
+            self._told = self._before
+            put((snapshot_line, (now, step, self._before, self._pool.num_usable_blocks)))
+        for hit in tap.hits:
+            put((hit_line, (step, hit)))
         if diff is None:
-            self._admissions(self._scheduler.cruise.sent + 1)
-            self._sink(Tick(now=now, reasons=reasons, hashes=self._names()))
+            put((tick_line, (now, reasons, tap.hashes.copy())))
         else:
-            self._snapshot(now, diff.step)
-            self._admissions(diff.step)
-            running = self._scheduler.table.running
-            priorities = [running[row.handle].priority for row in diff.new_requests]
-            self._sink(decision_line(now, diff, priorities, reasons, self._names()))
-        self._tap.clear()
-
-    def _snapshot(self, now: float, step: int) -> None:
-        if self._before is None or self._before == self._told:
-            return
-        self._told = running, waiting, free, cached = self._before
-        self._sink(
-            StepSnapshot(
-                step=step,
-                now=now,
-                running=running,
-                waiting=waiting,
-                free_blocks=free,
-                total_blocks=self._scheduler.kv.pool.num_usable_blocks,
-                gpu_cached_blocks=cached,
-            )
-        )
-
-    def _admissions(self, step: int) -> None:
-        for hit in self._tap.hits:
-            self._sink(
-                PrefixCacheEvent(
-                    step=step,
-                    req_id=hit.request_id,
-                    local_hit_tokens=hit.num_hit_tokens,
-                    total_prompt_tokens=hit.num_prompt_tokens,
-                    num_tokens=hit.num_tokens,
-                )
-            )
-
-    def _names(self) -> Names:
-        return [(handle, name[:HASH_BYTES]) for handle, name in self._tap.hashes]
+            new = diff.new_requests
+            priorities = [self._table.running[row.handle].priority for row in new] if new else []
+            put((decided_line, (now, diff, priorities, reasons, tap.hashes.copy())))
+        self._reasons.clear()
+        tap.hits.clear()
+        tap.hashes.clear()
 
 
 def record_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> list[Line]:
@@ -172,7 +161,7 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
     """
     lines: list[Line] = []
     scheduler = header.make_scheduler()
-    recorder = TraceRecorder(scheduler, lines.append, prompts=prompts)
+    recorder = TraceRecorder(scheduler, at_once(lines.append), prompts=prompts)
     codec: Codec[Any] = Codec(Consumed)
     halved = False
     for record in records:

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from quire.protocol.messages import Ended
 
+NAME_BYTES = 8
+"""Of a SHA-256: enough that no two of a billion blocks are taken for one (1 in 37)."""
+
 
 class Hit(NamedTuple):
     """A request was let in: at its first time or after a preemption, with so many tokens from the prefix cache."""
@@ -21,7 +24,8 @@ class Tap:
     """Lists that the Scheduler fills while it has one (``Scheduler.listen``); whoever reads them clears them.
 
     Attributes:
-        hashes: (handle, name) of each block that became full after its request had arrived.
+        hashes: (handle, name) of each block that became full after its request had arrived; of the name the first
+            ``NAME_BYTES`` bytes.
         ended: endings of accepted requests.
         hits: admissions.
     """

@@ -6,19 +6,27 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.messages import AddRequest, Ended, Fail, Int32, ModelRunnerOutput, Refuse, SchedulerOutput
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import (
     FORMAT,
     HASH_BYTES,
     VERSION,
     Arrival,
+    ClientDropped,
+    Epoch,
+    Event,
     Header,
     NewRow,
     OtherEvent,
+    PrefixCacheEvent,
     Reason,
     Result,
     StepDecision,
+    StepSnapshot,
+    Tick,
 )
+from quire.scheduler_proc.trace.tap import Hit
 
 SOME_GRAMMAR = StructuredOutputs(json_object=True)
 """Stands for whatever an answer must look like: that it is looked at, token by token, is all that a replay needs."""
@@ -61,8 +69,8 @@ def public_config(config: EngineConfig) -> EngineConfig:
     )
 
 
-def arrival_line(now: float, client: int, event: AddRequest, names: bytes, *, prompts: bool) -> Arrival:
-    """``names``: of its full blocks, joined. ``prompts``: with its tokens."""
+def arrival_line(now: float, client: int, event: AddRequest, names: list[bytes], prompts: bool) -> Arrival:
+    """``names``: of its full blocks. ``prompts``: with its tokens."""
     delivered = event.output_token_ids
     return Arrival(
         now=now,
@@ -74,7 +82,7 @@ def arrival_line(now: float, client: int, event: AddRequest, names: bytes, *, pr
         arrival=event.arrival,
         sampling=what_schedules(event.sampling),
         seed=event.seed,
-        block_hashes=names,
+        block_hashes=b"".join([name[:HASH_BYTES] for name in names]),
         prompt_token_ids=_listed(event.prompt_token_ids) if prompts else None,
     )
 
@@ -92,15 +100,22 @@ def what_schedules(sampling: SamplingParams) -> SamplingParams:
     )
 
 
-def without_texts(event: OtherEvent) -> OtherEvent:
-    """What a compiler of grammars says may quote the grammar."""
+def event_line(now: float, client: int, event: OtherEvent, hashes: Names) -> Event:
+    """What a compiler of grammars says may quote the grammar, and is left out."""
     match event:
         case Refuse():
-            return Refuse(event.request_id, event.code, event.param, "")
+            event = Refuse(event.request_id, event.code, event.param, "")
         case Fail():
-            return Fail(event.request_id, event.detail.split(":", 1)[0])
-        case _:
-            return event
+            event = Fail(event.request_id, event.detail.split(":", 1)[0])
+    return Event(now=now, client=client, event=event, hashes=hashes)
+
+
+def dropped_line(now: float, client: int, hashes: Names) -> ClientDropped:
+    return ClientDropped(now=now, client=client, hashes=hashes)
+
+
+def epoch_line(now: float, halved: bool, reason: str, hashes: Names) -> Epoch:
+    return Epoch(now=now, halved=halved, reason=reason, hashes=hashes)
 
 
 def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes: Names) -> Result:
@@ -116,6 +131,41 @@ def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes
         ended=ended,
         hashes=hashes,
     )
+
+
+def snapshot_line(now: float, step: int, counts: tuple[int, int, int, int], num_blocks: int) -> StepSnapshot:
+    """``counts``: requests that run and that wait, blocks that are free and whose content can be found."""
+    running, waiting, free, cached = counts
+    return StepSnapshot(
+        step=step,
+        now=now,
+        running=running,
+        waiting=waiting,
+        free_blocks=free,
+        total_blocks=num_blocks,
+        gpu_cached_blocks=cached,
+    )
+
+
+def hit_line(step: int, hit: Hit) -> PrefixCacheEvent:
+    return PrefixCacheEvent(
+        step=step,
+        req_id=hit.request_id,
+        local_hit_tokens=hit.num_hit_tokens,
+        total_prompt_tokens=hit.num_prompt_tokens,
+        num_tokens=hit.num_tokens,
+    )
+
+
+def tick_line(now: float, reasons: list[Decision], hashes: Names) -> Tick:
+    return Tick(now=now, reasons=reasons_of(reasons), hashes=hashes)
+
+
+def decided_line(
+    now: float, diff: SchedulerOutput, priorities: list[int], reasons: list[Decision], hashes: Names
+) -> StepDecision:
+    """As the Scheduler says it."""
+    return decision_line(now, diff, priorities, reasons_of(reasons) if reasons else [], hashes)
 
 
 def decision_line(
@@ -140,6 +190,10 @@ def decision_line(
         reasons=reasons,
         hashes=hashes,
     )
+
+
+def reasons_of(decisions: list[Decision]) -> list[Reason]:
+    return [Reason(d.kind, d.request_id, d.reason, d.beneficiary, d.num_blocks) for d in decisions]
 
 
 def appended(diff: SchedulerOutput) -> list[int]:

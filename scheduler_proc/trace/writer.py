@@ -2,34 +2,44 @@
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 from quire.scheduler_proc.trace.files import TraceFiles
 from quire.scheduler_proc.trace.lines import Header, Line, Lost, encode_line
+from quire.scheduler_proc.trace.recorder import LineToBe
 
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED_BYTES = 32 * 2**20
 WRITE_INTERVAL_S = 0.25
 """How much a crash may take away."""
+FLUSH_LINES = 48
 BATCH_BYTES = 2**20
 CLOSE_DEADLINE_S = 5.0
 
 
 class TraceWriter:
-    """``add``, ``flush`` and ``close`` are for the thread that makes lines; its own thread does what waits for a disk.
+    """``put``, ``add``, ``flush`` and ``close`` are for the thread that makes lines; its own waits for the disk.
 
     A disk that is too slow costs lines, not memory and not time: they are counted, and said in the trace.
 
     Attributes:
+        put: takes a line, which is made and encoded by the next ``flush``: costs nearly nothing.
         lost: lines that were not written since the start.
     """
 
-    def __init__(self, files: TraceFiles, *, max_buffered: int = MAX_BUFFERED_BYTES) -> None:
+    def __init__(
+        self, files: TraceFiles, *, max_buffered: int = MAX_BUFFERED_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """``max_buffered``: bytes of lines that wait for the disk at most."""
         self.lost = 0
         self._files = files
         self._max_buffered = max_buffered
-        self._pending: list[Line] = []
+        self._clock = clock
+        self._flushed = clock()
+        self._pending: list[LineToBe] = []
+        self.put = self._pending.append
         self._gap = 0
         self._lock = threading.Lock()
         self._buffer: list[bytes] = []
@@ -48,14 +58,20 @@ class TraceWriter:
     # ---- for the thread that makes lines
 
     def add(self, line: Line) -> None:
-        """Costs nearly nothing: it is encoded by the next ``flush``."""
-        self._pending.append(line)
+        self.put((_itself, (line,)))
+
+    def flush_some(self) -> None:
+        """``flush``, if it is worth it. Many lines at once cost half of what they cost one by one."""
+        if len(self._pending) >= FLUSH_LINES or (self._pending and self._clock() > self._flushed + WRITE_INTERVAL_S):
+            self.flush()
 
     def flush(self) -> None:
-        """Encode what was added. To be called when there is time for it."""
+        """Make and encode what was put. To be called when there is time for it."""
+        self._flushed = self._clock()
         if not self._pending:
             return
-        lines, self._pending = self._pending, []
+        lines = [make(*parts) for make, parts in self._pending]
+        self._pending.clear()
         room = self._max_buffered - self._buffered
         if self._failed or (self._gap and room < self._max_buffered // 2):  # else there would be gap after gap
             self._lose(len(lines))
@@ -125,3 +141,7 @@ class TraceWriter:
                 count += 1
             parts, self._buffer = self._buffer[:count], self._buffer[count:]
         return b"".join(parts), size
+
+
+def _itself(line: Line) -> Line:
+    return line

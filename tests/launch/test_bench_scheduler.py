@@ -18,6 +18,7 @@ from quire.launch.bench.scheduler_churn import ChurnSizes, Load, load_churn_trac
 from quire.launch.bench.scheduler_peer import SchedulerPeer, as_ours, median_of, one_core, ratio_of, run_json
 from quire.launch.bench.scheduler_rig import BatchWorker, Rig, summary
 from quire.launch.bench.scheduler_sections import SECTIONS, Sizes, measure
+from quire.launch.bench.scheduler_trace import TraceSizes
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError
 from quire.protocol.messages import NewRequestData, SchedulerOutput
@@ -41,6 +42,7 @@ TINY = Sizes(
     new_prompts=(2, 1024),
     memory_blocks=256,
     churn=ChurnSizes(usual=LOAD, large=LOAD),
+    trace=TraceSizes(batch=16, prompt_len=32, steps=32, chunks=2, names=("trace.jsonl",)),
 )
 A_SUMMARY = {"n", "mean_us", "median_us", "p99_us", "max_us"}
 
@@ -97,6 +99,11 @@ class TestSections:
     def test_memory(self) -> None:
         found = section("memory")
         assert found["blocks"] == 256 and 0 < found["cached_blocks"] < 256
+
+    def test_trace(self) -> None:
+        found = section("trace")["trace.jsonl"]
+        assert set(found) == {"recording_us", "of_the_loops_thread_us", "step_without_us", "line_bytes", "lost_lines"}
+        assert 150 < found["line_bytes"] < 500 and found["lost_lines"] == 0
 
     def test_each_section_has_its_table(self) -> None:
         assert set(SHOWN) == set(SECTIONS)

@@ -19,7 +19,7 @@ from quire.protocol.messages import ModelRunnerOutput
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import End, Epoch, Line, Lost, encode_line
-from quire.scheduler_proc.trace.recorder import TraceRecorder
+from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once
 from quire.scheduler_proc.trace.translate import make_header
 
 Law = Callable[[StepShape], float]
@@ -43,7 +43,7 @@ def record(path: Path, law: Law) -> None:
     config = make_config(async_scheduling=True, max_num_batched_tokens=512, max_num_seqs=64, max_model_len=1000)
     scheduler = Scheduler(config, make_layout(config), 3000)
     told: list[Line] = [make_header(TraceHeader(config, make_layout(config), 3000))]
-    recorder = TraceRecorder(scheduler, told.append)
+    recorder = TraceRecorder(scheduler, at_once(told.append))
     runner, rng = SimulatedRunner(config), random.Random(3)
     flying: deque[ModelRunnerOutput] = deque()
     now, waiting = 0.0, 150
