@@ -12,7 +12,17 @@ from pathlib import Path
 from quire.launch.replay.report.page_data import page_data
 from quire.launch.replay.run_record import RunRecord
 
-SCRIPTS = ("base.js", "plot.js", "charts.js", "distributions.js", "waterfall.js", "details.js", "tables.js", "main.js")
+SCRIPTS = (
+    "base.js",
+    "plot.js",
+    "charts.js",
+    "distributions.js",
+    "waterfall.js",
+    "details.js",
+    "tables.js",
+    "comparison.js",
+    "main.js",
+)
 """In this order: each uses what is before it."""
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from quire.launch.replay.compare import Comparison, compare
 from quire.launch.replay.report import bins, figures
 from quire.launch.replay.report.bins import microseconds
 from quire.launch.replay.report.stretches import STATES, run_end, stretches
@@ -11,6 +12,7 @@ from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
 
 MAX_REQUESTS = 20_000
 MAX_MOMENTS = 40_000
+MAX_DELAYED = 200
 MAX_TEXT = 200
 """Ids and details are the clients' own: longer ones are cut."""
 
@@ -29,6 +31,7 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     return {
         "runs": [_run(run, latency, end, len(runs)) for run, latency, end in zip(runs, latencies, ends, strict=True)],
         "distributions": distributions,
+        "comparison": _comparison(compare(*runs)) if len(runs) == 2 else None,
         "states": STATES,
         "begin": microseconds(min((_begin(run) for run in runs), default=0.0)),
         "end": microseconds(max(ends, default=0.0)),
@@ -64,6 +67,21 @@ def _run(record: RunRecord, latency: dict[str, list[float]], end: float, num_run
         "requests": _requests(kept, moments, end, words),
         "words": words.known,
         "left_out": {"requests": len(record.requests) - len(kept), "moments": num_left_out},
+    }
+
+
+def _comparison(found: Comparison) -> dict[str, Any]:
+    """Milliseconds. ``seconds``: (what, in the first run, in the second) of all requests together."""
+    slower = [delta for delta in found.deltas if delta.e2e > 0]
+    return {
+        "both": len(found.deltas),
+        "slower": len(slower),
+        "faster": sum(delta.e2e < 0 for delta in found.deltas),
+        "only": [len(found.only_first), len(found.only_second)],
+        "seconds": [(cut(part.what), *part.seconds) for part in found.parts],
+        "delayed": [
+            [cut(each.request_id), each.ttft, each.queue, each.e2e, cut(each.blame)] for each in slower[:MAX_DELAYED]
+        ],
     }
 
 

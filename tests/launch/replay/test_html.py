@@ -122,6 +122,18 @@ def test_whom_a_moment_was_for_is_found_again(tmp_path: Path) -> None:
     assert words[-2 - flat[7]] == "gone"
 
 
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    runs = simulated_run(160), simulated_run()
+    _, data = written(tmp_path / "run.html", *runs)
+    found = data["comparison"]
+    assert found["both"] == 60 and found["slower"] + found["faster"] <= 60
+    assert len(found["delayed"]) == found["slower"] > 0
+    assert all(e2e > 0 and why for _, _, _, e2e, why in found["delayed"])
+    lives = [sum(run.end - run.arrival for run in each.requests) for each in runs]
+    for run in (0, 1):
+        assert sum(row[1 + run] for row in found["seconds"]) == pytest.approx(lives[run])
+
+
 def test_five_thousand_requests_fit_in_five_megabytes(tmp_path: Path) -> None:
     record = made_up_run(5000, 60_000)
     write_html(tmp_path / "run.html", [record, record])

@@ -145,6 +145,7 @@ def test_two_runs_side_by_side(tmp_path: Path, width: int, dark: bool) -> None:
         x, y, wide, _ = place(browser, WATERFALL)
         browser.click(x + wide / 2, y + 9)
         assert browser.evaluate("document.querySelectorAll('#details .pair > div').length") == 2
+        assert "60 ended well in both" in text(browser, "section[aria-label='B against A']")
         page = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         browser.evaluate("document.querySelector('#theme').click()")
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") != page

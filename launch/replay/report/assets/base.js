@@ -57,6 +57,7 @@ function percent(share, digits = 1) {
 /** Milliseconds in the unit that reads best. */
 function milliseconds(value) {
   if (value === null || value === undefined) return "\u2013";
+  if (value >= 36e6) return `${trimmed(value / 36e5, 1)}\u00a0h`;
   if (value >= 600e3) return `${trimmed(value / 60e3, 1)}\u00a0min`;
   if (value >= 1000) return `${trimmed(value / 1000, value >= 1e5 ? 0 : value >= 1e4 ? 1 : 2)}\u00a0s`;
   return `${trimmed(value, value >= 100 ? 0 : value >= 10 ? 1 : value >= 1 ? 2 : 3)}\u00a0ms`;

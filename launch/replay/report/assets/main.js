@@ -146,6 +146,7 @@ function build() {
     ...data.runs.flatMap(noteBoxes),
     cards(),
     section("Latency", element("div", { class: "grid" }, latencyTable(), distributionCharts())),
+    ...(two ? [section("B against A", comparisonBoxes())] : []),
     // The bar stays in sight as long as something below it follows the view.
     element(
       "div",

@@ -87,7 +87,7 @@ function cardLine(row, base, run) {
 
 /** How much more or less than the first run's. */
 function change(number, base, better) {
-  if (number === null || base === null || number === base) return null;
+  if (number === null || base === null || Math.abs(number - base) <= 5e-4 * Math.abs(base)) return null;
   const sign = number > base ? 1 : -1;
   const verdict = better === 0 ? "" : sign === better ? " good" : " bad";
   const size = base ? percent(Math.abs(number / base - 1)) : "from 0";

@@ -132,6 +132,7 @@ class Waterfall {
     const height = Math.max(this.rowHeight, 3);
     pen.fillRect(left, y + (this.rowHeight - height) / 2, right - left, height);
     pen.globalAlpha = 1;
+    pen.fillRect(left, y + (this.rowHeight - height) / 2, 3, height);
   }
 
   paintLife(i, y, height) {
