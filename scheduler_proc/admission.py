@@ -47,9 +47,8 @@ def admit(
         tokens = Tokens(_known_tokens(event), names)
     else:
         _check_opaque_request(event, config, kv)
-        num_prompt_tokens, size = event.num_prompt_tokens, event.hash_bytes
-        hashes = [event.block_hashes[i : i + size] for i in range(0, len(event.block_hashes), size)]
-        hashes = hashes if config.enable_prefix_caching else []
+        num_prompt_tokens = event.num_prompt_tokens
+        hashes = _split(event.block_hashes, event.hash_bytes) if config.enable_prefix_caching else []
         tokens = OpaqueTokens(num_prompt_tokens + event.num_output_tokens, kv.block_size, hashes)
     sampling = event.sampling
     eos = () if sampling.ignore_eos else config.model.eos_token_ids
@@ -74,6 +73,12 @@ def admit(
         delivered = () if event.output_token_ids is None else event.output_token_ids.tolist()
         request.repetition = RepetitionWatch(sampling.repetition_detection, delivered)
     return request
+
+
+def _split(joined: bytes, size: int) -> list[bytes]:
+    """Pieces of ``size`` bytes, without Python code for each: a prompt may have thousands."""
+    pieces: list[bytes] = np.frombuffer(joined, f"V{size}").tolist() if joined else []
+    return pieces
 
 
 def _known_tokens(event: AddRequest) -> Int32:

@@ -102,10 +102,10 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
             request.on_worker, request.parked = True, False
             continue
         for group, blocks in enumerate(share.new_blocks):
-            for block in blocks:
-                handles.append(handle)
-                block_ids.append(block.block_id)
-                groups.append(group)
+            if blocks:
+                handles += [handle] * len(blocks)
+                block_ids += [block.block_id for block in blocks]
+                groups += [group] * len(blocks)
         if request.parked:
             request.parked = False
             unparked.append(handle)
