@@ -35,6 +35,7 @@ class Answer:
     num_tokens: int
     handle: int = -1
     ending: str = "unfinished"
+    is_held: bool = False
 
 
 class Answers:
@@ -156,9 +157,14 @@ class Answers:
                 self._end((client, event.request_id), "failed")
             case Stop():
                 self._end((client, event.request_id), "", event.num_output_tokens, at_most=True)
-            case Refuse():
-                self._end((client, event.request_id), "rejected")
-            case Control() | Hold() | Release():
+            case Hold() | Release():
+                if (answer := self._live.get((client, event.request_id))) is not None:
+                    answer.is_held = isinstance(event, Hold)
+            case Refuse():  # of nobody else: then it changed nothing
+                answer = self._live.get((client, event.request_id))
+                if answer is not None and answer.is_held:
+                    self._end((client, event.request_id), "rejected")
+            case Control():
                 pass
             case _:
                 assert_never(event)

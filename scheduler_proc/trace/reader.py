@@ -13,12 +13,14 @@ from zlib import crc32
 
 import msgspec
 
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, QuireError
 from quire.scheduler_proc.trace import lines
 from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Lost
 
 _GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 _BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, QuireError)
+"""QuireError: sampling parameters that cannot be."""
 _LONGEST_HEADER = 2**24
 _CRC = b',"crc":'
 
@@ -104,7 +106,7 @@ class TraceReader:
     def _decode(self, raw: bytes, number: int, name: str, file: Path) -> TraceLine:
         try:
             line = lines.decode_line(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             what = "is cut short" if not raw.endswith(b"\n") else f"is damaged: {error}"
             return self._damaged(f"{file}:{number}: the line {what}", number, name)
         if _has_its_checksum(raw, line):
@@ -199,7 +201,7 @@ def read_header(file: Path) -> Header:
         raise ConfigError(f"{file} is empty")
     try:
         first = msgspec.json.decode(raw, type=_First)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
         first = _First()
     if first.kind != "header" or first.format != lines.FORMAT:
         kind = f"format {first.format[:40]!r}" if first.format else "no header of one"
@@ -210,7 +212,7 @@ def read_header(file: Path) -> Header:
         )
     try:
         header = lines.decode_line(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{file}:1: the line is damaged: {error}") from None
     assert isinstance(header, Header)  # it says so
     return header
@@ -221,7 +223,7 @@ def is_trace(file: Path) -> bool:
     try:
         with open_trace(file) as stream:
             return msgspec.json.decode(stream.readline(_LONGEST_HEADER), type=_First).format == lines.FORMAT
-    except (ConfigError, *_BROKEN, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (*_BROKEN, *_UNREADABLE):
         return False
 
 

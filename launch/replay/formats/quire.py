@@ -54,8 +54,9 @@ def _call(number: int, arrival: float, answer: Answer, header: Header, empty: li
     """What its client had got before it arrived, it brings with its prompt."""
     line = answer.arrival
     num_prompt_tokens = line.num_prompt_tokens + line.num_output_tokens
-    ids = _ids(answer.names, header.hash_bytes)
     unit = min(group.block_size for group in header.kv_layout.groups)
+    total = line.num_prompt_tokens + answer.num_tokens
+    ids = _ids(answer.names, header.hash_bytes)[: total // unit]  # a stop string takes tokens back
     return Call(
         number,
         line.req_id,

@@ -1,0 +1,281 @@
+"""What a recorded trace becomes: a record of its run, and a workload for what-if."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from scheduler_driver import Driver, make_request
+from traced_runs import STEP_SECONDS, encoded, random_run, traced, write_trace
+
+from quire.launch.options import EngineOptions
+from quire.launch.replay.cost import ConstantCost
+from quire.launch.replay.exact import replay_trace
+from quire.launch.replay.formats.detect import load_workload
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.formats.quire import load
+from quire.launch.replay.recorded import SETTINGS
+from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.setup import make_setup
+from quire.launch.replay.whatif import run_workload
+from quire.launch.replay.workload import Call
+from quire.protocol.errors import ConfigError
+from quire.protocol.messages import EndReason
+from quire.scheduler_proc.trace.lines import Arrival, End, Line, Lost, Result, StepDecision
+
+
+def small_run(**settings: Any) -> Driver:
+    """Three clients; one request is preempted, one aborted, one stopped, one waits to the end."""
+    driver = Driver(**{"num_blocks": 9, "max_num_seqs": 3, "async_scheduling": True} | settings)
+    for index in range(5):
+        driver.add(f"r{index}", [7] * 8 + [index], max_tokens=14 + index, client=index % 3, priority=index)
+        for _ in range(3):
+            driver.step()
+    driver.abort("r3", client=0)
+    driver.stop("r1", 2, client=1)
+    driver.run()
+    return driver
+
+
+def small_trace(tmp_path: Path, **settings: Any) -> tuple[Driver, list[Line], Path]:
+    driver = small_run(**settings)
+    lines = [*traced(driver), End(now=1e6)]
+    return driver, lines, write_trace(tmp_path / "trace", lines)
+
+
+def outcome(record: RunRecord) -> dict[str, tuple[str, int]]:
+    return {run.request_id: (run.finish, run.num_output_tokens) for run in record.requests}
+
+
+class TestRecord:
+    def test_it_is_what_the_clients_saw(self, tmp_path: Path) -> None:
+        driver, _, path = small_trace(tmp_path)
+        record = replay_trace(path)
+        assert record.decisions_equal is True and record.first_difference is None and not record.notes
+        for run in record.requests:
+            ended = driver.answers[run.request_id].ended
+            assert ended is not None and run.finish == EndReason(ended.reason).finish_reason
+            assert run.num_output_tokens == ended.num_output_tokens
+            if driver.answers[run.request_id].num_cached_tokens >= 0 and run.scheduled >= 0:
+                assert run.num_cached_tokens == driver.answers[run.request_id].num_cached_tokens
+        assert Counter(run.finish for run in record.requests) == {"length": 3, "abort": 1, "stop": 1}
+        statistics = driver.scheduler.statistics()
+        assert sum(run.num_preemptions for run in record.requests) == statistics.num_preemptions > 0
+        assert sum(record.preemptions_by_reason.values()) == statistics.num_preemptions
+        assert record.extra["lines"] > len(record.steps) == len(driver.diffs)
+        assert sum(record.steps.prefill_tokens) + sum(record.steps.decode_tokens) > sum(
+            run.num_prompt_tokens for run in record.requests
+        )
+        assert record.settings["max_num_seqs"] == 3 and record.num_usable_blocks == 8
+
+    def test_times_are_the_recorded_ones(self, tmp_path: Path) -> None:
+        _, lines, path = small_trace(tmp_path)
+        record = replay_trace(path)
+        arrivals = [at * STEP_SECONDS for at, line in enumerate(lines) if isinstance(line, Arrival)]
+        assert [run.arrival for run in record.requests] == pytest.approx(arrivals)
+        results = [at * STEP_SECONDS for at, line in enumerate(lines) if isinstance(line, Result)]
+        assert list(record.steps.end) == pytest.approx(results)
+        assert all(end - begin <= STEP_SECONDS + 1e-9 for begin, end in zip(record.steps.begin, results, strict=True))
+        first = next(at for at, line in enumerate(lines) if isinstance(line, StepDecision))
+        assert record.requests[0].scheduled == pytest.approx(first * STEP_SECONDS)
+        for run in record.requests:
+            assert run.arrival <= run.scheduled <= run.first_token <= run.end or run.finish == "abort"
+        assert record.virtual_s == pytest.approx(max(run.end for run in record.requests) - arrivals[0])
+        assert record.wall_s > 0
+
+    def test_every_token_but_the_first_has_a_gap_before_it(self, tmp_path: Path) -> None:
+        driver = Driver(num_blocks=9, max_num_seqs=3, async_scheduling=True)
+        for index in range(4):
+            driver.add(f"r{index}", [index] * 6, max_tokens=12)
+        driver.run()
+        record = replay_trace(write_trace(tmp_path / "trace", traced(driver)))
+        assert sum(count for _, count in record.itl) == 4 * 11
+        assert sum(run.num_preemptions for run in record.requests) > 0
+        gaps = sum(milliseconds * count for milliseconds, count in record.itl) / 1e3
+        assert gaps == pytest.approx(sum(run.end - run.first_token for run in record.requests))
+
+    def test_a_clock_that_went_back_is_said(self, tmp_path: Path) -> None:
+        _, lines, path = small_trace(tmp_path)
+        at = next(at for at, line in enumerate(lines) if isinstance(line, Result))
+        write_trace(path, [*lines[:at], msgspec.structs.replace(lines[at], now=1.0), *lines[at + 1 :]])
+        record = replay_trace(path)
+        assert record.decisions_equal and record.notes == ["the clock went back 1 times: it was taken to stand still"]
+        assert list(record.steps.end) == sorted(record.steps.end)
+
+    def test_progress_is_told(self, tmp_path: Path) -> None:
+        driver = Driver(num_blocks=80, block_size=16, max_model_len=4096, max_num_batched_tokens=64)
+        driver.add("a", [1], max_tokens=1100)
+        driver.run()
+        told: list[tuple[float, int]] = []
+        replay_trace(write_trace(tmp_path / "trace", traced(driver)), progress=lambda *each: told.append(each))
+        assert len(told) == 1 and told[0][0] > 1.0 and told[0][1] == 0
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_any_run_can_be_shown(self, tmp_path: Path, seed: int) -> None:
+        driver = random_run(seed, events=20)
+        record = replay_trace(write_trace(tmp_path / "trace", [*traced(driver), End(now=1e6)]))
+        assert record.decisions_equal and not record.notes
+        for run in record.requests:
+            answer = driver.answers[run.request_id]
+            assert run.finish and run.end >= run.arrival
+            assert (run.finish == "rejected") == (answer.rejected is not None)
+            if answer.ended is not None:
+                assert run.num_output_tokens == answer.ended.num_output_tokens
+
+
+class TestDifference:
+    def test_it_is_located_and_the_run_is_shown_up_to_it(self, tmp_path: Path) -> None:
+        _, lines, path = small_trace(tmp_path)
+        at = next(at for at, line in enumerate(lines) if isinstance(line, StepDecision) and line.step == 9)
+        wrong = msgspec.structs.replace(lines[at], removed=[7])
+        write_trace(path, [*lines[:at], wrong, *lines[at + 1 :]])
+        record = replay_trace(path)
+        assert record.decisions_equal is False
+        assert record.first_difference == {
+            "line": at + 1,
+            "step": 9,
+            "kind": "step_decision",
+            "field": "removed[0]",
+            "recorded": 7,
+            "decided": "nothing",
+            "req_id": "",
+            "file": "trace",
+        }
+        assert len(record.steps) <= 9 and "up to the first difference: trace:" in record.notes[0]
+
+    def test_an_altered_line_is_one(self, tmp_path: Path) -> None:
+        _, lines, path = small_trace(tmp_path)
+        raw = encoded(lines)
+        at = next(at for at, line in enumerate(lines) if isinstance(line, StepDecision))
+        raw[at] = raw[at].replace(b'"now":100.', b'"now":101.')
+        path.write_bytes(b"\n".join(raw) + b"\n")
+        record = replay_trace(path)
+        assert record.first_difference is not None
+        assert (record.first_difference["line"], record.first_difference["field"]) == (at + 1, "crc")
+
+    @pytest.mark.parametrize("recorded", [False, True])
+    def test_lines_that_are_missing(self, tmp_path: Path, recorded: bool) -> None:
+        _, lines, path = small_trace(tmp_path)
+        raw = encoded([*lines[:40], Lost(lines=5), *lines[45:]])
+        raw[40] = raw[40] if recorded else b"{"
+        path.write_bytes(b"\n".join(raw) + b"\n")
+        with pytest.raises(ConfigError, match="trace:41: "):
+            replay_trace(path)
+        record = replay_trace(path, lenient=True)
+        assert record.decisions_equal is None and record.first_difference is None and len(record.steps) > 3
+        assert record.notes[-1] == "compared up to trace:41, where lines are missing"
+
+
+class TestWorkload:
+    def test_calls_are_as_recorded(self, tmp_path: Path) -> None:
+        driver, lines, path = small_trace(tmp_path)
+        workload = load(path, LoadOptions())
+        assert [call.request_id for call in workload.calls] == [f"r{index}" for index in range(5)]
+        assert [call.priority for call in workload.calls] == list(range(5))
+        arrivals = [at * STEP_SECONDS for at, line in enumerate(lines) if isinstance(line, Arrival)]
+        assert [call.arrival for call in workload.calls] == pytest.approx(arrivals)
+        for call in workload.calls:
+            ended = driver.answers[call.request_id].ended
+            assert ended is not None and call.num_output_tokens == max(ended.num_output_tokens, 1)
+            assert call.num_prompt_tokens == 9 and call.content is not None and len(call.content.ids) == 2
+            assert call.answer is not None and list(call.answer.ids[:2]) == list(call.content.ids)
+            known = len(call.answer.ids) * 4
+            assert known <= 9 + ended.num_output_tokens
+            if EndReason(ended.reason) == EndReason.LENGTH:
+                assert known >= 9 + call.num_output_tokens - 1 - 4
+        assert len({tuple(call.content.ids) for call in workload.calls if call.content}) == 1
+        assert any("1 aborted" in note for note in workload.notes)
+        assert workload.settings["num_usable_blocks"] == 8 and workload.settings["block_size"] == 4
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_answers_are_as_long_as_their_clients_saw(self, tmp_path: Path, seed: int) -> None:
+        driver = random_run(seed, events=20)
+        lines = traced(driver)
+        workload = load(write_trace(tmp_path / "trace", lines), LoadOptions())
+        arrived = {line.req_id: line for line in lines if isinstance(line, Arrival)}
+        for call in workload.calls:
+            ended, delivered = driver.answers[call.request_id].ended, arrived[call.request_id].num_output_tokens
+            assert ended is not None
+            assert call.num_output_tokens == max(ended.num_output_tokens - delivered, 1)
+        rejected = [line for line in arrived if driver.answers[line].rejected is not None]
+        assert len(workload.calls) == len(arrived) - len(rejected)
+
+    def test_the_same_engine_finds_the_same_prefixes(self, tmp_path: Path) -> None:
+        """One at a time, on the engine that was recorded: hits as recorded."""
+        driver = Driver(num_blocks=30, max_num_seqs=3)
+        for index in range(6):
+            driver.add(f"r{index}", [index % 2] * 9 + [index], max_tokens=5)
+            driver.run()
+        path = write_trace(tmp_path / "trace", traced(driver))
+        recorded = replay_trace(path)
+        workload = load_workload(path, "auto", LoadOptions())
+        assert workload.format == "quire"
+        setup = make_setup(workload, {}, ConstantCost(1.0))
+        assert setup.num_usable_blocks == 29 and setup.config.block_size == 4
+        simulated = run_workload(workload, setup, ConstantCost(1.0), concurrency=1)
+        hits = [run.num_cached_tokens for run in recorded.requests]
+        assert [run.num_cached_tokens for run in simulated.requests] == hits and sum(hits) > 0
+        assert outcome(recorded).keys() <= {call.request_id for call in workload.calls}
+
+    def test_a_next_turn_can_find_the_answer(self, tmp_path: Path) -> None:
+        driver = Driver(num_blocks=30, block_size=4)
+        driver.add("a", [1, 2, 3, 4, 5], max_tokens=10, ignore_eos=True)
+        driver.run()
+        turn = [1, 2, 3, 4, 5, *driver.answers["a"].tokens, 9, 9]
+        driver.add("b", turn, max_tokens=3)
+        driver.run()
+        workload = load(write_trace(tmp_path / "trace", traced(driver)), LoadOptions())
+        setup = make_setup(workload, {}, ConstantCost(1.0))
+        hits = [
+            run_workload(workload, setup, ConstantCost(1.0), concurrency=1, reuse_answers=reuse)
+            .requests[1]
+            .num_cached_tokens
+            for reuse in (False, True)
+        ]
+        assert hits == [4, driver.answers["b"].num_cached_tokens] and hits[1] == 12
+
+    def test_names_of_any_length_become_numbers(self, tmp_path: Path) -> None:
+        _, lines, path = small_trace(tmp_path)
+        header = msgspec.structs.replace(lines[0], hash_bytes=4)
+        write_trace(path, [header, *lines[1:]])
+        assert all(call.content and len(call.content.ids) == 2 for call in load(path, LoadOptions()).calls)
+
+    def test_lenient_keeps_what_is_good(self, tmp_path: Path) -> None:
+        _, lines, path = small_trace(tmp_path)
+        raw = encoded(lines)
+        at = next(at for at, line in enumerate(lines) if isinstance(line, Arrival) and line.req_id == "r2")
+        raw[at] = raw[at][:50]
+        path.write_bytes(b"\n".join(raw) + b"\n")
+        with pytest.raises(ConfigError, match=f"{path}:{at + 1}: the line is damaged"):
+            load(path, LoadOptions())
+        workload = load(path, LoadOptions(lenient=True))
+        assert [call.request_id for call in workload.calls] == ["r0", "r1", "r3", "r4"]
+        assert any(f":{at + 1}: the line is damaged" in note for note in workload.notes)
+        write_trace(path, [*lines[:-1], Lost(lines=2)])
+        with pytest.raises(ConfigError, match="2 lines are missing here"):
+            load(path, LoadOptions())
+
+    def test_rate_and_limit_count(self, tmp_path: Path) -> None:
+        *_, path = small_trace(tmp_path)
+        plain, fast = (load(path, LoadOptions(rate=rate, limit=3)) for rate in (1.0, 2.0))
+        assert len(plain.calls) == 3
+        assert [2 * call.arrival for call in fast.calls] == pytest.approx([call.arrival for call in plain.calls])
+
+    def test_settings_are_flags(self) -> None:
+        assert set(SETTINGS) <= set(EngineOptions.__struct_fields__)
+
+    def test_two_clients_may_use_one_id(self, tmp_path: Path) -> None:
+        driver = Driver(num_blocks=30)
+        for client in (0, 1):
+            driver.consume(make_request("same", [client + 1] * (5 + client), max_tokens=3 + client), client)
+        while driver.scheduler.table.requests or driver.scheduler.in_flight:
+            driver.scheduler.take_messages()
+            driver.schedule()
+            driver.execute()
+            received = driver.down.receive()
+            assert received is not None
+            driver.log.consumed(0.0, 0, received.frames)
+            driver.scheduler.consume(received.message)
+        calls: list[Call] = load(write_trace(tmp_path / "trace", traced(driver)), LoadOptions()).calls
+        assert [(call.num_prompt_tokens, call.num_output_tokens) for call in calls] == [(5, 3), (6, 4)]

@@ -1,0 +1,328 @@
+"""A trace replays to the recorded decisions; whatever is changed in it is noticed and located."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scheduler_driver import Driver
+from traced_runs import encoded, random_run, traced, write_trace
+
+from quire.protocol.errors import ConfigError, InvalidRequest
+from quire.protocol.messages import Abort, EndReason, Stop
+from quire.scheduler_proc.trace.difference import Difference
+from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.trace.lines import (
+    AnyLine,
+    Arrival,
+    Epoch,
+    Event,
+    Header,
+    Line,
+    Lost,
+    PrefixCacheEvent,
+    Result,
+    StepDecision,
+    StepSnapshot,
+    Tick,
+)
+from quire.scheduler_proc.trace.reader import TraceReader, numbered
+
+SEEDS = range(8)
+Path_ = tuple[str | int, ...]
+
+
+@lru_cache
+def recorded(seed: int) -> list[Line]:
+    return traced(random_run(seed, events=25))
+
+
+def replayed(lines: list[Any], *, check: bool = False) -> Difference | None:
+    return replay_lines(numbered(lines), check=check)
+
+
+def altered(lines: list[Line], at: int, **fields: Any) -> list[Any]:
+    """Line ``at`` (from 0) with other values, as if it had been recorded so: it has no checksum."""
+    return [*lines[:at], msgspec.structs.replace(lines[at], **fields), *lines[at + 1 :]]
+
+
+def where(lines: list[Line], kind: type, meets: Any = lambda line: True) -> int:
+    return next(at for at, line in enumerate(lines) if isinstance(line, kind) and meets(line))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_decision_is_the_same_again(seed: int, tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace", recorded(seed))
+    assert replay_lines(TraceReader(path), check=True) is None
+
+
+def test_the_runs_hold_all_that_can_happen() -> None:
+    kinds: Counter[str] = Counter()
+    for line in (line for seed in SEEDS for line in recorded(seed)):
+        kinds[type(line).__name__] += 1
+        match line:
+            case StepDecision():
+                kinds["drafts"] += bool(line.drafts)
+                kinds["grammars"] += line.awaits_sample_inputs
+                kinds["parked"] += bool(line.parked)
+                kinds["preempted"] += sum(reason.what == "preempt" for reason in line.reasons)
+            case Epoch():
+                kinds["halved"] += line.halved
+            case Event():
+                kinds[type(line.event).__name__] += 1
+            case Result():
+                kinds["bad"] += bool(line.bad)
+                kinds["counts"] += line.counts is not None
+    lacking = [name for name in ("drafts", "grammars", "parked", "halved", "bad", "counts") if kinds[name] < 3]
+    lacking += [name for name in ("Tick", "ClientDropped", "Epoch", "Fail", "Refuse", "Hold") if kinds[name] < 3]
+    assert not lacking and kinds["preempted"] > 50 and kinds["StepDecision"] > 600, kinds
+
+
+# ---- one number changed
+
+
+def numbers_in(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Where the numbers of a JSON value are."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from numbers_in(child, (*path, key))
+
+
+def bump(value: Any, path: Path_, by: int) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] += by
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_number_changed_in_the_file_is_noticed_at_its_line(tmp_path: Path, data: st.DataObject) -> None:
+    """By the checksum, if by nothing else; a line that says impossible things cannot be read."""
+    raw = encoded(recorded(data.draw(st.sampled_from(SEEDS))))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    line = json.loads(raw[at])
+    path = data.draw(st.sampled_from(list(numbers_in(line))))
+    bump(line, path, data.draw(st.sampled_from((1, -1, 7, -1000, 10**6, 2**31))))
+    raw[at] = json.dumps(line).encode()
+    file = tmp_path / "trace"
+    file.write_bytes(b"\n".join(raw) + b"\n")
+    try:
+        found = replay_lines(TraceReader(file, keep_altered=True))
+    except ConfigError as error:
+        assert f"{file}:{at + 1}:" in str(error) or "version" in str(error)
+    else:
+        assert found is not None and found.line == at + 1, f"{path} of {raw[at]!r}"
+    with pytest.raises(ConfigError, match=rf":{at + 1}:|version"):
+        list(TraceReader(file))
+
+
+DECIDED = (StepDecision, StepSnapshot, PrefixCacheEvent, Tick)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_number_of_a_decision_is_compared(data: st.DataObject) -> None:
+    """Also where the checksum was made to fit: by deciding again."""
+    lines = recorded(data.draw(st.sampled_from(SEEDS)))
+    at = data.draw(st.sampled_from([at for at, line in enumerate(lines) if isinstance(line, DECIDED)]))
+    builtin = msgspec.to_builtins(lines[at])
+    paths = [path for path in numbers_in(builtin) if path[0] not in ("now", "hashes")]
+    if not paths:
+        return
+    path = data.draw(st.sampled_from(paths))
+    bump(builtin, path, data.draw(st.sampled_from((1, -1, 1000))))
+    changed: Line = msgspec.convert(builtin, type(lines[at]), strict=False)
+    found = replayed([*lines[:at], changed, *lines[at + 1 :]])
+    assert found is not None and found.line == at + 1 and found.recorded != found.decided
+    if not isinstance(lines[at], PrefixCacheEvent):
+        assert found.field.startswith(str(path[0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_an_event_or_a_result_says_nothing_breaks(data: st.DataObject) -> None:
+    """Numbers that decide are noticed at their line or after it; none leads to anything but a Difference."""
+    lines = recorded(data.draw(st.sampled_from(SEEDS)))
+    kinds = (Arrival, Result, Event, Epoch)
+    at = data.draw(st.sampled_from([at for at, line in enumerate(lines) if isinstance(line, kinds)]))
+    builtin = msgspec.to_builtins(lines[at])
+    path = data.draw(st.sampled_from([path for path in numbers_in(builtin) if path != ("event", 0)]))
+    bump(builtin, path, data.draw(st.sampled_from((1, -1, 1000, 2**31, -(2**40)))))
+    try:
+        changed: Line = msgspec.convert(builtin, type(lines[at]), strict=False)
+    except (msgspec.ValidationError, InvalidRequest):
+        return
+    found = replayed([*lines[:at], changed, *lines[at + 1 :]])
+    assert found is None or found.line >= at + 1
+
+
+# ---- what is said of it
+
+
+def small(**extra: Any) -> list[Any]:
+    driver = Driver(async_scheduling=True, num_blocks=10, scheduling_policy="priority", **extra)
+    for index in range(6):
+        driver.add(f"r{index}", [index, 1, 2, 3, 4], max_tokens=9 + index, priority=index % 2)
+        driver.step()
+    driver.run()
+    return driver.lines()
+
+
+def test_a_changed_count_of_a_decision_names_step_field_and_request() -> None:
+    lines = small()
+    at = where(lines, StepDecision, lambda line: line.counts)
+    (handle, count), *rest = lines[at].counts
+    found = replayed(altered(lines, at, counts=[(handle, count + 1), *rest]))
+    assert found is not None and found.line == at + 1 and found.kind == "step_decision"
+    assert (found.step, found.field, found.req_id) == (lines[at].step, "counts[0]", lines[at].new[0].req_id)
+    assert (found.recorded, found.decided) == ((handle, count + 1), (handle, count))
+    assert str(found).startswith(f"line {at + 1}: step_decision (step {found.step}), counts[0] of 'r0'")
+
+
+def test_a_changed_block_names_its_request() -> None:
+    lines = small()
+    at = where(lines, StepDecision, lambda line: len(line.new) == 1 and line.new[0].req_id == "r1")
+    found = replayed(altered(lines, at, block_ids=[*lines[at].block_ids[:-1], 99]))
+    assert found is not None and found.field == "block_ids[1]" and found.req_id == "r1" and found.recorded == 99
+
+
+def test_a_missing_removal_is_said_as_nothing() -> None:
+    lines = small()
+    at = where(lines, StepDecision, lambda line: line.removed)
+    found = replayed(altered(lines, at, removed=[]))
+    assert found is not None and found.line == at + 1
+    assert (found.field, found.recorded, found.decided) == ("removed[0]", "nothing", lines[at].removed[0])
+
+
+def test_another_priority_is_noticed_where_it_is_let_in() -> None:
+    lines = small()
+    at = where(lines, Arrival, lambda line: line.req_id == "r2")
+    found = replayed(altered(lines, at, priority=-5))
+    assert found is not None and found.line > at + 1 and found.req_id == "r2"
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_another_count_of_a_result_is_noticed(by: int) -> None:
+    lines = small(num_speculative_tokens=3)
+    at = where(lines, Result, lambda line: line.counts and 2 in line.counts and max(line.drafts) >= 2)
+    changed = list(lines[at].counts)
+    changed[changed.index(2)] += by
+    found = replayed(altered(lines, at, counts=changed))
+    assert found is not None and found.line >= at + 1
+
+
+def test_a_result_that_cannot_be_is_a_difference() -> None:
+    lines = small()
+    at = where(lines, Result, lambda line: line.handles)
+    for fields, field in (
+        ({"handles": [*lines[at].handles, 77]}, "handles"),
+        ({"step": lines[at].step + 1}, "step"),
+        ({"counts": [3] * len(lines[at].handles)}, "counts"),
+        ({"drafts": [3] * len(lines[at].handles)}, "drafts"),
+        ({"bad": [77]}, "bad"),
+    ):
+        found = replayed(altered(lines, at, **fields))
+        assert found is not None and (found.line, found.kind, found.field) == (at + 1, "result", field)
+
+
+def test_another_ending_is_a_difference() -> None:
+    lines = small()
+    at = where(lines, Result, lambda line: line.ended)
+    (ended,) = lines[at].ended
+    for other in (
+        msgspec.structs.replace(ended, num_output_tokens=ended.num_output_tokens - 1),
+        msgspec.structs.replace(ended, handle=77),
+        msgspec.structs.replace(ended, reason=99),
+    ):
+        found = replayed(altered(lines, at, ended=[other]))
+        assert found is not None and (found.line, found.kind) == (at + 1, "result")
+    found = replayed(altered(lines, at, ended=[]))
+    assert found is not None and found.field == "ended[0]" and found.recorded == "nothing"
+    assert ended.reason == EndReason.LENGTH
+    early = where(lines, Result, lambda line: not line.ended and line.step > 3)
+    handle = lines[where(lines, Result, lambda line: line.handles)].handles[0]
+    told = msgspec.structs.replace(ended, handle=handle, num_output_tokens=3)
+    found = replayed(altered(lines, early, ended=[told]))
+    assert found is not None and found.line == early + 1, "nobody can end at a length that it has not reached"
+
+
+def test_a_name_for_nobody_is_a_difference() -> None:
+    lines = small()
+    at = where(lines, Result)
+    found = replayed(altered(lines, at, hashes=[(55, bytes(8))]))
+    assert found is not None and (found.line, found.field, found.recorded) == (at + 1, "hashes", 55)
+
+
+def test_a_decision_where_there_was_none_and_the_other_way_round() -> None:
+    lines = small()
+    at = where(lines, StepDecision)
+    tick = [*lines[:at], Tick(now=0.0), *lines[at + 1 :]]
+    found = replayed([line for line in tick if not isinstance(line, PrefixCacheEvent | StepSnapshot)])
+    assert found is not None and (found.kind, found.recorded, found.decided) == ("tick", "nothing", 1)
+    late: list[AnyLine] = [*lines[:-1], StepDecision(step=1000, now=0.0)]
+    found = replayed(late)
+    assert found is not None and (found.field, found.recorded, found.decided) == ("step", 1000, "nothing")
+
+
+def test_a_refused_arrival_is_a_difference() -> None:
+    lines = small()
+    at = where(lines, Arrival)
+    found = replayed(altered(lines, at, num_prompt_tokens=10**6))
+    assert found is not None and found.line == at + 1 and "maximum context length" in found.decided
+    again = [*lines[: at + 1], lines[at], *lines[at + 1 :]]
+    found = replayed(again)
+    assert found is not None and (found.line, found.field) == (at + 2, "req_id")
+
+
+def test_events_that_were_not_there_are_noticed() -> None:
+    lines = small()
+    at = where(lines, Result, lambda line: line.step == 3)
+    for event in (Abort(["r1"]), Stop("r1", 1)):
+        more = [*lines[: at + 1], Event(now=0.0, event=event), *lines[at + 1 :]]
+        found = replayed(more)
+        assert found is not None and found.line > at + 1
+
+
+def test_an_epoch_cannot_halve_what_is_smallest() -> None:
+    driver = Driver(max_num_seqs=4, max_num_batched_tokens=4)
+    driver.add("a", [1, 2], max_tokens=3)
+    driver.begin_epoch()
+    driver.run()
+    lines = driver.lines()
+    assert replayed(lines) is None
+    at = where(lines, Epoch)
+    found = replayed(altered(lines, at, halved=True))
+    assert found is not None and (found.line, found.field) == (at + 1, "halved")
+
+
+def test_a_further_header_must_be_of_the_same_engine() -> None:
+    lines = small()
+    header = lines[0]
+    assert isinstance(header, Header)
+    assert replayed([*lines[:9], msgspec.structs.replace(header, part=1), *lines[9:]]) is None
+    found = replayed([*lines[:9], msgspec.structs.replace(header, num_blocks=11), *lines[9:]])
+    assert found is not None and (found.line, found.field, found.recorded, found.decided) == (10, "num_blocks", 11, 10)
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (lambda lines: lines[1:], "must begin with its header"),
+        (lambda lines: [], "must begin with its header"),
+        (lambda lines: [*lines[:5], Lost(lines=3), *lines[5:]], "3 lines are missing"),
+        (lambda lines: altered(lines, 0, complete=False), "begins in the middle"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(broken: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        replayed(broken(small()))

@@ -1,0 +1,233 @@
+"""What is wrong with a trace is said with file and line; what is good of it can be kept."""
+
+import gzip
+import lzma
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from scheduler_driver import Driver
+from traced_runs import encoded, write_trace
+
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.trace.lines import End, Lost, Result, StepDecision, encode_line
+from quire.scheduler_proc.trace.reader import TraceReader, is_trace
+
+
+def some_lines() -> list[Any]:
+    driver = Driver(async_scheduling=True)
+    for index in range(3):
+        driver.add(f"r{index}", [index, 1, 2, 3, 4], max_tokens=9)
+    driver.run()
+    return driver.lines()
+
+
+def raw_lines() -> list[bytes]:
+    return encoded(some_lines())
+
+
+def joined(raw: list[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in raw)
+
+
+def written(tmp_path: Path, data: bytes, name: str = "trace.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return path
+
+
+def parts(tmp_path: Path, cuts: tuple[int, ...] = (10, 25)) -> Path:
+    """A trace in several files, as it is rotated."""
+    header, *rest = some_lines()
+    path = tmp_path / "trace"
+    for part, (begin, end) in enumerate(zip((0, *cuts), (*cuts, len(rest)), strict=True)):
+        last = [End(now=0.0, next_part=end < len(rest))]
+        name = path if not part else tmp_path / f"trace.{part}"
+        write_trace(name, [msgspec.structs.replace(header, part=part), *rest[begin:end], *last])
+    return path
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress])
+def test_a_packed_file_is_read_whatever_its_name(tmp_path: Path, pack: Any) -> None:
+    raw = raw_lines()
+    reader = TraceReader(written(tmp_path, pack(joined(raw)), "noname"))
+    told = list(reader)
+    assert [line.number for line in told] == list(range(1, len(raw) + 1)) and {line.file for line in told} == {"noname"}
+    assert [msgspec.structs.replace(line.line, crc=None) for line in told] == some_lines_without_crc()
+    assert all(line.is_intact for line in told)
+
+
+def some_lines_without_crc() -> list[Any]:
+    return [msgspec.structs.replace(line, crc=None) for line in some_lines()]
+
+
+def test_a_zstd_file_is_read_over_all_its_frames(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    raw = raw_lines()
+    packed = b"".join(zstandard.ZstdCompressor().compress(line + b"\n") for line in raw)
+    assert replay_lines(TraceReader(written(tmp_path, packed))) is None
+    assert len(list(TraceReader(written(tmp_path, packed)))) == len(raw)
+    with pytest.raises(ConfigError, match="the packed data is damaged or cut short"):
+        list(TraceReader(written(tmp_path, packed[:2000] + b"xxxxxxx" + packed[2007:])))
+
+
+def test_spaces_do_not_matter(tmp_path: Path) -> None:
+    raw = raw_lines()
+    raw[4] = raw[4].replace(b",", b" , ").replace(b":", b": ")
+    assert replay_lines(TraceReader(written(tmp_path, joined(raw)))) is None
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_rotated_files_are_one_trace(tmp_path: Path, folder: bool) -> None:
+    path = parts(tmp_path)
+    (tmp_path / "notes.txt").write_text("not a trace")
+    reader = TraceReader(tmp_path if folder else path)
+    assert replay_lines(reader) is None and not reader.notes
+    assert [file.name for file in reader.files] == ["trace", "trace.1", "trace.2"]
+    assert sum(isinstance(told.line, StepDecision) for told in reader) == sum(
+        isinstance(line, StepDecision) for line in some_lines()
+    )
+
+
+def test_ten_files_come_in_order_of_number(tmp_path: Path) -> None:
+    path = parts(tmp_path, tuple(range(2, 24, 2)))
+    reader = TraceReader(path)
+    assert [file.name for file in reader.files[-3:]] == ["trace.9", "trace.10", "trace.11"]
+    assert replay_lines(reader) is None
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    path = parts(tmp_path)
+    (tmp_path / "trace.1").unlink()
+    with pytest.raises(ConfigError, match=r"trace\.2 is part 2, not 1 of the trace"):
+        list(TraceReader(path))
+    reader = TraceReader(path, lenient=True)
+    assert len(list(reader)) == 12 and "not 1 of the trace" in reader.notes[0]
+    (tmp_path / "trace.2").unlink()
+    with pytest.raises(ConfigError, match="goes on in another file, which is missing"):
+        list(TraceReader(path))
+    path.unlink()
+    parts(tmp_path)
+    with pytest.raises(ConfigError, match=r"trace\.1 is part 1 of a trace; the parts before it are missing"):
+        TraceReader(tmp_path / "trace.1")
+
+
+def test_a_part_of_an_older_trace_is_left_alone(tmp_path: Path) -> None:
+    path = parts(tmp_path)
+    write_trace(path, [*some_lines(), End(now=0.0)])
+    reader = TraceReader(path)
+    assert replay_lines(reader) is None
+    assert reader.notes == [f"{path} is the last part; {path}.1 is of another trace"]
+
+
+def test_a_folder_of_two_traces_or_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no Quire trace"):
+        TraceReader(tmp_path)
+    for name in "ab":
+        write_trace(tmp_path / name, some_lines())
+    with pytest.raises(ConfigError, match="holds 2 traces, of which a is one"):
+        TraceReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "is empty"),
+        (b"\n", "1: the line is not the header"),
+        (b"hello\n", "1: the line is not the header of a Quire trace .no header of one"),
+        (b'{"kind":"tick","now":1.0}\n', "1: the line is not the header"),
+        (b'{"kind":"header","format":"other","version":1}\n', "format 'other'"),
+        (b'{"kind":"header","format":"quire-trace","version":9}\n', "has version 9 of the trace format; .* version 1"),
+        (b'{"kind":"header","format":"quire-trace","version":1}\n', "1: the line is damaged: .*missing required field"),
+        (b"\x00\xff" * 100, "1: the line is not the header"),
+        (b"\x1f\x8b\x00", "damaged or cut short"),
+        (b"[" * 100_000, "1: the line is not the header"),
+    ],
+)
+@pytest.mark.parametrize("lenient", [False, True])
+def test_what_is_no_trace_is_refused(tmp_path: Path, data: bytes, text: str, lenient: bool) -> None:
+    path = written(tmp_path, data)
+    with pytest.raises(ConfigError, match=text) as caught:
+        TraceReader(path, lenient=lenient)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        TraceReader(tmp_path / "nothing")
+    assert not is_trace(tmp_path / "nothing") and not is_trace(written(tmp_path, b"{}"))
+    assert is_trace(written(tmp_path, b'{"kind":"header","format":"quire-trace","version":9}\n'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda line: line[: len(line) // 2], "the line is damaged"),
+        (lambda line: b"", "the line is damaged"),
+        (lambda line: line.replace(b'"kind":"', b'"kind":"un'), "the line is damaged: Invalid value 'un"),
+        (lambda line: line.replace(b'"now":', b'"then":'), "the line is damaged: .*missing required field `now`"),
+        (lambda line: line.replace(b'"step":', b'"step":1'), "the line was altered: its checksum does not match"),
+        (lambda line: b"\xff" + line, "the line is damaged"),
+    ],
+)
+def test_a_damaged_line_is_named_or_left_out(tmp_path: Path, damage: Any, text: str) -> None:
+    raw = raw_lines()
+    at = next(at for at, line in enumerate(raw) if b"step_decision" in line)
+    raw[at] = damage(raw[at])
+    path = written(tmp_path, joined(raw))
+    with pytest.raises(ConfigError, match=f":{at + 1}: {text}"):
+        list(TraceReader(path))
+    reader = TraceReader(path, lenient=True)
+    told = list(reader)
+    assert len(told) == len(raw) and told[at].line == Lost(lines=1)
+    assert reader.num_left_out == 1 and f":{at + 1}: the line" in reader.notes[0]
+
+
+def test_every_byte_at_which_a_file_can_end(tmp_path: Path) -> None:
+    """Whole lines are kept, and half a line is named; nothing is silent."""
+    raw = raw_lines()
+    data = joined(raw)
+    whole = {len(joined(raw[:count])): count for count in range(1, len(raw) + 1)}
+    for end in range(len(raw[0]) + 1, len(data), 97):
+        path = written(tmp_path, data[:end])
+        count = sum(length <= end for length in whole)
+        reader = TraceReader(path, lenient=True)
+        told = list(reader)
+        assert len(told) == count + (end not in whole) and reader.notes
+        if end not in whole and data[end] not in b"\n":
+            with pytest.raises(ConfigError, match=f":{count + 1}: the line is cut short"):
+                list(TraceReader(path))
+
+
+def test_cut_packed_data_is_named(tmp_path: Path) -> None:
+    packed = gzip.compress(joined(raw_lines() * 40))
+    path = written(tmp_path, packed[: len(packed) - 500])
+    with pytest.raises(ConfigError, match=r":\d+: the packed data is damaged or cut short"):
+        list(TraceReader(path))
+    reader = TraceReader(path, lenient=True)
+    assert list(reader) and reader.num_left_out == 1
+
+
+def test_an_end_is_missed(tmp_path: Path) -> None:
+    lines = [line for line in some_lines() if not isinstance(line, End)]
+    reader = TraceReader(write_trace(tmp_path / "trace", lines))
+    assert replay_lines(reader) is None
+    assert reader.notes == [f"{tmp_path / 'trace'} has no end: it was cut short, or is still being written"]
+
+
+def test_altered_lines_can_be_kept(tmp_path: Path) -> None:
+    raw = raw_lines()
+    at = next(at for at, line in enumerate(raw) if b'"kind":"result"' in line)
+    raw[at] = raw[at].replace(b'"step":', b'"step":7')
+    reader = TraceReader(written(tmp_path, joined(raw)), keep_altered=True)
+    told = list(reader)
+    assert [line.number for line in told if not line.is_intact] == [at + 1] and isinstance(told[at].line, Result)
+
+
+def test_a_line_without_a_checksum_is_taken_as_it_is(tmp_path: Path) -> None:
+    lines = some_lines()
+    bare = [msgspec.json.encode(msgspec.structs.replace(line, crc=None)) for line in lines]
+    assert replay_lines(TraceReader(written(tmp_path, joined(bare)))) is None
+    assert encode_line(msgspec.structs.replace(lines[1], crc=None)) == raw_lines()[1]
