@@ -39,7 +39,10 @@ SPIN_SECONDS = 0.0002
 """How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
 POLL_SECONDS = 0.001
 """A poll counts whole ones of these."""
-MOST_BLOCKS = 65_536
+ENOUGH_BLOCKS = 65_536
+"""Of a machine that does not say its memory."""
+MOST_BLOCKS = 2**20
+"""Of one that does: a large one would have room for tens of millions of a tiny model's, each an object here."""
 
 
 class Clock(Protocol):
@@ -101,7 +104,9 @@ class SimulatedWorker:
         try:
             configure = self._handshake()
             plan = plan_pool(configure.config, configure.kv_layout, self._cost, self._num_ranks)
-            self._say(f"SIMULATED, answers are nonsense; {self._cost.describe()}; {plan.num_blocks - 1} KV blocks")
+            more = " (more would fit)" if plan.num_blocks == MOST_BLOCKS else ""
+            pool = f"{plan.num_blocks - 1} KV blocks{more}"
+            self._say(f"SIMULATED, answers are nonsense; {self._cost.describe()}; {pool}")
             self._channel.send(Ready([plan.num_blocks] * len(configure.kv_layout.groups), plan, {}))
             self._steps(SimulatedRunner(configure.config))
         except Exception as error:
@@ -165,7 +170,7 @@ class SimulatedWorker:
         waiting.result = runner.finish(waiting.launched, inputs, waiting.end - waiting.begin)
 
     def _send_oldest(self) -> None:
-        """If it is computed; else sleeps away what the poll left of its time, and then messages are looked for again."""
+        """If it is computed. Else sleeps away what the poll left of its time; messages are then looked for again."""
         oldest = self._computing[0]
         rest = oldest.end - self._clock.now()
         if rest > 2 * POLL_SECONDS:
@@ -178,7 +183,7 @@ class SimulatedWorker:
 
 
 def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks: int) -> MemoryPlan:
-    """How many KV blocks the pretended machine has: by flag, by the cost model, or enough for a full batch.
+    """How many KV blocks the pretended machine has: by flag; by its memory, where that is known; or for a full batch.
 
     Raises:
         ConfigError: not even one block fits.
@@ -190,9 +195,9 @@ def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks
     elif config.kv_cache_memory_bytes:
         num_blocks = config.kv_cache_memory_bytes // per_rank
     elif cost.kv_bytes:
-        num_blocks = cost.kv_bytes // (per_rank * num_ranks)
+        num_blocks = min(cost.kv_bytes // (per_rank * num_ranks), MOST_BLOCKS)
     else:
-        num_blocks = max(min(config.max_num_seqs * per_request, MOST_BLOCKS), len(layout.groups) * per_request) + 1
+        num_blocks = max(min(config.max_num_seqs * per_request, ENOUGH_BLOCKS), len(layout.groups) * per_request) + 1
     if num_blocks < 2:
         raise ConfigError(
             f"memory does not suffice: a KV block takes {layout.block_bytes} bytes; "

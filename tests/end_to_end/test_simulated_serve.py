@@ -14,6 +14,9 @@ import pytest
 from engine_processes import engine_processes
 from served import QUIRE, Served
 
+from quire.launch.demo import demo_model_path
+from quire.launch.replay.costs.fitted import fit
+
 STEP_SECONDS = 0.002
 
 
@@ -116,14 +119,17 @@ def test_what_cannot_be_is_said_before_anything_starts(flags: list[str], text: s
     assert done.returncode == 78 and text in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.slow
-def test_a_model_without_weights_on_many_devices(tmp_path: Path) -> None:
+def test_a_model_without_weights_on_many_devices_and_its_times_from_a_trace(tmp_path: Path) -> None:
     """Only a config and a tokenizer: the scheduler sees one worker, whatever the ranks."""
-    from quire.launch.demo import demo_model_path
-
     for file in demo_model_path().iterdir():
         if file.suffix == ".json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    served = Served(str(tmp_path), "--simulate", "constant:0.01", "--tensor-parallel-size", "2")
-    assert complete(served, prompt="Once", max_tokens=50)["usage"]["completion_tokens"] == 50
+    trace = tmp_path / "trace"
+    pool = ["--num-gpu-blocks-override", "500", "--trace", str(trace)]
+    served = Served(str(tmp_path), "--simulate", "roofline:h200", "--tensor-parallel-size", "2", *pool)
+    for num_tokens in (100, 400, 1000):
+        usage = complete(served, prompt=[5] * num_tokens, max_tokens=50)["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_tokens, 50)
     assert served.stop(signal.SIGINT) == 0
+    fitted = fit(trace)
+    assert len(fitted.errors) >= 150 and abs(fitted.errors).max() < 0.05

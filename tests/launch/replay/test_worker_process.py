@@ -11,7 +11,7 @@ from scheduler_driver import make_config, make_layout, make_request
 
 from quire.launch.replay.cost import ConstantCost, StepShape
 from quire.launch.replay.simulated_runner import SimulatedRunner
-from quire.launch.replay.worker_process import SimulatedWorker, plan_pool
+from quire.launch.replay.worker_process import MOST_BLOCKS, SimulatedWorker, plan_pool
 from quire.protocol.channel import Channel, memory_pair
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
@@ -173,6 +173,7 @@ class TestPool:
         config = make_config()
         layout = make_layout(config)
         assert plan_pool(config, layout, PerToken(kv_bytes=100 * layout.block_bytes), 1).num_blocks == 100
+        assert plan_pool(config, layout, PerToken(kv_bytes=2**50), 1).num_blocks == MOST_BLOCKS
 
     def test_bytes_by_flag_are_those_of_one_rank(self) -> None:
         config = make_config(kv_cache_memory_bytes=make_layout(make_config()).block_bytes * 50)
