@@ -60,6 +60,7 @@ class _Seen:
         num_computed: tokens whose KV it has; ``num_known``: its prompt and the answer so far.
         last: when it was last in a step.
         num_hit_tokens: when it was first let in.
+        looked_at: the step of its last prefix_cache_event.
     """
 
     arrival: float
@@ -70,6 +71,7 @@ class _Seen:
     last: float = 0.0
     num_hit_tokens: int = 0
     has_run: bool = False
+    looked_at: Any = None
 
 
 @dataclass
@@ -139,6 +141,7 @@ class _Reader:
         if job_id is not None:
             seen.job_id = str(job_id)
         seen.num_prompt_tokens, seen.num_known, seen.num_computed = prompt, known, computed
+        seen.looked_at = record.get("step")
         if not seen.has_run:
             seen.num_hit_tokens = computed
         if hit:
@@ -150,7 +153,9 @@ class _Reader:
             raise ValueError("`num_scheduled_tokens` must be an object of request ids and numbers")
         numbers = {name: _count(counts, name) for name in counts}
         for name in record.get("preempted_req_ids") or ():
-            self._see(_name(name, "preempted_req_ids"), now).num_computed = 0
+            seen = self._see(_name(name, "preempted_req_ids"), now)
+            if seen.looked_at != record.get("step"):  # else it was let in again in this very step
+                seen.num_computed = 0
         for name, count in numbers.items():
             seen = self._see(name, now)
             seen.last, seen.has_run = now, True

@@ -1,6 +1,8 @@
 """Scheduler traces of three record kinds: requests told from what was done for them."""
 
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,50 @@ class TestRequests:
         workload = load(tmp_path / "a", *TRACE[4:])
         assert [call.request_id for call in workload.calls] == ["b", "c"]
         assert any("1 requests are left out" in note for note in workload.notes)
+
+
+def write_of_a_small_engine(rng: random.Random, lengths: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+    """Chunked prefill, hits, preemptions, and events for requests that were looked at and not let in."""
+    records: list[dict[str, Any]] = []
+    computed = dict.fromkeys(lengths, 0)
+    known = {name: prompt for name, (prompt, _) in lengths.items()}
+    waiting, running = list(lengths), list[str]()
+    for step in itertools.count():
+        records.append(snapshot(step))
+        preempted = [running.pop()] if len(running) > 1 and rng.random() < 0.1 else []
+        waiting = preempted + waiting
+        while waiting and len(running) < 4 and rng.random() < 0.7:
+            name = waiting[0]
+            computed[name] = rng.randrange(-(-known[name] // 16)) * 16
+            prompt = lengths[name][0]
+            records.append(hit(step, name, prompt, num_tokens=known[name], local_hit_tokens=computed[name]))
+            if rng.random() < 0.2:
+                break  # no room for it
+            running.append(waiting.pop(0))
+        budget, counts = 48, {}
+        for name in running:
+            count = min(budget, known[name] - computed[name])
+            if count:
+                counts[name] = count
+            budget -= count
+        records.append(decision(step, counts, tuple(preempted)))
+        for name, count in counts.items():
+            computed[name] += count
+            if computed[name] == known[name]:
+                known[name] += 1
+                if known[name] == sum(lengths[name]):
+                    running.remove(name)
+        if not waiting and not running:
+            return records
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lengths_of_a_small_engine_s_requests_are_found_again(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    lengths = {f"r{i}": (rng.randrange(1, 150), rng.randrange(1, 30)) for i in range(12)}
+    workload = load(tmp_path / "a", *write_of_a_small_engine(rng, lengths))
+    assert {c.request_id: (c.num_prompt_tokens, c.num_output_tokens) for c in workload.calls} == lengths
 
 
 class TestSpellings:
