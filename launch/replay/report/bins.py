@@ -104,7 +104,8 @@ def _edges(low: float, high: float) -> tuple[Floats, bool]:
     if high > 30 * positive:
         edges = np.geomspace(positive, high, HISTOGRAM_BINS + 1)
         return np.array([float(f"{edge:.6g}") for edge in edges]), True
-    room = max(high - low, 0.02 * high, 1e-3) * 0.05
+    # Values that hardly differ get room enough that the axis can tell its ends apart.
+    room = max(0.05 * (high - low) if high - low > 0.1 * high else 0.25 * high, 1e-4)
     edges = np.linspace(max(low - room, 0.0), high + room, HISTOGRAM_BINS + 1)
     return np.array([float(f"{edge:.6g}") for edge in edges]), False
 

@@ -58,6 +58,11 @@ def test_histograms_of_nothing_and_of_zeros() -> None:
     assert sum(bins.histogram("queue", "", [[(0.0, 4)]])["counts"][0]) == 4
 
 
+def test_equal_values_lie_in_the_middle_of_an_axis_that_is_wide_enough() -> None:
+    edges = bins.histogram("itl", "", [[(20.0, 9)]])["edges"]
+    assert (edges[0], edges[-1]) == (15, 25)
+
+
 def test_hit_rates_add_up() -> None:
     runs = [RequestRun("a", 0, 100, scheduled=1.0), RequestRun("b", 0, 300, scheduled=9.0), RequestRun("c", 0, 999)]
     runs[1].num_cached_tokens = 200
