@@ -1,0 +1,234 @@
+"""Profiles of layers as a cost: what a step adds up to, on an excerpt of a real profile, and broken tables."""
+
+import csv
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quire.launch.bench.shapes import SHAPES
+from quire.launch.replay.cost import StepShape
+from quire.launch.replay.costs.layers import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    PER_SEQUENCE,
+    LayerProfileCost,
+    ProfiledMachine,
+    as_one,
+    captured_sizes,
+)
+from quire.launch.replay.costs.link import Link
+from quire.launch.replay.costs.measured import load_layer_profile
+from quire.protocol.errors import ConfigError
+
+EXCERPT = Path(__file__).parents[2] / "data" / "layer_profile_excerpt"
+MACHINE = ProfiledMachine(SHAPES["llama-3.1-8b"], "test")
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (EXCERPT / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def expected(tokens: int, requests: int, attention: str) -> float:
+    """Seconds by the tables' own rows, by hand. ``attention``: the four numbers of its row."""
+    times = {"embedding": 1, "final_layernorm": 1, "layernorm": 64}
+    total = sum(times.get(r["layer"], 32) * float(r["time_us"]) for r in rows(DENSE) if int(r["tokens"]) == tokens)
+    total += sum(float(r["time_us"]) for r in rows(PER_SEQUENCE) if int(r["sequences"]) == requests)
+    (found,) = [r for r in rows(ATTENTION) if ",".join(list(r.values())[:4]) == attention]
+    return (total + 32 * float(found["time_us"])) * 1e-6
+
+
+def machine(**changes: object) -> LayerProfileCost:
+    return LayerProfileCost(EXCERPT, dataclasses.replace(MACHINE, **changes))  # type: ignore[arg-type]
+
+
+def decodes(n: int, context: int, longest: int = 0) -> StepShape:
+    return StepShape([], n, n * context, n, longest)
+
+
+class TestSums:
+    @pytest.mark.parametrize(
+        ("step", "tokens", "requests", "attention"),
+        [
+            (decodes(1, 256), 1, 1, "0,0,1,256"),
+            (decodes(64, 1024), 64, 64, "0,0,64,1024"),
+            (StepShape([(1024, 256)], 0, 0, 1), 1024, 1, "1024,256,0,0"),
+            (StepShape([(2048, 0)], 0, 0, 0), 2048, 1, "2048,0,0,0"),
+        ],
+    )
+    def test_where_it_was_measured_a_step_takes_what_its_rows_add_up_to(
+        self, step: StepShape, tokens: int, requests: int, attention: str
+    ) -> None:
+        assert machine().seconds(step) == pytest.approx(expected(tokens, requests, attention), rel=1e-9)
+
+    def test_a_prefill_beside_decodes_is_looked_up_as_such(self) -> None:
+        cost = machine()
+        together = cost.seconds(StepShape([(1024, 1024)], 64, 64 * 256, 65))
+        assert together < cost.seconds(StepShape([(1024, 1024)], 0, 0, 1)) + cost.seconds(decodes(64, 256))
+        assert together > cost.seconds(StepShape([(1024, 1024)], 0, 0, 1))
+
+    def test_longer_steps_take_longer(self) -> None:
+        cost = machine()
+        for worse, better in (
+            (decodes(64, 2000), decodes(64, 1000)),
+            (decodes(64, 9000), decodes(64, 4096)),
+            (decodes(200, 1000), decodes(100, 1000)),
+            (StepShape([(700, 0)], 9, 900, 10), StepShape([(600, 0)], 9, 900, 10)),
+            (StepShape([(600, 900)], 9, 900, 10), StepShape([(600, 0)], 9, 900, 10)),
+        ):
+            assert cost.seconds(worse) > cost.seconds(better)
+
+    def test_two_short_prompts_take_less_than_one_as_long_as_both(self) -> None:
+        cost = machine()
+        one = cost.seconds(StepShape([(2000, 0)], 0, 0, 1))
+        two = cost.seconds(StepShape([(1000, 0), (1000, 0)], 0, 0, 2))
+        assert 0.95 * one < two < one
+
+    def test_prefills_count_as_one_of_as_many_pairs(self) -> None:
+        assert as_one([(100, 50)]) == (100, 50.0)
+        assert as_one([(100, 0), (100, 0)]) == (200, 0.0)  # fewer pairs than one prompt of 200
+        tokens, before = as_one([(100, 1000), (100, 500)])
+        assert tokens == 200
+        assert 200 * (before + 100) == pytest.approx(100 * 1050 + 100 * 550)
+
+
+class TestSkew:
+    def test_unequal_contexts_lie_between_the_mean_and_the_longest(self) -> None:
+        equal, longest = machine().seconds(decodes(64, 1000)), machine().seconds(decodes(64, 4000))
+        skewed = machine(skew=0.25).seconds(decodes(64, 1000, longest=4000))
+        assert skewed == pytest.approx(equal + 0.25 * (longest - equal))
+
+    def test_equal_ones_take_what_was_measured(self) -> None:
+        assert machine(skew=0.25).seconds(decodes(64, 1000, longest=1000)) == machine().seconds(decodes(64, 1000))
+        assert machine(skew=0.25).seconds(decodes(64, 1000)) == machine().seconds(decodes(64, 1000))
+
+
+class TestCaptured:
+    def test_a_step_is_as_long_as_the_graph_that_it_is_padded_to(self) -> None:
+        padded, plain = machine(captured=captured_sizes(256)), machine()
+        attention = plain.seconds(decodes(60, 1000)) - plain.seconds(decodes(60, 16))
+        assert padded.seconds(decodes(60, 1000)) > plain.seconds(decodes(60, 1000))
+        assert padded.seconds(decodes(60, 1000)) - padded.seconds(decodes(60, 16)) == pytest.approx(attention)
+        assert padded.seconds(decodes(64, 1000)) == plain.seconds(decodes(64, 1000))
+        long = StepShape([(300, 0)], 0, 0, 1)
+        assert padded.seconds(long) == plain.seconds(long)
+
+    def test_sizes(self) -> None:
+        assert captured_sizes(20) == [1, 2, 4, 8, 16]
+        assert captured_sizes(512)[-2:] == [496, 512] and len(captured_sizes(512)) == 51
+
+
+class TestRanks:
+    def test_they_exchange_twice_per_layer(self) -> None:
+        link = Link(bandwidth=1e9, latency=1e-5)
+        more = machine(num_ranks=2, link=link).seconds(decodes(64, 256)) - machine().seconds(decodes(64, 256))
+        assert more == pytest.approx(64 * link.all_reduce(64 * 4096 * 2, 2))
+
+    def test_an_all_reduce_is_bound_by_latency_or_by_bytes(self) -> None:
+        link = Link(bandwidth=1e9, latency=1e-5)
+        assert link.all_reduce(1000, 1) == 0
+        assert link.all_reduce(0, 8) == pytest.approx(1e-5)
+        assert link.all_reduce(1e9, 4) == pytest.approx(6 * (1e-5 + 0.25))
+
+
+class TestExperts:
+    def test_they_take_the_place_of_feed_forward_layers(self, tmp_path: Path) -> None:
+        folder = copy(tmp_path)
+        model = SHAPES["qwen3-30b-a3b"]
+        few = [
+            line for line in (folder / DENSE).read_text().splitlines() if "gate_up" not in line and "down" not in line
+        ]
+        (folder / DENSE).write_text("\n".join(few))
+        without = dataclasses.replace(MACHINE, model=model)
+        with pytest.raises(ConfigError, match=EXPERTS):
+            LayerProfileCost(folder, without)
+        seconds = {}
+        for each in (10, 20):  # microseconds per expert that is read
+            table = ["tokens,activated_experts,time_us"]
+            table += [f"{t},{n},{each * n}" for t in (1, 64, 2048) for n in (8, 64, 128)]
+            (folder / EXPERTS).write_text("\n".join(table))
+            cost = LayerProfileCost(folder, without)
+            seconds[each] = [cost.seconds(decodes(1, 256)), cost.seconds(StepShape([(2048, 0)], 0, 0, 1))]
+        assert seconds[20][0] - seconds[10][0] == pytest.approx(48 * 8 * 10e-6)
+        assert seconds[20][1] - seconds[10][1] == pytest.approx(48 * 128 * 10e-6)
+
+
+def copy(folder: Path) -> Path:
+    return Path(shutil.copytree(EXCERPT, folder / "profile"))
+
+
+class TestFolder:
+    def test_it_names_its_model_and_chip(self) -> None:
+        cost = load_layer_profile(EXCERPT)
+        assert "RTX 4090" in cost.describe() and "32" in cost.describe()
+        assert cost.seconds(decodes(64, 1024)) == pytest.approx(expected(64, 64, "0,0,64,1024"))
+        assert cost.kv_bytes == 0  # nothing here tells
+
+    def test_what_the_run_tells_goes_before_rules(self, tmp_path: Path) -> None:
+        folder = copy(tmp_path)
+        (folder / "meta.json").write_text(
+            '{"model": "meta-llama/Llama-3.1-8B-Instruct", "engine_kwargs": {"tensor_parallel_size": 2, '
+            '"enforce_eager": true}, "kv_cache": {"num_gpu_blocks": 100, "block_size": 16}}'
+        )
+        (folder / "config.json").write_text('{"link_bw": 1, "link_latency": 10000}')
+        (folder / "profile_meta.yaml").write_text("gpu: X\nskew_fit: {per_tp: {2: {alpha_default: 0.5}}}")
+        cost = load_layer_profile(folder)
+        assert cost.kv_bytes == 100 * 16 * 131072
+        assert " x 2" in cost.describe()
+        wanted = machine(num_ranks=2, skew=0.5, link=Link(1e9, 1e-5))
+        step = decodes(60, 1000, longest=3000)
+        assert cost.seconds(step) == pytest.approx(wanted.seconds(step))
+        with pytest.raises(ConfigError, match=r"as cut for 2 ranks; tensor_parallel_size=4"):
+            load_layer_profile(folder, tensor_parallel_size=4)
+
+    def test_the_chip_tells_the_room_where_the_run_does_not(self, tmp_path: Path) -> None:
+        folder = copy(tmp_path)
+        (folder / "config.json").write_text('{"nodes": [{"instances": [{"npu_mem": {"mem_size": 24}}]}]}')
+        left = load_layer_profile(folder).kv_bytes
+        assert 4e9 < left < 6.5e9  # of 24 GiB at 0.9, less 16 GB of weights and what a step takes
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            (DENSE, "layer,tokens\nqkv_proj,1", r"profile_dense.csv:1: no column time_us; it has layer, tokens"),
+            (DENSE, "layer,tokens,time_us\nqkv_proj,1,2\nqkv_proj,2", r"profile_dense.csv:3: 2 columns"),
+            (DENSE, "layer,tokens,time_us\nqkv_proj,1,x", r"profile_dense.csv:2: time_us must be a number, not 'x'"),
+            (DENSE, "layer,tokens,time_us\nqkv_proj,1,-1", r"profile_dense.csv:2: time_us must be above 0"),
+            (DENSE, "layer,tokens,time_us\nqkv_proj,1,nan", r"profile_dense.csv:2: time_us must be above 0"),
+            (DENSE, "layer,tokens,time_us\nqkv_proj,0,1", r"profile_dense.csv:2: tokens must be a whole number"),
+            (DENSE, "layer,tokens,time_us\nqkv_proj,1,1", r"no row has layer down_proj, gate_up_proj, o_proj"),
+            (DENSE, "", r"profile_dense.csv:1: no column"),
+            (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us", "no rows"),
+            (
+                ATTENTION,
+                "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,1.5,3",
+                r"profile_attention.csv:2: .* must be whole numbers",
+            ),
+            (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,-1,3", "must not be negative"),
+            (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,1,3", "no row has prefills alone"),
+            ("profile_meta.yaml", "a: [", r"profile_meta.yaml: "),
+            ("profile_meta.yaml", "gpu: X", r"neither meta.json nor profile_meta.yaml names the model"),
+            ("profile_meta.yaml", "model: acme/llama-3.1-9b", r"did you mean llama-3.1-8b"),
+            ("meta.json", "[]", r"meta.json: must be a mapping"),
+        ],
+    )
+    def test_what_is_broken_is_named_with_its_line(self, tmp_path: Path, name: str, text: str, message: str) -> None:
+        folder = copy(tmp_path)
+        (folder / name).write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_layer_profile(folder)
+
+    def test_a_missing_table(self, tmp_path: Path) -> None:
+        folder = copy(tmp_path)
+        (folder / PER_SEQUENCE).unlink()
+        with pytest.raises(ConfigError, match=r"no profile_per_sequence.csv"):
+            load_layer_profile(folder)
+
+    def test_a_file_that_is_not_compressed_as_its_name_says(self, tmp_path: Path) -> None:
+        folder = copy(tmp_path)
+        (folder / DENSE).rename(folder / f"{DENSE}.gz")
+        with pytest.raises(ConfigError, match=r"profile_dense.csv.gz: cannot be read"):
+            load_layer_profile(folder)

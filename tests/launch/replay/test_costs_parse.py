@@ -1,0 +1,139 @@
+"""``--cost`` as it is written: each kind, what it takes for a model or a chip, and what is said of a wrong one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.launch.bench.shapes import SHAPES
+from quire.launch.replay.cost import StepShape
+from quire.launch.replay.costs.chips import CHIPS, find_chip
+from quire.launch.replay.costs.models import MODELS, find_model
+from quire.launch.replay.costs.parse import default_cost, parse_cost
+from quire.launch.replay.workload import Workload
+from quire.protocol.errors import ConfigError
+
+DATA = Path(__file__).parents[2] / "data"
+STEP = StepShape([(100, 50)], 8, 8000, 9)
+
+
+class TestKinds:
+    def test_constant(self) -> None:
+        cost = parse_cost("constant:2.5")
+        assert cost.seconds(STEP) == 0.0025 and cost.kv_bytes == 0 and "2.5 ms" in cost.describe()
+
+    def test_roofline(self) -> None:
+        one, two = (parse_cost("roofline:llama-3.1-8b,h100", tensor_parallel_size=n) for n in (1, 2))
+        assert two.seconds(STEP) < one.seconds(STEP)
+        assert "h100 x 2" in two.describe() and two.kv_bytes > one.kv_bytes
+        given = parse_cost("roofline:,h100", model=SHAPES["llama-3.1-8b"])
+        assert parse_cost("roofline:h100", model=SHAPES["llama-3.1-8b"]).seconds(STEP) == given.seconds(STEP)
+        assert given.seconds(STEP) == one.seconds(STEP)
+
+    def test_tables_of_kernels(self) -> None:
+        folder = DATA / "kernel_tables_excerpt"
+        cost = parse_cost(f"table:{folder}")
+        assert cost.seconds(STEP) == parse_cost(f"table:{folder},llama-3.1-8b").seconds(STEP)
+        assert "kernels" in cost.describe() and cost.kv_bytes > 100e9
+
+    def test_a_profile_of_layers_is_of_its_own_model(self) -> None:
+        folder = DATA / "layer_profile_excerpt"
+        cost = parse_cost(f"table:{folder}", model=SHAPES["tiny"])
+        assert cost.seconds(STEP) == parse_cost(f"table:{folder}").seconds(STEP)
+        assert parse_cost(f"table:{folder},tiny").seconds(STEP) < cost.seconds(STEP)
+        with pytest.raises(ConfigError, match="as cut for 1 ranks"):
+            parse_cost(f"table:{folder}", tensor_parallel_size=2)
+
+    def test_a_folder_whose_name_has_a_comma(self, tmp_path: Path) -> None:
+        folder = tmp_path / "a,b"
+        folder.mkdir()
+        with pytest.raises(ConfigError, match="a,b: neither tables of kernels"):
+            parse_cost(f"table:{folder}")
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("constnat:5", r"no such kind; did you mean constant\?; known: constant:MS, roofline"),
+            ("", "no such kind"),
+            ("constant", "must be constant:MS"),
+            ("constant:", "must be constant:MS"),
+            ("constant:fast", "milliseconds must be a number, not 'fast'"),
+            ("constant:0", "must be above 0"),
+            ("constant:inf", "must be above 0"),
+            ("constant:nan", "must be above 0"),
+            ("roofline:llama-3.1-8b", "must be roofline:CONFIG,CHIP"),
+            ("roofline:llama-3.1-8b,h10", r"h10: no such chip; did you mean h100\?"),
+            ("roofline:llama-3.1-8,h100", r"neither a config.json nor the name of a known shape; did you mean llama"),
+            ("roofline:nothing/config.json,h100", "there is no such file"),
+            ("roofline:llama-3.1-8b,nothing.yaml", "nothing.yaml: cannot be read"),
+            ("table:/nowhere", "/nowhere: there is no such folder"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, spec: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            parse_cost(spec)
+
+
+class TestDefault:
+    def test_a_measured_run_has_its_own_profile(self) -> None:
+        folder = DATA / "layer_profile_excerpt"
+        measured = default_cost(Workload("measured", str(folder), []))
+        assert "RTX 4090" in measured.describe()
+        assert "RTX 4090" in default_cost(Workload("measured", str(folder / "workload.jsonl"), [])).describe()
+
+    def test_any_other_runs_on_an_h200(self) -> None:
+        cost = default_cost(Workload("mooncake", str(DATA / "mooncake_excerpt.jsonl"), []), tensor_parallel_size=2)
+        assert "roofline" in cost.describe() and "h200 x 2" in cost.describe()
+
+
+class TestModels:
+    @pytest.mark.parametrize(
+        ("name", "known"),
+        [
+            ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+            ("meta-llama/Meta-Llama-3-8B", "llama-3.1-8b"),
+            ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+            ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+            ("/data/model/Qwen3-32B/", "qwen3-32b"),
+            ("tiny", "tiny"),
+        ],
+    )
+    def test_a_publishers_name_leads_to_the_shape(self, name: str, known: str) -> None:
+        assert find_model(name) is MODELS[known]
+
+    def test_a_file_or_its_folder(self, tmp_path: Path) -> None:
+        raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32}
+        raw |= {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "float32", "rms_norm_eps": 1e-5}))
+        assert find_model(str(tmp_path)) == find_model(str(tmp_path / "config.json"))
+        assert parse_cost(f"roofline:{tmp_path},cpu").seconds(STEP) > 0
+
+
+class TestChips:
+    def test_all_have_what_a_cost_needs(self) -> None:
+        for name in CHIPS:
+            assert 0 < parse_cost(f"roofline:smollm2-135m,{name}").seconds(STEP) < 1
+            assert find_chip(name.upper()) is CHIPS[name]
+
+    @pytest.mark.parametrize("name", ["mine.json", "mine.yaml"])
+    def test_one_of_the_users_own(self, tmp_path: Path, name: str) -> None:
+        told = {"flops": {"bfloat16": 1e15}, "memory_bytes": 1e11, "bandwidth": 2e12, "memory_efficiency": 0.9}
+        (tmp_path / name).write_text(json.dumps(told))
+        chip = find_chip(str(tmp_path / name))
+        assert chip.name == "mine" and chip.memory_efficiency == 0.9 and chip.flops_of("bfloat16") == 1e15
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("flops: [", "mine.yaml: "),
+            ("3", "mine.yaml: Expected `object`"),
+            ("{flops: {bfloat16: 1e12}, bandwidth: 1e12}", "missing required field `memory_bytes`"),
+            ("{flops: {bfloat16: 0}, bandwidth: 1, memory_bytes: 1}", r"Expected `float` > 0"),
+            ("{flops: {}, bandwidth: 1, memory_bytes: 1, bandwith: 2}", "unknown field `bandwith`"),
+            ("{flops: {}, bandwidth: 1, memory_bytes: 1, gemm_efficiency: 2}", r"Expected `float` <= 1"),
+        ],
+    )
+    def test_what_is_wrong_with_it_is_said(self, tmp_path: Path, text: str, message: str) -> None:
+        (tmp_path / "mine.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            find_chip(str(tmp_path / "mine.yaml"))

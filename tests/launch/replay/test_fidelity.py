@@ -1,0 +1,57 @@
+"""Runs that a real engine made, replayed with their own profiles of layers: how near the means come.
+
+Needs the traces' folder (``QUIRE_TRACES``). Nothing in the simulator knows these runs: the profile, the settings and
+the engine's policies are what the folder itself tells.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.launch.replay.formats.detect import load_workload
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.run_record import RequestRun, RunRecord
+from quire.launch.replay.whatif import prepare, run_workload
+
+MOST_OFF = {"ttft": 0.05, "tpot": 0.02, "e2e": 0.03}
+
+MEASURED: dict[str, Callable[[dict[str, Any]], float]] = {
+    "ttft": lambda r: r["first_token_ts"] - r["queued_ts"],
+    "tpot": lambda r: (r["last_token_ts"] - r["first_token_ts"]) / (r["output_toks"] - 1),
+    "e2e": lambda r: r["last_token_ts"] - r["queued_ts"],
+}
+REPLAYED: dict[str, Callable[[RequestRun], float]] = {
+    "ttft": lambda r: r.first_token - r.arrival,
+    "tpot": lambda r: (r.end - r.first_token) / (r.num_output_tokens - 1),
+    "e2e": lambda r: r.end - r.arrival,
+}
+
+
+@pytest.fixture(scope="module", params=["rtxpro6000_llama31-8b", "rtx4090_llama31-8b"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    traces = os.environ.get("QUIRE_TRACES")
+    if not traces:
+        pytest.skip("QUIRE_TRACES does not name the folder of traces")
+    return Path(traces) / "measured_vllm" / str(request.param)
+
+
+@pytest.fixture(scope="module")
+def record(folder: Path) -> RunRecord:
+    workload = load_workload(folder, "auto", LoadOptions())
+    setup, cost = prepare(workload, {}, None)
+    assert setup.shown["like"] == "vllm-0.19.0" and "profiled layers" in cost.describe()
+    return run_workload(workload, setup, cost)
+
+
+@pytest.mark.parametrize("figure", MOST_OFF)
+def test_means_are_near_what_was_measured(folder: Path, record: RunRecord, figure: str) -> None:
+    with gzip.open(folder / "requests.jsonl.gz", "rt", encoding="utf-8") as file:
+        measured = [MEASURED[figure](json.loads(line)) for line in file]
+    replayed = [REPLAYED[figure](run) for run in record.requests]
+    assert len(replayed) == len(measured) == 300
+    assert sum(replayed) == pytest.approx(sum(measured), rel=MOST_OFF[figure])

@@ -1,0 +1,101 @@
+"""What a cost model is told of each step, and when requests are taken in: by the Simulator over the real Scheduler."""
+
+import dataclasses
+import random
+
+import pytest
+
+from quire.launch.replay.cost import StepShape
+from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.simulator import Simulator
+from quire.launch.replay.sources import OpenLoop
+from quire.launch.replay.workload import Call
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import KVGroup, KVLayout
+from quire.protocol.model_config import ModelConfig
+from quire.scheduler_proc.policies import QUIRE, Policies
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+)
+LAYOUT = KVLayout([KVGroup("full_attention", 4, [0, 1])], num_kv_heads=1, head_dim=4, dtype="float32")
+
+
+class Seen:
+    """Each step takes a second; remembers what it was told."""
+
+    kv_bytes = 0
+
+    def __init__(self) -> None:
+        self.shapes: list[StepShape] = []
+
+    def seconds(self, step: StepShape) -> float:
+        self.shapes.append(dataclasses.replace(step, prefills=list(step.prefills)))
+        return 1.0
+
+    def describe(self) -> str:
+        return "a second per step"
+
+
+def run(calls: list[Call], cost: Seen, *, policies: Policies = QUIRE, blocks: int = 400, **options: bool) -> RunRecord:
+    config = EngineConfig(
+        model=MODEL, model_path="", max_model_len=400, max_num_batched_tokens=64, max_num_seqs=8, block_size=4
+    )
+    source, record = OpenLoop(calls), RunRecord()
+    return Simulator(config, LAYOUT, blocks, cost, source, record, policies=policies, **options).run()
+
+
+class TestLongest:
+    def test_it_grows_with_each_step_and_goes_with_its_request(self) -> None:
+        cost = Seen()
+        run([Call(0, "0", 0.0, 20, 4), Call(1, "1", 0.0, 10, 8)], cost, coasting=False)
+        assert [shape.longest_decode for shape in cost.shapes] == [0, 21, 22, 23, 14, 15, 16, 17]
+
+    @pytest.mark.parametrize("coasting", [True, False])
+    @pytest.mark.parametrize("blocks", [60, 400])
+    def test_it_lies_between_the_mean_and_what_can_be(self, coasting: bool, blocks: int) -> None:
+        """Also where requests are preempted, and come back."""
+        rng = random.Random(3)
+        calls = [Call(n, str(n), 2.0 * n, rng.randint(1, 90), rng.randint(1, 60)) for n in range(30)]
+        cost = Seen()
+        record = run(calls, cost, blocks=blocks, coasting=coasting)
+        assert bool(sum(r.num_preemptions for r in record.requests)) == (blocks == 60)
+        for shape in cost.shapes:
+            if shape.num_decodes:
+                mean = shape.decode_context / shape.num_decodes
+                assert mean <= shape.longest_decode <= min(150, shape.decode_context)
+
+    def test_coasting_tells_the_same(self) -> None:
+        calls = [Call(n, str(n), 7.0 * n, 30 - n, 40 + n) for n in range(6)]
+        told = []
+        for coasting in (True, False):
+            cost = Seen()
+            run(calls, cost, coasting=coasting)
+            told.append([(s.num_decodes, s.decode_context, s.longest_decode) for s in cost.shapes])
+        assert told[0] == told[1]
+
+
+class TestTakingIn:
+    calls = (Call(0, "0", 0.0, 20, 12), Call(1, "1", 2.25, 20, 3), Call(2, "2", 2.5, 20, 3), Call(3, "3", 30.5, 5, 2))
+
+    @pytest.mark.parametrize("coasting", [True, False])
+    def test_as_they_come(self, coasting: bool) -> None:
+        record = run(list(self.calls), Seen(), coasting=coasting)
+        assert [r.arrival for r in record.requests] == [0.0, 2.25, 2.5, 30.5]
+
+    @pytest.mark.parametrize("coasting", [True, False])
+    def test_between_steps_only(self, coasting: bool) -> None:
+        """While a step runs nobody is taken in; the engine's own clock begins then, and nothing else changes."""
+        policies = Policies(takes_between_steps=True)
+        record = run(list(self.calls), Seen(), policies=policies, coasting=coasting)
+        assert [r.arrival for r in record.requests] == [0.0, 3.0, 3.0, 30.5]
+        others = run(list(self.calls), Seen(), coasting=coasting).requests
+        assert [r.first_token for r in record.requests] == [r.first_token for r in others]
+        assert [r.end for r in record.requests] == [r.end for r in others]
