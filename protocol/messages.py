@@ -270,6 +270,8 @@ class Statistics(Message, frozen=True, tag=22):
     kv_block_reuse_gap: Histogram | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_trace_lines_lost: int = 0
+    """Because the disk was too slow, or failed."""
 
 
 class EngineState(Message, frozen=True, tag=23):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from quire.protocol.channel import Received
@@ -37,6 +38,7 @@ from quire.protocol.messages import (
     Rejected,
     Release,
     Shutdown,
+    Statistics,
     Stop,
     Welcome,
 )
@@ -158,10 +160,13 @@ class SchedulerLoop:
         if self._scheduler is not None:
             self._say_reasons(self._scheduler)
             for client, message in self._scheduler.take_messages():
-                self._send_to(client, message)
+                self._send_to(client, self._with_losses(message) if isinstance(message, Statistics) else message)
         if self._dump_wanted:
             self._dump_wanted = False
             self._journal.dump_aside("somebody asked")
+
+    def _with_losses(self, statistics: Statistics) -> Statistics:
+        return msgspec.structs.replace(statistics, num_trace_lines_lost=self._journal.num_lost_lines)
 
     def _say_reasons(self, scheduler: Scheduler) -> None:
         decisions = scheduler.decisions.take()

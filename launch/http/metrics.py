@@ -45,6 +45,7 @@ COUNTERS = (
     ("num_requests_refused", "Sequences that the scheduler did not accept.", "num_requests_refused"),
     ("spec_decode_num_draft_tokens", "Tokens that were drafted.", "num_draft_tokens"),
     ("spec_decode_num_accepted_tokens", "Drafted tokens that the model agreed with.", "num_accepted_tokens"),
+    ("num_trace_lines_lost", "Lines of the trace that the disk was too slow for.", "num_trace_lines_lost"),
 )
 HISTOGRAMS = (
     ("kv_block_lifetime_seconds", "From a KV block's allocation to the loss of its content.", "kv_block_lifetime"),
