@@ -41,7 +41,7 @@ SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: 
 
 
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from(sorted(SOURCES)))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_coasting_changes_nothing(seed: int, pace: str) -> None:
     rng = random.Random(seed)
     calls, config, num_blocks = random_calls(rng, rng.randrange(1, 14)), random_config(rng), rng.randrange(8, 60)

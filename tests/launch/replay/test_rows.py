@@ -1,0 +1,111 @@
+"""A worker's rows as numbers, against a plain model that looks at every row in every step."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_workloads import AffineCost, random_calls, random_config
+from scheduler_driver import make_layout
+
+from quire.launch.replay.cost import StepShape
+from quire.launch.replay.rows import SimulatedRows
+from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.simulator import Simulator
+from quire.launch.replay.sources import ClosedLoop
+from quire.protocol.messages import NewRequestData, SchedulerOutput
+from quire.protocol.sampling_params import SamplingParams
+
+
+@dataclass
+class PlainRow:
+    known: int
+    computed: int
+    active: bool = True
+
+
+class PlainRows:
+    """As protocol laws have it: an active row that the diff does not name computes one token."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, PlainRow] = {}
+
+    def apply(self, diff: SchedulerOutput) -> tuple[StepShape, set[int]]:
+        for handle in diff.removed:
+            del self.rows[handle]
+        for handle in diff.parked:
+            self.rows[handle].active = False
+        for new in diff.new_requests:
+            self.rows[new.handle] = PlainRow(new.num_tokens, new.num_computed_tokens)
+        for handle in diff.unparked:
+            self.rows[handle].active = True
+        counts = dict(diff.counts)
+        shape = StepShape([(count, self.rows[handle].computed) for handle, count in diff.counts], 0, 0, 0)
+        sampling = set()
+        for handle, row in self.rows.items():
+            if not row.active:
+                continue
+            if handle not in counts:
+                shape.num_decodes += 1
+                shape.decode_context += row.computed + 1
+            row.computed += counts.get(handle, 1)
+            if row.computed == row.known:
+                row.known += 1
+                sampling.add(handle)
+        shape.num_samples = len(sampling)
+        return shape, sampling
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_shapes_and_samplers_are_those_of_a_model_that_looks_at_every_row(seed: int) -> None:
+    rng = random.Random(seed)
+    calls, config = random_calls(rng, rng.randrange(1, 14), span=1.0), random_config(rng)
+    plain, steps = PlainRows(), 0
+    apply = SimulatedRows.apply
+
+    def compared(self: SimulatedRows, diff: SchedulerOutput) -> StepShape:
+        nonlocal steps
+        expected, sampling = plain.apply(diff)
+        shape = apply(self, diff)
+        told = (shape.prefills, shape.num_decodes, shape.decode_context, shape.num_samples)
+        assert told == (expected.prefills, expected.num_decodes, expected.decode_context, expected.num_samples)
+        assert set(self.handles) == sampling
+        steps += 1
+        return shape
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedRows, "apply", compared)
+        layout, source = make_layout(config), ClosedLoop(calls)
+        num_blocks = rng.randrange(8, 60)
+        record = Simulator(config, layout, num_blocks, AffineCost(), source, RunRecord(), coasting=False).run()
+    assert steps == len(record.steps)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_coasting_rows_are_where_empty_diffs_would_have_brought_them(seed: int) -> None:
+    rng = random.Random(seed)
+    one, other = SimulatedRows(), SimulatedRows()
+    new = [_new(handle, rng.randrange(1, 30)) for handle in range(rng.randrange(1, 6))]
+    for rows in (one, other):
+        counts = [(each.handle, each.num_tokens) for each in new if each.num_tokens > 1]
+        rows.apply(SchedulerOutput(1, new_requests=new, counts=counts))
+        rows.take_handles()
+    count = rng.randrange(1, 20)
+    shape = one.steady_shape()
+    for step in range(count):
+        stepped = other.apply(SchedulerOutput(2 + step))
+        if not step:
+            assert stepped == shape
+    one.coast(count)
+    assert one.take_handles() is None and other.take_handles() is None
+    assert one.steady_shape() == other.steady_shape()
+    ended = SchedulerOutput(30, removed=[0])
+    assert one.apply(ended) == other.apply(ended)
+    assert one.handles == other.handles
+
+
+def _new(handle: int, num_tokens: int) -> NewRequestData:
+    return NewRequestData(handle, f"{handle}", num_tokens, num_tokens, 0, [1], SamplingParams(), 0)
