@@ -119,7 +119,7 @@ def _exact(args: argparse.Namespace) -> Result:
         result.exit_status = 1
         result.complaint = _first_difference(record.first_difference)
     elif record.decisions_equal:
-        result.head.append(f"replayed exactly: the decisions of all {len(record.steps):,} steps are equal")
+        result.head.insert(1, f"replayed exactly: the decisions of all {len(record.steps):,} steps are equal")
     return result
 
 

@@ -27,6 +27,7 @@ PLAIN_VOCABULARY = 1024
 SMALL_VOCABULARY = 256
 MAX_MESSAGE = 200
 LATE_MS = 50.0
+TOO_LONG = "http 400 context_length_exceeded"
 
 Progress = Callable[[float, int], None]
 
@@ -278,6 +279,9 @@ class _Load:
         run.num_output_tokens = timing.output_tokens
         if timing.error is not None:
             kind, message = timing.error
+            if kind == TOO_LONG:  # by the server's own tokenizer, which the trace does not know
+                run.finish, run.finish_detail, run.end = "rejected", message[:MAX_MESSAGE], run.arrival
+                return
             run.finish, run.finish_detail = "error", f"{kind}: {message[:MAX_MESSAGE]}".rstrip(": ")
             self._counts[f"error {kind}"] += 1
             self._first_message.setdefault(kind, message[:MAX_MESSAGE])

@@ -10,6 +10,7 @@ _OWN = 2**32 - 2
 """The space of tokens that no id of the trace covers; the call's number is their id."""
 FIRST_TOKEN = 3
 """Below it most vocabularies have their marks for a text's beginning, its end and padding."""
+CUT_MARGIN = 0.95
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -33,13 +34,17 @@ class PromptMaker:
         self.num_folded = 0
 
     def make(self, call: Call, num_tokens: int) -> Prompt:
-        """The first ``num_tokens`` of the call's prompt; of a text, the share of its characters that they are."""
-        if call.tokens is not None and self._token_ids:
-            return self._own_ids(np.asarray(call.tokens[:num_tokens], np.int64))
-        if call.text is not None:
+        """The first ``num_tokens`` of the call's prompt.
+
+        Text goes first: token ids are of the trace's tokenizer, which need not be the server's. A text is cut to the
+        share of its characters that the tokens are, and a little more, since tokens differ in length.
+        """
+        if call.text:
             if num_tokens >= call.num_prompt_tokens:
                 return call.text
-            return call.text[: max(1, len(call.text) * num_tokens // call.num_prompt_tokens)]
+            return call.text[: max(1, int(len(call.text) * CUT_MARGIN * num_tokens / call.num_prompt_tokens))]
+        if call.tokens is not None and self._token_ids:
+            return self._own_ids(np.asarray(call.tokens[:num_tokens], np.int64))
         if not self._token_ids:
             letters = invented_tokens(call, num_tokens, len(_LETTERS), first=0).tolist()
             return " ".join(_LETTERS[letter] for letter in letters)

@@ -131,6 +131,16 @@ class TestTooLong:
         assert (found["requests"], found["rejected"], len(stub.asked)) == (3, 1, 2)
         assert found["rejected_reasons"] == {"a prompt of N tokens and its answer do not fit the server's context": 1}
 
+    def test_refused_by_the_server_itself(self) -> None:
+        def handler(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v1/completions" and len(json.loads(request.content)["prompt"]) > 1:
+                error = {"code": "context_length_exceeded", "message": "this has 70 tokens"}
+                return httpx.Response(400, json={"error": error})
+            return Stub()(request)
+
+        record = run_live(workload(call(0)), Target("http://test"), transport=httpx.MockTransport(handler))
+        assert summary(record)["rejected_reasons"] == {"this has N tokens": 1} and record.extra["errors"] == {}
+
     def test_clipped(self) -> None:
         stub, record = self.run(overlong="clip")
         assert [len(body["prompt"]) for body in stub.asked] == [20, 20, 9]
@@ -232,4 +242,5 @@ def test_invented_tokens_are_spread_and_repeat() -> None:
 
 def test_a_clipped_text_keeps_its_share() -> None:
     maker = PromptMaker(1024, token_ids=True)
-    assert maker.make(call(0, prompt=100, text="x" * 300), 50) == "x" * 150
+    assert maker.make(call(0, prompt=100, text="x" * 300, tokens=[1] * 100), 50) == "x" * 142
+    assert maker.make(call(0, prompt=1, text="", tokens=[0]), 1) == [0]
