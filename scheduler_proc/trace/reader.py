@@ -22,6 +22,7 @@ _BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, QuireError)
 """QuireError: sampling parameters that cannot be."""
 _LONGEST_HEADER = 2**24
+_CHUNK = 2**16
 _CRC = b',"crc":'
 
 
@@ -160,29 +161,50 @@ def _open_zstd(file: Path) -> IO[bytes]:
         zstandard: Any = importlib.import_module("zstandard")
     except ImportError:
         raise ConfigError(f"{file}: reading it needs the package zstandard: pip install 'quire[trace]'") from None
-    reader = zstandard.ZstdDecompressor().stream_reader(file.open("rb"), read_across_frames=True, closefd=True)
-    return io.BufferedReader(_Unpacked(reader, zstandard.ZstdError))
+    return io.BufferedReader(_Unpacked(file.open("rb"), zstandard.ZstdDecompressor(), zstandard.ZstdError))
 
 
 class _Unpacked(io.RawIOBase):
-    """A reader of packed data whose own errors are OSErrors."""
+    """The content of zstd frames, one after the other.
 
-    def __init__(self, reader: Any, error: type[Exception]) -> None:
-        self._reader = reader
+    Reading raises EOFError where a frame is cut short, OSError where it is damaged.
+    """
+
+    def __init__(self, packed: IO[bytes], unpacker: Any, error: type[Exception]) -> None:
+        self._packed = packed
+        self._unpacker = unpacker
         self._error = error
+        self._frame: Any = None
+        self._rest = self._ready = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            count: int = self._reader.readinto(buffer)
-        except self._error as error:
-            raise OSError(str(error)) from None
+        while not self._ready:
+            chunk = self._rest or self._packed.read(_CHUNK)
+            if not chunk:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame")
+                return 0
+            self._unpack(chunk)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
+    def _unpack(self, chunk: bytes) -> None:
+        if self._frame is None:
+            self._frame = self._unpacker.decompressobj()
+        try:
+            self._ready = self._frame.decompress(chunk)
+        except self._error as error:
+            raise OSError(str(error)) from None
+        self._rest = b""
+        if self._frame.eof:
+            self._rest, self._frame = self._frame.unused_data, None
+
     def close(self) -> None:
-        self._reader.close()
+        self._packed.close()
         super().close()
 
 

@@ -69,8 +69,14 @@ def test_a_zstd_file_is_read_over_all_its_frames(tmp_path: Path) -> None:
     packed = b"".join(zstandard.ZstdCompressor().compress(line + b"\n") for line in raw)
     assert replay_lines(TraceReader(written(tmp_path, packed))) is None
     assert len(list(TraceReader(written(tmp_path, packed)))) == len(raw)
-    with pytest.raises(ConfigError, match="the packed data is damaged or cut short"):
-        list(TraceReader(written(tmp_path, packed[:2000] + b"xxxxxxx" + packed[2007:])))
+    for bad in (packed[:2000] + b"xxxxxxx" + packed[2007:], packed[:-3]):
+        path = written(tmp_path, bad)
+        with pytest.raises(ConfigError, match=r":\d+: the packed data is damaged or cut short"):
+            list(TraceReader(path))
+        reader = TraceReader(path, lenient=True)
+        assert 1 < len(list(reader)) <= len(raw) and reader.num_left_out == 1
+    large = zstandard.ZstdCompressor().compress(joined(raw * 50))
+    assert len(list(TraceReader(written(tmp_path, large)))) == 50 * len(raw)
 
 
 def test_spaces_do_not_matter(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""A live server records what it decides; the trace replays exactly, and much faster than it was."""
+
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from served import Served
+
+from quire.launch.replay.exact import replay_trace
+from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.formats.quire import load
+from quire.launch.replay.run_record import RunRecord
+from quire.scheduler_proc.trace.lines import Line, encode_line
+from quire.scheduler_proc.trace.reader import TraceReader
+
+FLAGS = ["--max-num-seqs", "4", "--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "22"]
+"""A pool in which four long answers have no room: somebody is put out."""
+NUM_CLIENTS = 3
+
+
+class Client(threading.Thread):
+    """One loop of requests, one answer after the other, until it got ``num_tokens``; some it gives up on."""
+
+    def __init__(self, url: str, seed: int, num_tokens: int) -> None:
+        super().__init__(name=f"client {seed}")
+        self._rng = random.Random(seed)
+        self._http = httpx.Client(base_url=url, timeout=60)
+        self._num_tokens = num_tokens
+        self.num_aborted = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with self._http:
+                while self._num_tokens > 0:
+                    self._num_tokens -= self._ask()
+        except BaseException as error:
+            self.error = error
+
+    def _ask(self) -> int:
+        """Two answers at a time, so that more wait than can run. Returns the tokens that were asked for."""
+        rng = self._rng
+        count = rng.randrange(40, 180)
+        body: dict[str, Any] = {
+            "prompt": (list(range(5, 37)) if rng.random() < 0.5 else []) + [rng.randrange(5, 900) for _ in range(20)],
+            "max_tokens": count,
+            "n": 2,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "priority": rng.randrange(3),
+        }
+        if rng.random() < 0.3:
+            return self._give_up(body, rng.randrange(1, 20))
+        response = self._http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 2 * count
+        return 2 * count
+
+    def _give_up(self, body: dict[str, Any], num_chunks: int) -> int:
+        with self._http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if number >= 2 * num_chunks:
+                    break
+        self.num_aborted += 1
+        return 2 * num_chunks
+
+
+def record_run(path: Path, num_tokens: int, *flags: str) -> int:
+    """Record a run of so many tokens; returns how many requests were given up."""
+    served = Served("--trace", str(path), *FLAGS, *flags)
+    clients = [Client(served.url, seed, num_tokens // NUM_CLIENTS) for seed in range(NUM_CLIENTS)]
+    try:
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(500)
+        served.wait_until_idle()
+    finally:
+        assert served.stop(signal.SIGTERM) == 0
+    for client in clients:
+        if client.error is not None:
+            raise client.error
+    return sum(client.num_aborted for client in clients)
+
+
+def check_run(record: RunRecord, num_aborted: int) -> None:
+    assert record.decisions_equal is True, record.first_difference
+    assert not record.notes
+    assert sum(run.num_preemptions for run in record.requests) > 0
+    assert len({run.priority for run in record.requests}) == 3
+    finishes = [run.finish for run in record.requests]
+    assert set(finishes) == {"length", "abort"} and num_aborted < finishes.count("abort") + 2 <= 2 * num_aborted + 2
+    assert record.virtual_s > 0 and sum(run.num_cached_tokens for run in record.requests) > 0
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    return path, record_run(path, 2400, "--scheduling-policy", "priority")
+
+
+def test_a_live_run_replays_exactly(recorded: tuple[Path, int]) -> None:
+    path, num_aborted = recorded
+    record = replay_trace(path)
+    check_run(record, num_aborted)
+    assert len(record.steps) > 300
+
+
+def test_one_changed_number_is_located(recorded: tuple[Path, int], tmp_path: Path) -> None:
+    """Of a decision, an arrival or a result, the checksum made to fit."""
+    path, _ = recorded
+    lines = [told.line for told in TraceReader(path)]
+    for kind, field in (("StepDecision", "counts"), ("Arrival", "priority"), ("Result", "ended")):
+        at, line = next(
+            (at, line)
+            for at, line in enumerate(lines)
+            if type(line).__name__ == kind and getattr(line, field) and at > len(lines) // 2
+        )
+        changed = tmp_path / kind
+        with changed.open("wb") as file:
+            for number, each in enumerate(lines):
+                written = with_another(line, field) if number == at else msgspec.structs.replace(each, crc=None)
+                file.write(encode_line(written) + b"\n")
+        record = replay_trace(changed)
+        assert record.decisions_equal is False and record.first_difference is not None
+        found = record.first_difference["line"]
+        assert found >= at + 1 if kind == "Arrival" else found == at + 1
+
+
+def with_another(line: Line, field: str) -> Line:
+    value = getattr(line, field)
+    if field == "priority":
+        return msgspec.structs.replace(line, crc=None, priority=value - 1)
+    if field == "ended":
+        less = msgspec.structs.replace(value[0], num_output_tokens=value[0].num_output_tokens - 1)
+        return msgspec.structs.replace(line, crc=None, ended=[less, *value[1:]])
+    (handle, count), *rest = value
+    return msgspec.structs.replace(line, crc=None, counts=[(handle, count + 1), *rest])
+
+
+def test_it_is_a_workload(recorded: tuple[Path, int]) -> None:
+    path, num_aborted = recorded
+    workload = load(path, LoadOptions())
+    assert len(workload.calls) == len(replay_trace(path).requests)
+    assert any("aborted" in note for note in workload.notes) == (num_aborted > 0)
+    assert workload.settings["num_usable_blocks"] == 22 and workload.settings["scheduling_policy"] == "priority"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_ten_thousand_steps_replay_twenty_times_as_fast(tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    num_aborted = record_run(path, 45_000, "--scheduling-policy", policy)
+    best = 0.0
+    for _ in range(3):
+        record = replay_trace(path)
+        check_run(record, num_aborted)
+        best = max(best, record.virtual_s / record.wall_s)
+    print(f"{len(record.steps)} steps, {record.virtual_s:.1f} s, replayed {best:.1f} times as fast", file=sys.stderr)
+    assert len(record.steps) >= 10_000 and best >= 20
