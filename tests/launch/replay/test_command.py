@@ -332,21 +332,21 @@ class TestLive:
 class TestSeveralRuns:
     FLAGS = ("--set", "block_size=512", "--cost", "constant:10")
 
-    def test_a_sweep_has_a_row_for_each_combination(self, replay: Replay, mooncake: Path) -> None:
-        axes = ("--sweep", "num_usable_blocks=2,10", "--sweep", "max_num_seqs=1,8", "--jobs", 1)
-        status, out, _ = replay(mooncake, *self.FLAGS, *axes, "--json", "-")
-        rows = read_json(out)
+    def test_a_sweep_has_a_row_for_each_combination_and_says_what_failed(
+        self, replay: Replay, mooncake: Path, tmp_path: Path
+    ) -> None:
+        axes = ("--sweep", "num_usable_blocks=2,10", "--sweep", "max_num_seqs=1,8,0", "--jobs", 1)
+        status, out, _ = replay(mooncake, *self.FLAGS, *axes, "--json", tmp_path / "rows.json")
+        rows = read_json((tmp_path / "rows.json").read_text())
         values = [(row["set"]["num_usable_blocks"], row["set"]["max_num_seqs"]) for row in rows]
-        assert (status, values) == (0, [("2", "1"), ("2", "8"), ("10", "1"), ("10", "8")])
-        assert all(row["requests"] == 8 for row in rows)
-        assert rows[0]["latency_ms"]["queue"]["mean"] > rows[3]["latency_ms"]["queue"]["mean"] == 0.0
-
-    def test_a_sweep_as_a_table_says_which_settings_failed(self, replay: Replay, mooncake: Path) -> None:
-        status, out, _ = replay(mooncake, *self.FLAGS, "--sweep", "max_num_seqs=0,8", "--jobs", 1)
-        assert status == 1
-        table = out.split("\n\n")[1].splitlines()
-        assert [line.split()[:2] for line in table[1:]] == [["max_num_seqs=0", "failed"], ["max_num_seqs=8", "63.68%"]]
-        assert "note: max_num_seqs=0: " in out
+        assert (status, values) == (1, [(blocks, seqs) for blocks in ("2", "10") for seqs in ("1", "8", "0")])
+        assert [row.get("requests") for row in rows] == [8, 8, None] * 2
+        assert rows[0]["latency_ms"]["queue"]["mean"] > rows[4]["latency_ms"]["queue"]["mean"] == 0.0
+        assert "--max-num-seqs must be from 1" in rows[2]["error"]
+        table = [line.split()[1:3] for line in out.split("\n\n")[1].splitlines()[1:]]
+        assert table[2] == table[5] == ["max_num_seqs=0", "failed"]
+        assert table[4] == ["max_num_seqs=8", "63.68%"]
+        assert "note: num_usable_blocks=2 max_num_seqs=0: " in out
 
     def test_a_comparison_says_who_waits_and_why(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
         flags = (*self.FLAGS, "--set", "num_usable_blocks=10", "--compare", "max_num_seqs=1")
