@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -111,12 +112,20 @@ def _points(task: SweepTask, axes: Sequence[tuple[str, Sequence[str]]]) -> list[
 def _pool(jobs: int) -> ProcessPoolExecutor:
     """Spawned, not forked: a parent may have threads."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts)
+    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_enter_child)
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C in a terminal reaches every process: whoever started this one ends it."""
+def _enter_child() -> None:
+    """Ctrl-C in a terminal reaches every process, and is the parent's to handle; whatever ends it ends this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a run of a sweep has been started by nobody"
+    parent.join()
+    os._exit(1)
 
 
 def _in_order(
