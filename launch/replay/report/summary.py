@@ -28,10 +28,12 @@ def summary(record: RunRecord) -> dict[str, Any]:
     """All figures of a run, JSON's types only.
 
     ``prefix_cache`` counts each request once, when it was first let in; its ``input_tokens`` are of all requests, the
-    rejected ones too. ``latency_ms`` is of the requests that ended well; percentiles are nearest-rank, and null where
-    there is nothing to rank. Of two runs of the same, only ``wall_s`` and ``speedup`` differ.
+    rejected ones too. ``latency_ms`` is of the requests that ended well; percentiles are nearest-rank. Null is what
+    there is nothing of, and what a client of a real server cannot see. Of two runs of the same, only ``wall_s`` and
+    ``speedup`` differ.
     """
     runs = record.requests
+    inside = record.block_size > 0  # a client of a real server sees neither blocks nor steps
     finishes = Counter(run.finish or "unfinished" for run in runs)
     figures: dict[str, Any] = {
         "title": record.title,
@@ -45,16 +47,16 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "rejected_reasons": _rejections(record),
         "finish_reasons": dict(sorted(finishes.items())),
         "prefix_cache": _prefix_cache(record),
-        "preemptions": sum(run.num_preemptions for run in runs),
+        "preemptions": sum(run.num_preemptions for run in runs) if inside else None,
         "preemptions_by_reason": dict(record.preemptions_by_reason),
-        "evicted_blocks": record.num_evicted_blocks,
+        "evicted_blocks": record.num_evicted_blocks if inside else None,
         "output_tokens": sum(run.num_output_tokens for run in runs),
         "latency_ms": {name: spread(values) for name, values in sorted_latencies(record).items()},
         "throughput": _throughput(record),
         "virtual_s": record.virtual_s,
         "wall_s": record.wall_s,
         "speedup": _ratio(record.virtual_s, record.wall_s),
-        "steps": len(record.steps),
+        "steps": len(record.steps) if inside else None,
         "step_ms": _step_milliseconds(record),
         "decisions_equal": record.decisions_equal,
         "first_difference": record.first_difference,
@@ -136,9 +138,10 @@ def _rejections(record: RunRecord) -> dict[str, int]:
     return dict(Counter(re.sub(r"\d+", "N", detail) for detail in details).most_common())
 
 
-def _prefix_cache(record: RunRecord) -> dict[str, float]:
+def _prefix_cache(record: RunRecord) -> dict[str, float | None]:
     found = prefix_cache(record)
-    return {**found._asdict(), "hit_rate": found.hit_rate}
+    blocks = found.hit_blocks if record.block_size else None
+    return {**found._asdict(), "hit_blocks": blocks, "hit_rate": found.hit_rate}
 
 
 def _throughput(record: RunRecord) -> dict[str, float | None]:

@@ -161,7 +161,7 @@ class TestWhatCameOfIt:
     def test_a_record_that_reports_can_use(self) -> None:
         record = Stub().run(workload(call(0), call(1, output=1)), concurrency=1)
         found = summary(record)
-        assert (found["requests"], found["finish_reasons"], found["steps"]) == (2, {"length": 2}, 0)
+        assert (found["requests"], found["finish_reasons"], found["steps"]) == (2, {"length": 2}, None)
         assert found["prefix_cache"]["hit_tokens"] == 16 and found["prefix_cache"]["input_tokens"] == 40
         assert found["latency_ms"]["ttft"]["mean"] > 0 and found["latency_ms"]["queue"]["mean"] is None
         assert sum(count for _, count in record.itl) == 3

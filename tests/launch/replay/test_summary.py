@@ -86,6 +86,7 @@ def test_an_empty_run_is_json_without_nan() -> None:
     assert decoded == found
     assert found["speedup"] is None and found["latency_ms"]["ttft"]["mean"] is None
     assert found["prefix_cache"]["hit_rate"] == 0.0
+    assert found["steps"] is found["preemptions"] is found["prefix_cache"]["hit_blocks"] is None
     assert len(tables(found)) == 1  # no latency to show
 
 
