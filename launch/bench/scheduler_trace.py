@@ -1,7 +1,8 @@
 """The section ``trace`` of ``quire bench scheduler``: what recording costs a steady step, all threads together.
 
-Two equal runs by turns, one with a trace and one without (the event log is kept in both). What recording costs is the
-difference; what of it the loop's own thread pays is measured beside it.
+Two equal runs by turns, one with a trace and one without (the event log is kept in both). On a machine that others use
+their difference is mostly noise; so what the journal costs the loop's thread, and the CPU time of the writer's thread,
+are measured by themselves, too. Neither has the naming of blocks where they fill, some 0.2 us each.
 """
 
 import gc
@@ -21,10 +22,13 @@ from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.trace.lines import Result, StepDecision, decode_line
 
+UNIT = 16
+"""Steps after which everybody had a new block, and lines were encoded about once."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceSizes:
-    """``chunks`` of ``steps`` each with and without; the median over chunks counts."""
+    """``chunks`` of ``steps`` each with and without, by turns; the median over units of ``UNIT`` steps counts."""
 
     batch: int = 256
     prompt_len: int = 512
@@ -34,7 +38,11 @@ class TraceSizes:
 
 
 class JournalRig(Rig):
-    """Steps as the loop does, with its journal."""
+    """Steps as the loop does, with its journal.
+
+    Attributes:
+        journal_ns: CPU time of this thread in the journal since it was set.
+    """
 
     def __init__(self, sizes: TraceSizes, trace: str) -> None:
         per_request = (sizes.prompt_len + sizes.steps * (sizes.chunks + 2)) // BLOCK_SIZE + 4
@@ -97,25 +105,33 @@ def _measure(sizes: TraceSizes, path: Path) -> dict[str, float]:
     gc.disable()  # its turns would fall to one or the other
     whole: dict[str, list[float]] = {"with": [], "without": []}
     thread: dict[str, list[float]] = {"with": [], "without": []}
+    writer_begun = rigs["with"].journal.writer_cpu_ns()
     for chunk in range(sizes.chunks):
         for name in sorted(rigs, reverse=bool(chunk % 2)):
-            rig = rigs[name]
-            rig.journal_ns = 0
-            begun = now_ns()
-            for _ in range(sizes.steps):
-                rig.run_step()
-            whole[name].append((now_ns() - begun) / sizes.steps / 1e3)
-            thread[name].append(rig.journal_ns / sizes.steps / 1e3)
+            for _ in range(sizes.steps // UNIT):
+                rig, begun = rigs[name], now_ns()
+                rig.journal_ns = 0
+                for _ in range(UNIT):
+                    rig.run_step()
+                whole[name].append((now_ns() - begun) / UNIT / 1e3)
+                thread[name].append(rig.journal_ns / UNIT / 1e3)
+    rigs["with"].journal.idle()
     gc.enable()
     gc.unfreeze()
-    rigs["with"].journal.idle()
+    recorded_steps = sizes.steps * sizes.chunks
+    writer_us = (rigs["with"].journal.writer_cpu_ns() - writer_begun) / recorded_steps / 1e3
     lost = rigs["with"].journal.num_lost_lines
     for rig in rigs.values():
         rig.journal.close()
-    of_all = median(a - b for a, b in zip(whole["with"], whole["without"], strict=True))
-    of_loop = median(a - b for a, b in zip(thread["with"], thread["without"], strict=True))
-    figures = {"recording_us": of_all, "of_the_loops_thread_us": of_loop, "step_without_us": median(whole["without"])}
+    figures = {"by_difference_us": _typical(whole), "loop_thread_us": _typical(thread), "writer_thread_us": writer_us}
+    figures |= {"loop_thread_p10_us": _typical(thread, 10), "step_without_us": median(whole["without"])}
     return {name: round(value, 2) for name, value in figures.items()} | _per_step(sizes, path) | {"lost_lines": lost}
+
+
+def _typical(samples: dict[str, list[float]], parts: int = 2) -> float:
+    """Median with, less the median without; or another quantile: the first of so many parts."""
+    found = {name: sorted(values)[len(values) // parts] for name, values in samples.items()}
+    return found["with"] - found["without"]
 
 
 def _per_step(sizes: TraceSizes, path: Path) -> dict[str, float]:

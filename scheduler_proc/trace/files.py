@@ -12,6 +12,9 @@ import msgspec
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import End, Header, encode_line
 
+FAST = 1
+"""zstd level: recording is to cost little."""
+
 
 def open_private(path: Path) -> BinaryIO:
     """A new or emptied file that only its owner reads: who asks what is in it, and prompts may be.
@@ -94,5 +97,5 @@ def _compressor(path: Path) -> Callable[[bytes], bytes]:
         zstandard: Any = importlib.import_module("zstandard")
     except ImportError:
         raise ConfigError(f"--trace {path} needs the package zstandard: pip install 'quire[trace]'") from None
-    compress: Callable[[bytes], bytes] = zstandard.ZstdCompressor().compress
+    compress: Callable[[bytes], bytes] = zstandard.ZstdCompressor(level=FAST).compress
     return compress

@@ -22,6 +22,9 @@ from quire.scheduler_proc.trace.writer import TraceWriter
 
 log = logging.getLogger(__name__)
 
+RING_BYTES = 24 * 2**20
+"""Some 18,000 steps of 256: minutes; a replay of more would take longer than a failed engine has time to write it."""
+
 
 class Journal:
     """Is told of each event and each decision right after the Scheduler took it, in their order.
@@ -32,7 +35,7 @@ class Journal:
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         """Raises ConfigError when the trace cannot be written."""
-        self.log = EventLog()
+        self.log = EventLog(RING_BYTES)
         self._config = config
         self._clock = clock
         self._header: TraceHeader | None = None
@@ -50,9 +53,12 @@ class Journal:
         """Lines of the trace that were not written."""
         return 0 if self._writer is None else self._writer.lost
 
+    def writer_cpu_ns(self) -> int:
+        """CPU time that writing the trace has taken a thread of its own so far."""
+        return 0 if self._writer is None else self._writer.cpu_ns()
+
     def begin(self, scheduler: Scheduler, header: TraceHeader) -> None:
         """``scheduler``: new, made by ``header``. Raises ConfigError when the trace cannot be written."""
-        self._header = header
         if self._writer is not None:
             prompts = self._config.trace_prompts
             first = make_header(header, self._clock(), time.time(), prompts=prompts)
@@ -61,6 +67,7 @@ class Journal:
             except OSError as error:
                 raise ConfigError(f"--trace {self._config.trace} cannot be written: {error.strerror}") from None
             self._recorder = TraceRecorder(scheduler, self._writer.put, prompts=prompts)
+        self._header = header
 
     # ---- what happens
 

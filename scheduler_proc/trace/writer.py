@@ -104,6 +104,12 @@ class TraceWriter:
         if self._thread.is_alive():
             log.error("the trace was not written to its end: the disk is too slow")
 
+    def cpu_ns(self) -> int:
+        """CPU time of the writing thread so far, while it lives."""
+        if self._thread is None or self._thread.ident is None or not self._thread.is_alive():
+            return 0
+        return time.clock_gettime_ns(time.pthread_getcpuclockid(self._thread.ident))
+
     def _lose(self, count: int) -> None:
         if not self.lost:
             log.error("the trace loses lines: the disk is too slow, or failed")
