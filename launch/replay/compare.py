@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.launch.bench.report import Table
+from quire.launch.replay.lives import COMPUTING, QueueHead, life, stretches
 from quire.launch.replay.report.figures import latency
 from quire.launch.replay.run_record import RequestRun, RunRecord
 
 MOST_SHOWN = 10
 MOST_BEHIND = 3
-COMPUTING = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,8 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
     """``b`` against ``a``. Requests are the same where their ids are, and of equal ids in order of arrival."""
     first, second = _by_name(a), _by_name(b)
     common = [name for name in first if name in second]
-    pairs = [(_delta(first[name], second[name]), second[name]) for name in common]
+    heads = QueueHead(a.requests), QueueHead(b.requests)
+    pairs = [(_delta(first[name], second[name], heads), second[name]) for name in common]
     pairs.sort(key=lambda pair: (-pair[0].e2e, pair[0].request_id))
     deltas = [delta for delta, _ in pairs]
     whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -153,52 +154,8 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
     )
 
 
-def life(run: RequestRun) -> dict[str, float]:
-    """Seconds from arrival to end, by what they went to; a request that ended well. They add up to all of it."""
-    spent: dict[str, float] = defaultdict(float)
-    for begin, end, what in _stretches(run):
-        spent[what] += end - begin
-    return dict(spent)
-
-
-def _stretches(run: RequestRun) -> list[tuple[float, float, str]]:
-    """(begin, end, what) of all that it did from arrival to end: waiting for a reason, prefill, decode."""
-    found: list[tuple[float, float, str]] = []
-    at, what, waits = run.arrival, "queued", True
-
-    def go_on(time: float, following: str) -> None:
-        nonlocal at, what
-        if time > at:
-            found.append((at, time, what))
-        at, what = max(at, time), following
-
-    turns = [(moment.time, moment.what, moment.reason) for moment in run.moments]
-    turns += [(run.scheduled, "resume", "")] if run.scheduled >= 0 else []
-    turns.sort(key=lambda turn: turn[0])  # stable: at one time as they were told
-    for time, kind, reason in turns:
-        if kind == "preempt":
-            go_on(time, "preempted")
-            waits = True
-        elif kind == "resume":
-            go_on(time, "running")
-            waits = False
-        elif waits:
-            go_on(time, reason)
-    go_on(run.end, "")
-    return [cut for stretch in found for cut in _cut(stretch, run.first_token)]
-
-
-def _cut(stretch: tuple[float, float, str], first_token: float) -> list[tuple[float, float, str]]:
-    """What ran is prefill up to the first token, and decode from then on."""
-    begin, end, what = stretch
-    if what != "running":
-        return [stretch]
-    middle = min(max(first_token, begin), end)
-    return [each for each in ((begin, middle, "prefill"), (middle, end, "decode")) if each[1] > each[0]]
-
-
-def _delta(a: RequestRun, b: RequestRun) -> RequestDelta:
-    before, after, spent = latency(a), latency(b), (life(a), life(b))
+def _delta(a: RequestRun, b: RequestRun, heads: tuple[QueueHead, QueueHead]) -> RequestDelta:
+    before, after, spent = latency(a), latency(b), (life(a, heads[0]), life(b, heads[1]))
     whats = dict.fromkeys([*spent[0], *spent[1]])
     return RequestDelta(
         b.request_id,
@@ -214,7 +171,7 @@ def _delta(a: RequestRun, b: RequestRun) -> RequestDelta:
 
 def _who_ran_meanwhile(run: RequestRun, others: Sequence[RequestRun]) -> list[tuple[str, float]]:
     """Whom it waited behind: O(requests)."""
-    waits = [(begin, end) for begin, end, what in _stretches(run) if what not in COMPUTING]
+    waits = [(begin, end) for begin, end, what in stretches(run) if what not in COMPUTING]
     if not waits:
         return []
     shares = []

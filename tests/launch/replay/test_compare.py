@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls
 from scheduler_driver import make_config, make_layout
 
-from quire.launch.replay.compare import compare, life
+from quire.launch.replay.compare import compare
+from quire.launch.replay.lives import QueueHead, life
 from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
 from quire.launch.replay.simulator import Simulator
 from quire.launch.replay.sources import OpenLoop
@@ -41,6 +42,24 @@ def test_a_life_is_waiting_by_reason_then_prefill_then_decode() -> None:
         "decode": 1.0 + 2.0,
         "preempted": 0.5,
     }
+
+
+def test_who_stands_behind_another_waits_for_what_that_one_waits_for() -> None:
+    first = ended("first", 0.0, 6.0, 7.0, 8.0)
+    first.moments = [Moment(1.0, "wait", "kv_blocks"), Moment(4.0, "wait", "max_num_seqs")]
+    second = ended("second", 2.0, 9.0, 9.5, 10.0, moments=[Moment(8.5, "wait", "kv_blocks")])
+    head = QueueHead([second, first])
+    assert life(second, head) == {
+        "queued (kv_blocks)": 2.0,
+        "queued (max_num_seqs)": 2.0,
+        "queued": 2.5,
+        "kv_blocks": 0.5,
+        "prefill": 0.5,
+        "decode": 0.5,
+    }
+    assert head.seconds(0.0, 1.0) == {}
+    assert head.seconds(0.5, 20.0) == {"kv_blocks": 3.5, "max_num_seqs": 2.0}
+    assert QueueHead([]).seconds(0.0, 1.0) == {}
 
 
 def test_who_waited_longer_why_and_behind_whom() -> None:
@@ -94,8 +113,11 @@ def test_parts_add_up_to_the_end_to_end_time_in_any_run(seed: int, policy: str) 
     calls = random_calls(rng, 10, span=1.0)
     runs = [_run(calls, num_blocks, policy) for num_blocks in (64, 31)]
     for record in runs:
+        head = QueueHead(record.requests)
         for run in record.requests:
             assert sum(life(run).values()) == pytest.approx(run.end - run.arrival)
+            assert sum(life(run, head).values()) == pytest.approx(run.end - run.arrival)
+            assert min(life(run, head).values()) > -1e-9
     found = compare(*runs)
     for delta in found.deltas:
         assert sum(part.change for part in delta.parts) * 1e3 == pytest.approx(delta.e2e, abs=1e-6)
