@@ -70,15 +70,21 @@ class Concurrency:
 
 
 class ClosedLoop:
-    """A call with ``after`` comes ``pause`` seconds after that call's end; the others at their own times."""
+    """A call with ``after`` comes ``pause`` seconds after that call's end; the others at their own times.
+
+    So do those whose ``after`` is not among the calls.
+    """
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self._due = [(call.arrival, call.number, call) for call in calls if call.after is None]
-        heapq.heapify(self._due)
+        there = {call.number for call in calls}
+        self._due: list[tuple[float, int, Call]] = []
         self._followers: dict[int, list[Call]] = {}
         for call in calls:
-            if call.after is not None:
+            if call.after is not None and call.after in there:
                 self._followers.setdefault(call.after, []).append(call)
+            else:
+                self._due.append((call.arrival, call.number, call))
+        heapq.heapify(self._due)
 
     def next_time(self) -> float:
         return self._due[0][0] if self._due else NEVER

@@ -103,3 +103,11 @@ def test_what_nobody_says_of_the_machine_is_said() -> None:
 def test_no_calls_are_no_error() -> None:
     record = run([])
     assert (record.virtual_s, record.requests, len(record.steps)) == (0.0, [], 0)
+
+
+def test_a_turn_after_one_that_is_not_there_comes_at_its_own_time() -> None:
+    calls = [Call(4, "4", 2.0, 30, 2, after=1, pause=1.0), Call(5, "5", 2.5, 30, 2, after=4, pause=1.0)]
+    record, closed = run(calls), run(calls, closed_loop=True)
+    assert [each.arrival for each in record.requests] == [2.0, 2.5]
+    assert closed.requests[0].arrival == 2.0
+    assert closed.requests[1].arrival == pytest.approx(closed.requests[0].end + 1.0)
