@@ -70,6 +70,8 @@ class Cruise:
             until: the step in which it is to be looked at again, which may never come.
             room: positions that it has blocks for after ``step``; fewer where that is not known.
         """
+        if request.handle >= self._sampled.shape[1]:
+            self._widen(request.handle + 1)
         request.cruising = True
         request.joined_step = step
         request.synced_step = step - request.num_output_placeholders
@@ -173,6 +175,12 @@ class Cruise:
             self._widen(int(handles.max()) + 1)
             return self.record(step, handles, tokens)
         self.acknowledged = step
+        return row
+
+    def record_unknown(self, step: int) -> Int32:
+        """Count a result whose tokens are not known: what the row, which is returned, has for them means nothing."""
+        self.acknowledged = step
+        row: Int32 = self._sampled[step % len(self._sampled)]
         return row
 
     def _num_unsettled(self, request: Request) -> int:

@@ -110,8 +110,9 @@ class Results:
             return _at_its_length(request) if told is None else told
 
         bad = {handle: ended[handle].detail if handle in ended else "" for handle in event.bad}
+        faults = _Faults.of(bad, event.failed)
         output = ModelRunnerOutput(event.step, seconds=event.seconds)
-        self._apply(record, sampled, output, list(ended), _Faults.of(bad, event.failed), verdict, are_tokens_told=False)
+        self._apply(record, sampled, output, list(ended), faults, verdict, are_tokens_known=False)
 
     def _is_stale(self, step: int) -> bool:
         """Whether a result belongs to a step of before the epoch began. The first one after it tells the rows anew."""
@@ -129,12 +130,12 @@ class Results:
         faults: _Faults,
         verdict: _Verdict,
         *,
-        are_tokens_told: bool = True,
+        are_tokens_known: bool = True,
     ) -> None:
         """
         Args:
             may_end: handles of whom to ask ``verdict`` although they cruise.
-            are_tokens_told: to the clients.
+            are_tokens_known: else nobody is told of them.
         """
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
@@ -142,7 +143,10 @@ class Results:
                     self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
             self._send_back_readers(record, faults.bad)
         self.in_flight.records.popleft()
-        latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
+        if are_tokens_known:
+            latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
+        else:
+            latest = self.cruise.record_unknown(record.step)
         self._acknowledge(record)
         if not record.has_prefill:
             num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
@@ -167,7 +171,7 @@ class Results:
                 cut[position] = kept
         num_kept = len(sampled.tokens) - sum(sampled.count(at) - kept for at, kept in cut.items())
         self._stats.generation_tokens += num_kept
-        if are_tokens_told:
+        if are_tokens_known:
             self.outputs.sampled(sampled, cut, output)
 
     def _to_look_at(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:

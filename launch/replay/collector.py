@@ -178,24 +178,31 @@ class RunCollector:
 
     def _add_steps(self, begins: Sequence[float], ends: Sequence[float], begun: _Begun) -> None:
         """Steps that were all of one kind."""
-        steps, num_usable = self.record.steps, self._scheduler.kv.pool.num_usable_blocks
+        steps, count = self.record.steps, len(ends)
         steps.begin.extend(begins)
         steps.end.extend(ends)
+        free = self._scheduler.kv.pool.num_usable_blocks - begun.num_held - begun.num_evictable
+        num_prefill = begun.num_tokens - begun.num_decodes
+        if count == 1:
+            steps.prefill_tokens.append(num_prefill)
+            steps.decode_tokens.append(begun.num_decodes)
+            steps.running.append(begun.num_running)
+            steps.waiting.append(begun.num_waiting)
+            steps.held.append(begun.num_held)
+            steps.cached.append(begun.num_evictable)
+            steps.free.append(free)
+            return
         columns = (
-            (steps.prefill_tokens, begun.num_tokens - begun.num_decodes),
+            (steps.prefill_tokens, num_prefill),
             (steps.decode_tokens, begun.num_decodes),
             (steps.running, begun.num_running),
             (steps.waiting, begun.num_waiting),
             (steps.held, begun.num_held),
             (steps.cached, begun.num_evictable),
-            (steps.free, num_usable - begun.num_held - begun.num_evictable),
+            (steps.free, free),
         )
-        if len(ends) == 1:
-            for column, value in columns:
-                column.append(value)
-            return
         for column, value in columns:
-            column.extend(array("q", (value,)) * len(ends))
+            column.extend(array("q", (value,)) * count)
 
     def _count_gaps(self, seconds: float, count: int) -> None:
         if count:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from quire.protocol.messages import SchedulerOutput
 from quire.scheduler_proc.trace.lines import AnyLine, NewRow, Reason, StepDecision
 
 NOTHING = "nothing"
@@ -79,6 +80,35 @@ def compare_decisions(recorded: StepDecision, decided: StepDecision, name_of: Ca
         ours, theirs = getattr(decided, field), getattr(recorded, field)
         if ours != theirs:
             compare(field, theirs, ours, _whose(field, theirs, ours, recorded, name_of) if ours != theirs else "")
+
+
+def is_quiet(diff: SchedulerOutput) -> bool:
+    """It says only that there is a step: then it is compared without being made a line."""
+    return not (
+        diff.appended_handles is not None
+        or diff.new_requests
+        or diff.removed
+        or diff.parked
+        or diff.unparked
+        or diff.counts
+        or diff.drafts
+        or diff.awaits_sample_inputs
+    )
+
+
+def is_quiet_line(line: StepDecision) -> bool:
+    return not (
+        line.appended
+        or line.new
+        or line.block_ids
+        or line.removed
+        or line.parked
+        or line.unparked
+        or line.counts
+        or line.drafts
+        or line.awaits_sample_inputs
+        or line.reasons
+    )
 
 
 def first_index(recorded: list[Any], decided: list[Any]) -> int:

@@ -26,6 +26,8 @@ from quire.scheduler_proc.trace.difference import (
     compare_decisions,
     first_index,
     id_in,
+    is_quiet,
+    is_quiet_line,
     kind_of,
 )
 from quire.scheduler_proc.trace.lines import (
@@ -259,7 +261,8 @@ class _Replay:
             raise Differs("step", line.step, NOTHING)
         decisions = self._take_decisions()
         self._compare_admissions(diff.step)
-        compare_decisions(line, self._as_line(line, diff), self._name_of)
+        if self._decisions or not (is_quiet_line(line) and is_quiet(diff) and line.step == diff.step):
+            compare_decisions(line, self._as_line(line, diff), self._name_of)
         self._step = line.step
         self._decisions.clear()
         if self._observer is not None:

@@ -110,7 +110,10 @@ class TraceReader:
         except _UNREADABLE as error:
             what = "is cut short" if not raw.endswith(b"\n") else f"is damaged: {error}"
             return self._damaged(f"{file}:{number}: the line {what}", number, name)
-        if _has_its_checksum(raw, line):
+        body, _, crc = raw.rpartition(_CRC)
+        if crc32(b"}", crc32(body)) == line.crc and crc.rstrip() == b"%d}" % line.crc:  # as it was written
+            return TraceLine(line, number, name)
+        if lines.is_intact(line):  # written again by somebody, with other spaces
             return TraceLine(line, number, name)
         if self._keep_altered:
             return TraceLine(line, number, name, False)
@@ -126,14 +129,6 @@ class TraceReader:
         if not self._lenient:
             raise ConfigError(f"{text} (--lenient keeps what is good)")
         self.notes.append(text)
-
-
-def _has_its_checksum(raw: bytes, line: AnyLine) -> bool:
-    """The quick way is for lines as they were written; any other is encoded again."""
-    body, _, crc = raw.rpartition(_CRC)
-    if body and line.crc is not None and crc32(body + b"}") == line.crc and crc.rstrip() == b"%d}" % line.crc:
-        return True
-    return lines.is_intact(line)
 
 
 def open_trace(file: Path) -> IO[bytes]:
