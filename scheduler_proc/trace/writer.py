@@ -44,7 +44,8 @@ class TraceWriter:
         self._lock = threading.Lock()
         self._buffer: list[bytes] = []
         self._buffered = 0
-        self._failed = False
+        self._failed = self._broken = False
+        """The disk failed; a line could not be made."""
         self._closed = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -70,16 +71,13 @@ class TraceWriter:
         self._flushed = self._clock()
         if not self._pending:
             return
-        lines = [make(*parts) for make, parts in self._pending]
+        pending = self._pending.copy()
         self._pending.clear()
         room = self._max_buffered - self._buffered
-        if self._failed or (self._gap and room < self._max_buffered // 2):  # else there would be gap after gap
-            self._lose(len(lines))
-            return
-        told = [Lost(lines=self._gap), *lines] if self._gap else lines
-        data = b"\n".join([encode_line(line) for line in told]) + b"\n"
-        if len(data) > room:
-            self._lose(len(lines))
+        too_full = self._gap and room < self._max_buffered // 2  # else a slow disk would have gap after gap
+        data = b"" if self._failed or self._broken or too_full else self._encoded(pending)
+        if not data or len(data) > room:
+            self._lose(len(pending))
             return
         self._gap = 0
         with self._lock:
@@ -87,6 +85,17 @@ class TraceWriter:
             self._buffered += len(data)
         if self._buffered > BATCH_BYTES:
             self._wake.set()
+
+    def _encoded(self, pending: list[LineToBe]) -> bytes:
+        """Whole lines; nothing, from now on, where one cannot be made: a trace does not end the engine it is of."""
+        try:
+            told: list[Line] = [Lost(lines=self._gap)] if self._gap else []
+            told += [make(*parts) for make, parts in pending]
+            return b"\n".join([encode_line(line) for line in told]) + b"\n"
+        except Exception:
+            self._broken = True
+            log.exception("the trace ends here: a line cannot be made")
+            return b""
 
     def close(self, last: Line) -> None:
         """Write what is left, and ``last``; only the first call counts. Waits for the disk, but not for ever."""

@@ -140,6 +140,21 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
     writer.close(End(now=0.0))
 
 
+def test_a_line_that_cannot_be_made_ends_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = writer_of(tmp_path / "t.jsonl")
+    writer.begin(header())
+    writer.add(Tick(now=1.0))
+    writer.flush()
+    with caplog.at_level(logging.CRITICAL):
+        writer.put((header, ("too", "many")))
+        writer.flush()
+    writer.add(Tick(now=2.0))
+    writer.close(End(now=9.0))
+    assert [type(line) for line in read(tmp_path / "t.jsonl")] == [Header, Tick] and writer.lost == 3
+
+
 def test_what_a_crash_leaves_can_be_read(tmp_path: Path) -> None:
     """The file is whole lines, or whole frames, between any two batches."""
     pytest.importorskip("zstandard")
