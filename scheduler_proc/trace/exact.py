@@ -50,6 +50,10 @@ from quire.scheduler_proc.trace.reader import TraceLine
 from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import decision_line
 
+MAX_BLOCKS = 2**26
+_IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
+"""A line that was altered can say anything: what that breaks inside is a difference, too."""
+
 
 class Observer(Protocol):
     """Is shown a replay while it goes. Takes the Scheduler's messages; the replay takes its decisions."""
@@ -89,7 +93,7 @@ def replay_lines(
         raise ConfigError(f"{first.file}: it begins in the middle of a run, and cannot be replayed exactly")
     if not first.is_intact:
         return _altered(first, 0)
-    replay = _Replay(first.line, observe)
+    replay = _begin(first, first.line, observe)
     for each in told:
         difference = replay.take(each)
         if difference is not None:
@@ -99,6 +103,16 @@ def replay_lines(
         if check:
             replay.scheduler.check()
     return None
+
+
+def _begin(told: TraceLine, header: Header, observe: Observer | None) -> "_Replay":
+    """Raises ConfigError where no engine can be as the header says."""
+    if not 0 < header.num_blocks <= MAX_BLOCKS:
+        raise ConfigError(f"{told.file}:{told.number}: num_blocks must be from 1 to {MAX_BLOCKS}: {header.num_blocks}")
+    try:
+        return _Replay(header, observe)
+    except (*_IMPOSSIBLE, ConfigError) as error:
+        raise ConfigError(f"{told.file}:{told.number}: no engine can be as the header says: {error}") from None
 
 
 def _altered(told: TraceLine, step: int) -> Difference:
@@ -136,8 +150,7 @@ class _Replay:
             self._take(line)
         except Differs as found:
             return self._located(told, found)
-        except (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError) as error:
-            # A line that was altered can say anything; what that breaks inside is a difference, too.
+        except _IMPOSSIBLE as error:
             return self._located(told, Differs("", "a line that fits", repr(error)))
         self._tap.ended.clear()
         return None if told.is_intact else _altered(told, self._step)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver
+from scheduler_driver import Driver, change
 from traced_runs import encoded, random_run, traced, write_trace
 
 from quire.protocol.errors import ConfigError, InvalidRequest
@@ -321,6 +321,9 @@ def test_a_further_header_must_be_of_the_same_engine() -> None:
         (lambda lines: [], "must begin with its header"),
         (lambda lines: [*lines[:5], Lost(lines=3), *lines[5:]], "3 lines are missing"),
         (lambda lines: altered(lines, 0, complete=False), "begins in the middle"),
+        (lambda lines: altered(lines, 0, num_blocks=10**12), "num_blocks must be from 1 to"),
+        (lambda lines: altered(lines, 0, config=change(lines[0].config, max_num_seqs=10**6)), "no engine can be"),
+        (lambda lines: altered(lines, 0, kv_layout=change(lines[0].kv_layout, groups=[])), "no engine can be"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(broken: Any, text: str) -> None:
