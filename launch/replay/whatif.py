@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from quire.launch.replay.cost import ConstantCost, CostModel
-from quire.launch.replay.costs.parse import default_cost, parse_cost
+from quire.launch.replay.costs.models import find_model
+from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run_record import RunRecord
 from quire.launch.replay.setup import Setup, make_setup, settle_model
 from quire.launch.replay.simulator import Simulator
@@ -27,6 +30,8 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
     Raises:
         ConfigError: either cannot be.
     """
+    if cost is not None and "model" not in {*given, *workload.settings} and (config := config_of(cost)):
+        workload = replace(workload, settings=workload.settings | {"model": _for_all(find_model(config), workload)})
     model, size = settle_model(workload, given)
     if cost is not None:
         machine = parse_cost(cost, tensor_parallel_size=size, model=model)
@@ -35,6 +40,12 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
     setup = make_setup(workload, given, machine)
     setup.notes.append(note)
     return setup, machine
+
+
+def _for_all(model: ModelConfig, workload: Workload) -> ModelConfig:
+    """The model that only the cost names tells how large blocks are, not which prompts are too long."""
+    longest = max((call.num_prompt_tokens + call.num_output_tokens for call in workload.calls), default=2)
+    return msgspec.structs.replace(model, max_position=max(model.max_position, longest))
 
 
 def _usual_machine(workload: Workload, size: int, model: ModelConfig) -> tuple[CostModel, str]:

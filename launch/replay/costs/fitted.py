@@ -97,15 +97,18 @@ def fit(path: Path) -> FittedCost:
 
 
 def timed_steps(trace: Iterable[TraceLine]) -> list[TimedStep]:
-    """Steps with a time that is the device's own, up to the first lines that are lost.
+    """Steps that the worker timed, up to the first lines that are lost.
 
+    A step's time is from when it could begin (it was decided, and the one before was answered) to its answer: what the
+    worker says of it, and what the processes took to tell each other, for a simulation has nothing else for that.
     Steps that waited for masks are left out: they waited for the scheduler.
 
     Raises:
         ConfigError: a step names a request that is not there.
     """
     rows = SimulatedRows()
-    shapes: dict[int, StepShape] = {}
+    shapes: dict[int, tuple[StepShape, float]] = {}
+    answered = float("-inf")
     timed: list[TimedStep] = []
     for told in trace:
         match told.line:
@@ -115,11 +118,12 @@ def timed_steps(trace: Iterable[TraceLine]) -> list[TimedStep]:
                 except KeyError as error:
                     raise ConfigError(f"{told.file}: line {told.number} names request {error}, unknown there") from None
                 if not decision.awaits_sample_inputs:
-                    shapes[decision.step] = shape
-            case Result(step=step, seconds=seconds):
+                    shapes[decision.step] = shape, decision.now
+            case Result(step=step, seconds=seconds, now=now):
                 found = shapes.pop(step, None)
                 if found is not None and seconds > 0:
-                    timed.append(TimedStep(found, seconds))
+                    timed.append(TimedStep(found[0], max(seconds, now - max(answered, found[1]))))
+                answered = now
             case Epoch():
                 shapes.clear()
             case Lost():

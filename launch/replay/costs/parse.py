@@ -54,6 +54,14 @@ def parse_cost(spec: str, *, tensor_parallel_size: int = 1, model: ModelConfig |
             return fit(Path(rest).expanduser())
 
 
+def config_of(spec: str) -> str:
+    """The CONFIG that ``spec`` names; empty where it names none."""
+    kind, _, rest = spec.partition(":")
+    if kind == "roofline":
+        return rest.rpartition(",")[0]
+    return _folder_and_config(rest)[1] if kind == "table" else ""
+
+
 def default_cost(workload: Workload, *, tensor_parallel_size: int = 1, model: ModelConfig | None = None) -> CostModel:
     """Where nobody says one: the trace's own timed steps, a measured run's profile of layers, else an H200.
 

@@ -39,7 +39,7 @@ def roofline(step: StepShape) -> float:
 
 
 def record(path: Path, law: Law) -> None:
-    """A trace of random requests through the real Scheduler, with two steps in flight."""
+    """A trace of random requests through the real Scheduler, with two steps in flight; no time passes between steps."""
     config = make_config(async_scheduling=True, max_num_batched_tokens=512, max_num_seqs=64, max_model_len=1000)
     scheduler = Scheduler(config, make_layout(config), 3000)
     told: list[Line] = [make_header(TraceHeader(config, make_layout(config), 3000))]
@@ -48,7 +48,6 @@ def record(path: Path, law: Law) -> None:
     flying: deque[ModelRunnerOutput] = deque()
     now, waiting = 0.0, 150
     while waiting or flying or scheduler.table.requests:
-        now += 1.0
         if waiting and rng.random() < 0.2:
             waiting -= 1
             prompt = [rng.randrange(1000) for _ in range(rng.choice([5, 60, 700]))]
@@ -65,6 +64,7 @@ def record(path: Path, law: Law) -> None:
             flying.append(runner.finish(launched, None, law(launched.shape)))
         if flying:
             result = flying.popleft()
+            now += result.seconds
             scheduler.consume(result)
             recorder.consumed(now, 0, result)
         scheduler.take_messages()
