@@ -18,6 +18,9 @@ from quire.scheduler_proc.trace.tap import Hit, Tap
 
 _by_order = attrgetter("order")
 
+_LASTING = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.FULL_SEQUENCE)
+"""Reasons that do not depend on which prefills a step has."""
+
 
 class Planner:
     """Decides a step: who gets how many positions and blocks, who is put out, who is let in, and why not.
@@ -51,6 +54,8 @@ class Planner:
         self._decisions = decisions
         self._stats = stats
         self.tap: Tap | None = None
+        self._refused: tuple[object, ...] = ()
+        self._refusal: WaitReason | None = None
         # A proposer that reads hidden states writes the KV of its drafts in the step that makes them.
         self._num_lookahead_tokens = config.num_speculative_tokens if config.drop_last_cached_block else 0
 
@@ -201,12 +206,35 @@ class Planner:
     def _schedule_waiting(self, plan: StepPlan, pause: str) -> None:
         while self.table.waiting:
             request = self.table.waiting.peek_request()
-            reason = WaitReason.PAUSED if pause else self._admit(plan, request)
+            reason = WaitReason.PAUSED if pause else self._why_not(plan, request)
             if reason is not None:
                 if request.wait_reason is not reason:
                     self._decisions.note(Decision(plan.step, "wait", request.request_id, reason))
                     request.wait_reason = reason
                 return
+
+    def _why_not(self, plan: StepPlan, request: Request) -> WaitReason | None:
+        """The same as ``_admit``, which is not asked again while nothing that it goes by has changed.
+
+        Who is running can only change without the pool when somebody leaves, and then there are fewer.
+        """
+        state = (
+            request,
+            request.num_tokens,
+            request.num_in_flight,
+            self.kv.pool.num_changes,
+            len(self.table.running),
+            plan.budget,
+            plan.prefill_budget,
+            len(plan.preempted),
+            self.config,
+        )
+        if state == self._refused:
+            return self._refusal
+        reason = self._admit(plan, request)
+        if reason in _LASTING:
+            self._refused, self._refusal = state, reason
+        return reason
 
     def _admit(self, plan: StepPlan, request: Request) -> WaitReason | None:
         """Let the first of the queue run, or say why not."""

@@ -121,6 +121,8 @@ class BlockPool:
         now: seconds; the owner sets it once per step, for ``metrics``.
         num_evicted_blocks: contents forgotten, since the start, because their block was needed.
         num_evictable_blocks: free blocks whose content can still be found.
+        num_changes: grows whenever a block changes hands, or a content its block: while it stands still, the pool
+            answers everything as before.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool, events: KVEventRecorder | None = None) -> None:
@@ -132,7 +134,7 @@ class BlockPool:
         self.events = events
         self.now = 0.0
         self.metrics = BlockMetrics(num_blocks)
-        self.num_evicted_blocks = self.num_evictable_blocks = 0
+        self.num_evicted_blocks = self.num_evictable_blocks = self.num_changes = 0
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -163,6 +165,7 @@ class BlockPool:
 
     def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
         """``n`` blocks, each held once; what they cached is forgotten. Raises IndexError when fewer are free."""
+        self.num_changes += 1
         taken = self.free_block_queue.popleft_n(n)
         evicted = [block for block in taken if block.block_hash is not None]
         if evicted:
@@ -175,6 +178,7 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Hold each block once more, for its content; a free one leaves the queue. The null block stays as it is."""
+        self.num_changes += 1
         free: list[KVCacheBlock] = []
         for block in blocks:
             if block.ref_cnt == 0:
@@ -193,6 +197,7 @@ class BlockPool:
         Raises:
             ValueError: a block that nobody held; those before it were let go of.
         """
+        self.num_changes += 1
         freed: list[KVCacheBlock] = []
         for block in ordered_blocks:
             if block.ref_cnt == 1:
@@ -225,6 +230,7 @@ class BlockPool:
 
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Iterable[bytes]) -> None:
         """From now on each key finds its block, whose content is complete."""
+        self.num_changes += 1
         insert = self.cached_block_hash_to_block.insert
         stored: list[bytes] = []
         for block, key in zip(blocks, keys, strict=True):
@@ -238,6 +244,7 @@ class BlockPool:
 
     def forget_content(self, key: bytes) -> None:
         """What blocks with this key hold may not be what it should be: nobody may find it again."""
+        self.num_changes += 1
         blocks = self.cached_block_hash_to_block.pop_all(key)
         for block in blocks:
             block.block_hash = None
@@ -247,6 +254,7 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content. Does nothing and returns False while any block is held."""
+        self.num_changes += 1
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         for _, block in self.cached_block_hash_to_block.blocks():
@@ -256,6 +264,25 @@ class BlockPool:
         if self.events is not None:
             self.events.cleared()
         return True
+
+    def restore(self, free: Sequence[int], cached: Sequence[tuple[int, bytes]]) -> None:
+        """For a pool of which nothing is held: other contents, and another order of reuse.
+
+        Args:
+            free: every block but the null block, the next to be reused first.
+            cached: (block, key) of each content; of equal keys the block that is to be found first, first.
+
+        Raises:
+            ValueError: they are no blocks of this pool, or something is held.
+        """
+        if sorted(free) != list(range(1, self.num_blocks)) or not self.reset_prefix_cache():
+            raise ValueError("not every block of the pool is free")
+        if cached and not self.enable_caching or any(not 0 < block < self.num_blocks for block, _ in cached):
+            raise ValueError("contents of blocks that can have none")
+        self.free_block_queue.popleft_n(self.num_usable_blocks)
+        self.free_block_queue.append_n([self.blocks[block] for block in free])
+        self.cache_full_blocks([self.blocks[block] for block, _ in cached], [key for _, key in cached])
+        self.num_evictable_blocks = len(cached)
 
     def _evict(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Forget what these blocks cache, for they are needed. A key is gone only with its last block."""
