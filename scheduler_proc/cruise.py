@@ -157,6 +157,10 @@ class Cruise:
         """No step before this one has anybody to be looked at. O(steps in the calendar)."""
         return min(self._calendar, default=self.sent + 1)
 
+    def go_on_after(self, step: int) -> None:
+        """For one that nobody cruises in: ``step`` was sent, and answered."""
+        self.sent = self.acknowledged = step
+
     # ---- what was sampled
 
     def coast(self, count: int, handles: Int32) -> None:

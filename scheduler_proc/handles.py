@@ -1,6 +1,10 @@
 """Small integers that stand for requests on the wire."""
 
 import heapq
+from collections.abc import Collection
+
+MAX_HANDLES = 2**22
+"""More than ever live at once; a bound for what is read from files."""
 
 
 class HandlePool:
@@ -18,6 +22,13 @@ class HandlePool:
 
     def give_back(self, handle: int) -> None:
         heapq.heappush(self._free, handle)
+
+    def restore(self, taken: Collection[int]) -> None:
+        """None is taken but ``taken``. Raises ValueError where one is no handle, or there twice."""
+        if len(set(taken)) < len(taken) or any(not 0 <= handle < MAX_HANDLES for handle in taken):
+            raise ValueError("what is taken are no handles")
+        self._next = max(taken, default=-1) + 1
+        self._free = sorted(set(range(self._next)) - set(taken))
 
     @property
     def num_taken(self) -> int:

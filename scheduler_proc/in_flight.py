@@ -105,6 +105,10 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self.records)
 
+    def tell_handles(self, handles: Int32) -> None:
+        """Results that do not say whose tokens they hold mean ``handles`` from now on."""
+        self.handles, self._positions = handles, None
+
     def position_of(self, handle: int) -> int:
         """Index of ``handle`` among ``handles``."""
         if self._positions is None:
@@ -144,7 +148,7 @@ class StepsInFlight:
         if output.prompt_logprobs is not None:
             _raise(output, fault_of_prompts(record, output, output.prompt_logprobs, self._vocab_size))
         if output.handles is not None:
-            self.handles, self._positions = output.handles, None
+            self.tell_handles(output.handles)
         self._verified = None if record.sampling else record.roster
         return record, Sampled.of(handles, tokens, output.counts, output.drafts)
 

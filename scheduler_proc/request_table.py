@@ -155,6 +155,18 @@ class RequestTable:
         self._num_retired_in_flight -= len(handles)
         self._retired += handles
 
+    @property
+    def leftovers(self) -> tuple[list[int], list[int]]:
+        """Handles that the next diff removes, and that it retires: all that is left of requests that have ended."""
+        return self._removed.copy(), self._retired.copy()
+
+    def restore(self, removed: list[int], retired: list[int]) -> None:
+        """For an empty table: the ``leftovers`` of another one. Raises ValueError where they cannot be."""
+        self._handles.restore(retired)
+        if len(set(removed)) < len(removed) or not set(removed) <= set(retired):
+            raise ValueError("the next diff cannot remove what has not ended")
+        self._removed, self._retired = removed.copy(), retired.copy()
+
     def _leave_running(self, request: Request) -> None:
         self.unsettle(request)
         del self.unsteady[request.handle], self.running[request.handle]

@@ -312,6 +312,16 @@ class Scheduler:
         return self._commit(plan) if plan.shares or self.cruise.roster else None
 
     @property
+    def is_idle(self) -> bool:
+        """No request lives, and no step is in flight."""
+        return not (self.table.requests or self.in_flight)
+
+    def go_on_after(self, step: int) -> None:
+        """While it is idle: ``step`` is the last one that was decided, and answered."""
+        self._step = step
+        self.cruise.go_on_after(step)
+
+    @property
     def num_quiet_steps(self) -> int:
         """How many of the next steps need no deciding: whoever is there cruises, and nobody is due in them."""
         config, roster = self.config, self.cruise.roster

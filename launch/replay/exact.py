@@ -55,6 +55,8 @@ def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None
     if difference is not None:
         record.first_difference = msgspec.to_builtins(difference)
         record.notes.append(f"the run is shown up to the first difference: {difference}")
+    if not header.complete:
+        record.notes.append("the run had begun before: this begins at an idle moment of it")
     record.notes += reader.notes
     record.notes += [f"compared up to {gap.file}:{gap.number}, where lines are missing" for gap in gaps]
     record.extra["lines"] = run.num_lines

@@ -1,5 +1,6 @@
 """A worker's rows as numbers only: what a diff makes a step cost, and who gets a token from it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,11 @@ class SimulatedRows:
         self._longest = 0
         """Largest ``base`` of the sampling rows, where ``_longest_known``."""
         self._longest_known = False
+
+    def hold(self, handles: Iterable[int]) -> None:
+        """Rows that were there before anything that is told, and only wait to be removed."""
+        for handle in handles:
+            self._rows[handle] = _Row(0, 0, active=False)
 
     def apply(self, diff: SchedulerOutput) -> StepShape:
         """Take one step's diff; ``take_handles`` then says whose tokens it brings."""

@@ -98,6 +98,13 @@ class BlockHashToBlockMap:
             pairs += [(key, b) for b in ([found] if isinstance(found, KVCacheBlock) else found.values())]
         return pairs
 
+    def duplicates(self) -> list[tuple[int, bytes]]:
+        """(block id, key) where several blocks have one key, the one that is found first, and found next, first."""
+        if self.num_blocks == len(self._found):
+            return []
+        several = [(key, found) for key, found in self._found.items() if not isinstance(found, KVCacheBlock)]
+        return [(block_id, key) for key, found in several for block_id in found]
+
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
         pairs = self.blocks()
@@ -265,6 +272,17 @@ class BlockPool:
             self.events.cleared()
         return True
 
+    def contents(self) -> list[tuple[int, bytes]]:
+        """(block id, key) of each content that can be found; of equal keys the block that is found first, first.
+
+        In the order of the blocks, for that of the keys is all over the memory, and five times as slow.
+        """
+        pairs = [(block.block_id, block.block_hash) for block in self.blocks if block.block_hash is not None]
+        if several := self.cached_block_hash_to_block.duplicates():
+            ids = {block_id for block_id, _ in several}
+            pairs = [pair for pair in pairs if pair[0] not in ids] + several
+        return pairs
+
     def restore(self, free: Sequence[int], cached: Sequence[tuple[int, bytes]]) -> None:
         """For a pool of which nothing is held: other contents, and another order of reuse.
 
@@ -277,7 +295,7 @@ class BlockPool:
         """
         if sorted(free) != list(range(1, self.num_blocks)) or not self.reset_prefix_cache():
             raise ValueError("not every block of the pool is free")
-        if cached and not self.enable_caching or any(not 0 < block < self.num_blocks for block, _ in cached):
+        if (cached and not self.enable_caching) or any(not 0 < block < self.num_blocks for block, _ in cached):
             raise ValueError("contents of blocks that can have none")
         self.free_block_queue.popleft_n(self.num_usable_blocks)
         self.free_block_queue.append_n([self.blocks[block] for block in free])

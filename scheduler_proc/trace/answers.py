@@ -12,6 +12,7 @@ from quire.scheduler_proc.trace.lines import (
     Epoch,
     Event,
     Header,
+    Keyframe,
     Lost,
     NewRow,
     OtherEvent,
@@ -80,6 +81,8 @@ class Answers:
                 self._name(line.hashes)
                 self._settle()
                 self._sampling, self._stale_until = [], self._step
+            case Keyframe(state=state):
+                self._step, self._stale_until, self._sampling = state.step, state.stale_until, state.rows
             case Header() | StepSnapshot() | PrefixCacheEvent() | Lost() | End():
                 pass
             case _:

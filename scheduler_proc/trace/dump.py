@@ -14,14 +14,14 @@ from quire.protocol.messages import AddRequest, Consumed, Control, ModelRunnerOu
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.files import open_private
 from quire.scheduler_proc.trace.lines import ClientDropped, End, Epoch, Line, Tick, encode_line
-from quire.scheduler_proc.trace.recorder import lines_of_log
+from quire.scheduler_proc.trace.recorder import begins_at_keyframe, lines_of_log
 from quire.scheduler_proc.trace.translate import arrival_line, decision_line, event_line, make_header, result_line
 
 log = logging.getLogger(__name__)
 
 
 class Dump(msgspec.Struct, frozen=True):
-    """What there is to write: ``records`` of an engine with ``header``, all of them if ``complete``."""
+    """What there is to write: ``records`` of an engine with ``header``, which can be replayed if ``complete``."""
 
     header: TraceHeader
     records: list[Record]
@@ -51,7 +51,8 @@ def write_dump(folder: Path, number: int, dump: Dump) -> Path | None:
 def _lines(dump: Dump) -> Iterator[Line]:
     """All that can be said, and how it ends. What the failed engine cannot take, cannot be taken again either."""
     begin = dump.records[0].now if dump.records else dump.now
-    yield make_header(dump.header, begin, time.time() - (dump.now - begin), complete=dump.complete)
+    complete = dump.complete and not begins_at_keyframe(dump.records)
+    yield make_header(dump.header, begin, time.time() - (dump.now - begin), complete=complete)
     reason = dump.reason
     try:
         yield from lines_of_log(dump.header, dump.records) if dump.complete else lines_of_frames(dump.records)
@@ -78,7 +79,7 @@ def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
                 yield ClientDropped(now=record.now, client=record.client)
             case RecordKind.EPOCH:
                 yield Epoch(now=record.now)
-            case RecordKind.HALVED:
+            case RecordKind.HALVED | RecordKind.KEYFRAME:
                 pass
 
 

@@ -20,11 +20,13 @@ from quire.protocol.messages import (
     SchedulerOutput,
 )
 from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.trace.keyframe import IdleState, decode_state, encode_state, idle_state, restore
 
 
 class RecordKind(enum.IntEnum):
     """CONSUMED: the scheduler took a message. PRODUCED: ``schedule()`` gave a diff. TICK: it was asked and gave none.
-    DROPPED: a front end went away. EPOCH: what ran began again. HALVED: steps have half as many tokens from here on."""
+    DROPPED: a front end went away. EPOCH: what ran began again. HALVED: steps have half as many tokens from here on.
+    KEYFRAME: nobody lived, and this is what the Scheduler was like."""
 
     CONSUMED = 1
     PRODUCED = 2
@@ -32,6 +34,7 @@ class RecordKind(enum.IntEnum):
     DROPPED = 4
     EPOCH = 5
     HALVED = 6
+    KEYFRAME = 7
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -39,6 +42,10 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     now: float
     client: int = 0
     frames: list[bytes] = []
+
+
+KEYFRAMES_PER_RING = 4
+"""At most: one of these parts of the ring must have come since the last, and none is larger than such a part."""
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
@@ -55,13 +62,15 @@ class TraceHeader(msgspec.Struct, frozen=True):
 class EventLog:
     """A ring of records, bounded in bytes. ``dropped`` counts what fell out at the old end.
 
-    A ring that has dropped records cannot be replayed from its start; ``complete`` tells.
+    A ring that has dropped records cannot be replayed from its start, but from its oldest keyframe, if it has one:
+    ``complete`` tells.
     """
 
     def __init__(self, max_bytes: int = 64 * 2**20) -> None:
         self._records: deque[Record] = deque()
         self._sizes: deque[int] = deque()
-        self._bytes = 0
+        self._appended = self._gone = self._at_keyframe = 0
+        """Bytes: since the start, of these dropped, and as many as there were at the last keyframe."""
         self._max_bytes = max_bytes
         self.dropped = 0
 
@@ -84,8 +93,29 @@ class EventLog:
         self._append(Record(RecordKind.HALVED, now))
 
     @property
+    def wants_keyframe(self) -> bool:
+        """Whether enough has come since the last one."""
+        return (self._appended - self._at_keyframe) * KEYFRAMES_PER_RING >= self._max_bytes
+
+    def keyframe(self, now: float, state: IdleState) -> None:
+        """The Scheduler is idle, and like this. Of a pool so large that a few would fill the ring, nothing is kept."""
+        data = encode_state(state)
+        if len(data) * KEYFRAMES_PER_RING <= self._max_bytes:
+            self._append(Record(RecordKind.KEYFRAME, now, 0, [data]))
+        self._at_keyframe = self._appended
+
+    @property
     def complete(self) -> bool:
-        return self.dropped == 0
+        """Whether ``readable`` begins at the start of the run, or at a keyframe."""
+        return self.dropped == 0 or any(record.kind == RecordKind.KEYFRAME for record in self._records)
+
+    def readable(self) -> list[Record]:
+        """From the first that a replay can begin at; all of them where there is none."""
+        records = list(self._records)
+        if self.dropped == 0:
+            return records
+        first = (at for at, record in enumerate(records) if record.kind == RecordKind.KEYFRAME)
+        return records[next(first, 0) :]
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._records)
@@ -97,10 +127,10 @@ class EventLog:
         size = 64 + sum(len(frame) for frame in record.frames)
         self._records.append(record)
         self._sizes.append(size)
-        self._bytes += size
-        while self._bytes > self._max_bytes:
+        self._appended += size
+        while self._appended - self._gone > self._max_bytes:
             self._records.popleft()
-            self._bytes -= self._sizes.popleft()
+            self._gone += self._sizes.popleft()
             self.dropped += 1
 
 
@@ -115,6 +145,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 def replay(header: TraceHeader, records: Iterable[Record], *, check: bool = False) -> Difference | None:
     """Feed a fresh Scheduler what the recorded one consumed; None when every decision is the same.
+
+    A first record that is a keyframe is where it begins; a later one must be what the Scheduler is like then.
 
     Args:
         check: call the Scheduler's ``check()`` after every record.
@@ -144,6 +176,12 @@ def _replay_record(
             scheduler.begin_epoch()
         case RecordKind.HALVED:
             scheduler.halve_steps()
+        case RecordKind.KEYFRAME if index == 0:
+            restore(scheduler, decode_state(record.frames[0]))
+        case RecordKind.KEYFRAME:
+            state = decode_state(record.frames[0])
+            if idle_state(scheduler) != state:
+                return Difference(index, state.step, "a keyframe", "another state")
         case RecordKind.TICK:
             decided = scheduler.schedule(record.now)
             if decided is not None:

@@ -4,15 +4,12 @@ from collections.abc import Iterable
 from typing import Protocol, assert_never
 
 import msgspec
-import numpy as np
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.messages import (
     Ended,
     EndReason,
-    Int32,
     OpaqueRequest,
-    OpaqueResult,
     Rejected,
     SchedulerOutput,
 )
@@ -30,6 +27,7 @@ from quire.scheduler_proc.trace.difference import (
     is_quiet_line,
     kind_of,
 )
+from quire.scheduler_proc.trace.keyframe import restore
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,
@@ -38,6 +36,7 @@ from quire.scheduler_proc.trace.lines import (
     Epoch,
     Event,
     Header,
+    Keyframe,
     Lost,
     PrefixCacheEvent,
     Reason,
@@ -48,7 +47,7 @@ from quire.scheduler_proc.trace.lines import (
 )
 from quire.scheduler_proc.trace.reader import TraceLine
 from quire.scheduler_proc.trace.tap import Tap
-from quire.scheduler_proc.trace.translate import decision_line
+from quire.scheduler_proc.trace.translate import decision_line, opaque_result
 
 MAX_BLOCKS = 2**26
 _IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
@@ -83,17 +82,20 @@ def replay_lines(
         check: call the Scheduler's ``check()`` after every line.
 
     Raises:
-        ConfigError: there is no header, or lines were lost.
+        ConfigError: there is no header, lines were lost, or the trace begins in the middle without a keyframe.
     """
     told = iter(lines)
     first = next(told, None)
     if first is None or not isinstance(first.line, Header):
         raise ConfigError("a trace must begin with its header")
-    if not first.line.complete:
+    keyframe = None if first.line.complete else next(told, None)
+    if not first.line.complete and (keyframe is None or not isinstance(keyframe.line, Keyframe)):
         raise ConfigError(f"{first.file}: it begins in the middle of a run, and cannot be replayed exactly")
     if not first.is_intact:
         return _altered(first, 0)
     replay = _begin(first, first.line, observe)
+    if keyframe is not None and (difference := replay.begin_at(keyframe)) is not None:
+        return difference
     for each in told:
         difference = replay.take(each)
         if difference is not None:
@@ -113,6 +115,15 @@ def _begin(told: TraceLine, header: Header, observe: Observer | None) -> "_Repla
         return _Replay(header, observe)
     except (*_IMPOSSIBLE, ConfigError) as error:
         raise ConfigError(f"{told.file}:{told.number}: no engine can be as the header says: {error}") from None
+
+
+def _refusal(line: Lost | Keyframe) -> str:
+    if isinstance(line, Keyframe):
+        return "a keyframe stands here, which only a trace that begins in the middle has, as its second line"
+    return (
+        f"{line.lines} lines are missing here; "
+        "what follows cannot be replayed exactly (--lenient replays what is before)"
+    )
 
 
 def _altered(told: TraceLine, step: int) -> Difference:
@@ -135,14 +146,23 @@ class _Replay:
         self._admissions: list[TraceLine] = []
         self._decisions: list[Decision] = []
 
+    def begin_at(self, told: TraceLine) -> Difference | None:
+        """At a keyframe, before anything else: what comes is compared from there on."""
+        line = told.line
+        assert isinstance(line, Keyframe)
+        try:
+            restore(self.scheduler, line.state)
+        except _IMPOSSIBLE as error:
+            return self._located(told, Differs("state", "an engine's", str(error)))
+        self._step = line.state.step
+        self._changed(line.now)
+        return None if told.is_intact else _altered(told, self._step)
+
     def take(self, told: TraceLine) -> Difference | None:
         """Feed or compare one line. What the Scheduler tells its clients is the observer's."""
         line = told.line
-        if isinstance(line, Lost):
-            raise ConfigError(
-                f"{told.file}:{told.number}: {line.lines} lines are missing here; "
-                "what follows cannot be replayed exactly (--lenient replays what is before)"
-            )
+        if isinstance(line, Lost | Keyframe):
+            raise ConfigError(f"{told.file}:{told.number}: {_refusal(line)}")
         if isinstance(line, PrefixCacheEvent):
             self._admissions.append(told)
             return None if told.is_intact else _altered(told, line.step)
@@ -189,7 +209,7 @@ class _Replay:
                 self._begin_epoch(line)
             case Header():
                 self._compare_header(line)
-            case End() | Lost() | PrefixCacheEvent():
+            case End() | Lost() | PrefixCacheEvent() | Keyframe():
                 pass
             case _:
                 assert_never(line)
@@ -225,7 +245,7 @@ class _Replay:
         for ended in line.ended:
             self._check_length(ended)
         try:
-            self.scheduler.consume(_opaque(line))
+            self.scheduler.consume(opaque_result(line))
         except WorkerFault as fault:
             raise Differs(_blamed(str(fault)), "a result that fits", str(fault)) from None
         if self._tap.ended != line.ended:
@@ -361,25 +381,6 @@ def _hit(line: AnyLine) -> tuple[str, int, int, int, int]:
     assert isinstance(line, PrefixCacheEvent)
     local = line.local_hit_tokens + line.external_hit_tokens  # there is no other place than this engine
     return line.req_id, line.step, local, line.total_prompt_tokens, line.num_tokens
-
-
-def _opaque(line: Result) -> OpaqueResult:
-    """Without its hashes, which are told before."""
-    return OpaqueResult(
-        line.step,
-        _array(line.handles),
-        line.ended,
-        [],
-        _array(line.counts),
-        _array(line.drafts),
-        line.bad,
-        line.seconds,
-        line.failed,
-    )
-
-
-def _array(listed: list[int] | None) -> Int32 | None:
-    return None if listed is None else np.array(listed, np.int32)
 
 
 def _blamed(fault: str) -> str:

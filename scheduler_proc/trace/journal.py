@@ -15,6 +15,7 @@ from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.files import TraceFiles
+from quire.scheduler_proc.trace.keyframe import idle_state
 from quire.scheduler_proc.trace.lines import End
 from quire.scheduler_proc.trace.recorder import TraceRecorder
 from quire.scheduler_proc.trace.translate import make_header
@@ -39,6 +40,7 @@ class Journal:
         self._config = config
         self._clock = clock
         self._header: TraceHeader | None = None
+        self._scheduler: Scheduler | None = None
         self._recorder: TraceRecorder | None = None
         self._writer: TraceWriter | None = None
         self._dumping: threading.Thread | None = None
@@ -67,7 +69,7 @@ class Journal:
             except OSError as error:
                 raise ConfigError(f"--trace {self._config.trace} cannot be written: {error.strerror}") from None
             self._recorder = TraceRecorder(scheduler, self._writer.put, prompts=prompts)
-        self._header = header
+        self._header, self._scheduler = header, scheduler
 
     # ---- what happens
 
@@ -118,9 +120,13 @@ class Journal:
             self._writer.flush_some()
 
     def idle(self) -> None:
-        """The loop has waited in vain."""
+        """The loop has waited in vain. Also the one chance for a keyframe: it costs as much as there are blocks."""
         if self._writer is not None:
             self._writer.flush()
+        if self._scheduler is not None and self.log.wants_keyframe:
+            state = idle_state(self._scheduler)
+            if state is not None:
+                self.log.keyframe(self._clock(), state)
 
     # ---- the end, and looking in
 
@@ -142,7 +148,7 @@ class Journal:
         if folder is None or self._header is None:
             return None
         self._num_dumps += 1
-        dump = Dump(self._header, list(self.log), self.log.complete, self._clock(), reason)
+        dump = Dump(self._header, self.log.readable(), self.log.complete, self._clock(), reason)
         return folder, self._num_dumps, dump
 
     def _dump_folder(self) -> Path | None:

@@ -14,6 +14,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import Abort, Control, Ended, Fail, Hold, Refuse, Release, Stop
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.trace.keyframe import IdleState
 from quire.scheduler_proc.trace.tap import NAME_BYTES
 
 FORMAT = "quire-trace"
@@ -34,8 +35,8 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
         part: from 0; files after the first, when it was rotated, go on where the one before ended.
         wall: seconds since 1970 at ``now``.
         prompts: arrivals have their tokens.
-        complete: false for a crash dump that begins in the middle: what was there before is unknown, so that it can be
-            looked at, but not replayed.
+        complete: false for a crash dump that begins in the middle. Its second line is a keyframe, from which it can be
+            replayed; without one it can be looked at only.
     """
 
     format: str
@@ -50,6 +51,13 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
     hash_bytes: int = HASH_BYTES
     prompts: bool = False
     complete: bool = True
+
+
+class Keyframe(Line, frozen=True, kw_only=True, tag="keyframe"):
+    """Where a trace that is not complete begins, and nowhere else. Names in ``state`` are cut."""
+
+    now: float
+    state: IdleState
 
 
 class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
@@ -212,6 +220,7 @@ class End(Line, frozen=True, kw_only=True, tag="end"):
 
 AnyLine: TypeAlias = (
     Header
+    | Keyframe
     | Arrival
     | Event
     | StepSnapshot

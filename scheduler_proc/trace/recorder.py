@@ -1,6 +1,6 @@
 """The lines of a trace, made from what a Scheduler just did. Decides nothing, writes nothing."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from quire.protocol.codec import Codec
@@ -18,6 +18,7 @@ from quire.protocol.messages import (
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
+from quire.scheduler_proc.trace.keyframe import decode_state, restore
 from quire.scheduler_proc.trace.lines import Line
 from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import (
@@ -27,6 +28,7 @@ from quire.scheduler_proc.trace.translate import (
     epoch_line,
     event_line,
     hit_line,
+    keyframe_line,
     make_header,
     result_line,
     snapshot_line,
@@ -151,11 +153,17 @@ class TraceRecorder:
 
 def record_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> list[Line]:
     """The lines of a log: what a recorder would have made of the run, header included."""
-    return [make_header(header, prompts=prompts), *lines_of_log(header, records, prompts=prompts)]
+    log = list(records)
+    first = make_header(header, prompts=prompts, complete=not begins_at_keyframe(log))
+    return [first, *lines_of_log(header, log, prompts=prompts)]
+
+
+def begins_at_keyframe(records: Sequence[Record]) -> bool:
+    return bool(records) and records[0].kind == RecordKind.KEYFRAME
 
 
 def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> Iterator[Line]:
-    """The same without the header, one record after the other.
+    """The same without the header, one record after the other. Keyframes are told where it begins with one only.
 
     Feeds a fresh Scheduler what the recorded one consumed, for hashes and endings are not in the log.
     """
@@ -164,8 +172,12 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
     recorder = TraceRecorder(scheduler, at_once(lines.append), prompts=prompts)
     codec: Codec[Any] = Codec(Consumed)
     halved = False
-    for record in records:
+    for index, record in enumerate(records):
         match RecordKind(record.kind):
+            case RecordKind.KEYFRAME if index == 0:
+                state = decode_state(record.frames[0])
+                restore(scheduler, state)
+                lines.append(keyframe_line(record.now, state, header))
             case RecordKind.CONSUMED:
                 event = codec.decode(record.frames).message
                 scheduler.consume(event, record.client)

@@ -1,13 +1,25 @@
 """Messages as lines of a trace, without what users wrote; and a configuration without the places of its machine."""
 
 import msgspec
+import numpy as np
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import AddRequest, Ended, Fail, Int32, ModelRunnerOutput, Refuse, SchedulerOutput
+from quire.protocol.kv_events import HASH_BYTES as KEY_BYTES
+from quire.protocol.messages import (
+    AddRequest,
+    Ended,
+    Fail,
+    Int32,
+    ModelRunnerOutput,
+    OpaqueResult,
+    Refuse,
+    SchedulerOutput,
+)
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.trace.event_log import TraceHeader
+from quire.scheduler_proc.trace.keyframe import IdleState, with_short_names
 from quire.scheduler_proc.trace.lines import (
     FORMAT,
     HASH_BYTES,
@@ -17,6 +29,7 @@ from quire.scheduler_proc.trace.lines import (
     Epoch,
     Event,
     Header,
+    Keyframe,
     NewRow,
     OtherEvent,
     PrefixCacheEvent,
@@ -51,6 +64,10 @@ def make_header(
         prompts=prompts,
         complete=complete,
     )
+
+
+def keyframe_line(now: float, state: IdleState, header: TraceHeader) -> Keyframe:
+    return Keyframe(now=now, state=with_short_names(state, KEY_BYTES[header.config.prefix_caching_hash_algo]))
 
 
 def public_config(config: EngineConfig) -> EngineConfig:
@@ -213,3 +230,22 @@ def _listed(array: Int32 | None) -> list[int] | None:
         return None
     listed: list[int] = array.tolist()
     return listed
+
+
+def opaque_result(line: Result) -> OpaqueResult:
+    """What a replay is fed: without its hashes, which are told before."""
+    return OpaqueResult(
+        line.step,
+        _array(line.handles),
+        line.ended,
+        [],
+        _array(line.counts),
+        _array(line.drafts),
+        line.bad,
+        line.seconds,
+        line.failed,
+    )
+
+
+def _array(listed: list[int] | None) -> Int32 | None:
+    return None if listed is None else np.array(listed, np.int32)

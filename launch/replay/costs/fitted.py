@@ -13,7 +13,7 @@ from quire.launch.replay.rows import SimulatedRows
 from quire.protocol.errors import ConfigError
 from quire.protocol.messages import NewRequestData, SchedulerOutput
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler_proc.trace.lines import Epoch, Lost, Result, StepDecision
+from quire.scheduler_proc.trace.lines import Epoch, Keyframe, Lost, Result, StepDecision
 from quire.scheduler_proc.trace.reader import TraceLine, TraceReader
 
 LEAST_STEPS = 50
@@ -126,6 +126,8 @@ def timed_steps(trace: Iterable[TraceLine]) -> list[TimedStep]:
                 answered = now
             case Epoch():
                 shapes.clear()
+            case Keyframe(state=state):
+                rows.hold(state.removed)
             case Lost():
                 break
             case _:

@@ -14,8 +14,8 @@ from quire.launch.replay.recorded import recorded_settings
 from quire.launch.replay.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.answers import Answer, Answers
-from quire.scheduler_proc.trace.lines import Header, Lost
-from quire.scheduler_proc.trace.reader import TraceReader
+from quire.scheduler_proc.trace.lines import Header, Keyframe, Lost
+from quire.scheduler_proc.trace.reader import TraceLine, TraceReader
 
 _ID_BYTES = 8
 
@@ -32,15 +32,19 @@ def load(path: Path, options: LoadOptions) -> Workload:
     header = reader.header
     answers = Answers()
     lost = 0
+    has_keyframe = False
     for told in reader:
         if isinstance(told.line, Lost):
             if not options.lenient:
                 raise ConfigError(f"{told.file}:{told.number}: {told.line.lines} lines are missing here")
             lost += told.line.lines
+        if isinstance(told.line, Keyframe):
+            _check_place(told, header)
+            has_keyframe = True
         answers.take(told.line)
     answers.close()
     workload = Workload("quire", str(path), [], {**recorded_settings(header), "model": header.config.model})
-    workload.notes += [*reader.notes, *_notes(header, answers, lost)]
+    workload.notes += [*reader.notes, *_notes(header, answers, lost, has_keyframe)]
     empty = [0]
     last = 0.0
     for number, answer in enumerate(each for each in answers.all if each.ending != "rejected"):
@@ -48,6 +52,12 @@ def load(path: Path, options: LoadOptions) -> Workload:
         workload.calls.append(_call(number, last, answer, header, empty))
     workload.notes += empty_notes(empty)
     return finish(workload, options, Faults(options.lenient))
+
+
+def _check_place(told: TraceLine, header: Header) -> None:
+    """Of a keyframe. Raises ConfigError where it does not begin a trace."""
+    if header.complete or told.number != 2:
+        raise ConfigError(f"{told.file}:{told.number}: a keyframe stands here, which only begins a trace")
 
 
 def _call(number: int, arrival: float, answer: Answer, header: Header, empty: list[int]) -> Call:
@@ -78,7 +88,7 @@ def _ids(names: bytes | bytearray, size: int) -> array[int]:
     return array("Q", cut.tobytes())
 
 
-def _notes(header: Header, answers: Answers, lost: int) -> list[str]:
+def _notes(header: Header, answers: Answers, lost: int, has_keyframe: bool) -> list[str]:
     notes = []
     endings = Counter(answer.ending for answer in answers.all)
     if early := [f"{count} {ending}" for ending, count in sorted(endings.items()) if ending not in ("", "rejected")]:
@@ -89,7 +99,9 @@ def _notes(header: Header, answers: Answers, lost: int) -> list[str]:
         notes.append(f"{resubmitted} requests came with a part of their answer: it is a part of their prompt here")
     if header.config.num_speculative_tokens:
         notes.append(f"recorded with {header.config.num_speculative_tokens} drafts per step; simulated without")
-    if not header.complete:
+    if has_keyframe:
+        notes.append("the trace begins at an idle moment of a longer run: what was cached then is not there here")
+    elif not header.complete:
         notes.append("the trace begins in the middle of a run: lengths of answers that had begun are too short")
     if lost:
         notes.append(f"{lost} lines are missing: some lengths may be wrong")

@@ -1,0 +1,343 @@
+"""From a keyframe on, a restored Scheduler decides what the recorded one did: so the dump of an old engine replays."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from keyframed_runs import dump_of, keyframe_of, long_lived
+from kv_cases import chunked, full, layout_of, mamba, sliding
+from loop_under_test import LoopUnderTest
+from scheduler_driver import Driver, change, make_config, make_request
+from scheduler_load import Load, random_settings
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.kv_layout import KVGroup
+from quire.protocol.messages import EngineState, StepOutputs
+from quire.scheduler_proc import loop as scheduler_loop
+from quire.scheduler_proc.trace import journal
+from quire.scheduler_proc.trace.event_log import KEYFRAMES_PER_RING, EventLog, Record, RecordKind, replay
+from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.trace.keyframe import IdleState, decode_state, encode_state, idle_state, restore
+from quire.scheduler_proc.trace.lines import (
+    AnyLine,
+    Header,
+    Keyframe,
+    PrefixCacheEvent,
+    Tick,
+    decode_line,
+    encode_line,
+)
+from quire.scheduler_proc.trace.reader import TraceReader, numbered
+from quire.scheduler_proc.trace.recorder import record_log
+
+SEEDS = range(24)
+EVENTS = 22
+
+
+def go_idle(load: Load, rng: random.Random) -> None:
+    """All that can be left over is, now and then: a pause, halved steps, results of an epoch before."""
+    driver = load.driver
+    alive = list(driver.scheduler.table.requests)
+    if rng.random() < 0.5:
+        for client, request_id in alive:
+            driver.abort(request_id, client=client)
+        if rng.random() < 0.5:
+            if driver.scheduler.halve_steps():
+                driver.log.steps_halved(0.0)
+            driver.begin_epoch()
+    else:
+        driver.control("resume")
+        for client, request_id in alive:
+            driver.release(request_id, client)
+    driver.run()
+    if rng.random() < 0.3:
+        driver.control(rng.choice(("pause", "pause_new")))
+
+
+@lru_cache
+def idle_run(seed: int) -> Driver:
+    """A nasty load that goes idle twice, each time with a keyframe, and comes back."""
+    rng = random.Random(seed)
+    load = Load(rng, Driver(**random_settings(rng, drafts=False)))
+    load.fixed_budget = True
+    for _ in range(2):
+        for _ in range(EVENTS):
+            load.random_event()
+        load.held.clear()
+        go_idle(load, rng)
+        keyframe_of(load.driver)
+    for _ in range(EVENTS):
+        load.random_event()
+    return load.driver
+
+
+def tails(driver: Driver) -> list[list[Record]]:
+    """Its log from each keyframe on."""
+    records = list(driver.log)
+    return [records[at:] for at, record in enumerate(records) if record.kind == RecordKind.KEYFRAME]
+
+
+def as_file(driver: Driver, records: list[Record]) -> list[AnyLine]:
+    return [decode_line(encode_line(line)) for line in record_log(driver.header, records)]
+
+
+def altered(records: list[Record], **fields: Any) -> list[Record]:
+    state = msgspec.structs.replace(decode_state(records[0].frames[0]), **fields)
+    return [change(records[0], frames=[encode_state(state)]), *records[1:]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_from_a_keyframe_on_all_decisions_are_the_same(seed: int) -> None:
+    """With the tokens, and as a trace without them, where names are cut; the second keyframe is met again."""
+    driver = idle_run(seed)
+    assert replay(driver.header, list(driver.log), check=True) is None
+    assert len(tails(driver)) == 2
+    for records in tails(driver):
+        assert replay(driver.header, records, check=True) is None
+        lines = as_file(driver, records)
+        assert isinstance(lines[0], Header) and not lines[0].complete and isinstance(lines[1], Keyframe)
+        assert replay_lines(numbered(lines), check=True) is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_restored_scheduler_is_as_the_other_was(seed: int) -> None:
+    driver = idle_run(seed)
+    for records in tails(driver):
+        scheduler = driver.header.make_scheduler()
+        state = decode_state(records[0].frames[0])
+        restore(scheduler, state)
+        scheduler.check()
+        assert idle_state(scheduler) == state
+        told, known = scheduler.statistics(), state.cached
+        assert told.num_cached_blocks == len(known) and told.num_free_blocks == driver.header.num_blocks - 1
+
+
+def test_all_of_a_keyframe_matters() -> None:
+    """What decides nothing need not be there; and runs in which it decides nothing would prove nothing."""
+    reached: Counter[str] = Counter()
+    for seed in SEEDS:
+        driver = idle_run(seed)
+        for records in tails(driver):
+            state = decode_state(records[0].frames[0])
+            states = {
+                "cached": {"cached": []},
+                "free_blocks": {"free_blocks": state.free_blocks[::-1]},
+                "left over": {"removed": [], "retired": []},
+                "step": {"step": state.step + 1},
+                "halved": {"max_num_batched_tokens": driver.config.max_num_batched_tokens},
+                "pause": {"pause": ""},
+            }
+            for name, fields in states.items():
+                reached[name] += noticed(driver, altered(records, **fields))
+            lines = as_file(driver, records)
+            reached["hits"] += sum(isinstance(line, PrefixCacheEvent) and line.local_hit_tokens > 0 for line in lines)
+            reached["stale"] += state.stale_until == state.step
+            reached["caching off"] += not driver.config.enable_prefix_caching
+            reached["groups"] += len(driver.header.kv_layout.groups) > 1 and bool(state.cached)
+            reached["priority"] += driver.config.scheduling_policy == "priority"
+    assert min(reached.values()) >= 2 and reached["hits"] > 20, reached
+
+
+def noticed(driver: Driver, records: list[Record]) -> bool:
+    try:
+        return replay(driver.header, records) is not None
+    except (AssertionError, KeyError):
+        return True  # a request that never ran is asked for
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [full()],
+        [full(), sliding(6)],
+        [sliding(6), full(8)],
+        [full(), mamba()],
+        [chunked(8), full()],
+        [mamba(), sliding(6)],
+    ],
+    ids=lambda groups: "+".join(group.kind for group in groups),
+)
+def test_contents_are_found_again(groups: list[KVGroup], policy: str) -> None:
+    """Those cached before the keyframe, and those evicted after it, in their order."""
+    driver = Driver(num_blocks=90, layout=layout_of(*groups), scheduling_policy=policy, async_scheduling=True)
+    prompts = [[*range(start, start + 24), start] for start in range(12)]
+    for round_, starts in enumerate(([0, 1, 2, 3, 1], [0, 1, 2, 3, *range(4, 12), 5])):
+        for index, prompt in enumerate(prompts[start] for start in starts):
+            driver.add(f"{round_}-{index}", prompt, max_tokens=8, priority=index % 2)
+        driver.run()
+        if round_ == 0:
+            assert keyframe_of(driver).cached
+    (records,) = tails(driver)
+    assert replay(driver.header, records, check=True) is None
+    lines = as_file(driver, records)
+    assert replay_lines(numbered(lines), check=True) is None
+    hits = [line.local_hit_tokens for line in lines if isinstance(line, PrefixCacheEvent)]
+    assert max(hits[:4]) >= 16 and driver.scheduler.statistics().num_evicted_blocks > 0
+    assert noticed(driver, altered(records, cached=[]))
+
+
+def test_the_oldest_of_two_equal_contents_is_found_first() -> None:
+    """Whichever of the two it is, it leaves its own place in the queue."""
+    driver = Driver(num_blocks=20, async_scheduling=True)
+    for name in ("a", "b"):
+        driver.add(name, [1, 2, 3, 4], max_tokens=2)  # the last token of a prompt is never taken from the cache
+    driver.run()
+    first, second = (block for block, key in keyframe_of(driver).cached)
+    driver.add("c", [1, 2, 3, 4, 6], max_tokens=2)
+    driver.run()
+    (records,) = tails(driver)
+    assert replay(driver.header, records) is None
+    key = decode_state(records[0].frames[0]).cached[0][1]
+    assert replay(driver.header, altered(records, cached=[(second, key), (first, key)])) is not None
+
+
+def test_nobody_alive_nothing_in_flight_no_drafts() -> None:
+    driver = Driver(async_scheduling=True)
+    assert idle_state(driver.scheduler) is not None
+    driver.add("a", [1, 2, 3], max_tokens=2)
+    assert idle_state(driver.scheduler) is None
+    driver.schedule()
+    driver.abort("a")
+    assert idle_state(driver.scheduler) is None, "its step is in flight"
+    driver.run()
+    assert idle_state(driver.scheduler) is not None
+    assert idle_state(Driver(num_speculative_tokens=2).scheduler) is None
+
+
+# ---- the ring
+
+
+def test_a_ring_that_lost_its_beginning_leaves_a_dump_that_replays(tmp_path: Path) -> None:
+    driver = long_lived(30_000)
+    kept = sum(record.kind == RecordKind.KEYFRAME for record in driver.log)
+    assert driver.log.dropped > 1000 and driver.log.complete and 2 <= kept <= KEYFRAMES_PER_RING
+    path = dump_of(driver, tmp_path)
+    first, second, *lines = [told.line for told in TraceReader(path)]
+    assert isinstance(first, Header) and not first.complete and isinstance(second, Keyframe)
+    assert len(lines) > 100 and not any(isinstance(line, Keyframe) for line in lines)
+    assert {len(key) for _, key in second.state.cached} == {first.hash_bytes}
+    assert replay_lines(TraceReader(path), check=True) is None
+
+
+def test_a_ring_that_has_its_beginning_is_dumped_from_there(tmp_path: Path) -> None:
+    driver = long_lived(30_000, bursts=5)
+    assert not driver.log.dropped and any(record.kind == RecordKind.KEYFRAME for record in driver.log)
+    first, second, *_ = [told.line for told in TraceReader(dump_of(driver, tmp_path))]
+    assert isinstance(first, Header) and first.complete and not isinstance(second, Keyframe)
+    assert replay_lines(TraceReader(tmp_path)) is None
+
+
+def test_a_ring_without_a_keyframe_is_not_complete() -> None:
+    """One larger than a quarter of the ring is not kept, and not tried again before another quarter has come."""
+    driver = long_lived(2_000)
+    assert not any(record.kind == RecordKind.KEYFRAME for record in driver.log)
+    assert not driver.log.complete and driver.log.readable() == list(driver.log)
+    driver.run()
+    assert driver.log.wants_keyframe and len(encode_state(keyframe_of(driver))) > 500
+    assert not driver.log.wants_keyframe and not driver.log.complete
+
+
+def test_a_quarter_of_the_ring_must_have_come_between_two() -> None:
+    log, state = EventLog(max_bytes=40_000), IdleState(step=0, stale_until=-1, max_num_batched_tokens=1, free_blocks=[])
+    taken = []
+    for index in range(1000):
+        log.consumed(float(index), 0, [bytes(36)])
+        if log.wants_keyframe:
+            log.keyframe(float(index), state)
+            taken.append(index)
+    assert taken == list(range(99, 1000, 100))
+    assert log.readable()[0].now in taken and log.readable()[0].now <= 700
+
+
+# ---- lines that cannot be
+
+
+@lru_cache
+def dumped() -> tuple[list[AnyLine], int]:
+    driver = long_lived(30_000)
+    return as_file(driver, driver.log.readable()), driver.header.num_blocks
+
+
+def test_a_keyframe_stands_at_the_beginning_only() -> None:
+    (header, keyframe, *lines), _ = dumped()
+    for told in ([header, *lines[:1], keyframe], [header, Tick(now=1.0), *lines], [header]):
+        with pytest.raises(ConfigError, match="begins in the middle"):
+            replay_lines(numbered(told))
+    complete = msgspec.structs.replace(header, complete=True)
+    for told in ([complete, keyframe], [header, keyframe, keyframe]):
+        with pytest.raises(ConfigError, match="a keyframe stands here"):
+            replay_lines(numbered(told))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": -5},
+        {"stale_until": 10**9},
+        {"max_num_batched_tokens": 0},
+        {"max_num_batched_tokens": 10**9},
+        {"pause": "for ever"},
+        {"rows": [2**40]},
+        {"retired": [-1]},
+        {"retired": [2**60]},
+        {"retired": [1, 1]},
+        {"removed": [77]},
+        {"free_blocks": []},
+        {"free_blocks": [1] * 23},
+        {"free_blocks": list(range(23))},
+        {"cached": [(0, b"a")]},
+        {"cached": [(24, b"a")]},
+        {"cached": [(-1, b"a")]},
+        {"cached": [(1, b"a"), (1, b"b")]},
+    ],
+    ids=repr,
+)
+def test_a_state_that_cannot_be_is_a_difference_there(fields: dict[str, Any]) -> None:
+    (header, keyframe, *lines), num_blocks = dumped()
+    assert isinstance(keyframe, Keyframe) and num_blocks == 24
+    state = msgspec.structs.replace(keyframe.state, **fields)
+    told = [header, msgspec.structs.replace(keyframe, state=state, crc=None), *lines]
+    found = replay_lines(numbered(told))
+    assert found is not None and (found.line, found.kind, found.field) == (2, "keyframe", "state")
+
+
+# ---- the loop
+
+
+@pytest.fixture
+def quick_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopUnderTest]:
+    """One that is idle after 5 ms, and whose ring is small."""
+    monkeypatch.setattr(scheduler_loop, "IDLE_MS", 5)
+    monkeypatch.setattr(journal, "RING_BYTES", 30_000)
+    with zmq.Context() as context:
+        config = make_config(async_scheduling=True, crash_dump_dir=str(tmp_path / "dumps"))
+        loop = LoopUnderTest(context, tmp_path, config)
+        loop.handshake()
+        yield loop
+        loop.close()
+
+
+def test_an_engine_that_fails_late_leaves_a_trace_that_replays(quick_loop: LoopUnderTest, tmp_path: Path) -> None:
+    loop = quick_loop
+    for index in range(12):
+        loop.client.send(make_request(f"r{index}", [index % 3, 1, 4, 1, 5], max_tokens=40))
+        loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended))
+        assert loop.client.receive(0.02) is None, "it is idle"
+    loop.spoil = lambda result: change(result, handles=np.array([77], np.int32), tokens=np.array([1], np.int32))
+    loop.client.send(make_request("last", [0, 1, 4, 1, 5], max_tokens=9))
+    loop.until(lambda heard: isinstance(heard, EngineState) and heard.kind == "failed")
+    loop.join()
+    assert loop.log.dropped and loop.log.complete
+    (path,) = (tmp_path / "dumps").iterdir()
+    _, second, *lines = [told.line for told in TraceReader(path)]
+    assert isinstance(second, Keyframe) and second.state.cached
+    assert any(isinstance(line, PrefixCacheEvent) and line.local_hit_tokens for line in lines)
+    assert replay_lines(TraceReader(path), check=True) is None

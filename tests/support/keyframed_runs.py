@@ -1,0 +1,42 @@
+"""Runs of a Scheduler whose log has keyframes."""
+
+import random
+from pathlib import Path
+
+from scheduler_driver import Driver
+
+from quire.scheduler_proc.trace.dump import Dump, write_dump
+from quire.scheduler_proc.trace.event_log import EventLog
+from quire.scheduler_proc.trace.keyframe import IdleState, idle_state
+
+
+def keyframe_of(driver: Driver) -> IdleState:
+    state = idle_state(driver.scheduler)
+    assert state is not None
+    driver.log.keyframe(0.0, state)
+    return state
+
+
+def long_lived(max_bytes: int, bursts: int = 40) -> Driver:
+    """Its log is a small ring. Goes idle after each burst but the last, in which it stops."""
+    rng = random.Random(5)
+    driver = Driver(num_blocks=24, async_scheduling=True, max_num_seqs=4)
+    driver.log = EventLog(max_bytes)
+    driver.worker.step_seconds = lambda tokens, drafts: 0.25 + tokens / 64
+    prefix = list(range(9))
+    for burst in range(bursts):
+        driver.run()
+        if driver.log.wants_keyframe:
+            keyframe_of(driver)
+        for index in range(6):
+            driver.add(f"{burst}-{index}", [*prefix[: rng.randrange(10)], rng.randrange(99)], max_tokens=9)
+    for _ in range(5):
+        driver.step()
+    return driver
+
+
+def dump_of(driver: Driver, folder: Path) -> Path:
+    dump = Dump(driver.header, driver.log.readable(), driver.log.complete, 9.0, "it broke")
+    path = write_dump(folder, 1, dump)
+    assert path is not None
+    return path
