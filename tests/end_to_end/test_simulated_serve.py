@@ -15,7 +15,10 @@ from engine_processes import engine_processes
 from served import QUIRE, Served
 
 from quire.launch.demo import demo_model_path
-from quire.launch.replay.costs.fitted import fit
+from quire.launch.replay.costs.fitted import fit, timed_steps
+from quire.launch.replay.costs.parse import parse_cost
+from quire.protocol.model_config import load_model_config
+from quire.scheduler_proc.trace.reader import TraceReader
 
 STEP_SECONDS = 0.002
 
@@ -131,5 +134,7 @@ def test_a_model_without_weights_on_many_devices_and_its_times_from_a_trace(tmp_
         usage = complete(served, prompt=[5] * num_tokens, max_tokens=50)["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_tokens, 50)
     assert served.stop(signal.SIGINT) == 0
-    fitted = fit(trace)
-    assert len(fitted.errors) >= 150 and abs(fitted.errors).max() < 0.05
+    steps = timed_steps(TraceReader(trace))
+    machine = parse_cost("roofline:h200", tensor_parallel_size=2, model=load_model_config(tmp_path))
+    assert len(steps) >= 150 and all(step.seconds >= 0.999 * machine.seconds(step.shape) for step in steps)
+    assert fit(trace).seconds(steps[-1].shape) > 0
