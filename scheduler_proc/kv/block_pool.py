@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from operator import itemgetter
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_metrics import SAMPLE_MASK, BlockMetrics
@@ -99,11 +100,11 @@ class BlockHashToBlockMap:
         return pairs
 
     def duplicates(self) -> list[tuple[int, bytes]]:
-        """(block id, key) where several blocks have one key, the one that is found first, and found next, first."""
+        """(block id, key) where several blocks have one key: by key, and then in the order in which they are found."""
         if self.num_blocks == len(self._found):
             return []
         several = [(key, found) for key, found in self._found.items() if not isinstance(found, KVCacheBlock)]
-        return [(block_id, key) for key, found in several for block_id in found]
+        return [(block_id, key) for key, found in sorted(several, key=itemgetter(0)) for block_id in found]
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""

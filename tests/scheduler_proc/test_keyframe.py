@@ -49,7 +49,7 @@ def go_idle(load: Load, rng: random.Random) -> None:
         for client, request_id in alive:
             driver.abort(request_id, client=client)
         if rng.random() < 0.5:
-            if driver.scheduler.halve_steps():
+            if driver.config.enable_chunked_prefill and driver.scheduler.halve_steps():
                 driver.log.steps_halved(0.0)
             driver.begin_epoch()
     else:
