@@ -202,8 +202,13 @@ class Scheduler:
         self.kv.reset_prefix_cache()
 
     def halve_steps(self) -> bool:
-        """From now on a step has half as many tokens at most; false when it cannot: each request needs one."""
-        fewer = max(self.config.max_num_batched_tokens // 2, self.config.max_num_seqs)
+        """From now on a step has half as many tokens at most; false when it cannot.
+
+        Each request needs one; and where prompts are not cut into chunks, the longest needs all of its own.
+        """
+        config = self.config
+        least = config.max_num_seqs if config.enable_chunked_prefill else max(config.max_num_seqs, config.max_model_len)
+        fewer = max(config.max_num_batched_tokens // 2, least)
         if fewer == self.config.max_num_batched_tokens:
             return False
         self.config = msgspec.structs.replace(self.config, max_num_batched_tokens=fewer)

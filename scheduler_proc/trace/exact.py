@@ -16,6 +16,7 @@ from quire.protocol.messages import (
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.trace.difference import (
+    ALTERED,
     NOTHING,
     Difference,
     Differs,
@@ -128,7 +129,7 @@ def _refusal(line: Lost | Keyframe) -> str:
 
 def _altered(told: TraceLine, step: int) -> Difference:
     line = told.line
-    return Difference(told.number, step, kind_of(line), "crc", line.crc, "another", id_in(line), told.file)
+    return Difference(told.number, step, kind_of(line), "crc", line.crc, ALTERED, id_in(line), told.file)
 
 
 class _Replay:

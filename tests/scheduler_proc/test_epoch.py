@@ -186,3 +186,12 @@ def test_it_is_in_the_log_which_replays_with_and_without_tokens() -> None:
     check_all(driver)
     assert replay(driver.header, driver.log, check=True) is None
     assert driver.replay_lines() is None
+
+
+def test_steps_are_not_halved_below_a_prompt_that_may_not_be_cut() -> None:
+    driver = Driver(enable_chunked_prefill=False, max_num_batched_tokens=60, max_model_len=40, max_num_seqs=4)
+    assert driver.scheduler.halve_steps() and driver.scheduler.config.max_num_batched_tokens == 40
+    assert not driver.scheduler.halve_steps()
+    driver.add("a", list(range(39)), max_tokens=1)
+    driver.run()
+    driver.check_drained()
