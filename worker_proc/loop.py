@@ -9,18 +9,14 @@ from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.messages import (
-    PROTOCOL_VERSION,
-    Configure,
     Digest,
     Fault,
-    Hello,
     ModelRunnerOutput,
-    Refused,
     SampleInputs,
     SchedulerOutput,
     Shutdown,
-    Welcome,
 )
+from quire.protocol.worker_handshake import ask_configuration
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.parallel.group import TensorParallel
@@ -51,7 +47,7 @@ class WorkerLoop:
             ConfigError, EngineError, StepRefused, ProtocolError: also told to the scheduler as a Fault.
         """
         try:
-            configure = self._handshake()
+            configure = ask_configuration(self._channel, self._rank, self._pid)
             config = configure.config
             group = self._join(config)
             runner, ready = make_runner(config, configure.kv_layout, self._say, group=group, progress=self._progress)
@@ -61,20 +57,6 @@ class WorkerLoop:
         except Exception as error:
             self._channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
             raise
-
-    def _handshake(self) -> Configure:
-        self._channel.send(Hello(PROTOCOL_VERSION, "worker", self._rank, self._pid))
-        while True:
-            received = self._channel.receive(None)
-            match received.message if received else None:
-                case Welcome():
-                    continue
-                case Configure() as configure:
-                    return configure
-                case Refused(reason=reason):
-                    raise EngineError(f"the scheduler refused this worker: {reason}")
-                case other:
-                    raise EngineError(f"unexpected {type(other).__name__} instead of Configure")
 
     def _steps(self, runner: ModelRunner, group: TensorParallel) -> None:
         """Launch each step as soon as it comes; send each result as soon as it is there.

@@ -21,19 +21,15 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import (
-    PROTOCOL_VERSION,
-    Configure,
     Fault,
-    Hello,
     MemoryPlan,
     ModelRunnerOutput,
     Ready,
-    Refused,
     SampleInputs,
     SchedulerOutput,
     Shutdown,
-    Welcome,
 )
+from quire.protocol.worker_handshake import ask_configuration
 
 SPIN_SECONDS = 0.0002
 """How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
@@ -102,7 +98,7 @@ class SimulatedWorker:
             ConfigError, EngineError, ProtocolError: also told to the scheduler as a Fault.
         """
         try:
-            configure = self._handshake()
+            configure = ask_configuration(self._channel, 0, self._pid)
             plan = plan_pool(configure.config, configure.kv_layout, self._cost, self._num_ranks)
             more = " (more would fit)" if plan.num_blocks == MOST_BLOCKS else ""
             pool = f"{plan.num_blocks - 1} KV blocks{more}"
@@ -113,20 +109,6 @@ class SimulatedWorker:
             kind = "checkpoint" if isinstance(error, ConfigError) else "error"
             self._channel.send(Fault(kind, " ".join(str(error).split()) or type(error).__name__))
             raise
-
-    def _handshake(self) -> Configure:
-        self._channel.send(Hello(PROTOCOL_VERSION, "worker", 0, self._pid))
-        while True:
-            received = self._channel.receive(None)
-            match received.message if received else None:
-                case Welcome():
-                    continue
-                case Configure() as configure:
-                    return configure
-                case Refused(reason=reason):
-                    raise EngineError(f"the scheduler refused this worker: {reason}")
-                case other:
-                    raise EngineError(f"unexpected {type(other).__name__} instead of Configure")
 
     def _steps(self, runner: SimulatedRunner) -> None:
         while True:
