@@ -110,9 +110,7 @@ def test_log_probabilities(server: Served) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["constant:fast"], "constant"),
         (["magic:3"], "roofline:CONFIG,CHIP"),
-        (["fitted:/nowhere"], "/nowhere"),
         (["constant:2", "--logits-processors", "mine:Own"], "--logits-processors"),
         (["constant:2", "--kv-cache-memory-bytes", "1"], "memory does not suffice"),
     ],
