@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -140,12 +140,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Help("folder for the last events of an engine that failed; empty: none (the user's state folder)")
     ] = None
     seed: Annotated[int, Help("of random weights")] = 0
-
-
-def option_help() -> dict[str, str]:
-    """Flag name (with underscores) to its help text."""
-    hints = get_type_hints(EngineOptions, include_extras=True)
-    return {name: next(m.text for m in hint.__metadata__ if isinstance(m, Help)) for name, hint in hints.items()}
 
 
 def parse_options(given: Mapping[str, Any], where: str) -> EngineOptions:

@@ -463,13 +463,11 @@ class OpaqueResult(Message, frozen=True, tag=43):
     """A result without its tokens, for replay: who got one, ended or was bad.
 
     ``handles``: absent while the same as in the last result that had them.
-    ``block_hashes``: (handle, name) of blocks that it makes full, where the requests do not know them yet.
     """
 
     step: int
     handles: Int32 | None
     ended: list[Ended]
-    block_hashes: list[tuple[int, bytes]]
     counts: Int32 | None = None
     drafts: Int32 | None = None
     bad: list[int] = []

@@ -97,10 +97,6 @@ class Results:
         if self._is_stale(event.step):
             return
         record, sampled = self.in_flight.match_opaque(event)
-        if event.block_hashes:
-            requests = record.requests()
-            for handle, block_hash in event.block_hashes:
-                self.table.foretell(requests[handle], block_hash)
         ended = {e.handle: _Ending(EndReason(e.reason), e.stop_reason, e.detail) for e in event.ended}
         lengths = {e.handle: e.num_output_tokens for e in event.ended}
 

@@ -5,7 +5,6 @@ Requests that only ever need one more token cruise meanwhile (cruise.py).
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import assert_never
 
 import msgspec
@@ -134,12 +133,6 @@ class Scheduler:
         self._tap = self.planner.tap = self.results.tap = tap
 
     # ---- events
-
-    def foretell(self, names: Iterable[tuple[int, bytes]]) -> None:
-        """(handle, name) of blocks that the next event or step fills, of requests whose tokens are not known."""
-        for handle, name in names:
-            if (request := self.table.find(handle)) is not None:
-                self.table.foretell(request, name)
 
     def consume(self, event: Consumed, client: int = 0) -> None:
         """Take one event. ``client`` is the index of the front end that it came from.

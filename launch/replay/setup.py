@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from quire.launch.bench.shapes import SHAPES
-from quire.launch.options import FOREIGN_NAMES, EngineOptions, make_engine_config, option_help
+from quire.launch.options import FOREIGN_NAMES, EngineOptions, make_engine_config
 from quire.launch.replay.cost import CostModel
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.setting_values import parse_setting
@@ -107,11 +107,6 @@ def settle_model(workload: Workload, given: Mapping[str, str]) -> tuple[ModelCon
 def setting_keys() -> list[str]:
     """All that ``--set`` may name."""
     return [name for name in EngineOptions.__struct_fields__ if name not in INERT] + [*OWN_KEYS, *_policy_fields()]
-
-
-def setting_help() -> dict[str, str]:
-    """What each key of ``--set`` that is a flag of the engine means."""
-    return {name: text for name, text in option_help().items() if name not in INERT}
 
 
 def _policy_fields() -> list[str]:

@@ -151,7 +151,7 @@ class Simulator:
 
     def _answer(self) -> None:
         done = self._computing.popleft()
-        self.scheduler.consume(OpaqueResult(done.step, done.handles, [], [], seconds=done.end - done.begin))
+        self.scheduler.consume(OpaqueResult(done.step, done.handles, [], seconds=done.end - done.begin))
         for run in self._collector.answered(self._now, done.step, done.begin, done.end, done.handles):
             self._end(self._calls.pop(run))
 

@@ -6,21 +6,15 @@ so that recording a step costs one append; a ring of the newest is always kept.
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 
 from quire.protocol.channel import Frames
-from quire.protocol.codec import Codec
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import (
-    Consumed,
-    SchedulerOutput,
-)
 from quire.scheduler_proc.scheduler import Scheduler
-from quire.scheduler_proc.trace.keyframe import IdleState, decode_state, encode_state, idle_state, restore
+from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
 
 
 class RecordKind(enum.IntEnum):
@@ -132,84 +126,3 @@ class EventLog:
             self._records.popleft()
             self._gone += self._sizes.popleft()
             self.dropped += 1
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """The first step whose decision was not the recorded one."""
-
-    record: int
-    step: int
-    recorded: str
-    decided: str
-
-
-def replay(header: TraceHeader, records: Iterable[Record], *, check: bool = False) -> Difference | None:
-    """Feed a fresh Scheduler what the recorded one consumed; None when every decision is the same.
-
-    A first record that is a keyframe is where it begins; a later one must be what the Scheduler is like then.
-
-    Args:
-        check: call the Scheduler's ``check()`` after every record.
-    """
-    scheduler = header.make_scheduler()
-    consumed: Codec[Any] = Codec(Consumed)
-    produced: Codec[Any] = Codec(SchedulerOutput)
-    for index, record in enumerate(records):
-        difference = _replay_record(scheduler, record, index, consumed, produced)
-        scheduler.take_messages()
-        if difference is not None:
-            return difference
-        if check:
-            scheduler.check()
-    return None
-
-
-def _replay_record(
-    scheduler: Scheduler, record: Record, index: int, consumed: Codec[Any], produced: Codec[Any]
-) -> Difference | None:
-    match RecordKind(record.kind):
-        case RecordKind.CONSUMED:
-            scheduler.consume(consumed.decode(record.frames).message, record.client)
-        case RecordKind.DROPPED:
-            scheduler.drop_client(record.client)
-        case RecordKind.EPOCH:
-            scheduler.begin_epoch()
-        case RecordKind.HALVED:
-            scheduler.halve_steps()
-        case RecordKind.KEYFRAME if index == 0:
-            restore(scheduler, decode_state(record.frames[0]))
-        case RecordKind.KEYFRAME:
-            state = decode_state(record.frames[0])
-            if idle_state(scheduler) != state:
-                return Difference(index, state.step, "a keyframe", "another state")
-        case RecordKind.TICK:
-            decided = scheduler.schedule(record.now)
-            if decided is not None:
-                return Difference(index, decided.step, "nothing", describe(decided))
-        case RecordKind.PRODUCED:
-            recorded = produced.decode(record.frames).message
-            decided = scheduler.schedule(record.now)
-            told = "nothing" if decided is None else describe(decided)
-            if told != describe(recorded):
-                return Difference(index, recorded.step, describe(recorded), told)
-    return None
-
-
-def appended_blocks(diff: SchedulerOutput) -> Iterator[tuple[int, int, int]]:
-    """(handle, group, block id) of each block given to a held request."""
-    if diff.appended_handles is not None and diff.appended_block_ids is not None:
-        groups = diff.appended_groups
-        for i, (handle, block) in enumerate(zip(diff.appended_handles, diff.appended_block_ids, strict=True)):
-            yield int(handle), 0 if groups is None else int(groups[i]), int(block)
-
-
-def describe(diff: SchedulerOutput) -> str:
-    """All of a decision but the tokens themselves, which an opaque replay does not know."""
-    blocks = None if diff.block_ids is None else diff.block_ids.tolist()
-    appended = list(appended_blocks(diff))
-    new = [(n.handle, n.request_id, n.num_tokens, n.num_computed_tokens, n.num_blocks) for n in diff.new_requests]
-    return (
-        f"step {diff.step}: removed {diff.removed}, parked {diff.parked}, new {new} with blocks {blocks}, "
-        f"unparked {diff.unparked}, appended {appended}, counts {diff.counts}, drafts {diff.drafts}, "
-        f"awaits {diff.awaits_sample_inputs}"
-    )

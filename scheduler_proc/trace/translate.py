@@ -238,7 +238,6 @@ def opaque_result(line: Result) -> OpaqueResult:
         line.step,
         _array(line.handles),
         line.ended,
-        [],
         _array(line.counts),
         _array(line.drafts),
         line.bad,

@@ -4,10 +4,9 @@ import random
 from typing import Any
 
 import pytest
+from log_replay import replay
 from scheduler_driver import Driver
 from scheduler_load import Load, random_settings
-
-from quire.scheduler_proc.trace.event_log import replay
 
 SEEDS = range(32)
 STEPS_PER_RUN = 100
@@ -21,11 +20,19 @@ def probes_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.scheduler_proc.drafting.MAX_PROBE_INTERVAL", 12)
 
 
+def plain_driver(**settings: Any) -> Driver:
+    """Nobody cruises, and whoever waits is looked at again in each step."""
+    driver = Driver(cruise=False, **settings)
+    planner = driver.scheduler.planner
+    planner._why_not = planner._admit  # type: ignore[method-assign]
+    return driver
+
+
 def both_ways(seed: int, **settings: Any) -> Load:
     """A whole run; ``Load`` compares each diff, and all that the clients hear."""
     rng = random.Random(seed)
     settings = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 0) | settings
-    load = Load(rng, Driver(**settings), Driver(cruise=False, **settings))
+    load = Load(rng, Driver(**settings), plain_driver(**settings))
     while len(load.driver.diffs) < STEPS_PER_RUN:
         load.random_event()
     load.drain()
@@ -78,7 +85,7 @@ def test_long_answers_cruise_and_are_the_same(seed: int) -> None:
     }
     if settings["max_num_seqs"] == 8:
         settings |= {"num_speculative_tokens": rng.choice((0, 1, 4)), "adaptive": True}
-    drivers = [Driver(cruise=cruise, **settings) for cruise in (True, False)]
+    drivers = [Driver(**settings), plain_driver(**settings)]
     load = Load(rng, *drivers)
     for index in range(rng.choice((6, 70))):
         for driver in drivers:
@@ -91,6 +98,18 @@ def test_long_answers_cruise_and_are_the_same(seed: int) -> None:
     assert drivers[0].answers == drivers[1].answers
     if settings["num_blocks"] == 400:
         assert drivers[0].num_cruising > 2 * len(drivers[0].diffs)
+
+
+def test_who_waits_is_not_looked_at_in_each_step() -> None:
+    driver = Driver(max_num_seqs=1, block_size=16)
+    looks: list[int] = []
+    admit = driver.scheduler.planner._admit
+    driver.scheduler.planner._admit = lambda *args: (looks.append(1), admit(*args))[1]  # type: ignore[method-assign]
+    driver.add("a", [1], max_tokens=60)
+    driver.add("b", [2], max_tokens=1)
+    driver.run()
+    driver.check_drained()
+    assert 2 <= len(looks) < 20
 
 
 @pytest.mark.parametrize("seed", range(200, 208))

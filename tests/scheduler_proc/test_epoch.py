@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+from log_replay import replay
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.messages import EndReason
 from quire.scheduler_proc.reasons import PreemptReason
 from quire.scheduler_proc.request import RequestStatus
-from quire.scheduler_proc.trace.event_log import replay
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 

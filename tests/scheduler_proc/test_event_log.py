@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from log_replay import replay
 from scheduler_driver import Driver, change, expected_tokens
 
 from quire.protocol.codec import Codec
@@ -17,7 +18,7 @@ from quire.protocol.messages import (
     SchedulerOutput,
 )
 from quire.protocol.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind, replay
+from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
 from quire.scheduler_proc.trace.lines import Arrival, Result, encode_line
 
 SECRET = [7, 77, 777]

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from log_replay import replay
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
 from quire.protocol.messages import EndReason, ModelRunnerOutput
 from quire.scheduler_proc.scheduler import WorkerFault
-from quire.scheduler_proc.trace.event_log import replay
 
 PROMPT = list(range(3, 20))
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

@@ -13,6 +13,7 @@ import pytest
 import zmq
 from keyframed_runs import dump_of, keyframe_of, long_lived
 from kv_cases import chunked, full, layout_of, mamba, sliding
+from log_replay import replay
 from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
 from scheduler_load import Load, random_settings
@@ -22,7 +23,7 @@ from quire.protocol.kv_layout import KVGroup
 from quire.protocol.messages import EngineState, StepOutputs
 from quire.scheduler_proc import loop as scheduler_loop
 from quire.scheduler_proc.trace import journal
-from quire.scheduler_proc.trace.event_log import KEYFRAMES_PER_RING, EventLog, Record, RecordKind, replay
+from quire.scheduler_proc.trace.event_log import KEYFRAMES_PER_RING, EventLog, Record, RecordKind
 from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.keyframe import IdleState, decode_state, encode_state, idle_state, restore
 from quire.scheduler_proc.trace.lines import (

@@ -1,9 +1,9 @@
 """A pool too small for all: the last admitted gives way, comes back at the front, and its client sees nothing of it."""
 
+from log_replay import appended_blocks
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.messages import EndReason, SchedulerOutput
-from quire.scheduler_proc.trace.event_log import appended_blocks
 
 
 def two_that_do_not_fit(**settings: object) -> Driver:

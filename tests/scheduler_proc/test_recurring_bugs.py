@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from kv_cases import chunked, full, layout_of, mamba, sliding
+from log_replay import appended_blocks
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.kv_layout import NULL_BLOCK_ID
 from quire.protocol.messages import EndReason, SchedulerOutput
 from quire.scheduler_proc.reasons import WaitReason
-from quire.scheduler_proc.trace.event_log import appended_blocks
 
 OLD, YOUNG = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]
 

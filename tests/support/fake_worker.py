@@ -13,10 +13,10 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
+from log_replay import appended_blocks
 
 from quire.protocol.kv_layout import NULL_BLOCK_ID, KVGroup
 from quire.protocol.messages import ModelRunnerOutput, NewRequestData, PromptLogprobs, SchedulerOutput
-from quire.scheduler_proc.trace.event_log import appended_blocks
 
 _MASK = (1 << 64) - 1
 _NOTHING = -1

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 from fake_worker import extend_context, prompt_logprob
+from log_replay import appended_blocks, describe
 from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
 
 from quire.protocol.kv_layout import KVGroup, KVLayout
 from quire.protocol.messages import EndReason, ModelRunnerOutput, SchedulerOutput, StepOutputs
 from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
-from quire.scheduler_proc.trace.event_log import appended_blocks, describe
 
 EOS = list(range(0, VOCAB_SIZE, 40))
 MAX_MODEL_LEN = 40

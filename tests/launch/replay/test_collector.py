@@ -43,7 +43,7 @@ class Bench:
 
     def answer(self, step: int, handles: Int32 | None, bad: tuple[int, ...] = ()) -> list[RequestRun]:
         self.now += 1.0
-        self.scheduler.consume(OpaqueResult(step, handles, [], [], bad=list(bad)))
+        self.scheduler.consume(OpaqueResult(step, handles, [], bad=list(bad)))
         return self.collector.answered(self.now, step, self.now - 1.0, self.now, handles)
 
     def finish(self) -> dict[float, int]:
