@@ -1,7 +1,7 @@
 """A running server for tests that mean it ill, and what must hold of it whatever it was sent."""
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 from served import Served
@@ -78,7 +78,7 @@ class Canary:
     that were mixed with its own would show.
     """
 
-    _BODY = {
+    _BODY: ClassVar[dict[str, Any]] = {
         "prompt": [*range(40, 60)],
         "max_tokens": 2,
         "temperature": 1.0,
