@@ -188,6 +188,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, MAX_TOKENS_LIMIT)
 
+    def named_token_ids(self) -> dict[str, list[int]]:
+        """By field, the token ids that it names, which the model must have."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": list(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "bad_words_token_ids": [token for word in self.bad_words_token_ids for token in word],
+        }
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
