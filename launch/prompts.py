@@ -5,6 +5,7 @@ width, and a length with its context.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,12 @@ from quire.protocol.errors import InvalidRequest, did_you_mean
 from quire.protocol.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
 
 MAX_PROMPTS = 2048
+MAX_MESSAGES = 8192
+# Of all answers of a request together. The engine is sent a prompt once for each answer: 64 MiB at most.
+MAX_SUBMITTED_TOKENS = 2**24
+# Log probabilities are kept until the answer is whole: a prompt's at some 200 bytes each, an answer's at half of that.
+MAX_PROMPT_LOGPROBS = 2**22
+MAX_ANSWER_LOGPROBS = 2**25
 MESSAGE_FIELDS = (
     *("role", "content", "name", "refusal", "audio"),
     *("tool_calls", "tool_call_id", "function_call", "reasoning_content"),
@@ -169,6 +176,32 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
     return msgspec.structs.replace(params, n=1, stop=[], seed=None, max_tokens=min(wanted, room))
 
 
+def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n: int) -> None:
+    """Whether a request asks for no more than is kept for one: the limits on products, before anything is submitted.
+
+    Args:
+        params: as from ``fit_params``, one per prompt; each prompt has ``n`` answers.
+
+    Raises:
+        InvalidRequest: names the field that multiplies.
+    """
+    pairs = [(each, len(prompt.token_ids)) for each, prompt in zip(params, prompts, strict=True)]
+    if n * sum(length for _, length in pairs) > MAX_SUBMITTED_TOKENS:
+        raise InvalidRequest(f"the tokens of all prompts times n must be at most {MAX_SUBMITTED_TOKENS}", "n")
+    of_prompts = sum(length * (each.prompt_logprobs + 1) for each, length in pairs if each.prompt_logprobs is not None)
+    if n * of_prompts > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"the tokens of all prompts times n times (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
+            "prompt_logprobs",
+        )
+    of_answers = sum((each.max_tokens or 0) * (each.logprobs + 1) for each in params if each.logprobs is not None)
+    if n * of_answers > MAX_ANSWER_LOGPROBS:
+        raise InvalidRequest(
+            f"max_tokens times the number of answers times (logprobs + 1) must be at most {MAX_ANSWER_LOGPROBS}",
+            "logprobs",
+        )
+
+
 def check_messages(value: Any, param: str = "messages") -> list[Message]:
     """OpenAI's messages, with text parts joined to one string.
 
@@ -177,6 +210,8 @@ def check_messages(value: Any, param: str = "messages") -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         raise InvalidRequest(f"{param} must be a list of at least one message", param)
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages", param)
     messages = [_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
     if all(message["role"] in ("system", "developer") for message in messages):
         raise InvalidRequest(f"{param} must hold a message that is not the system's", param)

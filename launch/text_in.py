@@ -26,6 +26,11 @@ from quire.protocol.errors import ConfigError, InvalidRequest
 
 NO_TOKENIZER = "this model has no tokenizer: give the prompt as token ids"
 NO_TEMPLATE = "this model has no chat template: use completions"
+# Of longer texts first a beginning is tokenized, of so many characters per token of context, then four times more.
+PROBED_CHARS_PER_TOKEN = 16
+# About 4 ms of work. Shorter texts are not worth a hand-over to a pool of threads.
+LONG_TEXT_CHARS = 8192
+LONG_IDS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +96,15 @@ class TextIn:
     ) -> list[int]:
         """The token ids of a raw prompt; ``param`` is the field that it came in.
 
-        ``max_tokens`` is the context: text that cannot fit is refused before it is tokenized. Text that might is
-        tokenized, and its length left to the caller.
+        ``max_tokens`` is the context: text that cannot fit is refused before all of it is tokenized. Text that might
+        is tokenized, and its length left to the caller.
 
         Raises:
             InvalidRequest: there is no tokenizer, or the text is too long or not encodable (a lone surrogate).
         """
         tokenizer = self._require_tokenizer(param)
-        if max_tokens is not None and len(text) > max_tokens * self.max_token_chars:
-            raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", param)
+        if max_tokens is not None:
+            self._refuse_overlong(tokenizer, text, max_tokens, param)
         return _encode(tokenizer, text, add_special_tokens, param)
 
     def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
@@ -128,14 +133,33 @@ class TextIn:
             raise context_length_exceeded(max_tokens, f"more than {max_tokens}", "messages") from None
         except RecursionError:
             raise InvalidRequest("messages are nested too deeply", "messages") from None
+        self._refuse_overlong(tokenizer, text, max_tokens, "messages")
         return self._encode_marked(tokenizer, text)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some tokens; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) > LONG_IDS:  # as in _encode
+            return str(self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _refuse_overlong(self, tokenizer: Tokenizer, text: str, max_tokens: int, param: str) -> None:
+        """Raise InvalidRequest if the text has more than ``max_tokens``, as far as that is to be seen cheaply.
+
+        The work is bounded by the context, however long the text: a few tokens of a vocabulary may be very long, so
+        that many more characters could fit than ever do.
+        """
+        if len(text) > max_tokens * self.max_token_chars:
+            raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", param)
+        length = PROBED_CHARS_PER_TOKEN * max_tokens
+        while length < len(text):
+            # Twice as many, because the cut may change the tokens around it.
+            if len(_encode(tokenizer, text[:length], False, param)) >= 2 * max_tokens:
+                raise context_length_exceeded(max_tokens, f"more than {max_tokens}", param)
+            length *= 4
 
     def _encode_marked(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """Encode text in which user-spelt special tokens stand between marks: those as plain text, the rest as usual.
@@ -171,10 +195,20 @@ def context_length_exceeded(max_model_len: int, given: str, param: str) -> Inval
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
     try:
+        if len(text) > LONG_TEXT_CHARS:
+            # ``encode`` keeps the interpreter to itself until it is done, and every other stream would wait.
+            return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    except Exception:  # a lone surrogate, say; the library raises nothing narrower
-        raise InvalidRequest("the text cannot be tokenized: it is not valid Unicode text", param) from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # the library panics, with what is no Exception, where a checkpoint's regex takes too long
+        why = ": it is not valid Unicode text" if _has_surrogates(text) else ""
+        raise InvalidRequest(f"the text cannot be tokenized{why}", param) from None
     return ids
+
+
+def _has_surrogates(text: str) -> bool:
+    return re.search("[\ud800-\udfff]", text) is not None
 
 
 def _load_template(folder: Path) -> ChatTemplate | None:

@@ -1,4 +1,7 @@
-"""Reading a request's body: counted while it comes in, decoded as JSON, an object or refused."""
+"""Reading a request's body: its bytes counted while it comes in, its values before they are made; an object or refused.
+
+Nothing is done on the event loop that takes long for a long body.
+"""
 
 import json
 import re
@@ -9,13 +12,31 @@ import msgspec
 from starlette.requests import Request
 
 from quire.launch.http.errors import ApiError, ClientGone
+from quire.launch.http.server import in_thread_if_long
 from quire.protocol.errors import InvalidRequest
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+# Of text there may be as much as fits, but a decoded value takes some 100 bytes for as few as two of the body's.
+MAX_BODY_VALUES = 2**20
 # A body that only a lenient reader accepts is read again to name the field at fault, if it is no larger.
 MAX_DIAGNOSED_BYTES = 64 * 1024
 
 T = TypeVar("T")
+
+_BEGINNINGS = (b",", b"[", b"{")
+"""What each value of a JSON text but the outermost has one of before it."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+
+async def read_json(request: Request, parse: Callable[[dict[str, Any]], T]) -> tuple[T, int]:
+    """What ``parse`` makes of the body's JSON object, and how many bytes that was: a measure of the work it asks for.
+
+    Raises:
+        ApiError, ClientGone: as ``read_body``.
+        InvalidRequest: as ``parse_body``.
+    """
+    body = await read_body(request)
+    return await in_thread_if_long(len(body), lambda: parse_body(body, parse)), len(body)
 
 
 async def read_body(request: Request) -> bytes:
@@ -47,8 +68,12 @@ def parse_body(body: bytes, parse: Callable[[dict[str, Any]], T]) -> T:
     """What ``parse`` makes of the JSON object in the body. Its Content-Type is not looked at.
 
     Raises:
+        ApiError: 413, it holds more than MAX_BODY_VALUES values.
         InvalidRequest: no JSON, no object, or ``parse`` refuses it.
     """
+    if _num_values(body) > MAX_BODY_VALUES:
+        most = f"the body must hold at most {MAX_BODY_VALUES} values"
+        raise ApiError(413, most, None, "payload_too_large")
     try:
         raw = _decode(body)
     except InvalidRequest:
@@ -58,6 +83,16 @@ def parse_body(body: bytes, parse: Callable[[dict[str, Any]], T]) -> T:
             parse(lenient)
         raise
     return parse(raw)
+
+
+def _num_values(body: bytes) -> int:
+    """How many values decoding would make, give or take a few; what is no JSON counts too."""
+    rough = sum(map(body.count, _BEGINNINGS))
+    if rough <= MAX_BODY_VALUES:
+        return rough
+    # Prose has commas of its own.
+    outside = _STRING.sub(b"", body)
+    return sum(map(outside.count, _BEGINNINGS))
 
 
 def _decode(body: bytes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.answers import Piece, PlacedLogprobs
-from quire.launch.http.body import parse_body, read_body
+from quire.launch.http.body import read_json
 from quire.launch.http.completions import LOWEST_LOGPROB, spell_prompt_logprobs
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import ChatRequest
@@ -120,11 +120,9 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
     """The route's handler."""
     server.require_serving()
-    parsed = parse_body(await read_body(request), server.parser.chat)
-    num_chars = sum(len(message["content"]) for message in parsed.messages)
-    num_chars += sum(len(str(tool)) for tool in parsed.options.tools or ())
+    parsed, size = await read_json(request, server.parser.chat)
     prompt = await in_thread_if_long(
-        num_chars, lambda: encode_messages(parsed.messages, parsed.options, server.text_in, server.engine)
+        size, lambda: encode_messages(parsed.messages, parsed.options, server.text_in, server.engine)
     )
     thoughts_end = ""
     if parsed.tool_use is not None:
