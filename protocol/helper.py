@@ -85,8 +85,9 @@ class Helper:
 
     def start(self) -> bytes:
         """What it says once it is ready; nothing if it was. Raises HelperDied."""
-        if self._process is not None:
+        if self._process is not None and self._process.poll() is None:
             return b""
+        self.close()
         command = [sys.executable, "-P", "-m", self._module]
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)

@@ -24,7 +24,7 @@ MAX_LEXER_STATES = 20_000
 MAX_ROW_ITEMS = 1000
 MAX_STEP_ITEMS = 20_000
 MAX_STEP_FUEL = 50_000
-"""What one token may cost the parser and the lexer: some milliseconds. 500 alternatives of a schema take 10,000 items."""
+"""What one token may cost the parser and the lexer: some milliseconds. A schema of 500 objects takes 10,000 items."""
 MAX_THREADS = 8
 PARALLEL_FROM = 4
 """Rows from which threads are worth waking."""

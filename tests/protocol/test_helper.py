@@ -105,17 +105,14 @@ def test_what_it_prints_is_no_answer(helper: Helper) -> None:
 
 
 @pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
-def test_killed_while_idle(generation: int, helper: Helper) -> None:
-    """The child's death is not even noticed; the helper's costs an answer."""
+def test_killed_while_idle_costs_no_answer(generation: int, helper: Helper) -> None:
     for _ in range(3):
         ask(helper, b"pid")
         killed = engine_processes("odd_helper")
         killed[generation].kill()
-        psutil.wait_procs(killed[generation:], 10)
-        if generation == 0:
-            with pytest.raises(HelperDied) as died:
-                ask(helper, b"echo x")
-            assert died.value.was_killed
+        psutil.wait_procs(killed[1:], 10)
+        while generation == 0 and killed[0].status() != psutil.STATUS_ZOMBIE:
+            os.sched_yield()
         assert ask(helper, b"echo x") == b"x"
 
 
