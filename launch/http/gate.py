@@ -1,18 +1,20 @@
 """The outermost layer: who may come in, how much header they may bring, and what leaves when something breaks."""
 
 import hmac
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.launch.http.errors import ApiError, ClientGone, as_api_error
+from quire.launch.http.errors import ApiError, ClientGone, as_api_error, shorten
 from quire.launch.http.socket_protocol import CROWDED
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 8 * 1024
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 431: {"connection": "close"}}
 
 
@@ -42,6 +44,8 @@ class Gate:
         try:
             _check_size(scope)
             state[TENANT] = self._tenant(scope)
+            if CONTROL_CHARACTER.search(scope["path"]):  # routes are regular expressions, in which $ allows a last one
+                raise ApiError(404, f"there is nothing at {shorten(scope['path'])}", None, "not_found")
             if state.get(CROWDED) and scope["path"] not in OPEN_PATHS:
                 raise ApiError(503, "too many connections are open", None, "too_many_connections")
         except ApiError as refusal:
