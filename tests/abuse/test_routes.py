@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from abuse import INTERNALS, short
@@ -195,7 +196,7 @@ class TestSpellings:
         for spelling in spellings(path):
             status, answer = ask(locked, "OPTIONS", spelling, bearer("first-key"))
             # Names of models may have anything in them, and a fragment is not part of a path.
-            known = spelling.startswith("/v1/models/") or spelling.split("?")[0].split("#")[0] in (path, *OPEN)
+            known = unquote(spelling).startswith("/v1/models/") or spelling.split("?")[0].split("#")[0] in (path, *OPEN)
             assert status in ({404, 405} if known else {400, 404}), (spelling, answer)
             assert b"location:" not in answer.lower()
 
