@@ -79,7 +79,7 @@ class ApiError(QuireError):
     def body(self) -> bytes:
         kind = TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         # A lone surrogate out of a field's name would not encode.
-        message, param = _encodable(self.message), None if self.param is None else _encodable(self.param)
+        message, param = one_line(self.message), None if self.param is None else _encodable(self.param)
         return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, self.code)))
 
     def response(self, headers: dict[str, str] | None = None) -> Response:
@@ -130,6 +130,12 @@ def _escaped_traceback(error: Exception) -> str:
     lines = traceback.format_tb(error.__traceback__)
     words = f"{type(error).__name__}: {error}"[:MAX_LOGGED_CHARS]
     return "".join(lines) + "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
+
+
+def one_line(message: str, most: int = 2000) -> str:
+    """A message as a terminal or a log can show it, whatever of a client's own it repeats: printable, and not long."""
+    text = message if message.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in message)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _encodable(text: str) -> str:
