@@ -16,12 +16,13 @@ from tokenizers import Tokenizer
 from quire.launch.chat_template import (
     MARK_END,
     MARK_START,
-    ChatTemplate,
     Message,
     RenderedTooLong,
+    Template,
     mark_special,
     special_pattern,
 )
+from quire.launch.template_helper import TemplateHelper
 from quire.protocol.errors import ConfigError, InvalidRequest
 
 NO_TOKENIZER = "this model has no tokenizer: give the prompt as token ids"
@@ -51,7 +52,7 @@ class TextIn:
     a message spells like a special token stays plain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None = None, template: ChatTemplate | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None, template: Template | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self._plain: Tokenizer | None = None
@@ -116,16 +117,17 @@ class TextIn:
         tokenizer = self._require_tokenizer("messages")
         if self.template is None:
             raise InvalidRequest(NO_TEMPLATE, "messages")
-        tools = options.tools
+        tools, variables = options.tools, options.variables
         try:
             if self._special is not None:
                 messages = mark_special(messages, self._special)
                 tools = mark_special(tools, self._special)
+                variables = mark_special(variables, self._special)
             text = self.template.render(
                 messages,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                variables=options.variables,
+                variables=variables,
                 tools=tools,
                 max_chars=max_tokens * self.max_token_chars,
             )
@@ -135,6 +137,16 @@ class TextIn:
             raise InvalidRequest("messages are nested too deeply", "messages") from None
         self._refuse_overlong(tokenizer, text, max_tokens, "messages")
         return self._encode_marked(tokenizer, text)
+
+    def prepare(self) -> None:
+        """Conversations are to be expected: start what the first would otherwise wait for."""
+        if self.template is not None:
+            self.template.prepare()
+
+    def close(self) -> None:
+        """No conversation is: end what renders them."""
+        if self.template is not None:
+            self.template.close()
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some tokens; empty without a tokenizer."""
@@ -211,7 +223,7 @@ def _has_surrogates(text: str) -> bool:
     return re.search("[\ud800-\udfff]", text) is not None
 
 
-def _load_template(folder: Path) -> ChatTemplate | None:
+def _load_template(folder: Path) -> Template | None:
     """The chat template, from its own file if there is one, else from tokenizer_config.json."""
     config_path = folder / "tokenizer_config.json"
     config: dict[str, Any] = {}
@@ -226,9 +238,9 @@ def _load_template(folder: Path) -> ChatTemplate | None:
             text = template_path.read_text(encoding="utf-8")
         except (OSError, ValueError):
             raise ConfigError(f"{template_path}: cannot be read as text") from None
-        return ChatTemplate(text, _special_variables(config), str(template_path))
+        return TemplateHelper(text, _special_variables(config), str(template_path))
     source = _default_template(config.get("chat_template"), config_path)
-    return None if source is None else ChatTemplate(source, _special_variables(config), str(config_path))
+    return None if source is None else TemplateHelper(source, _special_variables(config), str(config_path))
 
 
 def _default_template(value: Any, path: Path) -> str | None:

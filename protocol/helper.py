@@ -49,8 +49,8 @@ class HelperDied(Exception):
     """There is no answer.
 
     Attributes:
-        signal: what ended the helper or its child; SIGPROF: the CPU seconds were over. 0: it could not be started, or
-            said nothing in time.
+        signal: what ended the helper or its child; SIGPROF: the CPU seconds were over. 0: it said nothing in time, or
+            is not there.
     """
 
     def __init__(self, number: int) -> None:
@@ -65,6 +65,13 @@ class HelperDied(Exception):
     def was_killed(self) -> bool:
         """By somebody else: the question is not to blame."""
         return self.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+
+
+class HelperMissing(HelperDied):
+    """It could not be started: there is no descriptor or no memory for it now."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
 class Helper:
@@ -91,8 +98,8 @@ class Helper:
         command = [sys.executable, "-P", "-m", self._module]
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        except OSError:  # no descriptor, no memory: the next question tries again
-            raise HelperDied(0) from None
+        except OSError:
+            raise HelperMissing() from None
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
         self._process = process

@@ -15,7 +15,7 @@ from quire.launch.http.body import read_json
 from quire.launch.http.completions import LOWEST_LOGPROB, spell_prompt_logprobs
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import ChatRequest
-from quire.launch.http.server import Server, in_thread_if_long
+from quire.launch.http.server import Server
 from quire.launch.http.tool_calls import AfterThought, AnyCalls, CallDelta, NamedCall, new_call_id
 from quire.launch.http.tools import ToolUse
 from quire.launch.prompts import encode_messages
@@ -121,8 +121,9 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
     """The route's handler."""
     server.require_serving()
     parsed, size = await read_json(request, server.parser.chat)
-    prompt = await in_thread_if_long(
-        size, lambda: encode_messages(parsed.messages, parsed.options, server.text_in, server.engine)
+    messages, options = parsed.messages, parsed.options
+    prompt = await server.conversations.run(
+        size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)
     )
     thoughts_end = ""
     if parsed.tool_use is not None:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from quire.launch.engine_client import EngineClient
 from quire.launch.http.errors import ApiError
 from quire.launch.http.key_queues import KeyQueues
+from quire.launch.http.lanes import ConversationLanes
 from quire.launch.http.metrics import Metrics
 from quire.launch.http.schema import Parser
 from quire.launch.http.thinking import Thinking
@@ -62,6 +63,7 @@ class Server:
         self.settings = settings
         self.text_in = settings.text_in
         self.token_texts = TokenTexts(settings.text_in.tokenizer)
+        self.conversations = ConversationLanes(settings.text_in)
         self.parser = Parser(served_names=settings.served_model_names, limits=engine, processors=settings.processors)
         self.metrics = Metrics(settings.served_model_names[0])
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)

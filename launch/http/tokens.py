@@ -44,7 +44,9 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 async def tokenize(server: Server, request: Request) -> Response:
     parsed, size = await read_json(request, lambda raw: _parse_tokenize(server.parser, raw))
-    return _json(await in_thread_if_long(size, lambda: _tokenized(server, parsed)))
+    if isinstance(parsed.prompt, str):
+        return _json(await in_thread_if_long(size, lambda: _tokenized(server, parsed)))
+    return _json(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
 
 
 async def detokenize(server: Server, request: Request) -> Response:
