@@ -166,11 +166,11 @@ def _add_bench_load(under: Any, command: Any) -> None:
     soak = command(under, "soak", "Very many short requests of all kinds: does anything grow?", _bench_soak)
     soak.add_argument("--num-requests", type=int, default=100_000, help="in all (100000)")
     soak.add_argument("--concurrency", type=int, default=64, help="clients, each with one request at a time (64)")
-    soak.add_argument("--warm-up", type=int, default=40_000, help="requests before growth counts (40000)")
+    soak.add_argument("--warm-up", type=int, default=50_000, help="requests before growth counts (50000)")
     soak.add_argument("--samples", type=int, default=60, help="looks at each process (60)")
     hostile = command(under, "hostile", "What honest clients lose by a hostile one, counted.", _bench_hostile)
     hostile.add_argument("--attacks", metavar="A,B", help="only these (all): slow_reader, flood, grammars, huge, many")
-    hostile.add_argument("--num-requests", type=int, default=192, help="of the honest clients (192)")
+    hostile.add_argument("--num-requests", type=int, default=96, help="of the honest clients (96)")
     hostile.add_argument("--concurrency", type=int, default=8, help="honest clients (8)")
     for one in (streams, soak, hostile):
         one.add_argument("--seed", type=int, default=0, help="of the load (0)")

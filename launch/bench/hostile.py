@@ -24,7 +24,7 @@ from quire.scheduler_proc.trace.reader import TraceReader
 
 CALM = "calm"
 HONEST_KEY, HOSTILE_KEY = "honest", "hostile"
-OUTPUT_LEN = 48
+OUTPUT_LEN = 24
 NUM_PREFIXES = 4
 PREFIX_LEN = 64
 HEAD_START_S = 1.5

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -19,6 +19,8 @@ import psutil
 
 from quire.launch.bench.http_client import parse_metrics
 from quire.protocol.errors import ConfigError, EngineError
+
+T = TypeVar("T")
 
 SETTLE_S = 20.0
 STOP_S = 60.0
@@ -73,18 +75,29 @@ class Target:
 
     def holdings(self) -> dict[str, Holdings]:
         """What each process of the server holds, by its part in it; several of a kind are numbered."""
-        if self.root is None:
-            return {}
-        root = psutil.Process(self.root)
         found: dict[str, Holdings] = {}
+        for name, held in self._of_each(_look):
+            numbered = (f"{name} {i}" for i in range(2, 10_000))
+            found[next(key for key in (name, *numbered) if key not in found)] = held
+        return found
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Processor time of each part of the server so far."""
+        found: dict[str, float] = {}
+        for name, times in self._of_each(psutil.Process.cpu_times):
+            found[name] = found.get(name, 0.0) + times.user + times.system
+        return found
+
+    def _of_each(self, look: Callable[[psutil.Process], T]) -> Iterator[tuple[str, T]]:
+        """What is seen of each process of a server of our own."""
+        if self.root is None:
+            return
+        root = psutil.Process(self.root)
         for process in [root, *root.children(recursive=True)]:
             try:
-                name, held = _role(process), _look(process)
+                yield _role(process), look(process)
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue  # ended between the list and the look
-            key = next(key for key in (name, *(f"{name} {i}" for i in range(2, 10_000))) if key not in found)
-            found[key] = held
-        return found
 
 
 def is_clean(gauges: dict[str, int]) -> bool:
@@ -93,6 +106,11 @@ def is_clean(gauges: dict[str, int]) -> bool:
         return False
     running, waiting, free, usable = (gauges[name] for name in GAUGES)
     return not running and not waiting and free == usable
+
+
+def busy_shares(before: dict[str, float], after: dict[str, float], wall: float) -> dict[str, float]:
+    """Cores that each part kept busy between two ``cpu_seconds``, ``wall`` seconds apart."""
+    return {name: (seconds - before.get(name, 0.0)) / wall for name, seconds in after.items()}
 
 
 @contextmanager

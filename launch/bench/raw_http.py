@@ -18,16 +18,31 @@ class Connection:
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         """(status, body). Raises OSError, EOFError or TimeoutError: no whole answer came."""
         async with asyncio.timeout(TIMEOUT_S):
-            reader = await self.send(request)
             try:
-                status, headers = await _head(reader)
-                body = await _body(reader, headers)
+                status, headers = await self._begin(request)
+                assert self._pair is not None
+                body = await _body(self._pair[0], headers)
             except BaseException:
                 self.cut()
                 raise
         if headers.get(b"connection") == b"close":
             self.cut()
         return status, body
+
+    async def _begin(self, request: bytes) -> tuple[int, dict[bytes, bytes]]:
+        """Send it, and take the answer's head.
+
+        A server may close a connection that was idle for long just as the next request is on its way: then, as every
+        HTTP client does, once again on a new one.
+        """
+        fresh = self._pair is None
+        try:
+            return await _head(await self.send(request))
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            if fresh or (isinstance(error, asyncio.IncompleteReadError) and error.partial):
+                raise
+        self.cut()
+        return await _head(await self.send(request))
 
     async def send(self, request: bytes) -> asyncio.StreamReader:
         """Where the answer will come."""

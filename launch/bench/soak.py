@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from quire.launch.bench.own_server import Holdings, Target, is_clean, serving
+from quire.launch.bench.own_server import Holdings, Target, busy_shares, is_clean, serving
 from quire.launch.bench.raw_http import Connection, connected
 from quire.launch.bench.report import Report, Table, rounded
 from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
@@ -57,17 +57,20 @@ async def measure(target: Target, args: argparse.Namespace) -> Report:
     before = target.settled()
     samples: list[Sample] = [Sample(0, target.holdings())]
     outcome = Outcome(Counter(), Counter())
-    begun, cpu = time.perf_counter(), time.process_time()
+    begun, cpu, spent = time.perf_counter(), time.process_time(), target.cpu_seconds()
     with tqdm(total=args.num_requests, desc="Requests", file=sys.stderr) as bar:
         await _load(target, args, samples, outcome, bar)
-    wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
+    wall = time.perf_counter() - begun
+    shares = {"client": (time.process_time() - cpu) / wall} | busy_shares(spent, target.cpu_seconds(), wall)
     after = await asyncio.to_thread(target.settled)
     samples.append(Sample(args.num_requests, target.holdings()))
     settings = {name: vars(args)[name] for name in ("num_requests", "concurrency", "warm_up", "seed", "serve_args")}
     report = make_report(settings, samples, outcome, args.warm_up)
     report.results |= {"before": before, "after": after}
-    report.results |= rounded({"wall_s": wall, "requests_per_s": args.num_requests / wall, "client_cpu": cpu / wall}, 3)
-    report.notes.append(f"{args.num_requests / wall:.0f} requests/s; this client was busy {cpu / wall:.0%} of the time")
+    rate = args.num_requests / wall
+    report.results |= rounded({"wall_s": wall, "requests_per_s": rate, "cpu_shares": shares}, 3)
+    report.tables.append(Table("processor", ("cores",), [(name, [share]) for name, share in shares.items()]))
+    report.notes.append(f"{rate:.0f} requests/s")
     if not is_clean(after):
         report.notes.append(f"left behind: {after}")
     return report
@@ -140,7 +143,7 @@ def make_report(settings: dict[str, Any], samples: Sequence[Sample], outcome: Ou
             "rss_mib": last.rss / MIB,
             "rss_mib_per_10k": PER * slope([(at, held.rss / MIB) for at, held in late]),
             "pss_mib_per_10k": PER * slope([(at, held.pss / MIB) for at, held in late]),
-            "fds_first": first.num_fds,
+            "fds_first": max(first.num_fds, late[0][1].num_fds),
             "fds_most": max(held.num_fds for _, held in points),
             "fds_last": last.num_fds,
             "threads_last": last.num_threads,

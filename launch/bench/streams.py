@@ -10,9 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-
-from quire.launch.bench.own_server import Target, is_clean, serving
+from quire.launch.bench.own_server import Target, busy_shares, is_clean, serving
 from quire.launch.bench.raw_streams import RawStream, StreamedAnswer, drive, read_answer
 from quire.launch.bench.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
@@ -32,7 +30,8 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
     if args.side_len < 0 or args.side_interval <= 0:
         raise ConfigError("--side-len must be at least 0 and --side-interval above 0")
-    flags = ["--max-num-seqs", str(args.num_streams + 8)]
+    # A chunk of a long prompt must not take much longer than the step of all streams beside it.
+    flags = ["--max-num-seqs", str(args.num_streams + 8), "--max-prefill-share", "0.125"]
     with serving(args.url, args.api_key, flags, args.serve_args) as target:
         report = measure(target, args)
     report.publish(args.json)
@@ -48,13 +47,12 @@ def measure(target: Target, args: argparse.Namespace) -> Report:
         RawStream(_request(target, prompts[i % NUM_PROMPTS], args.output_len), RAMP_S * i / args.num_streams)
         for i in range(args.num_streams)
     ]
-    before = _cpu_seconds(target)
+    before = target.cpu_seconds()
     cpu, begun = time.process_time(), time.perf_counter()
     side = _side_load(target, args, draw)
     drive(target.address, [*ours, *side], TIMEOUT_S)
     wall = time.perf_counter() - begun
-    shares = {"client": (time.process_time() - cpu) / wall}
-    shares |= {name: (seconds - before.get(name, 0.0)) / wall for name, seconds in _cpu_seconds(target).items()}
+    shares = {"client": (time.process_time() - cpu) / wall} | busy_shares(before, target.cpu_seconds(), wall)
     answers = [read_answer(stream) for stream in ours]
     # Side requests that were not begun when the last stream ended count for nothing.
     report = make_report(_settings(args), answers, [read_answer(stream) for stream in side if stream.sent], args)
@@ -158,20 +156,6 @@ def _fault(answer: StreamedAnswer, output_len: int) -> str:
     if answer.num_output_tokens != output_len:
         return f"{answer.num_output_tokens} tokens instead of {output_len}"
     return ""
-
-
-def _cpu_seconds(target: Target) -> dict[str, float]:
-    """Of each process of a server of our own."""
-    if target.root is None:
-        return {}
-    root = psutil.Process(target.root)
-    found: dict[str, float] = {}
-    for process in [root, *root.children(recursive=True)]:
-        words = process.cmdline()
-        name = words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words else process.name()
-        times = process.cpu_times()
-        found[name] = found.get(name, 0.0) + times.user + times.system
-    return found
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
