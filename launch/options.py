@@ -20,7 +20,7 @@ from quire.launch.sampling_options import (
 )
 from quire.launch.speculative import parse_speculative
 from quire.launch.trace_options import crash_dump_dir, trace_path
-from quire.protocol.checkpoint import check_vocabulary, stored_tensors
+from quire.protocol.checkpoint import check_sizes, stored_tensors
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.kv_events import check_endpoints
@@ -197,7 +197,7 @@ def make_engine_config(
         model = load_model_config(folder)
         if options.load_format != "dummy":
             # A broken checkpoint fails here, before any process starts.
-            check_vocabulary(stored_tensors(folder), model.vocab_size, model.hidden_size)
+            check_sizes(folder, stored_tensors(folder), model)
     device = _device(options.device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     speculative, num_drafts = _speculative(options, model)

@@ -3,12 +3,17 @@
 So that a wrong checkpoint is refused before any process starts. Pickled weights (``.bin``, ``.pt``) are never opened.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.protocol.config_fields import read_json, shown
 from quire.protocol.errors import ConfigError
 from quire.protocol.safetensors_header import DTYPE_BYTES, PACKED_BYTES, StoredTensor, read_header
+
+if TYPE_CHECKING:
+    from quire.protocol.model_config import ModelConfig  # which needs this module itself
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -70,19 +75,23 @@ def check_links(folder: Path) -> None:
                 raise ConfigError(f"{file}: is a link to a file outside of the checkpoint's folder")
 
 
-def check_vocabulary(stored: Mapping[str, StoredTensor], vocab_size: int, hidden_size: int) -> None:
+def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: "ModelConfig") -> None:
     """What every later process would stumble over is said before any is started.
 
     Raises:
-        ConfigError: the embedding or the head is not of the size that config.json says.
+        ConfigError: the embedding, the head or the number of layers is not what config.json says.
     """
+    shape = (config.vocab_size, config.hidden_size)
     for name in (EMBEDDING, HEAD):
         tensor = stored.get(name)
-        if tensor is not None and tensor.shape != (vocab_size, hidden_size):
+        if tensor is not None and tensor.shape != shape:
             raise ConfigError(
                 f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, "
-                f"but config.json means {[vocab_size, hidden_size]}"
+                f"but config.json means {list(shape)}"
             )
+    layers = {int(match[1]) for name in stored if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))}
+    if len(layers) != config.num_layers or max(layers, default=-1) != config.num_layers - 1:
+        raise ConfigError(f"{folder}: has tensors of {len(layers)} layers; config.json means {config.num_layers}")
 
 
 def full_name(name: str) -> str:

@@ -109,7 +109,7 @@ def _original(field: Fields, inner: Fields, kind: str, max_position: int) -> int
     if kind == "dynamic":
         return max_position
     # Phi-3 has it beside its rope settings, and there it counts.
-    return (field if field.has(name) else inner).size(name, default=max_position, high=2**31 - 1)
+    return (field if field.has(name) else inner).size(name, default=max_position, low=2, high=2**31 - 1)
 
 
 def _stretched(rope: RopeConfig, inner: Fields, rotary_dim: int, max_position: int) -> RopeConfig:
