@@ -14,6 +14,7 @@ OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 8 * 1024
+MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 431: {"connection": "close"}}
 
@@ -27,11 +28,17 @@ class Gate:
 
     With API keys, every path needs one but those in OPEN_PATHS: a route that someone adds is closed until listed,
     and so is every path that is no route.
+
+    ``max_body_bytes``: of all requests that have come in and are not answered yet, however many clients send them.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str] = (), max_body_bytes: int = MAX_BODY_BYTES_AT_ONCE
+    ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+        self._num_body_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -72,14 +79,27 @@ class Gate:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
+        num_bytes = 0
+
+        async def counted_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            size = len(message.get("body", b""))
+            if size and self._num_body_bytes + size > self._max_body_bytes:
+                raise ApiError(503, "too many large requests are being read", None, "too_many_bodies")
+            num_bytes += size
+            self._num_body_bytes += size
+            return message
 
         async def watched_send(message: Message) -> None:
             nonlocal started
-            started = True
+            if not started:
+                started = True
+                self._num_body_bytes -= num_bytes
             await send(message)
 
         try:
-            await self._app(scope, receive, watched_send)
+            await self._app(scope, counted_receive, watched_send)
         except ClientGone:
             return
         except Exception as error:
@@ -88,6 +108,9 @@ class Gate:
             # when we return without its end; raised, the error would be logged again, in words that may be a client's.
             if not started:
                 await answer.response()(scope, receive, send)
+        finally:
+            if not started:
+                self._num_body_bytes -= num_bytes
 
 
 def _check_size(scope: Scope) -> None:

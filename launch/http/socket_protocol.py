@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -157,10 +158,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes += len(body)
-        try:
-            super().on_body(body)
-        except MemoryError:
-            self._refuse(out_of_memory())
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         # The answer may have been quicker than the end of the body.
@@ -176,7 +174,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is not HTTP/1.1", None, "invalid_http"))
+        # Called while the parser's error is handled; what a callback of ours raised stands behind it.
+        error = sys.exception()
+        if error is not None and isinstance(error.__context__, MemoryError):
+            self._refuse(out_of_memory())
+        else:
+            self._refuse(ApiError(400, "this is not HTTP/1.1", None, "invalid_http"))
 
     def _should_upgrade_to_ws(self) -> bool:
         """Never, whatever libraries are installed: a connection with another protocol would have no bounds."""
