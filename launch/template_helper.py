@@ -52,11 +52,13 @@ class _Rendered(msgspec.Struct, frozen=True):
 class TemplateHelper:
     """A checkpoint's template. Owns two helpers, one of them for what may take long; used by any thread."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], where: str, cpu_seconds: float = CPU_SECONDS
+    ) -> None:
         """Raises ConfigError where the template does not parse; ``where`` names the file."""
         check_template(source, where)
         hello = msgspec.json.encode(_Hello(source, dict(special_tokens), where))
-        self._short, self._long = (_Lane(hello) for _ in range(2))
+        self._short, self._long = (_Lane(hello, cpu_seconds) for _ in range(2))
 
     def render(
         self,
@@ -102,15 +104,16 @@ class TemplateHelper:
 class _Lane:
     """One helper, and who is at it."""
 
-    def __init__(self, hello: bytes) -> None:
+    def __init__(self, hello: bytes, cpu_seconds: float) -> None:
         self._helper = Helper("quire.launch.template_helper", hello)
+        self._cpu_seconds = cpu_seconds
         self._lock = threading.Lock()
 
     def ask(self, question: bytes) -> bytes:
         with self._lock:
             for _ in range(2):
                 try:
-                    return self._helper.ask(question, CPU_SECONDS, WALL_SECONDS)
+                    return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
                 except HelperMissing:
                     raise EngineError("the chat template's helper does not start") from None
                 except HelperDied as died:
