@@ -168,8 +168,9 @@ class TextIn:
             raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", param)
         length = PROBED_CHARS_PER_TOKEN * max_tokens
         while length < len(text):
-            # Twice as many, because the cut may change the tokens around it.
-            if len(_encode(tokenizer, text[:length], False, param)) >= 2 * max_tokens:
+            # The cut may make a long token many short ones, and a little more around it.
+            too_many = 2 * max_tokens + 4 * self.max_token_chars
+            if len(_encode(tokenizer, text[:length], False, param)) >= too_many:
                 raise context_length_exceeded(max_tokens, f"more than {max_tokens}", param)
             length *= 4
 
