@@ -72,6 +72,8 @@ def drive(address: tuple[str, int], streams: Sequence[RawStream], timeout: float
             while num_wanted and pending and pending[0][0] <= now:
                 stream = streams[heapq.heappop(pending)[1]]
                 num_wanted -= not (_open(address, stream, poll, sockets) or stream.background)
+            if not (num_wanted or sockets):
+                break
             wait = pending[0][0] - (time.perf_counter() - start) if pending and num_wanted else 1.0
             for number, _ in poll.poll(max(0.0, min(wait, 1.0))):
                 ended = _read(number, poll, sockets)

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.launch.bench.own_server import Target, busy_shares, is_clean, serving
@@ -55,7 +55,9 @@ def measure(target: Target, args: argparse.Namespace) -> Report:
     shares = {"client": (time.process_time() - cpu) / wall} | busy_shares(before, target.cpu_seconds(), wall)
     answers = [read_answer(stream) for stream in ours]
     # Side requests that were not begun when the last stream ended count for nothing.
-    report = make_report(_settings(args), answers, [read_answer(stream) for stream in side if stream.sent], args)
+    report = make_report(
+        _settings(args), answers, [read_answer(stream) for stream in side if stream.sent], args.output_len
+    )
     report.results |= rounded({"wall_s": wall, "cpu_shares": shares, "after": target.settled()}, 3)
     report.tables.append(Table("processor", ("cores",), [(name, [share]) for name, share in shares.items()]))
     if not is_clean(report.results["after"]):
@@ -89,20 +91,13 @@ def make_report(
     settings: dict[str, Any],
     answers: Sequence[StreamedAnswer],
     side: Sequence[StreamedAnswer],
-    args: argparse.Namespace,
+    output_len: int,
 ) -> Report:
     """``answers``: of the streams, in order; the one of prompt ``i`` stands at each ``i + k * NUM_PROMPTS``."""
-    faults = Counter(fault for answer in answers if (fault := _fault(answer, args.output_len)))
+    faults = Counter(fault for answer in answers if (fault := _fault(answer, output_len)))
     side_faults = Counter(fault for answer in side if (fault := _fault(answer, 1)))
     gaps = distribution(1000 * gap for answer in answers for gap in answer.gaps)
-    steady_from = max((answer.deliveries[0] for answer in answers if answer.deliveries), default=0.0)
-    steady_until = min((answer.deliveries[-1] for answer in answers if answer.deliveries), default=0.0)
-    steady = distribution(
-        1000 * gap
-        for answer in answers
-        for gap, when in zip(answer.gaps, answer.deliveries[1:], strict=True)
-        if steady_from < when <= steady_until
-    )
+    steady = distribution(1000 * gap for gap in _gaps_while_all_run(answers))
     texts: defaultdict[int, set[str]] = defaultdict(set)
     for index, answer in enumerate(answers):
         texts[index % NUM_PROMPTS].add(answer.text)
@@ -124,27 +119,37 @@ def make_report(
         "prompts_with_several_texts": sum(len(seen) > 1 for seen in texts.values()),
     }
     report = Report("streams", settings, rounded(results, 3))
-    rows = [
-        distribution_row("inter-token, ms", gaps),
-        distribution_row("while all streams run, ms", steady),
-    ]
-    report.tables.append(Table("latency", DISTRIBUTION_COLUMNS, rows))
-    report.tables.append(
-        Table(
-            "streams",
-            ("",),
-            [
-                ("streams", [len(answers)]),
-                ("lost", [results["lost"]]),
-                ("long prompts meanwhile", [len(side)]),
-                ("p99 / p50", [results["p99_over_p50"]]),
-                ("p99 / p50 while all streams run", [results["steady_p99_over_p50"]]),
-                ("tokens per delivery", [results["tokens_per_delivery"]]),
-            ],
-        )
-    )
+    report.tables += _tables(results)
     report.notes += [f"lost: {count} x {fault}" for fault, count in (faults + side_faults).items()]
     return report
+
+
+def _gaps_while_all_run(answers: Sequence[StreamedAnswer]) -> Iterator[float]:
+    """Between the last stream's first delivery and the first stream's last one."""
+    timed = [answer for answer in answers if answer.deliveries]
+    begin = max((answer.deliveries[0] for answer in timed), default=0.0)
+    end = min((answer.deliveries[-1] for answer in timed), default=0.0)
+    for answer in timed:
+        for gap, when in zip(answer.gaps, answer.deliveries[1:], strict=True):
+            if begin < when <= end:
+                yield gap
+
+
+def _tables(results: dict[str, Any]) -> list[Table]:
+    latency = [
+        distribution_row("inter-token, ms", results["inter_token_ms"]),
+        distribution_row("while all streams run, ms", results["steady_inter_token_ms"]),
+    ]
+    counted = {
+        "streams": "streams",
+        "lost": "lost",
+        "long prompts meanwhile": "side_requests",
+        "p99 / p50": "p99_over_p50",
+        "p99 / p50 while all streams run": "steady_p99_over_p50",
+        "tokens per delivery": "tokens_per_delivery",
+    }
+    rows = [(words, [results[name]]) for words, name in counted.items()]
+    return [Table("latency", DISTRIBUTION_COLUMNS, latency), Table("streams", ("",), rows)]
 
 
 def _fault(answer: StreamedAnswer, output_len: int) -> str:
