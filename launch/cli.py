@@ -13,6 +13,7 @@ from quire.launch.options import EngineOptions, Help, parse_options, suggest
 from quire.launch.replay.arguments import add_replay_flags
 from quire.launch.serve import ServeOptions
 from quire.protocol.errors import ConfigError, InvalidRequest, QuireError
+from quire.protocol.log_stream import survive_without_stderr
 from quire.version import __version__
 
 EX_USAGE = 2
@@ -261,6 +262,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _serve(args: argparse.Namespace) -> None:
+    survive_without_stderr()
     from quire.launch.options import find_model, make_engine_config
     from quire.launch.serve import model_display_name, serve
 
