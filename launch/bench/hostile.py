@@ -75,8 +75,9 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"--attacks {name}: there are {', '.join(ATTACKS)}")
     rounds: dict[str, Round] = {}
     for name in (CALM, *attacks):
-        print(f"round: {name}", file=sys.stderr, flush=True)
         rounds[name] = one_round(name, args)
+        figures = ", ".join(f"{key} {spell(value)}" for key, value in rounds[name].figures().items())
+        print(f"round {name}: {figures}", file=sys.stderr, flush=True)
     settings = {name: vars(args)[name] for name in ("num_requests", "concurrency", "seed", "serve_args")}
     report = make_report(settings, rounds)
     report.publish(args.json)
