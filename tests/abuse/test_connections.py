@@ -1,6 +1,8 @@
 """Clients that send what is no request, send too much, send too slowly, or leave (A16, A17, A18, A47, F13)."""
 
 import json
+import random
+import re
 import select
 import socket
 import struct
@@ -302,6 +304,42 @@ class TestHeads:
         assert status_of(answer) in (0, 400)
         assert len(patient.engine.added) <= before + 1
         patient.check()
+
+
+def mutated(seed: int) -> bytes:
+    """A few requests in a row with some bytes of them changed, lost, doubled or in another place."""
+    rng = random.Random(seed)
+    requests = [post(COMPLETIONS, GOOD), post(COMPLETIONS, b"", CHUNKED) + chunks(9, GOOD) + END, GET + b"\r\n"]
+    data = bytearray(b"".join(rng.choices(requests, k=rng.randint(1, 3))))
+    for _ in range(rng.randint(1, 8)):
+        at, end = sorted(rng.choices(range(len(data) + 1), k=2))
+        end = min(end, at + rng.choice((0, 1, 2, 8, 40)))
+        match rng.randrange(6):
+            case 0:
+                del data[at:end]
+            case 1:
+                data[at:end] = rng.randbytes(end - at)
+            case 2:
+                data[at:at] = data[at:end]
+            case 3:
+                data[at:end] = rng.choice((b"\r\n", b"\n", b"\r", b"\x00", b" ", b":", b"0", b"chunked", b"\xff\xfe"))
+            case 4:
+                data[at:end] = data[at:end].swapcase()
+            case _:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seeds", [range(at, at + 50) for at in range(0, 400, 50)], ids=str)
+def test_bytes_that_were_requests(hasty: FrontEnd, seeds: range) -> None:
+    """All at once. Each connection ends, and what was said to it is an answer; an error is one in our words."""
+    connections = [hasty.connect(mutated(seed)) for seed in seeds]
+    for seed, connection in zip(seeds, connections, strict=True):
+        answer = wait_closed(connection).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert status_of(answer) in (0, 200, 400, 404, 405, 408, 413, 422, 431), (seed, answer[:300])
+        errors = re.findall(rb'"message":"(.*?)","type"', answer)
+        assert not any(INTERNALS.search(message.decode()) for message in errors), (seed, errors)
+    hasty.check()
 
 
 def close(connection: socket.socket) -> None:
