@@ -40,13 +40,19 @@ FIGURES = ("steps", "waited", "block_steps", "cached_tokens")
 
 @dataclass(slots=True)
 class Round:
-    """One run of the honest clients. ``texts``: of their requests, in order; "": it failed, as ``faults`` says."""
+    """One run of the honest clients.
+
+    Attributes:
+        texts: of their requests, in order; "": it failed, as ``faults`` says.
+        lines_lost: of the trace, for which the disk was too slow: what was counted is too little then.
+    """
 
     texts: list[str]
     ids: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     hostile: Counter[str] = field(default_factory=Counter)
     front_end_mib: float = 0.0
+    lines_lost: int = 0
     shares: list[RequestShare] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
@@ -92,6 +98,7 @@ def one_round(name: str, args: argparse.Namespace) -> Round:
         flags = ["--trace", str(trace), "--api-key", HONEST_KEY, HOSTILE_KEY, "--shutdown-timeout", "1"]
         with serving(None, HONEST_KEY, flags, args.serve_args) as target:
             made = asyncio.run(_load(target, name, args))
+            made.lines_lost = int(target.metrics()["num_trace_lines_lost_total"])
         shares = count_shares(TraceReader(trace, lenient=True), frozenset(made.ids))
         made.shares = list(shares.values())
         return made
@@ -189,6 +196,8 @@ def make_report(settings: dict[str, Any], rounds: Mapping[str, Round]) -> Report
         if beyond:
             report.notes.append(f"{name}: not as without it: {', '.join(f'{k} x {spell(ratios[k])}' for k in beyond)}")
         report.notes += [f"{name}: honest requests failed: {count} x {what}" for what, count in made.faults.items()]
+        if made.lines_lost:
+            report.notes.append(f"{name}: {made.lines_lost} lines of the trace are lost: its figures are too low")
         if changed:
             report.notes.append(f"{name}: {changed} honest answers have another text")
     report.results["rounds"] = rounded(results, 3)

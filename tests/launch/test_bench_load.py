@@ -318,6 +318,11 @@ class TestHostile:
         found = hostile.make_report({}, {CALM: honest(100), "flood": attacked}).results["rounds"]["flood"]
         assert (found["texts_changed"], found["faults"]) == (1, {"status 500": 1})
 
+    def test_a_trace_with_gaps_is_told(self) -> None:
+        attacked = honest(100)
+        attacked.lines_lost = 7
+        assert "7 lines" in hostile.make_report({}, {CALM: honest(100), "flood": attacked}).notes[0]
+
     def test_the_honest_load_repeats(self) -> None:
         assert hostile.honest_bodies(20, 1) == hostile.honest_bodies(20, 1) != hostile.honest_bodies(20, 2)
 
