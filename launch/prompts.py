@@ -114,15 +114,8 @@ def check_token_ids(ids: Any, vocab_size: int, param: str) -> list[int]:
 
 def check_params(params: SamplingParams, limits: ModelLimits) -> None:
     """What SamplingParams cannot check by itself, since it does not know the model."""
-    check_token_ids(params.stop_token_ids, limits.vocab_size, "stop_token_ids")
-    check_token_ids(params.allowed_token_ids or [], limits.vocab_size, "allowed_token_ids")
-    for ids in params.bad_words_token_ids:
-        check_token_ids(ids, limits.vocab_size, "bad_words_token_ids")
-    beyond = max(params.logit_bias, default=0)
-    if beyond >= limits.vocab_size:
-        raise InvalidRequest(
-            f"logit_bias must have token ids from 0 to {limits.vocab_size - 1} as keys, not {beyond}", "logit_bias"
-        )
+    for name, ids in params.named_token_ids().items():
+        check_token_ids(ids, limits.vocab_size, name)
 
 
 def spell_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLimits) -> SamplingParams:
@@ -279,7 +272,9 @@ def _content(content: Any, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     fields: Mapping[str, Any] = part if isinstance(part, dict) else {}
     kind = fields.get("type")
-    text = fields.get(kind) if kind in ("text", "refusal") else None
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise InvalidRequest(f"{where}.type must be text: this server reads text only", f"{where}.type")
+    text = fields.get(kind) if isinstance(kind, str) else None
     if not isinstance(text, str):
         raise InvalidRequest(f'{where} must be a text part: {{"type": "text", "text": "..."}}', where)
     return text

@@ -19,7 +19,7 @@ from quire.scheduler_proc.structured.cache import Outcome, Source
 from quire.scheduler_proc.structured.fair_queue import FairQueue
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, CRASHED
 
-QUICK_SECONDS = 0.25
+QUICK_SECONDS = 0.1
 """CPU time for the first try: a schema as people write them takes 2 to 6 ms."""
 MAX_QUEUED = 1024
 """Grammars of one owner that wait for their first try."""

@@ -14,7 +14,7 @@ from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarRefused, GrammarTooSlow
 from quire.scheduler_proc.structured.make import make_backend
 
-COMPILE_SECONDS = 1.5
+COMPILE_SECONDS = 1.0
 """CPU time that a grammar may take."""
 WALL_SECONDS = 8.0
 """For the same, where the machine is busy, or something has stopped the guard."""

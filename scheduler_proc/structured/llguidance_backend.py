@@ -184,6 +184,8 @@ def _reason(error: str, *, in_grammar: bool) -> str:
         return "it is too complex"
     if error.startswith("oneOf constraints"):
         return "oneOf is supported only where its parts exclude each other (a const in each, say)"
+    if 'failed to parse "%json"' in error:
+        return "the JSON behind its %json is not valid"
     marked = re.findall(r"^error: (.+)$", error, re.MULTILINE)
     if marked:
         return str(marked[-1])

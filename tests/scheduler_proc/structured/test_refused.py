@@ -166,7 +166,7 @@ def test_large_but_working(case: str, pool: CompilePool) -> None:
 def test_what_takes_for_ever_ends_in_time_and_the_next_one_works(pool: CompilePool) -> None:
     hanging = {"allOf": [{"type": "string", "pattern": f"a{i}[a-z]*"} for i in range(30)]}
     reason, seconds = outcome(pool, StructuredOutputs(json=hanging))
-    assert reason == "structured_outputs took longer than 1.5 s to compile" and seconds < 5 * COMPILE_SECONDS
+    assert reason == "structured_outputs took longer than 1 s to compile" and seconds < 5 * COMPILE_SECONDS
     assert outcome(pool, StructuredOutputs(regex="next"))[0] == ""
 
 
