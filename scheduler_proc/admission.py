@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import AddRequest, Int32, OpaqueRequest, Rejected
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.repetition import RepetitionWatch
@@ -94,6 +94,8 @@ def _check_add_request(event: AddRequest, config: EngineConfig, kv: KVCacheManag
     prompt = event.prompt_token_ids
     if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
         raise Refusal("invalid_value", "request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
+    if len(event.cache_salt) > MAX_SALT_LENGTH:
+        raise Refusal("invalid_value", "cache_salt", f"cache_salt must have at most {MAX_SALT_LENGTH} characters")
     _check_length(len(prompt), config, kv)
     vocab_size = config.model.vocab_size
     for known in (prompt, event.output_token_ids):

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from quire.launch.chat_template import ChatTemplate
 from quire.launch.http.app import make_app
-from quire.launch.http.body import MAX_BODY_VALUES, parse_body
+from quire.launch.http.body import CONTAINER_WEIGHT, MAX_BODY_WEIGHT, TEXT_WEIGHT, parse_body
 from quire.launch.http.errors import ApiError
 from quire.launch.http.server import ServerSettings
 from quire.launch.prompts import (
@@ -203,13 +203,16 @@ class TestValues:
         within = inside % many if "%s" in inside else f'"a":[{inside}]'
         body = ("{" + within + "}").replace("{}", ",".join("1" * 10)).encode()
         assert not self.refused(body)
-        longer = ("{" + within + "}").replace("{}", ",".join("1" * (MAX_BODY_VALUES + 5))).encode()
+        longer = ("{" + within + "}").replace("{}", ",".join("1" * (MAX_BODY_WEIGHT + 5))).encode()
         assert self.refused(longer)
 
-    def test_the_last_value_that_is_made(self) -> None:
-        fits = b'{"a":[' + b",".join([b"1"] * (MAX_BODY_VALUES - 1)) + b"]}"
-        assert not self.refused(fits)
-        assert self.refused(fits[:-2] + b",1]}")
+    @pytest.mark.parametrize(("value", "weight"), [("1", 1), ('""', 5), ("[]", 17), ("{}", 17), ('{"":1}', 21)])
+    def test_the_last_value_that_is_made(self, value: str, weight: int) -> None:
+        """Each brings a comma with it."""
+        beside = 2 * CONTAINER_WEIGHT + TEXT_WEIGHT
+        most = (MAX_BODY_WEIGHT - beside + 1) // weight
+        assert not self.refused(f'{{"a":[{",".join([value] * most)}]}}'.encode())
+        assert self.refused(f'{{"a":[{",".join([value] * (most + 1))}]}}'.encode())
 
 
 class TestManyStops:
