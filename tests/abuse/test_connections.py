@@ -8,10 +8,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
+import httpx
 import pytest
-from abuse import INTERNALS, short
+from abuse import INTERNALS, AbusedServer, short
 from front_end import WAIT_S, FrontEnd, post, read_all, status_of
 
 COMPLETIONS = "/v1/completions"
@@ -406,3 +407,40 @@ class TestLeaving:
 
     def test_the_canary_is_well(self, patient: FrontEnd) -> None:
         patient.check()
+
+
+class TestRealServer:
+    """The same with the engine's processes behind it: what they held for a client is free again."""
+
+    LONG: ClassVar[dict[str, Any]] = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+    def connect(self, server: AbusedServer, data: bytes, receive_buffer: int = 65536) -> socket.socket:
+        url = httpx.URL(server.served.url)
+        made = socket.socket()
+        made.settimeout(WAIT_S)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        made.connect((url.host, url.port))
+        made.sendall(data)
+        return made
+
+    @pytest.mark.parametrize("leave", LEAVE)
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_blocks_are_free_when_a_client_has_gone(
+        self, server: AbusedServer, stream: bool, leave: Callable[[socket.socket], None]
+    ) -> None:
+        connection = self.connect(server, post(COMPLETIONS, json.dumps({**self.LONG, "stream": stream}).encode()))
+        while not server.served.metrics()["quire:num_requests_running"]:
+            pass
+        leave(connection)
+        server.served.wait_until_idle()
+        connection.close()
+
+    def test_blocks_are_free_when_a_client_does_not_read(self, server: AbusedServer) -> None:
+        before = server.served.metrics()
+        body = json.dumps({**self.LONG, "logprobs": 20}).encode()
+        with self.connect(server, post(COMPLETIONS, body), receive_buffer=4096):
+            while server.served.metrics()["quire:slow_readers_total"] == before["quire:slow_readers_total"]:
+                pass
+            after = server.served.wait_until_idle()
+        tokens = after["quire:generation_tokens_total"] - before["quire:generation_tokens_total"]
+        assert 256 < tokens < 1500
