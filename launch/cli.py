@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import msgspec
 
+from quire.launch.descriptors import raise_descriptor_limit
 from quire.launch.options import EngineOptions, Help, parse_options, suggest
 from quire.launch.replay.arguments import add_replay_flags
 from quire.launch.serve import ServeOptions
@@ -263,6 +264,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _serve(args: argparse.Namespace) -> None:
     survive_without_stderr()
+    raise_descriptor_limit()
     from quire.launch.options import find_model, make_engine_config
     from quire.launch.serve import model_display_name, serve
 

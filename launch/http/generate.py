@@ -25,6 +25,9 @@ from quire.launch.http.sse import DONE, EventStream, SlowReader, until_gone
 from quire.launch.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 
+# Log probabilities, each some 150 bytes, that are kept until an answer is whole.
+MAX_COLLECTED_VALUES = 2**22
+
 
 class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
@@ -50,7 +53,8 @@ class Collected:
     def add(self, piece: Piece) -> None:
         self.texts.append(piece.text)
         if piece.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + piece.logprobs
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += piece.logprobs
         if piece.prompt_logprobs is not None:
             self.prompt_logprobs = piece.prompt_logprobs
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
@@ -101,10 +105,15 @@ class Generation:
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         collected = [Collected() for _ in self._unfinished]
+        num_kept = 0
         async with aclosing(self._batches()) as batches:
             async for batch in batches:
                 for index, piece in batch:
+                    num_kept += _num_values(piece)
                     collected[index].add(piece)
+                if num_kept > MAX_COLLECTED_VALUES:
+                    text = f"the answer has more than {MAX_COLLECTED_VALUES} log probabilities; ask for less at once"
+                    raise InvalidRequest(text, "logprobs" if self._request.params.logprobs else "prompt_logprobs")
         tables = [answer.prompt_logprobs for answer in collected if answer.prompt_logprobs is not None]
         # Spelling one value takes about as long as tokenizing one character.
         num_values = sum(table.values.size for table in tables)
@@ -196,6 +205,12 @@ class Generation:
         num_output_tokens = sum(self._num_output_tokens)
         cached = sum(self._num_cached_tokens[:: self._request.params.n])
         return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
+
+
+def _num_values(piece: Piece) -> int:
+    """Log probabilities in it."""
+    of_prompt = 0 if piece.prompt_logprobs is None else piece.prompt_logprobs.values.size
+    return of_prompt + sum(1 + len(each.logprobs.top) for each in piece.logprobs or ())
 
 
 async def merge(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, Piece]], None]:

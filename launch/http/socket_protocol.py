@@ -7,30 +7,19 @@ application sees anything; and what a client does not read is kept until the cli
 
 import asyncio
 import contextlib
-import resource
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.launch.descriptors import RESERVED_DESCRIPTORS, descriptors_for_clients
 from quire.launch.http.errors import ApiError, out_of_memory
 
-# Descriptors that are no client's: our own sockets and files, and those of clients that are being refused.
-RESERVED_DESCRIPTORS = 64
-MOST_CONNECTIONS = 16_384
 # Of a request's scope: it came over a connection beyond the bound, so only what is cheap is answered.
 CROWDED = "crowded"
-
-
-def _descriptors_for_clients() -> int:
-    """How many connections this process may hold at once before it runs out of file descriptors."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return min(MOST_CONNECTIONS, max(soft - RESERVED_DESCRIPTORS, soft // 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +37,8 @@ class ConnectionLimits:
             request was refused may go on sending.
         num_pipelined: requests that may wait for the answer to the one before them.
         send_buffer: what the kernel keeps for one reader (it doubles the figure); left alone, it grows to megabytes.
-        connections: beyond them only open routes are answered; ``spare_connections`` further on, nothing is.
+        connections: beyond them only open routes are answered; ``spare_connections`` further on, nothing is. None: as
+            many as there are file descriptors for, whenever that is asked.
         check_s: how often all this is looked at.
     """
 
@@ -62,9 +52,12 @@ class ConnectionLimits:
     linger_s: float = 5.0
     num_pipelined: int = 8
     send_buffer: int = 128 * 1024
-    connections: int = field(default_factory=_descriptors_for_clients)
+    connections: int | None = None
     spare_connections: int = RESERVED_DESCRIPTORS // 4
     check_s: float = 1.0
+
+    def max_connections(self) -> int:
+        return descriptors_for_clients() if self.connections is None else self.connections
 
 
 class Phase(Enum):
@@ -102,7 +95,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.connections + self.limits.spare_connections:
+        if len(self.connections) > self.limits.max_connections() + self.limits.spare_connections:
             transport.abort()
             return
         self._enter(Phase.HEAD)
@@ -139,7 +132,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         if self._phase is not Phase.HEAD:  # with the first byte of a connection, its time has begun already
             self._enter(Phase.HEAD)
-        if len(self.connections) > self.limits.connections:
+        if len(self.connections) > self.limits.max_connections():
             self.scope["state"][CROWDED] = True
 
     def on_header(self, name: bytes, value: bytes) -> None:

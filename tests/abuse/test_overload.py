@@ -305,6 +305,38 @@ class TestBodies:
             front_end.close()
 
 
+class TestCollectedAnswers:
+    """An answer that is not streamed is kept until it is whole; its log probabilities are what takes the room."""
+
+    @pytest.mark.parametrize(
+        ("fields", "most", "status"),
+        [
+            ({"max_tokens": 10, "logprobs": 3}, 40, 200),
+            ({"max_tokens": 10, "logprobs": 3}, 39, 400),
+            ({"max_tokens": 10, "logprobs": 3, "n": 4}, 160, 200),
+            ({"max_tokens": 10, "logprobs": 3, "n": 4}, 159, 400),
+            ({"max_tokens": 10, "logprobs": 3, "prompt": [[1], [2]]}, 79, 400),
+            ({"max_tokens": 1000, "logprobs": 20}, 1000, 400),
+            ({"max_tokens": 1000, "logprobs": 0}, 1000, 200),
+            ({"max_tokens": 1000}, 0, 200),
+            ({"max_tokens": 1000, "logprobs": 20, "stream": True}, 0, 200),
+            ({"max_tokens": 1, "prompt_logprobs": 1, "prompt": [7] * 101}, 200, 200),
+            ({"max_tokens": 1, "prompt_logprobs": 1, "prompt": [7] * 101}, 199, 400),
+            ({"max_tokens": 1, "prompt_logprobs": 1, "prompt": [[7] * 101] * 2}, 399, 400),
+        ],
+        ids=str,
+    )
+    def test_too_many_at_once(
+        self, narrow: FrontEnd, fields: dict[str, Any], most: int, status: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("quire.launch.http.generate.MAX_COLLECTED_VALUES", most)
+        response = narrow.client.post(COMPLETIONS, json={"prompt": [1], **fields})
+        assert response.status_code == status, response.text[:500]
+        if status == 400:
+            assert check_error(response)["param"] in fields
+        narrow.until(lambda: not narrow.engine.live)
+
+
 def front_end_of(server: AbusedServer) -> psutil.Process:
     children = psutil.Process(server.served.process.pid).children(recursive=True)
     return next(child for child in children if "quire.launch.http" in child.cmdline())

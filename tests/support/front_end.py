@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import uvicorn
 
-from quire.launch.engine_client import Update
+from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs, Update
 from quire.launch.http.app import make_app
 from quire.launch.http.server import ServerSettings
 from quire.launch.http.socket_protocol import BoundedHttpProtocol, ConnectionLimits
@@ -45,9 +45,25 @@ class EndlessSequence:
             self.delivered += 1
             last = self.delivered == self.params.max_tokens
             self.engine.live.discard(self) if last else None
-            yield Update([token], ended=EndReason.LENGTH if last else None, num_output_tokens=self.delivered)
+            yield Update(
+                [token],
+                logprobs=None if self.params.logprobs is None else [self._logprobs(token, self.params.logprobs)],
+                ended=EndReason.LENGTH if last else None,
+                num_output_tokens=self.delivered,
+                prompt_logprobs=self._prompt_logprobs() if self.delivered == 1 else None,
+            )
             if last:
                 return
+
+    @staticmethod
+    def _logprobs(token: int, count: int) -> TokenLogprobs:
+        return TokenLogprobs(token, -1.0, 1, [(best, -1.0 - best) for best in range(count)])
+
+    def _prompt_logprobs(self) -> PromptLogprobTable | None:
+        if self.params.prompt_logprobs is None:
+            return None
+        shape = (len(self.prompt) - 1, 1 + self.params.prompt_logprobs)
+        return PromptLogprobTable(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(shape[0], np.int32))
 
     def stop_at(self, num_output_tokens: int) -> None:
         self.abort()
