@@ -1,0 +1,102 @@
+"""Strings that end an answer or may not be in it: too many, too long, empty, of odd characters, or no strings."""
+
+from collections.abc import Callable
+from typing import Any
+
+from abuse import AbusedServer, assert_refused
+
+ODD = (
+    "\x00",
+    "\n",
+    "\t",
+    "\ufffd",
+    "\u202e",
+    "\ufeff",
+    "😀",
+    "👩‍👩‍👧",
+    "e\u0301",
+    "\U0010ffff",
+    "<|im_end|>",
+    "\ue0f0",
+    "\\",
+    '"',
+    "'",
+    "%s",
+)
+NO_STOPS: list[Any] = [
+    *(
+        "",
+        [""],
+        ["x", ""],
+        [None],
+        ["x", None],
+        [5],
+        ["x", 5],
+        [True],
+        [["x"]],
+        [{}],
+        {},
+        {"a": "x"},
+        5,
+        1.5,
+        True,
+        False,
+    ),
+    *(["x"] * 65, ["x"] * 10_000, [""] * 10_000, "x" * 1025, "x" * 10**6, ["x", "y" * 1025], ["😀" * 1025]),
+    *(["x" * 1024] * 9, ["x" * 200] * 64, [chr(0x4E00 + i) * 1024 for i in range(64)], ["a" * 1024] * 64),
+]
+NO_WORDS: list[Any] = [
+    *("", "x", [""], ["x", ""], [None], [5], [True], [["x"]], [{}], {}, 5, 1.5, True, ["x" * 257], ["x", "y" * 10**6]),
+    *(["x"] * 1025, ["x"] * 100_000, ["ж" * 250], ["\u0301" * 256], ["😀" * 100], [[5]], [[1024]], ["x", 5, "y"]),
+]
+
+
+def test_what_is_no_stop_string(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+    for stop in NO_STOPS:
+        assert_refused(server.complete(stop=stop), 400, "stop", "stop")
+        looked_at()
+
+
+def test_what_is_no_bad_word(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+    for words in NO_WORDS:
+        assert_refused(server.complete(bad_words=words), 400, "bad_words", "bad_words")
+        looked_at()
+
+
+def test_stop_strings_of_odd_characters(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+    """They are looked for, and none of them is in this answer."""
+    plain = server.complete(temperature=0).json()["choices"][0]["text"]
+    for stop in (*ODD, [*ODD], ["\x00" * 1024], [f"{i:0100}" for i in range(64)], *([unit * 100] for unit in ODD)):
+        response = server.complete(stop=stop, temperature=0)
+        assert response.json()["choices"][0]["text"] == plain, stop
+        looked_at()
+
+
+def test_as_many_stop_strings_as_there_may_be(server: AbusedServer) -> None:
+    """All of them begin the answer, and one of them ends it."""
+    body = {"prompt": [40, 41, 42], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    text = server.complete(**body).json()["choices"][0]["text"]
+    stop = [text[:5] + "\x00" * i for i in range(1, 63)] + [text[:7]]
+    choice = server.complete(**body, stop=stop).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", text[:7])
+    choice = server.complete(**body, stop=stop[:-1]).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text, "length")
+
+
+def test_bad_words_of_odd_characters(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+    for words in (*([unit] for unit in ODD), [*ODD], [" "], ["  x  "], ["a" * 200], [str(i) for i in range(500)]):
+        response = server.complete(bad_words=words, temperature=0)
+        assert response.status_code == 200, response.text
+        looked_at()
+
+
+def test_every_token_forbidden_by_its_word(server: AbusedServer) -> None:
+    """What cannot be is said, or what is left is sampled; nobody waits."""
+    words = [chr(code) for code in range(0x20, 0x7F)]
+    for fields in (
+        {"bad_words": words},
+        {"bad_words": words, "min_tokens": 4},
+        {"bad_words": ["a"], "allowed_token_ids": [67]},
+    ):
+        response = server.complete(**fields)
+        assert response.status_code in (200, 422), response.text
