@@ -19,6 +19,8 @@ from quire.scheduler_proc.trace.translate import arrival_line, decision_line, ev
 
 log = logging.getLogger(__name__)
 
+MOST_NAMES = 100
+
 
 class Dump(msgspec.Struct, frozen=True):
     """What there is to write: ``records`` of an engine with ``header``, which can be replayed if ``complete``."""
@@ -38,7 +40,8 @@ def write_dump(folder: Path, number: int, dump: Dump) -> Path | None:
     path = folder / f"quire-dump-{os.getpid()}-{number}.jsonl"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open_private(path) as file:
+        path = _free_name(path)
+        with open_private(path, new=True) as file:
             for line in _lines(dump):
                 file.write(encode_line(line) + b"\n")
     except OSError as error:
@@ -46,6 +49,12 @@ def write_dump(folder: Path, number: int, dump: Dump) -> Path | None:
         return None
     log.error("the last events were written to %s", path)
     return path
+
+
+def _free_name(path: Path) -> Path:
+    """An older process may have had the same number; and what waits under a name that can be foretold may be a link."""
+    names = (path, *(path.with_stem(f"{path.stem}-{again}") for again in range(1, MOST_NAMES)))
+    return next((name for name in names if not os.path.lexists(name)), path)
 
 
 def _lines(dump: Dump) -> Iterator[Line]:

@@ -16,12 +16,15 @@ FAST = 1
 """zstd level: recording is to cost little."""
 
 
-def open_private(path: Path) -> BinaryIO:
+def open_private(path: Path, *, new: bool = False) -> BinaryIO:
     """A new or emptied file that only its owner reads: who asks what is in it, and prompts may be.
+
+    ``new``: there may be nothing of this name yet, not even a link that leads nowhere.
 
     Raises OSError.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    how = os.O_EXCL | os.O_NOFOLLOW if new else os.O_TRUNC
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o600)
     os.fchmod(descriptor, 0o600)  # one that was there before keeps its mode otherwise
     return os.fdopen(descriptor, "wb", buffering=0)
 

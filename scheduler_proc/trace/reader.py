@@ -1,14 +1,9 @@
 """Reads the lines of a trace: whole, rotated, packed or cut short. What is wrong is said with file and line."""
 
-import gzip
-import importlib
-import io
-import lzma
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -16,13 +11,13 @@ import msgspec
 from quire.protocol.errors import ConfigError, QuireError
 from quire.scheduler_proc.trace import lines
 from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Lost
+from quire.scheduler_proc.trace.unpack import BROKEN, open_unpacked
 
-_GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
-_BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, QuireError)
 """QuireError: sampling parameters that cannot be."""
 _LONGEST_HEADER = 2**24
-_CHUNK = 2**16
+LONGEST_LINE = 2**26
+"""Bytes. A state of a large engine has some millions; a line without end would take all memory."""
 _CRC = b',"crc":'
 
 
@@ -98,10 +93,16 @@ class TraceReader:
     def _read(self, file: Path) -> Iterator[TraceLine]:
         name, number = file.name, 0
         try:
-            with open_trace(file) as stream:
-                for number, raw in enumerate(stream, 1):
+            with open_unpacked(file) as stream:
+                while raw := stream.readline(LONGEST_LINE + 1):
+                    number += 1
+                    if len(raw) > LONGEST_LINE:
+                        yield self._damaged(
+                            f"{file}:{number}: the line is longer than {LONGEST_LINE} bytes", number, name
+                        )
+                        return
                     yield self._decode(raw, number, name, file)
-        except _BROKEN as error:
+        except BROKEN as error:
             yield self._damaged(f"{file}:{number + 1}: {_say(error)}", number + 1, name)
 
     def _decode(self, raw: bytes, number: int, name: str, file: Path) -> TraceLine:
@@ -131,78 +132,6 @@ class TraceReader:
         self.notes.append(text)
 
 
-def open_trace(file: Path) -> IO[bytes]:
-    """The unpacked bytes of a file; its first bytes tell how it is packed, whatever its name.
-
-    Raises:
-        ConfigError: it cannot be opened, or nothing here can unpack it.
-    """
-    try:
-        with file.open("rb") as raw:
-            magic = raw.read(6)
-        if magic.startswith(_GZIP):
-            return cast(IO[bytes], gzip.open(file))
-        if magic.startswith(_XZ):
-            return cast(IO[bytes], lzma.open(file))
-        if magic.startswith(_ZSTD):
-            return _open_zstd(file)
-        return file.open("rb")
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from None
-
-
-def _open_zstd(file: Path) -> IO[bytes]:
-    try:
-        zstandard: Any = importlib.import_module("zstandard")
-    except ImportError:
-        raise ConfigError(f"{file}: reading it needs the package zstandard: pip install 'quire[trace]'") from None
-    return io.BufferedReader(_Unpacked(file.open("rb"), zstandard.ZstdDecompressor(), zstandard.ZstdError))
-
-
-class _Unpacked(io.RawIOBase):
-    """The content of zstd frames, one after the other.
-
-    Reading raises EOFError where a frame is cut short, OSError where it is damaged.
-    """
-
-    def __init__(self, packed: IO[bytes], unpacker: Any, error: type[Exception]) -> None:
-        self._packed = packed
-        self._unpacker = unpacker
-        self._error = error
-        self._frame: Any = None
-        self._rest = self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            chunk = self._rest or self._packed.read(_CHUNK)
-            if not chunk:
-                if self._frame is not None:
-                    raise EOFError("it ends within a frame")
-                return 0
-            self._unpack(chunk)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-    def _unpack(self, chunk: bytes) -> None:
-        if self._frame is None:
-            self._frame = self._unpacker.decompressobj()
-        try:
-            self._ready = self._frame.decompress(chunk)
-        except self._error as error:
-            raise OSError(str(error)) from None
-        self._rest = b""
-        if self._frame.eof:
-            self._rest, self._frame = self._frame.unused_data, None
-
-    def close(self) -> None:
-        self._packed.close()
-        super().close()
-
-
 def read_header(file: Path) -> Header:
     """The first line of ``file``.
 
@@ -210,9 +139,9 @@ def read_header(file: Path) -> Header:
         ConfigError: it is no trace of ours, or of a version that this code does not know.
     """
     try:
-        with open_trace(file) as stream:
+        with open_unpacked(file) as stream:
             raw = stream.readline(_LONGEST_HEADER)
-    except _BROKEN as error:
+    except BROKEN as error:
         raise ConfigError(f"{file}: {_say(error)}") from None
     if not raw:
         raise ConfigError(f"{file} is empty")
@@ -238,9 +167,9 @@ def read_header(file: Path) -> Header:
 def is_trace(file: Path) -> bool:
     """Whether it begins as one of ours, of whatever version."""
     try:
-        with open_trace(file) as stream:
+        with open_unpacked(file) as stream:
             return msgspec.json.decode(stream.readline(_LONGEST_HEADER), type=_First).format == lines.FORMAT
-    except (*_BROKEN, *_UNREADABLE):
+    except (*BROKEN, *_UNREADABLE):
         return False
 
 

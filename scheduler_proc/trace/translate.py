@@ -81,6 +81,7 @@ def public_config(config: EngineConfig) -> EngineConfig:
         speculative=speculative,
         kv_events_endpoint="",
         kv_events_replay_endpoint="",
+        kv_events_curve_dir="",
         trace="",
         crash_dump_dir="",
     )

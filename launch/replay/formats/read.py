@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import gzip
-import importlib
-import lzma
 import zlib
 from collections.abc import Iterator
-from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.workload import Call, Workload
 from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.trace.unpack import Damaged, open_unpacked
 
 MAX_TOKENS = 2**31 - 1
 MAX_LINE_BYTES = 2**28
 _CHUNK = 2**20
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".log", ".txt")
-_MAGIC = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
 PromptLength = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 AnswerLength = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -52,51 +49,14 @@ class Faults:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Decompressed, by what the file begins with and not by its name."""
-    with path.open("rb") as raw:
-        head = raw.read(6)
-        kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
-        raw.seek(0)
-        if kind == "zst":
-            yield from _zst_chunks(path, raw)
-        elif kind == "gz":
-            with gzip.open(raw) as file:
-                yield from _pieces(file)
-        elif kind == "xz":
-            with lzma.open(raw) as file:
-                yield from _pieces(file)
-        else:
-            yield from _pieces(raw)
-
-
-def _pieces(file: BufferedIOBase) -> Iterator[bytes]:
-    """By ``read1``: where the compressed data breaks off, ``read`` would lose what came before."""
-    while piece := file.read1(_CHUNK):
-        yield piece
-
-
-def _zst_chunks(path: Path, raw: BufferedReader) -> Iterator[bytes]:
-    """Frame by frame: the package's own file objects take a file that is cut short for a whole one."""
-    try:
-        zstandard: Any = importlib.import_module("zstandard")
-    except ImportError:
-        raise ConfigError(f"{path}: reading it needs the package zstandard: pip install 'quire[trace]'") from None
-    frame = None
-    while data := raw.read(_CHUNK // 16):
-        while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(data)
-            data = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise EOFError("compressed file ended before the end of its last frame")
+    """Unpacked, by what the file begins with and not by its name; what came before a break in it is given."""
+    with open_unpacked(path) as file:
+        while piece := file.read1(_CHUNK):  # type: ignore[attr-defined]
+            yield piece
 
 
 def _is_broken_compression(error: Exception) -> bool:
-    """The zstandard package need not be there, so its error is known by name."""
-    known = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)
-    return isinstance(error, known) or type(error).__name__ == "ZstdError"
+    return isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | Damaged)
 
 
 def read_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:

@@ -1,0 +1,249 @@
+"""Traces and crash dumps that somebody crafted: bounded memory, an error of one line, and nothing in them is run."""
+
+import bz2
+import gzip
+import lzma
+import os
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+from hostile_frames import PICKLE
+from scheduler_driver import Driver
+from traced_runs import encoded
+
+from quire.launch.cli import main
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.trace import reader as reader_module
+from quire.scheduler_proc.trace.dump import Dump, write_dump
+from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.trace.reader import TraceReader, is_trace
+
+MIB = 2**20
+
+
+def raw_lines() -> list[bytes]:
+    driver = Driver(async_scheduling=True)
+    for index in range(3):
+        driver.add(f"r{index}", [index, 1, 2, 3, 4], max_tokens=9)
+    driver.run()
+    return encoded(driver.lines())
+
+
+def written(tmp_path: Path, data: bytes) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(data)
+    return path
+
+
+def refused(path: Path) -> str:
+    """In a line that names the file."""
+    with pytest.raises(ConfigError) as caught:
+        replay_lines(TraceReader(path))
+    text = str(caught.value)
+    assert str(path) in text and "\n" not in text and len(text) < 1000
+    return text
+
+
+def peak_of(action: Callable[[], Any]) -> int:
+    """Bytes that Python held at most at once."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+# ---- packed a thousand times smaller
+
+
+def _zstd_bomb(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=19).compress(content)
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "xz": lzma.compress, "zst": _zstd_bomb}
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+def test_a_line_without_end_is_not_read_to_its_end(
+    tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 MiB of one line, in some KiB; the limit is made smaller here, so that it shows soon."""
+    monkeypatch.setattr(reader_module, "LONGEST_LINE", MIB)
+    header = raw_lines()[0]
+    path = written(tmp_path, pack(header + b"\n" + b" " * (24 * MIB)))
+    assert path.stat().st_size < 60_000
+    assert peak_of(lambda: refused(path)) < 20 * MIB
+    assert "2: the line is longer than 1048576 bytes" in refused(path)
+    lenient = TraceReader(path, lenient=True)
+    assert len(list(lenient)) == 2 and lenient.num_left_out == 1
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+def test_a_header_without_end(tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "_LONGEST_HEADER", MIB)
+    path = written(tmp_path, pack(b"{" + b" " * (24 * MIB)))
+    assert peak_of(lambda: refused(path)) < 20 * MIB
+    assert not is_trace(path)
+
+
+def test_an_unpacker_that_is_to_look_back_too_far(tmp_path: Path) -> None:
+    """The window is told in the head, and memory for it would be taken at once."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
+    path = written(tmp_path, zstandard.ZstdCompressor(compression_params=parameters).compressobj().compress(b"x" * MIB))
+    assert str(path) in refused(path)
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 29}]
+    far = lzma.compress(b"{}\n", filters=filters)
+    assert "packed data is damaged" in refused(written(tmp_path, far))
+
+
+def test_frames_without_content_have_an_end(tmp_path: Path) -> None:
+    for empty in (gzip.compress(b""), lzma.compress(b""), zstandard.compress(b"")):
+        assert "is empty" in refused(written(tmp_path, empty * 2000))
+
+
+# ---- something else
+
+FILES: dict[str, bytes] = {
+    "nothing": b"",
+    "an empty line": b"\n",
+    "pickle": PICKLE,
+    "pickle behind a header": b"\x1f\x8b" + PICKLE,
+    "yaml": b"!!python/object/apply:os.system ['id']\n",
+    "python": b"import os; os.system('id')\n",
+    "bzip2": bz2.compress(b"{}"),
+    "a list": b"[]\n",
+    "a number": b"7\n",
+    "null": b"null\n",
+    "another format": b'{"kind":"header","format":"evil","version":1}\n',
+    "another version": b'{"kind":"header","format":"quire-trace","version":99}\n',
+    "a version without end": b'{"kind":"header","format":"quire-trace","version":' + b"9" * 9000 + b"}\n",
+    "a format without end": b'{"kind":"header","format":"' + b"x" * MIB + b'"}\n',
+    "nested": b'{"kind":' + b"[" * 100_000 + b"\n",
+    "invalid UTF-8": b'{"kind":"\xff\xfe"}\n',
+    "NUL": bytes(5000),
+    "half a gzip": gzip.compress(b"{}" * 5000)[:30],
+    "half an xz": lzma.compress(b"{}" * 5000)[:40],
+    "half a zstd": zstandard.compress(os.urandom(5000))[:2000],
+    "an xz of garbage": b"\xfd7zXZ\x00" + bytes(range(200)),
+    "a zstd of garbage": b"\x28\xb5\x2f\xfd" + bytes(range(200)),
+    "a gzip of garbage": b"\x1f\x8b\x08\x00" + bytes(range(200)),
+}
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_a_file_that_is_no_trace(tmp_path: Path, content: bytes) -> None:
+    path = written(tmp_path, content)
+    refused(path)
+    assert not is_trace(path) or b"quire-trace" in content
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_the_command_says_so_in_a_line(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(written(tmp_path, content))])
+    told = capsys.readouterr().err.strip()
+    assert ended.value.code not in (0, None) and "Traceback" not in told and told.count("\n") < 3
+
+
+# ---- lines that lie
+
+LIES: list[tuple[str, Any]] = [
+    ("num_blocks", 2**40),
+    ("num_blocks", 2**63),
+    ("num_blocks", -1),
+    ("num_blocks", 0),
+    ("num_blocks", 1),
+    ("hash_bytes", 2**40),
+    ("hash_bytes", -1),
+    ("part", 2**40),
+    ("config", {}),
+    ("config", None),
+    ("layout", {}),
+    ("layout", {"groups": []}),
+]
+CONFIG_LIES: list[tuple[str, Any]] = [
+    ("block_size", 0),
+    ("block_size", -4),
+    ("block_size", 2**40),
+    ("max_num_seqs", 2**40),
+    ("max_num_seqs", 0),
+    ("max_num_seqs", -1),
+    ("max_num_batched_tokens", -1),
+    ("max_model_len", 2**62),
+    ("max_model_len", 0),
+    ("num_speculative_tokens", 2**40),
+    ("watermark", -5.0),
+    ("scheduling_policy", "evil"),
+    ("prefix_caching_hash_algo", "evil"),
+    ("tensor_parallel_size", 2**40),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), LIES + [(f"config.{name}", value) for name, value in CONFIG_LIES])
+def test_a_header_that_lies(tmp_path: Path, field: str, value: Any) -> None:
+    """It is refused, or makes no difference; memory goes by what the file holds, not by what it says."""
+    header, *rest = raw_lines()
+    told = msgspec.json.decode(header)
+    told.pop("crc", None)
+    place, _, name = field.rpartition(".")
+    (told[place] if place else told)[name] = value
+    path = written(tmp_path, b"\n".join([msgspec.json.encode(told), *rest]) + b"\n")
+
+    def read() -> None:
+        try:
+            list(TraceReader(path, lenient=True))
+            replay_lines(TraceReader(path, lenient=True))
+        except ConfigError as error:
+            assert "\n" not in str(error) and path.name in str(error)
+
+    assert peak_of(read) < 64 * MIB
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lines_damaged_at_random(tmp_path: Path, seed: int) -> None:
+    rng, raw = random.Random(seed), raw_lines()
+    for _ in range(60):
+        data = bytearray(b"\n".join(raw) + b"\n")
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(data))
+            match rng.randrange(4):
+                case 0:
+                    data[at] ^= 1 << rng.randrange(8)
+                case 1:
+                    data[at : at + 1] = rng.choice((b"9" * 30, b"-", b"null", b'"', b"[" * 50, b"\xff", b"\n", b"e9"))
+                case 2:
+                    del data[at : at + rng.randint(1, 99)]
+                case _:
+                    data[at:at] = data[max(0, at - 80) : at]
+        path = written(tmp_path, bytes(data))
+        for lenient in (False, True):
+            try:
+                list(TraceReader(path, lenient=lenient))
+            except ConfigError as error:
+                assert "\n" not in str(error)
+
+
+# ---- writing
+
+
+def test_a_dump_goes_through_no_link_that_waits_for_it(tmp_path: Path) -> None:
+    """Its name can be foretold: in a folder that others can write to, a link could wait there."""
+    driver = Driver()
+    driver.add("a", [1, 2, 3], max_tokens=3)
+    driver.run()
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    (tmp_path / f"quire-dump-{os.getpid()}-1.jsonl").symlink_to(precious)
+    dump = Dump(driver.header, list(driver.log), True, 0.0, "why")
+    paths = [write_dump(tmp_path, 1, dump) for _ in range(3)]
+    assert precious.read_text() == "keep" and len(set(paths)) == 3, "nor is an older dump overwritten"
+    for path in paths:
+        assert path is not None and path.stat().st_mode & 0o777 == 0o600 and not path.is_symlink()
+        assert replay_lines(TraceReader(path)) is None
