@@ -5,6 +5,7 @@ An order of magnitude quicker than sockets for what a decode step sums (a few ro
 
 import mmap
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class SharedMemoryGroup:
         self.size = size
         header = size * _LINE_BYTES
         total = header + 2 * size * CHUNK_BYTES
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = _open_ours(path)
         try:
             os.ftruncate(descriptor, total)
             self._memory = mmap.mmap(descriptor, total)
@@ -104,3 +105,22 @@ class SharedMemoryGroup:
             os.sched_yield()
             if time.monotonic() > deadline:
                 raise EngineError("another rank does not come to the sum")
+
+
+def _open_ours(path: Path) -> int:
+    """A descriptor of the file, which the first rank makes.
+
+    Raises:
+        EngineError: there was one already that others made, or can read or reach by another name.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would be waited for
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError:
+        raise EngineError("the ranks' shared memory cannot be opened: something else has its name") from None
+    info = os.fstat(descriptor)
+    ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink == 1
+    if not ours or info.st_mode & 0o077:
+        os.close(descriptor)
+        raise EngineError("the ranks' shared memory is not a file of mode 0600 that belongs to this user alone")
+    return descriptor
