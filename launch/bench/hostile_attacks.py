@@ -13,7 +13,7 @@ from quire.launch.bench.raw_http import Connection, connected
 
 VOCABULARY = range(3, 1000)
 NUM_SLOW_READERS = 24
-NUM_FLOODERS = 600
+NUM_FLOODERS = 256
 NUM_GRAMMARIANS = 12
 NUM_HUGE = 4
 NUM_MANY = 4

@@ -130,6 +130,8 @@ def serving(url: str | None, api_key: str | None, flags: Sequence[str], more: st
         yield Target(url.rstrip("/"), api_key or "", None)
         return
     command = [sys.executable, "-P", "-m", "quire.launch.cli", "serve", "--port", "0", *flags, *shlex.split(more or "")]
+    # A benchmark that is told to end must not leave its server behind.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
@@ -142,6 +144,7 @@ def serving(url: str | None, api_key: str | None, flags: Sequence[str], more: st
             process.kill()
             process.wait()
         process.stderr.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _await_ready(process: "subprocess.Popen[str]") -> str:

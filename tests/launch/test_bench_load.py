@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import random
+import signal
 import socket
 import threading
 from collections import Counter
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from served import Served
 
@@ -402,3 +405,14 @@ def test_a_hostile_client_beside_honest_ones(tmp_path: Path) -> None:
     assert all(found["steps"] > hostile.OUTPUT_LEN and not found["faults"] for found in rounds.values())
     assert rounds["slow_reader"]["hostile"]["never read"] > 0
     assert rounds["grammars"]["hostile"]
+
+
+def test_a_benchmark_that_is_told_to_end_ends_its_server() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    served: list[Target] = []
+    with pytest.raises(KeyboardInterrupt), serving(None, None, ["--simulate", "constant:1"], None) as target:
+        served.append(target)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert served[0].root is not None
+    assert not psutil.pid_exists(served[0].root)
+    assert signal.getsignal(signal.SIGTERM) is before
