@@ -89,6 +89,8 @@ class AddRequest(Message, frozen=True, tag=10):
     lora: str = ""
     mm_features: list[bytes] = []
     kv_transfer: bytes = b""
+    tenant: int = 0
+    """Whose it is, where the front end knows: 1 and up; 0 is nobody's. Admission is fair among tenants."""
 
 
 class Abort(Message, frozen=True, tag=11):
@@ -285,9 +287,16 @@ class EngineState(Message, frozen=True, tag=23):
 
 
 class Configure(Message, frozen=True, tag=30):
+    """``last_step``: the number of the last step before this epoch; the next one follows it.
+
+    ``num_blocks``: of the pool, the null block included, as an earlier group had it; 0: the group decides.
+    """
+
     epoch: int
     kv_layout: KVLayout
     config: EngineConfig
+    last_step: int = 0
+    num_blocks: int = 0
 
 
 class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
