@@ -218,7 +218,7 @@ class SchedulerLoop:
             self._journal.decided(now, step, frames)
             if step is None:
                 return
-            self._deadline.sent(scheduler.in_flight.records[-1].num_tokens, now)
+            self._deadline.sent(step.step, scheduler.in_flight.records[-1].num_tokens, now)
             self._give_inputs(scheduler)
             if self._kv_events is not None:
                 self._kv_events.publish(now)
@@ -332,7 +332,7 @@ class SchedulerLoop:
         if isinstance(received.message, Proposed):
             self._proposed = received.message  # of a step before, perhaps: then nobody asks for it
         else:
-            self._deadline.answered(self._clock())
+            self._deadline.answered(received.message.step, self._clock())
             scheduler.consume(received.message)
             self._journal.consumed(0, received.frames, received.message)
         self._give_inputs(scheduler)

@@ -18,17 +18,19 @@ class StepDeadline:
     """
 
     def __init__(self) -> None:
-        self._in_flight: deque[tuple[int, float]] = deque()
-        """(size, when it was sent)."""
+        self._in_flight: deque[tuple[int, int, float]] = deque()
+        """(step, size, when it was sent)."""
         self._seconds: dict[int, deque[float]] = {}
         self._answered = 0.0
 
-    def sent(self, num_tokens: int, now: float) -> None:
-        self._in_flight.append((num_tokens.bit_length(), now))
+    def sent(self, step: int, num_tokens: int, now: float) -> None:
+        self._in_flight.append((step, num_tokens.bit_length(), now))
 
-    def answered(self, now: float) -> None:
-        """The oldest one was."""
-        size, began = self._in_flight.popleft()
+    def answered(self, step: int, now: float) -> None:
+        """Without effect unless it is the oldest one: an answer may come twice."""
+        if not self._in_flight or self._in_flight[0][0] != step:
+            return
+        _, size, began = self._in_flight.popleft()
         seconds = self._seconds.get(size)
         if seconds is None:
             seconds = self._seconds[size] = deque(maxlen=NUM_KEPT)
@@ -44,7 +46,7 @@ class StepDeadline:
         """Seconds until the oldest step in flight is overdue, below 0 when it is; None while there is none."""
         if not self._in_flight:
             return None
-        size, began = self._in_flight[0]
+        _, size, began = self._in_flight[0]
         return max(began, self._answered) + self.allowed(size) - now
 
     def allowed(self, size: int) -> float:
