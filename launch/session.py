@@ -70,8 +70,8 @@ class Session:
         self._post(Hello(PROTOCOL_VERSION, "frontend", self._index, self._pid))
 
     def beat(self) -> None:
-        """To be called every second or so: the scheduler answers one that it does not know by cutting the link."""
-        if self._welcomed:
+        """To be called every second or so, welcomed or not: the answer, or that the link is cut, shows what was lost."""
+        if self.life:
             self._post(Heartbeat(self._clock()))
 
     def take(self, message: Message | ProtocolError) -> bool:
@@ -81,7 +81,7 @@ class Session:
                 return self._take_outputs(message)
             case Rejected():
                 self.table.reject(message)
-            case Statistics():
+            case Statistics() | Heartbeat():
                 pass  # whoever asked for it looks at it
             case Welcome():
                 self._welcomed, self._num_refusals = True, 0

@@ -65,6 +65,10 @@ class Refused(Message, frozen=True, tag=3):
 
 
 class Heartbeat(Message, frozen=True, tag=4):
+    """From whoever only waits, every second or so; the scheduler says the same back. A message that was lost, and behind
+    which there is no other, shows as a gap before it, on either way.
+    """
+
     now: float
 
 
@@ -485,8 +489,8 @@ class OpaqueResult(Message, frozen=True, tag=43):
 
 
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
-SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Rejected | StepOutputs | Statistics | EngineState
-SchedulerToWorker: TypeAlias = Welcome | Refused | Configure | SchedulerOutput | SampleInputs | Shutdown
+SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState
+SchedulerToWorker: TypeAlias = Welcome | Refused | Heartbeat | Configure | SchedulerOutput | SampleInputs | Shutdown
 WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest
 Consumed: TypeAlias = (
     AddRequest

@@ -1,9 +1,13 @@
 """How a worker, real or simulated, learns where it is wanted, and introduces itself to the scheduler there."""
 
-from quire.protocol.channel import Channel
+import time
+
+from quire.protocol.channel import Channel, Received
 from quire.protocol.child import Child, Command, Report
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import PROTOCOL_VERSION, Configure, Hello, Refused, Welcome
+from quire.protocol.messages import PROTOCOL_VERSION, Configure, Heartbeat, Hello, Refused, Welcome
+
+BEAT_S = 1.0
 
 
 class Calls:
@@ -39,6 +43,21 @@ class CalledAway(Exception):
     """Another call came: this group is not wanted any more."""
 
 
+def wait_for_message(channel: Channel, calls: Calls) -> Received | None:
+    """The next message; None after a second without one, in which the scheduler was told that we wait.
+
+    Raises:
+        CalledAway: there is no need to wait any longer.
+        ProtocolError: a message was damaged or lost.
+    """
+    received = channel.receive(BEAT_S)
+    if received is None:
+        if calls.pending:
+            raise CalledAway
+        channel.send(Heartbeat(time.monotonic()))
+    return received
+
+
 def ask_configuration(channel: Channel, rank: int, pid: int, calls: Calls) -> Configure:
     """Say hello, and wait for what to be.
 
@@ -48,11 +67,9 @@ def ask_configuration(channel: Channel, rank: int, pid: int, calls: Calls) -> Co
     """
     channel.send(Hello(PROTOCOL_VERSION, "worker", rank, pid))
     while True:
-        received = channel.receive(None)
+        received = wait_for_message(channel, calls)
         match received.message if received else None:
-            case None if calls.pending:
-                raise CalledAway
-            case Welcome() | None:
+            case Welcome() | Heartbeat() | None:
                 continue
             case Configure() as configure:
                 return configure

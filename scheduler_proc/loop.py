@@ -313,8 +313,8 @@ class SchedulerLoop:
             case Ready() as ready:
                 if (group := workers.ready(rank, ready)) is not None:
                     self._begin(workers, group)
-            case Heartbeat():
-                pass
+            case Heartbeat() as beat:
+                workers.send_to(rank, beat)
             case Fault() as fault:
                 raise EngineError(fault.text)
             case _:
@@ -450,8 +450,10 @@ class SchedulerLoop:
                 if isinstance(event, AddRequest) and not is_known:
                     self._hold_for_grammar(self._scheduler, event, client)
                 self._collector.after_message()
+            case Heartbeat() as beat:
+                self._send_to(client, beat)
             case _:
-                pass  # a heartbeat, or a question that only a loaded engine can answer
+                pass  # a question that only a loaded engine can answer
 
     def _hold_for_grammar(self, scheduler: Scheduler, event: AddRequest, client: int) -> None:
         """A request that has just come waits until its grammar is compiled; one that was refused does not."""

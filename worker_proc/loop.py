@@ -15,13 +15,14 @@ from quire.protocol.messages import (
     Configure,
     Digest,
     Fault,
+    Heartbeat,
     ModelRunnerOutput,
     Ready,
     SampleInputs,
     SchedulerOutput,
     Shutdown,
 )
-from quire.protocol.worker_handshake import CalledAway, Calls, ask_configuration
+from quire.protocol.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.parallel.group import TensorParallel
@@ -143,11 +144,11 @@ class WorkerLoop:
 
     def _take(self, timeout: float | None) -> Received | None:
         received, self._unread = self._unread, None
-        if received is None:
+        if received is None and timeout is None:
+            received = wait_for_message(self._channel, self._calls)
+        elif received is None:
             received = self._channel.receive(timeout)
-        if received is None and timeout is None and self._calls.pending:
-            raise CalledAway
-        return received
+        return None if received is not None and isinstance(received.message, Heartbeat) else received
 
 
 class _Results:

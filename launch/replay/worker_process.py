@@ -22,6 +22,7 @@ from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import (
     Fault,
+    Heartbeat,
     MemoryPlan,
     ModelRunnerOutput,
     Ready,
@@ -29,7 +30,7 @@ from quire.protocol.messages import (
     SchedulerOutput,
     Shutdown,
 )
-from quire.protocol.worker_handshake import CalledAway, Calls, ask_configuration
+from quire.protocol.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
 
 SPIN_SECONDS = 0.0002
 """How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
@@ -123,9 +124,11 @@ class SimulatedWorker:
 
     def _steps(self, runner: SimulatedRunner) -> None:
         while True:
-            received = self._channel.receive(self._patience())
-            if received is None and self._calls.pending:
-                raise CalledAway
+            patience = self._patience()
+            if patience is None:
+                received = wait_for_message(self._channel, self._calls)
+            else:
+                received = self._channel.receive(patience)
             match received.message if received else None:
                 case SchedulerOutput() as step:
                     self._begin(runner, step)
@@ -133,9 +136,9 @@ class SimulatedWorker:
                     self._take_inputs(runner, inputs)
                 case Shutdown():
                     return
-                case None if self._computing:
+                case None if patience is not None:
                     self._send_oldest()
-                case None:
+                case Heartbeat() | None:
                     pass
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of a step")
