@@ -158,8 +158,9 @@ class Session:
         stream.muted = True
 
     def _submit(self, stream: Stream) -> None:
+        request = stream.submission()
         stream.life = self.life
-        self._post(stream.resubmission())
+        self._post(request)
 
     # ---- states
 

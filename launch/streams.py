@@ -53,11 +53,12 @@ class Stream:
             update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return update
 
-    def resubmission(self) -> AddRequest:
-        """The request, to be gone on with behind what came of it."""
-        if not self.tokens:
+    def submission(self) -> AddRequest:
+        """The request; after the first time, to be gone on with behind what came of it."""
+        if not self.life:
             return self.request
-        return msgspec.structs.replace(self.request, output_token_ids=np.array(self.tokens, np.int32))
+        delivered = np.array(self.tokens, np.int32) if self.tokens else None
+        return msgspec.structs.replace(self.request, output_token_ids=delivered, again=True)
 
     def notify(self) -> None:
         """Tell whoever waits that something came."""

@@ -95,6 +95,8 @@ class AddRequest(Message, frozen=True, tag=10):
     kv_transfer: bytes = b""
     tenant: int = 0
     """Whose it is, where the front end knows: 1 and up; 0 is nobody's. Admission is fair among tenants."""
+    again: bool = False
+    """It was submitted before, on a link that broke: a queue that is full meanwhile does not turn it away."""
 
 
 class Abort(Message, frozen=True, tag=11):
