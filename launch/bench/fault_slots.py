@@ -116,6 +116,8 @@ class Slots:
         draw = random.Random(f"{self._seed} {slot}")
 
         def on_piece(answer: Answer) -> None:
+            if answer.port in self._doomed:
+                return  # what lies in a socket whose other end is gone says nothing
             now = time.monotonic()
             self._last[slot] = now
             self.arrivals.append((now, slot))

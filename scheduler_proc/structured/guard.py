@@ -4,6 +4,7 @@ Both ends of it. What it tells is only whether a grammar will do: a compiled one
 compile pool as ``python -P -m quire.scheduler_proc.structured.guard``, and ends with its standard input.
 """
 
+import ctypes
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ from typing import IO
 
 import msgspec
 
+from quire.protocol.child import PR_SET_PDEATHSIG
 from quire.protocol.config import EngineConfig
 from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarRefused
@@ -105,7 +107,11 @@ def on_a_large_stack(work: Callable[[], None], name: str) -> threading.Thread:
 def main() -> None:
     """The other end: first the configuration, then one StructuredOutputs after the other; each is answered by why it
     is refused, or by nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # The end of standard input does not reach one that compiles, or is stopped. The thread that started this process
+    # lives as long as its own process does.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     on_a_large_stack(lambda: _serve(sys.stdin.buffer, answers), "grammars").join()
