@@ -33,7 +33,7 @@ class BlockingEngine(ModelLimits, Protocol):
     config: EngineConfig
     session: Session
 
-    def add(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
+    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
         """Raises EngineError once it is closed."""
         ...
 
@@ -98,7 +98,7 @@ class Batch:
         self._token_texts = token_texts
         self._requests = requests
         self._max_queued = engine.config.max_num_queued_reqs or MAX_SUBMITTED
-        self._touched: deque[_Sample] = deque()
+        self._touched: deque[str] = deque()
         self._open: dict[str, _Sample] = {}
         self._num_queued = 0
         self._refused = False
@@ -127,7 +127,7 @@ class Batch:
         while self._open:
             self._engine.receive()
             while self._touched:
-                self._advance(self._touched.popleft(), bar)
+                self._advance(self._open[self._touched.popleft()], bar)
             self._submit()
 
     def abort(self) -> None:
@@ -159,7 +159,7 @@ class Batch:
             priority=request.priority,
             arrival=time.monotonic(),
         )
-        stream = engine.add(added, lambda: self._touched.append(self._open[request_id]))
+        stream = engine.submit(added, lambda: self._touched.append(request_id))
         sequence = _OfflineSequence(engine.session, stream)
         answer = Answer(sequence, self._text_in, request.prompt, params)
         self._open[request_id] = _Sample(order, prompt, index, answer, sequence)

@@ -54,7 +54,7 @@ class BlockingClient:
             self._channel.close()
         self._closed = True
 
-    def add(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
+    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
         self._check_open()
         return self.session.add(request, on_news)
 

@@ -25,6 +25,8 @@ START_S = 60.0
 """How long a process may take to say that it has started."""
 SILENT_S = 10.0
 """How long a process that has started may say nothing. Twice a second is the rule; native code may hold it up."""
+END_S = 5.0
+"""How long one that has said why it ends may take to end."""
 ADOPTION_S = 2.0
 """How long a worker may take to hear that it has another scheduler: one that does not is in a step for ever."""
 STANDBY_DELAY_S = 2.0
@@ -79,6 +81,7 @@ class Member:
     joined: int = 0
     """The epoch that it last said it went to."""
     failure: Report | None = None
+    failed_at: float = 0.0
     detail: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -158,7 +161,7 @@ class Overseer:
                 if report.epoch == self.epoch:
                     self._lose_group(report.text, now)
             case "failed":
-                member.failure = report
+                member.failure, member.failed_at = report, now
 
     def ended(self, process: Process, how: str, now: float) -> None:
         """A process is gone. ``how``: in words, where it said nothing itself."""
@@ -189,6 +192,8 @@ class Overseer:
             if now > member.heard + limit:
                 log.error("the %s process %d has said nothing for %g s", member.role, member.process.pid, limit)
                 self._end(member, f"the {member.role} process said nothing for {limit:g} s", now)
+            elif member.failure is not None and now > member.failed_at + END_S:
+                self._end(member, member.failure.text, now)
         if self._adopt_by is not None and now > self._adopt_by:
             self._adopt_by = None
             self._lose_group("a worker did not come to its new scheduler", now)

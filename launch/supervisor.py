@@ -299,11 +299,13 @@ class Supervisor:
         """
         self.overseer.stop()
         died = self.overseer.verdict is not None
+        why = " ".join(str(self.overseer.verdict).split()) if died else ""
         deadline = time.monotonic() + STOP_DEADLINE
         for role in ("frontend", "scheduler", "worker"):
             members = [m for m in self.overseer.members if m.role == role]
             for member in members:
-                self.tell(member.process, Command("engine_gone" if died and role == "frontend" else "stop"))
+                gone = died and role == "frontend"
+                self.tell(member.process, Command("engine_gone") if gone else Command("stop", text=why))
             for member in members:
                 _child_of(member).end(deadline)
         self.overseer.members.clear()

@@ -155,6 +155,10 @@ class Child:
         """The main loop has come round."""
         self._seen = time.monotonic()
 
+    def close(self) -> None:
+        """For tests: a process ends with it."""
+        os.close(self._wake)
+
     # ---- the thread
 
     def _listen(self) -> None:

@@ -132,6 +132,8 @@ class SchedulerLoop:
         self._progress_due = True
         """The supervisor is to hear of the next token."""
         self._open = True
+        self._why_stopped = ""
+        """The reason, where it is a failure."""
         self._dump_wanted = False
         doors.add(self._grammars.fileno())
         doors.add(child.fileno())
@@ -151,6 +153,9 @@ class SchedulerLoop:
                 self.turn()
             if self._workers is not None:
                 self._workers.send(Shutdown())
+            if self._why_stopped:
+                self._journal.dump(self._why_stopped)
+                self._journal.close(self._why_stopped)
         except Exception as error:
             self._give_up(error)
             raise
@@ -198,6 +203,7 @@ class SchedulerLoop:
         match command.kind:
             case "stop":
                 self._open = False
+                self._why_stopped = command.text
             case "epoch":
                 self._expect_group(command)
             case "client_gone":
@@ -316,7 +322,7 @@ class SchedulerLoop:
             case Heartbeat() as beat:
                 workers.send_to(rank, beat)
             case Fault() as fault:
-                raise EngineError(fault.text)
+                self._lose_group(fault.text, ends_itself=True)
             case _:
                 raise EngineError(f"unexpected {type(received.message).__name__} from the worker")
 
@@ -365,14 +371,19 @@ class SchedulerLoop:
             self._scheduler.begin_epoch(fresh=fresh)
             self._journal.epoch_began(halved=halved, fresh=fresh, reason=reason)
 
-    def _lose_group(self, reason: str) -> None:
+    def _lose_group(self, reason: str, *, ends_itself: bool = False) -> None:
         """It died, or what it says cannot be right: nothing is asked of it any more. The supervisor ends it, if it has
-        not ended, and starts another."""
+        not ended, and starts another.
+
+        Args:
+            ends_itself: the supervisor hears the reason from the worker, whose word it is.
+        """
         workers, self._workers = self._workers, None
         if workers is None:
             return
         log.error("%s; what runs is computed again by other workers", reason)
-        self._child.report(Report("group_failed", " ".join(reason.split()), epoch=workers.epoch))
+        if not ends_itself:
+            self._child.report(Report("group_failed", " ".join(reason.split()), epoch=workers.epoch))
         self._doors.close_group(workers)
         self._deadline.forget()
         self._num_too_large = 0
