@@ -13,7 +13,7 @@ from quire.launch.engine_client import (
     TokenLogprobs,
     Update,
 )
-from quire.launch.prompts import Prompt, fit_params, spell_bad_words
+from quire.launch.prompts import Prompt, check_volume, fit_params, spell_bad_words
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TextOut
 from quire.protocol.messages import EndReason
@@ -190,6 +190,7 @@ async def start_answers(
     """
     params = spell_bad_words(params, text_in, engine)
     fitted = [fit_params(params, prompt, engine, clamp=clamp_max_tokens) for prompt in prompts]
+    check_volume(fitted, prompts, params.n)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     answers: list[StreamedAnswer] = []
     try:

@@ -1,16 +1,16 @@
 """A checkpoint's chat template, rendered as transformers would, in a sandbox.
 
-The template is a program that came with the weights, so it runs in Jinja's immutable sandbox, with a cap on what
-it may print and on how long it may print it. Text of a user's message that happens to spell a special token is
-marked before rendering, so that it can be told from the tokens that the template itself writes.
+The template is a program that came with the weights, so it runs in Jinja's immutable sandbox, with a cap on what it
+may print; and in a process of its own (``template_helper.py``), which bounds its time and memory. Text of a user that
+happens to spell a special token is marked before rendering, so that it can be told from the tokens that the template
+itself writes.
 """
 
 import json
 import re
-import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import jinja2.ext
@@ -22,7 +22,8 @@ from quire.protocol.errors import ConfigError, InvalidRequest, QuireError
 
 Message = dict[str, Any]
 
-MAX_RENDER_CPU_SECONDS = 1.0
+MAX_SOURCE_CHARS = 2**20
+CANNOT_RENDER = "the model's chat template cannot render these messages"
 # Private-use characters around special-token spellings in user text; see mark_special.
 MARK_START, MARK_END = "\ue0f0", "\ue0f1"
 _FINAL_MESSAGE_TAG = "\ue0f2CONTINUE\ue0f3"
@@ -39,8 +40,45 @@ class RenderedTooLong(QuireError):
     """A conversation's text is longer than the caller allows."""
 
 
+class Template(Protocol):
+    """Where conversations are rendered: see ``ChatTemplate.render``."""
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        max_chars: int,
+    ) -> str: ...
+
+    def prepare(self) -> None:
+        """A conversation is to be expected."""
+
+    def close(self) -> None:
+        """None is."""
+
+
+def check_template(source: str, where: str) -> None:
+    """Raise ConfigError where the template cannot be used, without executing any of it; ``where`` names the file."""
+    if len(source) > MAX_SOURCE_CHARS:
+        raise ConfigError(f"{where}: the chat template has more than {MAX_SOURCE_CHARS} characters")
+    environment = _environment()
+    try:
+        tree = environment.parse(source)
+        known = all(node.name in environment.filters for node in tree.find_all(jinja2.nodes.Filter)) and all(
+            node.name in environment.tests for node in tree.find_all(jinja2.nodes.Test)
+        )
+    except (jinja2.TemplateError, RecursionError):
+        known = False
+    if not known:
+        raise ConfigError(f"{where}: the chat template is not valid Jinja")
+
+
 class ChatTemplate:
-    """A checkpoint's template, compiled."""
+    """A checkpoint's template, compiled, in this process: it may run for ever."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
         """``special_tokens`` are variables such as ``bos_token``.
@@ -86,15 +124,20 @@ class ChatTemplate:
         text = self._run(values, max_chars)
         return _cut_at_tag(text) if continue_final_message else text
 
+    def prepare(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def _run(self, values: Mapping[str, Any], max_chars: int) -> str:
         pieces: list[str] = []
         size = 0
-        deadline = time.thread_time() + MAX_RENDER_CPU_SECONDS
         try:
             for piece in self._template.generate(values):
                 pieces.append(piece)
                 size += len(piece)
-                if size > max_chars or time.thread_time() > deadline:
+                if size > max_chars:
                     raise RenderedTooLong("the conversation's text is too long")
             return "".join(pieces)
         except RenderedTooLong:
@@ -105,7 +148,7 @@ class ChatTemplate:
         except Exception:
             # Whatever a template can raise (type errors, sandbox violations, overflow) is its own affair: the
             # client learns that these messages do not fit it, not what went on inside.
-            raise InvalidRequest("the model's chat template cannot render these messages", "messages") from None
+            raise InvalidRequest(CANNOT_RENDER, "messages") from None
 
 
 def special_pattern(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
@@ -115,7 +158,10 @@ def special_pattern(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def mark_special(value: Any, pattern: re.Pattern[str]) -> Any:
-    """``value`` with each special token spelt inside its strings put between marks; forged marks are dropped."""
+    """``value`` with each special token spelt inside its strings put between marks; forged marks are dropped.
+
+    Keys too: a template writes those of tools' parameters and of earlier calls.
+    """
     if isinstance(value, str):
         if MARK_START in value or MARK_END in value:
             value = value.replace(MARK_START, "").replace(MARK_END, "")
@@ -123,7 +169,7 @@ def mark_special(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, list):
         return [mark_special(item, pattern) for item in value]
     if isinstance(value, dict):
-        return {key: mark_special(item, pattern) for key, item in value.items()}
+        return {mark_special(key, pattern): mark_special(item, pattern) for key, item in value.items()}
     return value
 
 

@@ -85,6 +85,7 @@ class LLM:
 
     def close(self) -> None:
         """End the engine's processes. May be called twice."""
+        self._text_in.close()
         if self._client is not None:
             self._client.close()
             self._client = None

@@ -20,7 +20,7 @@ from quire.launch.sampling_options import (
 )
 from quire.launch.speculative import parse_speculative
 from quire.launch.trace_options import crash_dump_dir, trace_path
-from quire.protocol.checkpoint import stored_tensors
+from quire.protocol.checkpoint import check_sizes, stored_tensors
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.kv_events import check_endpoints
@@ -131,8 +131,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_start_str: Annotated[str | None, Help("begins thinking (<think>, if that is a token)")] = None
     reasoning_end_str: Annotated[str | None, Help("ends thinking (</think>, if that is a token)")] = None
     structured_outputs_backend: Annotated[Literal["llguidance", "xgrammar"], Help("library of grammars")] = "llguidance"
-    kv_events_endpoint: Annotated[str, Help("publish cache events: ipc:///folder/name or tcp://127.0.0.1:port")] = ""
+    kv_events_endpoint: Annotated[str, Help("publish cache events: ipc:///folder/name or tcp://ADDRESS:port")] = ""
     kv_events_replay_endpoint: Annotated[str, Help("where missed cache events are asked for, in the same form")] = ""
+    kv_events_curve_dir: Annotated[
+        str, Help("keys for events over TCP: server.key_secret, and allowed/*.key of those who may connect")
+    ] = ""
     trace: Annotated[str | None, Help("record what the scheduler decides in this file; .zst: compressed")] = None
     trace_prompts: Annotated[bool, Help("with the prompts' tokens")] = False
     trace_max_bytes: Annotated[int, Help("go on in FILE.1, FILE.2, ... when one is so large; 0: one file")] = 0
@@ -196,7 +199,8 @@ def make_engine_config(
         assert folder is not None
         model = load_model_config(folder)
         if options.load_format != "dummy":
-            stored_tensors(folder)  # a broken checkpoint fails here, before any process starts
+            # A broken checkpoint fails here, before any process starts.
+            check_sizes(folder, stored_tensors(folder), model)
     device = _device(options.device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     speculative, num_drafts = _speculative(options, model)
@@ -241,6 +245,8 @@ def make_engine_config(
         structured_outputs_backend=options.structured_outputs_backend,
         kv_events_endpoint=options.kv_events_endpoint,
         kv_events_replay_endpoint=options.kv_events_replay_endpoint,
+        kv_events_curve_dir=options.kv_events_curve_dir
+        and str(Path(options.kv_events_curve_dir).expanduser().absolute()),
         async_scheduling=options.async_scheduling,
         seed=options.seed,
         trace=trace_path(options.trace, options.trace_max_bytes),
@@ -263,7 +269,8 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
     for name, (low, high) in RANGES.items():
         _check_range(name, getattr(options, name), low, high)
     _check_ranks(model, options.tensor_parallel_size)
-    check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint)
+    curve_dir = options.kv_events_curve_dir and str(Path(options.kv_events_curve_dir).expanduser())
+    check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint, curve_dir)
     if options.kv_events_endpoint and not options.enable_prefix_caching:
         raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
     check_processor_names(options.logits_processors or [])

@@ -5,6 +5,7 @@ width, and a length with its context.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,12 @@ from quire.protocol.errors import InvalidRequest, did_you_mean
 from quire.protocol.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
 
 MAX_PROMPTS = 2048
+MAX_MESSAGES = 8192
+# Of all answers of a request together. The engine is sent a prompt once for each answer: 64 MiB at most.
+MAX_SUBMITTED_TOKENS = 2**24
+# Log probabilities are kept until the answer is whole: a prompt's at some 200 bytes each, an answer's at half of that.
+MAX_PROMPT_LOGPROBS = 2**22
+MAX_ANSWER_LOGPROBS = 2**25
 MESSAGE_FIELDS = (
     *("role", "content", "name", "refusal", "audio"),
     *("tool_calls", "tool_call_id", "function_call", "reasoning_content"),
@@ -107,15 +114,8 @@ def check_token_ids(ids: Any, vocab_size: int, param: str) -> list[int]:
 
 def check_params(params: SamplingParams, limits: ModelLimits) -> None:
     """What SamplingParams cannot check by itself, since it does not know the model."""
-    check_token_ids(params.stop_token_ids, limits.vocab_size, "stop_token_ids")
-    check_token_ids(params.allowed_token_ids or [], limits.vocab_size, "allowed_token_ids")
-    for ids in params.bad_words_token_ids:
-        check_token_ids(ids, limits.vocab_size, "bad_words_token_ids")
-    beyond = max(params.logit_bias, default=0)
-    if beyond >= limits.vocab_size:
-        raise InvalidRequest(
-            f"logit_bias must have token ids from 0 to {limits.vocab_size - 1} as keys, not {beyond}", "logit_bias"
-        )
+    for name, ids in params.named_token_ids().items():
+        check_token_ids(ids, limits.vocab_size, name)
 
 
 def spell_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLimits) -> SamplingParams:
@@ -169,6 +169,32 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
     return msgspec.structs.replace(params, n=1, stop=[], seed=None, max_tokens=min(wanted, room))
 
 
+def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n: int) -> None:
+    """Whether a request asks for no more than is kept for one: the limits on products, before anything is submitted.
+
+    Args:
+        params: as from ``fit_params``, one per prompt; each prompt has ``n`` answers.
+
+    Raises:
+        InvalidRequest: names the field that multiplies.
+    """
+    pairs = [(each, len(prompt.token_ids)) for each, prompt in zip(params, prompts, strict=True)]
+    if n * sum(length for _, length in pairs) > MAX_SUBMITTED_TOKENS:
+        raise InvalidRequest(f"the tokens of all prompts times n must be at most {MAX_SUBMITTED_TOKENS}", "n")
+    of_prompts = sum(length * (each.prompt_logprobs + 1) for each, length in pairs if each.prompt_logprobs is not None)
+    if n * of_prompts > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"the tokens of all prompts times n times (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
+            "prompt_logprobs",
+        )
+    of_answers = sum((each.max_tokens or 0) * (each.logprobs + 1) for each in params if each.logprobs is not None)
+    if n * of_answers > MAX_ANSWER_LOGPROBS:
+        raise InvalidRequest(
+            f"max_tokens times the number of answers times (logprobs + 1) must be at most {MAX_ANSWER_LOGPROBS}",
+            "logprobs",
+        )
+
+
 def check_messages(value: Any, param: str = "messages") -> list[Message]:
     """OpenAI's messages, with text parts joined to one string.
 
@@ -177,6 +203,8 @@ def check_messages(value: Any, param: str = "messages") -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         raise InvalidRequest(f"{param} must be a list of at least one message", param)
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages", param)
     messages = [_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
     if all(message["role"] in ("system", "developer") for message in messages):
         raise InvalidRequest(f"{param} must hold a message that is not the system's", param)
@@ -244,7 +272,9 @@ def _content(content: Any, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     fields: Mapping[str, Any] = part if isinstance(part, dict) else {}
     kind = fields.get("type")
-    text = fields.get(kind) if kind in ("text", "refusal") else None
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise InvalidRequest(f"{where}.type must be text: this server reads text only", f"{where}.type")
+    text = fields.get(kind) if isinstance(kind, str) else None
     if not isinstance(text, str):
         raise InvalidRequest(f'{where} must be a text part: {{"type": "text", "text": "..."}}', where)
     return text

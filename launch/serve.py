@@ -25,6 +25,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, Help("port to listen on; 0: any free one")] = 8000
     served_model_name: Annotated[list[str] | None, Help("names that clients may use (the folder's)")] = None
     api_key: Annotated[list[str] | None, Help("keys that open the server; else the variable QUIRE_API_KEY")] = None
+    max_num_queued_reqs_per_key: Annotated[
+        int, Help("answers of one API key that may wait for their first token; beyond, 429; 0: no limit")
+    ] = 0
     shutdown_timeout: Annotated[float, Help("seconds that running requests may take once it is told to stop")] = 30.0
     api_server_count: Annotated[int, Help("front-end processes that share the port")] = 1
     standby_workers: Annotated[bool, Help("keep a started process per worker, to take over when one dies")] = True
@@ -40,6 +43,7 @@ class FrontEndSettings(msgspec.Struct):
     served_model_names: list[str]
     api_keys: list[str]
     shutdown_timeout: float
+    max_num_queued_reqs_per_key: int = 0
 
 
 class _Signals:
@@ -94,6 +98,7 @@ def _write_settings(directory: Path, options: ServeOptions, model_name: str) -> 
         served_model_names=options.served_model_name or [model_name],
         api_keys=keys,
         shutdown_timeout=options.shutdown_timeout,
+        max_num_queued_reqs_per_key=options.max_num_queued_reqs_per_key,
     )
     path = directory / "frontend"
     path.touch(mode=0o600)

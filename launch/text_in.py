@@ -16,16 +16,22 @@ from tokenizers import Tokenizer
 from quire.launch.chat_template import (
     MARK_END,
     MARK_START,
-    ChatTemplate,
     Message,
     RenderedTooLong,
+    Template,
     mark_special,
     special_pattern,
 )
+from quire.launch.template_helper import TemplateHelper
 from quire.protocol.errors import ConfigError, InvalidRequest
 
 NO_TOKENIZER = "this model has no tokenizer: give the prompt as token ids"
 NO_TEMPLATE = "this model has no chat template: use completions"
+# Of longer texts first a beginning is tokenized, of so many characters per token of context, then four times more.
+PROBED_CHARS_PER_TOKEN = 16
+# About 4 ms of work. Shorter texts are not worth a hand-over to a pool of threads.
+LONG_TEXT_CHARS = 8192
+LONG_IDS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class TextIn:
     a message spells like a special token stays plain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None = None, template: ChatTemplate | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None, template: Template | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self._plain: Tokenizer | None = None
@@ -91,15 +97,15 @@ class TextIn:
     ) -> list[int]:
         """The token ids of a raw prompt; ``param`` is the field that it came in.
 
-        ``max_tokens`` is the context: text that cannot fit is refused before it is tokenized. Text that might is
-        tokenized, and its length left to the caller.
+        ``max_tokens`` is the context: text that cannot fit is refused before all of it is tokenized. Text that might
+        is tokenized, and its length left to the caller.
 
         Raises:
             InvalidRequest: there is no tokenizer, or the text is too long or not encodable (a lone surrogate).
         """
         tokenizer = self._require_tokenizer(param)
-        if max_tokens is not None and len(text) > max_tokens * self.max_token_chars:
-            raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", param)
+        if max_tokens is not None:
+            self._refuse_overlong(tokenizer, text, max_tokens, param)
         return _encode(tokenizer, text, add_special_tokens, param)
 
     def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
@@ -111,16 +117,17 @@ class TextIn:
         tokenizer = self._require_tokenizer("messages")
         if self.template is None:
             raise InvalidRequest(NO_TEMPLATE, "messages")
-        tools = options.tools
+        tools, variables = options.tools, options.variables
         try:
             if self._special is not None:
                 messages = mark_special(messages, self._special)
                 tools = mark_special(tools, self._special)
+                variables = mark_special(variables, self._special)
             text = self.template.render(
                 messages,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                variables=options.variables,
+                variables=variables,
                 tools=tools,
                 max_chars=max_tokens * self.max_token_chars,
             )
@@ -128,14 +135,44 @@ class TextIn:
             raise context_length_exceeded(max_tokens, f"more than {max_tokens}", "messages") from None
         except RecursionError:
             raise InvalidRequest("messages are nested too deeply", "messages") from None
+        self._refuse_overlong(tokenizer, text, max_tokens, "messages")
         return self._encode_marked(tokenizer, text)
+
+    def prepare(self) -> None:
+        """Conversations are to be expected: start what the first would otherwise wait for."""
+        if self.template is not None:
+            self.template.prepare()
+
+    def close(self) -> None:
+        """No conversation is: end what renders them."""
+        if self.template is not None:
+            self.template.close()
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some tokens; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) > LONG_IDS:  # as in _encode
+            return str(self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _refuse_overlong(self, tokenizer: Tokenizer, text: str, max_tokens: int, param: str) -> None:
+        """Raise InvalidRequest if the text has more than ``max_tokens``, as far as that is to be seen cheaply.
+
+        The work is bounded by the context, however long the text: a few tokens of a vocabulary may be very long, so
+        that many more characters could fit than ever do.
+        """
+        if len(text) > max_tokens * self.max_token_chars:
+            raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", param)
+        length = PROBED_CHARS_PER_TOKEN * max_tokens
+        while length < len(text):
+            # The cut may make a long token many short ones, and a little more around it.
+            too_many = 2 * max_tokens + 4 * self.max_token_chars
+            if len(_encode(tokenizer, text[:length], False, param)) >= too_many:
+                raise context_length_exceeded(max_tokens, f"more than {max_tokens}", param)
+            length *= 4
 
     def _encode_marked(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """Encode text in which user-spelt special tokens stand between marks: those as plain text, the rest as usual.
@@ -171,13 +208,23 @@ def context_length_exceeded(max_model_len: int, given: str, param: str) -> Inval
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
     try:
+        if len(text) > LONG_TEXT_CHARS:
+            # ``encode`` keeps the interpreter to itself until it is done, and every other stream would wait.
+            return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    except Exception:  # a lone surrogate, say; the library raises nothing narrower
-        raise InvalidRequest("the text cannot be tokenized: it is not valid Unicode text", param) from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # the library panics, with what is no Exception, where a checkpoint's regex takes too long
+        why = ": it is not valid Unicode text" if _has_surrogates(text) else ""
+        raise InvalidRequest(f"the text cannot be tokenized{why}", param) from None
     return ids
 
 
-def _load_template(folder: Path) -> ChatTemplate | None:
+def _has_surrogates(text: str) -> bool:
+    return re.search("[\ud800-\udfff]", text) is not None
+
+
+def _load_template(folder: Path) -> Template | None:
     """The chat template, from its own file if there is one, else from tokenizer_config.json."""
     config_path = folder / "tokenizer_config.json"
     config: dict[str, Any] = {}
@@ -192,9 +239,9 @@ def _load_template(folder: Path) -> ChatTemplate | None:
             text = template_path.read_text(encoding="utf-8")
         except (OSError, ValueError):
             raise ConfigError(f"{template_path}: cannot be read as text") from None
-        return ChatTemplate(text, _special_variables(config), str(template_path))
+        return TemplateHelper(text, _special_variables(config), str(template_path))
     source = _default_template(config.get("chat_template"), config_path)
-    return None if source is None else ChatTemplate(source, _special_variables(config), str(config_path))
+    return None if source is None else TemplateHelper(source, _special_variables(config), str(config_path))
 
 
 def _default_template(value: Any, path: Path) -> str | None:

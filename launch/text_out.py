@@ -16,6 +16,7 @@ REPLACEMENT = "\ufffd"
 # A character spans at most four bytes, so at most four tokens with text. Longer waits are bytes that are not
 # UTF-8, and DecodeStream would decode all of them again for every token.
 MAX_HELD_TOKENS = 32
+NUM_CHARACTERS = 0x110000
 
 
 class Detokenizer:
@@ -83,15 +84,13 @@ class Detokenizer:
 class StopStrings:
     """Finds the first stop string to be completed in a stream of characters, however the stream is cut.
 
-    One Knuth-Morris-Pratt automaton per string: the work per character does not depend on what came before. Where
-    two strings end at the same character, the longer wins.
+    Where two strings end at the same character, the longer wins.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = sorted(stop, key=len, reverse=True)
-        self._borders = [_borders(text) for text in self._stop]
-        self._matched = [0] * len(self._stop)
-        self._first = frozenset(text[0] for text in self._stop)
+        self._automaton = stop_automaton(tuple(stop))
+        self._first = frozenset(text[0] for text in stop)
+        self._state = 0
         self.held = 0
         """How many of the last characters may be the beginning of a stop string."""
 
@@ -100,21 +99,73 @@ class StopStrings:
 
         Unless ``armed``, what is completed does not count; it may still be the beginning of what does.
         """
-        if not self.held and self._first.isdisjoint(text):
+        state = self._state
+        if not state and self._first.isdisjoint(text):
             return None
+        edges, fallback, ends, rest = self._automaton.tables
         for place, char in enumerate(text, 1):
-            for i, stop in enumerate(self._stop):
-                matched = self._matched[i]
-                while matched and stop[matched] != char:
-                    matched = self._borders[i][matched - 1]
-                matched += stop[matched] == char
-                if matched == len(stop):
-                    if armed:
-                        return stop, place
-                    matched = self._borders[i][-1]
-                self._matched[i] = matched
-        self.held = max(self._matched, default=0)
+            code = ord(char)
+            while (then := edges.get(state * NUM_CHARACTERS + code)) is None and state:
+                state = fallback[state]
+            state = then or 0
+            if armed and (found := ends[state]) is not None:
+                return found, place
+            state = rest[state]
+        self._state = state
+        self.held = self._automaton.depth[state]
         return None
+
+
+class StopAutomaton:
+    """Finds any of several strings with about one look-up per character, however many and however long they are.
+
+    As Aho and Corasick have it (1975). A state is the longest beginning of a string that the stream so far ends with.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.depth = [0]
+        """Per state, how many characters it is long."""
+        edges: dict[int, int] = {}
+        ends: list[str | None] = [None]
+        inner = {0}
+        for text in strings:
+            state = 0
+            for char in text:
+                inner.add(state)
+                key = state * NUM_CHARACTERS + ord(char)
+                if key not in edges:
+                    edges[key] = len(ends)
+                    ends.append(None)
+                    self.depth.append(self.depth[state] + 1)
+                state = edges[key]
+            ends[state] = text
+        fallback = self._fallbacks(edges)
+        rest = [0] * len(ends)
+        for state in sorted(range(1, len(ends)), key=self.depth.__getitem__):
+            # A string that ends within a longer one; and where no string goes on, what is left of the match.
+            if ends[state] is None:
+                ends[state] = ends[fallback[state]]
+            rest[state] = state if state in inner else rest[fallback[state]]
+        self.tables = edges, fallback, ends, rest
+
+    def _fallbacks(self, edges: dict[int, int]) -> list[int]:
+        """Per state, the longest other state that it ends with."""
+        fallback = [0] * len(self.depth)
+        for key, state in sorted(edges.items(), key=lambda edge: self.depth[edge[1]]):
+            parent, code = divmod(key, NUM_CHARACTERS)
+            while parent:
+                parent = fallback[parent]
+                found = edges.get(parent * NUM_CHARACTERS + code)
+                if found is not None:
+                    fallback[state] = found
+                    break
+        return fallback
+
+
+@lru_cache(maxsize=32)
+def stop_automaton(strings: tuple[str, ...]) -> StopAutomaton:
+    """All answers of a request, and often all of an application's, have the same strings."""
+    return StopAutomaton(strings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,18 +290,6 @@ def _whole_tail(tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special_t
         if part and REPLACEMENT not in tokenizer.decode(part, skip_special_tokens=skip_special_tokens):
             return part
     return []
-
-
-@lru_cache(maxsize=256)
-def _borders(text: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(text)
-    for i in range(1, len(text)):
-        length = borders[i - 1]
-        while length and text[length] != text[i]:
-            length = borders[length - 1]
-        borders[i] = length + (text[length] == text[i])
-    return borders
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

@@ -69,7 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         structured_outputs_backend: llguidance or xgrammar.
         drop_last_cached_block: recompute the last block of each cache hit, for proposers that need hidden states.
         kv_events_endpoint, kv_events_replay_endpoint: where cache events are published, and missed ones asked for;
-            empty for not at all.
+            empty for not at all. kv_events_curve_dir: keys for those over TCP.
         trace: file that the scheduler's decisions are recorded in; empty for none.
         trace_prompts: with the prompts' tokens.
         trace_max_bytes: size at which the next file of the trace is begun; 0 for one file.
@@ -114,6 +114,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     drop_last_cached_block: bool = False
     kv_events_endpoint: str = ""
     kv_events_replay_endpoint: str = ""
+    kv_events_curve_dir: str = ""
     async_scheduling: bool = True
     seed: int = 0
     trace: str = ""

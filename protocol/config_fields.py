@@ -6,6 +6,20 @@ from typing import Any
 
 from quire.protocol.errors import ConfigError
 
+MAX_JSON_BYTES = 64 * 2**20
+MAX_SHOWN = 160
+
+
+def shown(value: object) -> str:
+    """A value of somebody else's file, for an error of one line: short, and without control characters."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        is_short = len(value) <= 4 and not any(isinstance(part, dict | list) for part in value)
+        return f"[{', '.join(map(shown, value))}]" if is_short else "a list"
+    text = repr(value[: MAX_SHOWN + 1]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."
+
 
 class Fields:
     """A JSON object; ``where`` starts every error. A field that is null counts as absent."""
@@ -22,14 +36,14 @@ class Fields:
         if value is None and default is not None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{self.where}: {name} must be an integer from {low} to {high}, not {value!r}")
+            raise ConfigError(f"{self.where}: {name} must be an integer from {low} to {high}, not {shown(value)}")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise ConfigError(f"{self.where}: {name} must be a positive number, not {value!r}")
+            raise ConfigError(f"{self.where}: {name} must be a positive number, not {shown(value)}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -39,13 +53,13 @@ class Fields:
         value = self.raw.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {name} must be true or false, not {value!r}")
+            raise ConfigError(f"{self.where}: {name} must be true or false, not {shown(value)}")
         return value
 
     def numbers(self, name: str, count: int) -> list[float]:
         """A list of ``count`` positive numbers."""
         value = self.raw.get(name)
-        if not isinstance(value, list) or len(value) != count or not all(_is_number(n) and n > 0 for n in value):
+        if not isinstance(value, list) or len(value) != count or not all(_is_number(n) and 0 < n < 1e12 for n in value):
             raise ConfigError(f"{self.where}: {name} must be a list of {count} positive numbers")
         return [float(n) for n in value]
 
@@ -59,15 +73,18 @@ class Fields:
 
     def choice(self, name: str, value: object, known: tuple[str, ...]) -> str:
         if not isinstance(value, str) or value not in known:
-            raise ConfigError(f"{self.where}: {name} {value!r} is not supported; supported: {', '.join(known)}")
+            raise ConfigError(f"{self.where}: {name} {shown(value)} is not supported; supported: {', '.join(known)}")
         return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Raises ConfigError: it is no JSON object, or one that is absurdly large."""
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(f"{path}: has more than {MAX_JSON_BYTES} bytes")
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+        raise ConfigError(f"{path}: cannot be read as JSON: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
     return raw

@@ -6,11 +6,13 @@ the wire around these structs is told in docs/kv_events.md.
 
 import os
 import re
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
+from quire.protocol.curve_keys import FLAG, load_curve_keys
 from quire.protocol.errors import ConfigError, EngineError
 
 TOPIC = b"kv"
@@ -72,12 +74,12 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
     life: int = 0
 
 
-def check_endpoints(endpoint: str, replay_endpoint: str) -> None:
-    """Refuse what could be read by others than this user's processes or this machine.
+def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "") -> None:
+    """Refuse what could be read by others than this user's processes, or those whose keys are in ``curve_dir``.
 
     Raises:
-        ConfigError: neither ``ipc://`` in a folder of our own nor ``tcp://127.0.0.1:port``; twice the same; or a
-            replay of events that nobody publishes.
+        ConfigError: neither ``ipc://`` in a folder of our own nor ``tcp://`` at one address of this machine and with
+            keys; twice the same; a replay of events that nobody publishes; or keys that are none, or for nothing.
     """
     if replay_endpoint and not endpoint:
         raise ConfigError("--kv-events-replay-endpoint needs --kv-events-endpoint")
@@ -86,13 +88,32 @@ def check_endpoints(endpoint: str, replay_endpoint: str) -> None:
     for flag, given in (("--kv-events-endpoint", endpoint), ("--kv-events-replay-endpoint", replay_endpoint)):
         if given.startswith("ipc:///"):
             _check_path(flag, given)
-        elif given and not _is_local_port(given):
-            raise ConfigError(f"{flag} must be ipc:///folder/name or tcp://127.0.0.1:port, not {given}")
+        elif given and not _is_one_address(given):
+            raise ConfigError(
+                f"{flag} must be ipc:///folder/name or tcp://ADDRESS:port with a numeric address, not {given}"
+            )
+        elif given and not curve_dir:
+            raise ConfigError(f"{flag} {given}: TCP needs keys, which {FLAG} names: without, anybody could read it")
+    if curve_dir:
+        if not is_tcp(endpoint) and not is_tcp(replay_endpoint):
+            raise ConfigError(f"{FLAG} is for tcp:// endpoints, and there is none")
+        load_curve_keys(Path(curve_dir))
 
 
-def _is_local_port(endpoint: str) -> bool:
-    match = re.fullmatch(r"tcp://127\.0\.0\.1:([0-9]{1,5})", endpoint)
-    return match is not None and 1 <= int(match[1]) <= 65535
+def is_tcp(endpoint: str) -> bool:
+    return endpoint.startswith("tcp://")
+
+
+def _is_one_address(endpoint: str) -> bool:
+    """Of IPv4, in numbers: a name may mean another machine tomorrow, and a wildcard means every network."""
+    match = re.fullmatch(r"tcp://([0-9.]{7,15}):([0-9]{1,5})", endpoint)
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        return False
+    try:
+        address = IPv4Address(match[1])
+    except ValueError:
+        return False
+    return not (address.is_unspecified or address.is_multicast or address.is_reserved)
 
 
 def _check_path(flag: str, endpoint: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.protocol.config_fields import Fields, read_json, token_ids
+from quire.protocol.checkpoint import check_links
+from quire.protocol.config_fields import Fields, read_json, shown, token_ids
 from quire.protocol.errors import ConfigError
 from quire.protocol.families import (
     FAMILIES,
@@ -126,6 +127,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{folder} is not a folder with a checkpoint")
     if not path.is_file():
         raise ConfigError(f"{folder} is not a checkpoint: it has no config.json")
+    check_links(folder)
     raw = read_json(path)
     eos = token_ids(raw.get("eos_token_id"), f"{path}: eos_token_id")
     if isinstance(raw.get("text_config"), dict):
@@ -133,7 +135,10 @@ def load_model_config(folder: Path) -> ModelConfig:
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos += token_ids(read_json(generation).get("eos_token_id"), f"{generation}: eos_token_id")
-    return parse_model_config(raw, str(path), eos)
+    config = parse_model_config(raw, str(path), eos)
+    if eos and max(eos) >= config.vocab_size:
+        raise ConfigError(f"{path}: eos_token_id {max(eos)} is not in a vocabulary of {config.vocab_size}")
+    return config
 
 
 def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int] | None = None) -> ModelConfig:
@@ -191,16 +196,22 @@ def _architecture(raw: dict[str, Any], where: str) -> str:
     architecture = named[0] if isinstance(named, list) and named else None
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ConfigError(
-            f"{where}: architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{where}: architecture {shown(architecture)} is not supported{_own_code(raw)}; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     quantised = raw.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
     if quantised and not (method == "mxfp4" and architecture == "GptOssForCausalLM"):
         raise ConfigError(
-            f"{where}: quantization_config: method {method!r} is not supported for {architecture}; "
+            f"{where}: quantization_config: method {shown(method)} is not supported for {architecture}; "
             f"supported: none, and mxfp4 for GptOssForCausalLM"
         )
     return architecture
+
+
+def _own_code(raw: dict[str, Any]) -> str:
+    """Checkpoints of a supported architecture may carry code too: it is not looked at."""
+    return ", and the code that auto_map names is never run" if raw.get("auto_map") else ""
 
 
 def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:

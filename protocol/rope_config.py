@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.config_fields import Fields
+from quire.protocol.config_fields import Fields, shown
 from quire.protocol.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -78,7 +78,9 @@ def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> Rop
         kind = "longrope"  # The first Phi-3 called it so.
     if kind not in ROPE_KINDS or raw.get("mrope_section"):
         kind = "mrope" if raw.get("mrope_section") else kind
-        raise ConfigError(f"{field.where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        raise ConfigError(
+            f"{field.where}: rope type {shown(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}"
+        )
     partial = inner.number("partial_rotary_factor", field.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * partial)
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
@@ -107,7 +109,7 @@ def _original(field: Fields, inner: Fields, kind: str, max_position: int) -> int
     if kind == "dynamic":
         return max_position
     # Phi-3 has it beside its rope settings, and there it counts.
-    return (field if field.has(name) else inner).size(name, default=max_position, high=2**31 - 1)
+    return (field if field.has(name) else inner).size(name, default=max_position, low=2, high=2**31 - 1)
 
 
 def _stretched(rope: RopeConfig, inner: Fields, rotary_dim: int, max_position: int) -> RopeConfig:

@@ -16,6 +16,8 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+MAX_STOP_CHARACTERS = 8192
+MAX_SALT_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_LOGIT_BIAS = 1024
@@ -181,12 +183,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise InvalidRequest(f"each stop must be a string of 1 to {MAX_STOP_LENGTH} characters", "stop")
+        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"all strings of stop together must be at most {MAX_STOP_CHARACTERS} characters", "stop"
+            )
         if not isinstance(self.stop_token_ids, list) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
                 f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids"
             )
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, MAX_TOKENS_LIMIT)
+
+    def named_token_ids(self) -> dict[str, list[int]]:
+        """By field, the token ids that it names, which the model must have."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": list(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "bad_words_token_ids": [token for word in self.bad_words_token_ids for token in word],
+        }
 
     @property
     def greedy(self) -> bool:

@@ -1,13 +1,12 @@
 """Whether a request can be accepted, and the Request it becomes. Each refusal names the field and the range."""
 
-from collections.abc import Iterable
-from itertools import chain
+import math
 
 import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import AddRequest, Int32, OpaqueRequest, Rejected
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.repetition import RepetitionWatch
@@ -38,6 +37,8 @@ def admit(
         Refusal: it could never run to one token, or its fields are out of range.
     """
     tokens: Tokens | OpaqueTokens
+    if not math.isfinite(event.arrival):  # who waits is put in order by it, and nothing is before or after NaN
+        raise Refusal("invalid_value", "arrival", "arrival must be a finite number")
     if not -(2**31) <= event.priority < 2**31:
         raise Refusal("invalid_value", "priority", f"priority must be from {-(2**31)} to {2**31 - 1}")
     if isinstance(event, AddRequest):
@@ -93,6 +94,8 @@ def _check_add_request(event: AddRequest, config: EngineConfig, kv: KVCacheManag
     prompt = event.prompt_token_ids
     if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
         raise Refusal("invalid_value", "request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
+    if len(event.cache_salt) > MAX_SALT_LENGTH:
+        raise Refusal("invalid_value", "cache_salt", f"cache_salt must have at most {MAX_SALT_LENGTH} characters")
     _check_length(len(prompt), config, kv)
     vocab_size = config.model.vocab_size
     for known in (prompt, event.output_token_ids):
@@ -109,13 +112,7 @@ def _check_add_request(event: AddRequest, config: EngineConfig, kv: KVCacheManag
 def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
     """Raise Refusal unless the model has the tokens that ``sampling`` names, and the markers that it goes by."""
     vocab_size = config.model.vocab_size
-    named: dict[str, Iterable[int]] = {
-        "stop_token_ids": sampling.stop_token_ids,
-        "logit_bias": sampling.logit_bias,
-        "allowed_token_ids": sampling.allowed_token_ids or (),
-        "bad_words_token_ids": chain.from_iterable(sampling.bad_words_token_ids),
-    }
-    for name, tokens in named.items():
+    for name, tokens in sampling.named_token_ids().items():
         if max(tokens, default=0) >= vocab_size:
             raise Refusal("invalid_value", name, f"token ids of {name} must be from 0 to {vocab_size - 1}")
     if sampling.thinking_token_budget is not None and not config.thinking_end_token_ids:

@@ -1,16 +1,21 @@
 """Steps that were sent and are not answered, and what an answer must look like."""
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.messages import Int32, ModelRunnerOutput, OpaqueResult, PromptLogprobs
+from quire.protocol.messages import Int32, Logprobs, ModelRunnerOutput, OpaqueResult, PromptLogprobs
+from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.scheduler_proc.cruise import Roster
 from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.step import Share
 
 NOBODY = np.zeros(0, np.int32)
+
+HIGHEST_LOGPROB = 1e-3
+"""Certainty is 0; what is above it by more than rounding is no log probability."""
 
 
 class WorkerFault(Exception):
@@ -143,8 +148,13 @@ class StepsInFlight:
         # As unsigned, a negative id is a huge one.
         if are_known and len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:
             raise WorkerFault(f"result of step {output.step}: a token id outside the vocabulary")
-        if output.bad or output.failed or output.logprobs is not None:
-            _raise(output, fault_of_extras(output, handles, len(tokens), self._vocab_size))
+        if not 0.0 <= output.seconds < math.inf:
+            _raise(output, "it took no time that there is")
+        if output.bad or output.failed:
+            _raise(output, _fault_of_marks(output, handles))
+        if output.logprobs is not None:
+            whose = handles if output.counts is None else np.repeat(handles, output.counts)
+            _raise(output, fault_of_logprobs(record, output, output.logprobs, whose, self._vocab_size))
         if output.prompt_logprobs is not None:
             _raise(output, fault_of_prompts(record, output, output.prompt_logprobs, self._vocab_size))
         if output.handles is not None:
@@ -212,22 +222,37 @@ def _check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int3
         _raise(output, "more tokens of a request than it had drafts for")
 
 
-def fault_of_extras(result: ModelRunnerOutput, handles: Int32, num_tokens: int, vocab_size: int) -> str | None:
-    """Why bad or failed rows or log probabilities of a result cannot belong to its tokens; None when they can."""
-    if not {*result.bad, *(handle for handle, _ in result.failed)} <= set(handles.tolist()):
-        return "bad or failed rows that did not sample"
-    told = result.logprobs
-    if told is None:
-        return None
-    frames = (result.logprob_token_ids, result.logprob_values, result.logprob_ranks)
-    if told.width < 1 or len(set(told.rows)) != len(told.rows) or not set(told.rows) <= set(range(num_tokens)):
+def _fault_of_marks(result: ModelRunnerOutput, handles: Int32) -> str | None:
+    marked = {*result.bad, *(handle for handle, _ in result.failed)}
+    return None if marked <= set(handles.tolist()) else "bad or failed rows that did not sample"
+
+
+def fault_of_logprobs(
+    record: InFlightStep, result: ModelRunnerOutput, told: Logprobs, whose: Int32, vocab_size: int
+) -> str | None:
+    """Why a result's log probabilities cannot belong to its tokens; None when they can. ``whose``: handle per token."""
+    rows, width = told.rows, told.width
+    if not 1 <= width <= MAX_LOGPROBS + 1 or len(set(rows)) != len(rows) or not set(rows) <= set(range(len(whose))):
         return "log probabilities of rows that did not sample"
-    entries = len(told.rows) * told.width
-    if [-1 if f is None else len(f) for f in frames] != [entries, entries, len(told.rows)]:
+    ids, values, ranks = result.logprob_token_ids, result.logprob_values, result.logprob_ranks
+    if ids is None or values is None or ranks is None:
         return "log probabilities do not add up"
-    ids = result.logprob_token_ids
-    if ids is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+    if not len(ids) == len(values) == len(rows) * width or len(ranks) != len(rows):
+        return "log probabilities do not add up"
+    handles = whose[rows].tolist() if rows else []
+    for handle in handles:
+        request = record.member(handle) or record.sampling.get(handle)
+        if request is None or request.sampling.logprobs is None:
+            return "log probabilities that nobody asked for"
+    if len(ids) and ids.view(np.uint32).max() >= vocab_size:
         return "log probability of a token id outside the vocabulary"
+    # What is not finite has no log probabilities either, and its client hears of an error instead.
+    lost = {*result.bad, *(handle for handle, _ in result.failed)}
+    sound = [handle not in lost for handle in handles] if lost else slice(None)
+    if not (values.reshape(len(rows), width)[sound] <= HIGHEST_LOGPROB).all():  # not so either for NaN
+        return "a log probability that is none"
+    if not ((ranks[sound] >= 1) & (ranks[sound] <= vocab_size)).all():
+        return "a rank outside the vocabulary"
     return None
 
 

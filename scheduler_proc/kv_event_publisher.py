@@ -1,13 +1,15 @@
 """Cache events for routers: a PUB socket, and a ROUTER that is asked for what was missed. See docs/kv_events.md."""
 
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from quire.protocol.curve_keys import CurveContext, load_curve_keys
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints
+from quire.protocol.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints, is_tcp
 from quire.protocol.zmq_channel import ReplayRouter
 from quire.scheduler_proc.kv.events import KVEventRecorder
 
@@ -20,6 +22,27 @@ ANSWER_BYTES = 256 * 2**10
 
 HIGH_WATER_MARK = 1000
 """Batches that wait for a slow subscriber; it loses further ones, and can ask."""
+
+MAX_ASK_BYTES = 1024
+"""Of one message of a stranger's: a topic or a number; and what keys are exchanged in, 500 bytes or so."""
+
+
+class _KeyedReplayRouter(ReplayRouter):
+    """One whose peers say who they are, which takes longer messages than they may send afterwards."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES)
+        self.malformed = 0
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
 
 
 class KVEventPublisher:
@@ -35,15 +58,20 @@ class KVEventPublisher:
         replay_endpoint: str,
         life: int,
         *,
+        curve_dir: str = "",
         kept_batches: int = KEPT_BATCHES,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        """``life``: any number below 2**64 that no earlier publisher at this endpoint had.
+        """
+        Args:
+            life: any number below 2**64 that no earlier publisher at this endpoint had.
+            curve_dir: keys for ``tcp://`` endpoints: ours, and theirs who may connect.
 
         Raises:
             ConfigError: an endpoint that is refused, or that cannot be bound.
         """
-        check_endpoints(endpoint, replay_endpoint)
+        check_endpoints(endpoint, replay_endpoint, curve_dir)
+        self._curve = CurveContext(load_curve_keys(Path(curve_dir))) if curve_dir else None
         self.next_sequence = 0
         self._life = life
         self._recorder: KVEventRecorder | None = None
@@ -51,20 +79,25 @@ class KVEventPublisher:
         self._bytes = 0
         self._kept_batches, self._kept_bytes = kept_batches, kept_bytes
         self._encoder = msgspec.msgpack.Encoder()
-        self._pub: zmq.Socket[Any] = context.socket(zmq.PUB)
+        self._replay: ReplayRouter | None = None
+        self._pub = self._context_for(endpoint, context).socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, 0)
         self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self._pub.setsockopt(zmq.MAXMSGSIZE, 64)  # of what subscribers send: a topic
-        self._replay: ReplayRouter | None = None
+        self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES)
         given = endpoint
         try:
             self._pub.bind(endpoint)
             if replay_endpoint:
                 given = replay_endpoint
-                self._replay = ReplayRouter(context, replay_endpoint)
+                make = _KeyedReplayRouter if is_tcp(replay_endpoint) else ReplayRouter
+                self._replay = make(self._context_for(replay_endpoint, context), replay_endpoint)
         except zmq.ZMQError as error:
-            self._pub.close()
+            self.close()
             raise ConfigError(f"KV events cannot be published at {given}: {zmq.strerror(error.errno or 0)}") from None
+
+    def _context_for(self, endpoint: str, context: "zmq.Context[Any]") -> "zmq.Context[Any]":
+        """What other machines can reach has a context with keys; check_endpoints has seen that there are some."""
+        return self._curve.context if self._curve is not None and is_tcp(endpoint) else context
 
     @property
     def replay_socket(self) -> "zmq.Socket[Any] | None":
@@ -119,6 +152,8 @@ class KVEventPublisher:
         self._pub.close()
         if self._replay is not None:
             self._replay.close()
+        if self._curve is not None:
+            self._curve.close()
 
 
 def _eight_bytes(number: int) -> bytes:

@@ -100,10 +100,10 @@ class BlockTable:
         Raises:
             StepRefused: an id that is not a block requests may have, or more blocks than a request can have.
         """
-        ids = self._require_blocks(block_ids)
+        ids = self.require_blocks(block_ids)
         start = int(self.num_blocks_per_row[row])
         end = start + len(ids) * self.ratio
-        self._require_room(end)
+        self.require_room(end)
         self._ids[row, start:end] = ids if self.ratio == 1 else self._kernel_blocks(ids).ravel()
         self.num_blocks_per_row[row] = end
         self._stage(row, start)
@@ -114,23 +114,25 @@ class BlockTable:
         Raises:
             StepRefused: as ``append_row``; nothing is added then.
         """
-        ids = self._require_blocks(block_ids)
+        ids = self.require_blocks(block_ids)
         if not len(ids):
             return
         columns = self.num_blocks_per_row[rows] + self.ratio * _rank_among_equals(rows)
-        self._require_room(int(columns.max()) + self.ratio)
+        self.require_room(int(columns.max()) + self.ratio)
         self._ids[rows[:, None], columns[:, None] + np.arange(self.ratio)] = self._kernel_blocks(ids)
         np.minimum.at(self._unknown_from, rows, columns.astype(np.int32))
         np.maximum.at(self.num_blocks_per_row, rows, columns.astype(np.int32) + self.ratio)
         self._changed = True
 
-    def _require_blocks(self, block_ids: Sequence[int] | Ints) -> Ints:
+    def require_blocks(self, block_ids: Sequence[int] | Ints) -> Ints:
+        """Raises StepRefused: one is no block, as they are given out, that this table may hold."""
         ids = np.asarray(block_ids, np.int64)
         if len(ids) and not self._lowest_id <= ids.min() <= ids.max() < self._num_pool_blocks:
             raise StepRefused(f"a block id is not from {self._lowest_id} to {self._num_pool_blocks - 1}")
         return ids
 
-    def _require_room(self, end: int) -> None:
+    def require_room(self, end: int) -> None:
+        """Raises StepRefused: no row may have as many entries."""
         if end > self._ids.shape[1]:
             most = self._ids.shape[1] // self.ratio
             raise StepRefused(f"a request has {end // self.ratio} blocks, {most} are the most")
@@ -284,6 +286,19 @@ class MultiGroupBlockTable:
             table.append_rows(own_rows, ids)
             if self._owners is not None:
                 self._owners.claim(own_rows, group, held + _rank_among_equals(own_rows), ids)
+
+    def require_free(self, block_ids: Ints, leaving: Sequence[int]) -> None:
+        """Changes nothing.
+
+        Args:
+            block_ids: all that a step gives somebody to write to, in whatever group; no null block among them.
+            leaving: rows that the step removes.
+
+        Raises:
+            StepRefused: slot overlap: one comes twice, or somebody who stays writes to it or reads it.
+        """
+        if self._owners is not None and len(block_ids):
+            self._owners.require_free(block_ids, leaving)
 
     def _group(self, group: int) -> BlockTable:
         if not 0 <= group < len(self.tables):

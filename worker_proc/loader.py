@@ -14,15 +14,15 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from quire.kernels.mxfp4 import GROUP_SIZE, dequantise_mxfp4_reference
-from quire.protocol.checkpoint import HEAD, INDEX, StoredTensor, stored_tensors
+from quire.protocol.checkpoint import EMBEDDING, HEAD, INDEX, stored_tensors
 from quire.protocol.checksums import verify_checksums
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
+from quire.protocol.safetensors_header import StoredTensor
 from quire.worker_proc.models.checkpoint_names import Piece, find_pieces
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.weights import WeightSlot
 
-_EMBEDDING = "model.embed_tokens.weight"
 _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
 
 
@@ -52,7 +52,7 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
 
     Raises:
         ConfigError: one line that names file and tensor: a file absent, truncated, damaged or with a bad header, a
-            tensor missing, unexpected, doubled, of the wrong shape or not of a floating dtype.
+            tensor missing, unexpected, doubled, of the wrong shape, not of a floating dtype or not finite.
     """
     if model.dtype is not dtype:
         raise ValueError(f"the model's weights are {model.dtype}, not {dtype}")
@@ -63,13 +63,16 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
     if model.build.parallel.rank == 0:
         verify_checksums(folder, [*(t.file for t in stored.values()), *(folder / name for name in _DESCRIPTIONS)])
     total = sum(_num_bytes(piece) for piece in pieces)
+    sums: list[torch.Tensor] = []
     bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress)
     with bar, _OpenFiles() as files:
         for piece in pieces:
             _fill(piece.slot, files.read(piece))
+            sums.append(piece.slot.target.sum(dtype=torch.float32))
             bar.update(_num_bytes(piece))
+        _require_finite(pieces, sums)
         if head is not None:
-            _check_tied(head, slots[_EMBEDDING], files)
+            _check_tied(head, slots[EMBEDDING], files)
 
 
 def init_dummy_weights(model: Decoder, seed: int) -> None:
@@ -160,6 +163,22 @@ def _fill(slot: WeightSlot, values: torch.Tensor) -> None:
     if slot.offset:
         values = values.float() + slot.offset
     slot.target.copy_(values)
+
+
+def _require_finite(pieces: list[Piece], sums: list[torch.Tensor]) -> None:
+    """Weights that are NaN or infinite make every answer so. A sum that is finite clears all that it is of, at the
+    speed of memory; they are fetched from the device at once.
+    """
+    if not sums:
+        return
+    suspects = torch.stack(sums).isfinite().logical_not().nonzero().flatten().tolist()
+    for index in suspects:
+        piece = pieces[index]
+        if not piece.slot.target.isfinite().all():
+            as_dtype = str(piece.slot.target.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{piece.stored.file}: tensor {piece.stored.name} has values that are not finite in {as_dtype}"
+            )
 
 
 def _num_bytes(piece: Piece) -> int:

@@ -16,6 +16,7 @@ from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.block_table import make_block_tables
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.decode_step import DecodeStep
+from quire.worker_proc.diff_check import DiffCheck
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer, make_rejection
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
@@ -71,6 +72,7 @@ class ModelRunner:
             layout.groups, num_blocks, config.max_model_len, self.batch.num_computed, device
         )
         self.batch.register(self.tables)
+        self._diffs = DiffCheck(self.batch, self.tables, config)
         # The newest sample of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.batch.register(Column(self.last_sampled))
@@ -127,19 +129,21 @@ class ModelRunner:
         further steps are answered with nothing until the scheduler has removed everyone that was held.
 
         Raises:
-            StepRefused: the diff does not fit what is held; the worker must not go on.
+            StepRefused: the diff does not fit what is held, and nothing of it was applied; the worker must not go on.
         """
         began = time.perf_counter()
         if step.step != self._step + 1:
             raise StepRefused(f"step {step.step} after step {self._step}")
-        self._step = step.step
         nothing = SampledPositions.one_each(np.zeros(0, np.int64))
         if self._dropped:
             self._dropped -= set(step.removed)
             if self._dropped:
+                self._step = step.step
                 self._dropped |= {new.handle for new in step.new_requests}
                 return LaunchedStep(step.step, began, nothing, void=True)
             step = msgspec.structs.replace(step, removed=[])
+        self._diffs.require(step)
+        self._step = step.step
         try:
             return self._launch(step, began)
         except (MemoryError, RuntimeError) as error:

@@ -90,7 +90,7 @@ class SlotOwners:
             of_block, indices, block_ids = of_block[real], indices[real], block_ids[real]
         if not len(block_ids):
             return
-        self._require_free(block_ids)
+        self.require_free(block_ids)
         places = self._place_of_row[of_block]
         if places.min() < 0:
             for row in np.unique(of_block[places < 0]).tolist():
@@ -110,18 +110,30 @@ class SlotOwners:
             self._reads.setdefault(place, []).append(read)
         self._new_reads.clear()
 
-    def _require_free(self, block_ids: Ints) -> None:
+    def require_free(self, block_ids: Ints, leaving: Sequence[int] = ()) -> None:
+        """As ``claim`` asks it. ``leaving``: rows whose claims and reads end before."""
         if len(block_ids) > 1 and len(np.unique(block_ids)) < len(block_ids):
             raise StepRefused("slot overlap: a block is given twice")
-        taken = self._readers[block_ids] > 0
+        gone = self._place_of_row[list(leaving)]
+        taken = self._readers[block_ids] > self._num_reads(gone, block_ids)
         places = self._owner[block_ids] % len(self._key_of_place)
         live = np.flatnonzero(self._owner[block_ids] == self._key_of_place[places])
+        if len(gone):
+            live = live[~np.isin(places[live], gone)]
         if len(live):
             held = block_ids[live]
             end = (self._index[held] + 1) * self._span[self._group[held]]
             taken[live] |= end > self._first_read(self._row_of_place[places[live]], self._group[held])
         if taken.any():
             raise StepRefused(f"slot overlap: block {block_ids[taken][0]} is in use, and a row is to write to it")
+
+    def _num_reads(self, places: Ints, block_ids: Ints) -> Ints | int:
+        """How many of the readers of each block are these."""
+        reads = [read for place in places.tolist() for read in self._reads.get(place, ())]
+        if not reads:
+            return 0
+        read = np.sort(np.concatenate(reads))
+        return np.searchsorted(read, block_ids, "right") - np.searchsorted(read, block_ids, "left")
 
     def _first_read(self, rows: Ints, groups: Ints) -> Ints:
         """The first position that the next token of each row reads: blocks wholly before it are given up."""

@@ -58,6 +58,7 @@ class FrontEnd:
                 thinking=Thinking.of(config, text_in),
                 served_model_names=tuple(settings.served_model_names),
                 api_keys=tuple(settings.api_keys),
+                max_num_queued_reqs_per_key=settings.max_num_queued_reqs_per_key,
             ),
         )
         server = HttpServer(

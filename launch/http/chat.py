@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.answers import Piece, PlacedLogprobs
-from quire.launch.http.body import parse_body, read_body
+from quire.launch.http.body import read_json
 from quire.launch.http.completions import LOWEST_LOGPROB, spell_prompt_logprobs
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import ChatRequest
-from quire.launch.http.server import Server, in_thread_if_long
+from quire.launch.http.server import Server
 from quire.launch.http.tool_calls import AfterThought, AnyCalls, CallDelta, NamedCall, new_call_id
 from quire.launch.http.tools import ToolUse
 from quire.launch.prompts import encode_messages
@@ -120,11 +120,10 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
     """The route's handler."""
     server.require_serving()
-    parsed = parse_body(await read_body(request), server.parser.chat)
-    num_chars = sum(len(message["content"]) for message in parsed.messages)
-    num_chars += sum(len(str(tool)) for tool in parsed.options.tools or ())
-    prompt = await in_thread_if_long(
-        num_chars, lambda: encode_messages(parsed.messages, parsed.options, server.text_in, server.engine)
+    parsed, size = await read_json(request, server.parser.chat)
+    messages, options = parsed.messages, parsed.options
+    prompt = await server.conversations.run(
+        size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)
     )
     thoughts_end = ""
     if parsed.tool_use is not None:

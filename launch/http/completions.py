@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from quire.launch.answers import Piece, PlacedLogprobs
 from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs
-from quire.launch.http.body import parse_body, read_body
+from quire.launch.http.body import read_json
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import CompletionRequest
 from quire.launch.http.server import Server, in_thread_if_long
@@ -53,12 +53,11 @@ class Completion(msgspec.Struct, frozen=True):
 async def completions(server: Server, request: Request) -> ASGIApp:
     """The route's handler."""
     server.require_serving()
-    parsed = parse_body(await read_body(request), server.parser.completion)
+    parsed, size = await read_json(request, server.parser.completion)
     if len(parsed.prompts) * parsed.params.n > MAX_PROMPTS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_PROMPTS}", "n")
-    num_chars = sum(len(prompt) for prompt in parsed.prompts)
     prompts = await in_thread_if_long(
-        num_chars, lambda: [encode_prompt(prompt, server.text_in, server.engine) for prompt in parsed.prompts]
+        size, lambda: [encode_prompt(prompt, server.text_in, server.engine) for prompt in parsed.prompts]
     )
     return Generation(server, parsed, prompts, CompletionSpeller(server, parsed, prompts))
 

@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients expect them, in words that are ours."""
 
 import logging
+import traceback
 
 import msgspec
 from starlette.responses import Response
@@ -23,16 +24,26 @@ STATUS_OF_CODE = {
     "invalid_structured_outputs": 400,
     "model_not_found": 404,
     "duplicate_request_id": 409,
+    "rate_limit_exceeded": 429,
     "queue_full": 503,
     "loading": 503,
 }
 # Of what an engine's ERROR begins with, where the request failed by itself; any other failure is ours.
 STATUS_OF_FAILURE = {"request_failed": 422, "numerical_error": 500, "engine_fault": 500}
 # After how many seconds a client may try again, where that can help.
-RETRY_AFTER_S = {"queue_full": 1}
+RETRY_AFTER_S = {
+    "queue_full": 1,
+    "rate_limit_exceeded": 1,
+    "out_of_memory": 1,
+    "too_many_connections": 1,
+    "too_many_bodies": 1,
+}
+MAX_LOGGED_CHARS = 1000
 TYPE_OF_STATUS = {
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
     500: "internal_error",
     503: "service_unavailable_error",
 }
@@ -68,7 +79,7 @@ class ApiError(QuireError):
     def body(self) -> bytes:
         kind = TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         # A lone surrogate out of a field's name would not encode.
-        message, param = _encodable(self.message), None if self.param is None else _encodable(self.param)
+        message, param = one_line(self.message), None if self.param is None else _encodable(self.param)
         return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, self.code)))
 
     def response(self, headers: dict[str, str] | None = None) -> Response:
@@ -89,9 +100,16 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(status, error.message, error.param, error.code)
         case EngineError():
             return ApiError(503, "the engine is not available", None, "engine_unavailable")
+        case MemoryError():
+            return out_of_memory()
         case _:
-            log.error("unexpected error while answering a request", exc_info=error)
+            log.error("unexpected error while answering a request\n%s", _escaped_traceback(error))
             return ApiError(500, "internal error", None, "internal_error")
+
+
+def out_of_memory() -> ApiError:
+    """One request asked for more than there is; the others go on."""
+    return ApiError(503, "there is no memory for this request now", None, "out_of_memory")
 
 
 def failed_request(detail: str) -> ApiError:
@@ -105,6 +123,19 @@ def failed_request(detail: str) -> ApiError:
 def shorten(word: str, most: int = 64) -> str:
     """A client's own word, as an error repeats it: quoted, on one line, not long."""
     return ascii(word if len(word) <= most else f"{word[:most]}...")
+
+
+def _escaped_traceback(error: Exception) -> str:
+    """One line of the log per frame. An error's own words may be a client's: they cannot begin a line of their own."""
+    lines = traceback.format_tb(error.__traceback__)
+    words = f"{type(error).__name__}: {error}"[:MAX_LOGGED_CHARS]
+    return "".join(lines) + "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
+
+
+def one_line(message: str, most: int = 2000) -> str:
+    """A message as a terminal or a log can show it, whatever of a client's own it repeats: printable, and not long."""
+    text = message if message.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in message)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _encodable(text: str) -> str:

@@ -16,11 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from quire.launch.answers import Piece, PlacedLogprobs, StreamedAnswer, start_answers
 from quire.launch.engine_client import PromptLogprobTable
-from quire.launch.http.errors import as_api_error, failed_request
+from quire.launch.http.errors import ClientGone, as_api_error, failed_request
+from quire.launch.http.gate import TENANT
 from quire.launch.http.metrics import AnswerClock
 from quire.launch.http.schema import CommonRequest
 from quire.launch.http.server import Server, in_thread_if_long
-from quire.launch.http.sse import DONE, EventStream, until_gone
+from quire.launch.http.sse import DONE, EventStream, SlowReader, until_gone
 from quire.launch.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 
@@ -88,11 +89,13 @@ class Generation:
         self._speller = speller
         num_answers = len(prompts) * request.params.n
         self._unfinished = set(range(num_answers))
+        self._tenant = 0
         self._num_output_tokens = [0] * num_answers
         self._num_cached_tokens = [0] * num_answers
         self._arrival = server.metrics.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._tenant = scope["state"][TENANT]
         streamed = self._request.stream.stream
         await until_gone(receive, self._stream(send) if streamed else self._whole(scope, receive, send))
 
@@ -110,26 +113,48 @@ class Generation:
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        stream = EventStream(send, self._speller.request_id)
-        options = self._request.stream
         try:
-            async with aclosing(self._batches()) as batches:
-                async for batch in batches:
-                    usage = self._usage() if options.continuous_usage else None
-                    events = [self._speller.event(index, piece, usage) for index, piece in batch]
-                    if self._unfinished:
-                        await stream.write(events)
-                        continue
-                    if options.include_usage:
-                        events.append(self._speller.usage_event(self._usage()))
-                    await stream.write([*events, DONE], last=True)
-        except Exception as error:
-            await stream.fail(as_api_error(error))
+            async with EventStream(send, self._speller.request_id) as stream:
+                try:
+                    await self._write_events(stream)
+                except SlowReader:
+                    raise
+                except Exception as error:
+                    await stream.fail(as_api_error(error))
+        except SlowReader:
+            self._server.metrics.cut_slow_reader()
+            raise ClientGone from None
+
+    async def _write_events(self, stream: EventStream) -> None:
+        options = self._request.stream
+        async with aclosing(self._batches()) as batches:
+            async for batch in batches:
+                usage = self._usage() if options.continuous_usage else None
+                events = [self._speller.event(index, piece, usage) for index, piece in batch]
+                if self._unfinished:
+                    await stream.write(events)
+                    continue
+                if options.include_usage:
+                    events.append(self._speller.usage_event(self._usage()))
+                await stream.write([*events, DONE], last=True)
 
     async def _batches(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
         """The pieces of all answers as they come. However this ends, no sequence is left running."""
-        request, metrics = self._request, self._server.metrics
-        answers = await start_answers(
+        try:
+            with self._server.key_queues.enter(self._tenant, len(self._unfinished)) as place:
+                answers = await self._start()
+                async with aclosing(self._follow(answers)) as batches:
+                    async for batch in batches:
+                        for index, _ in batch:
+                            place.begun(index)
+                        yield batch
+        except InvalidRequest as refused:
+            self._server.metrics.rejected(refused.code)
+            raise
+
+    async def _start(self) -> list[StreamedAnswer]:
+        request = self._request
+        return await start_answers(
             self._server.engine,
             self._server.text_in,
             self._speller.request_id,
@@ -140,7 +165,10 @@ class Generation:
             cache_salt=request.cache_salt,
             prompt_only=request.prompt_only,
         )
-        lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(request.params.n)]
+
+    async def _follow(self, answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+        metrics = self._server.metrics
+        lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(self._request.params.n)]
         clocks = [AnswerClock(metrics, self._arrival, length) for length in lengths]
         try:
             async with aclosing(merge(answers)) as batches:
@@ -151,9 +179,6 @@ class Generation:
                         if piece.finish_reason == "error":
                             raise failed_request(piece.detail)
                     yield batch
-        except InvalidRequest as refused:
-            metrics.rejected(refused.code)
-            raise
         finally:
             for index in self._unfinished:
                 answers[index].abort()

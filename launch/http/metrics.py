@@ -63,6 +63,7 @@ class Metrics:
         self._engine = _EngineCollector(model_name)
         self._registry.register(self._engine)
         self._model_name = model_name
+        self._scrape: asyncio.Task[bytes] | None = None
         self._success = Counter(
             "quire:request_success",
             "Answers ended, by reason.",
@@ -71,10 +72,16 @@ class Metrics:
         )
         self._rejections = Counter(
             "quire:admission_rejections",
-            "Requests answered with a refusal of the scheduler, by reason.",
+            "Requests that were well-formed and yet not taken, by reason.",
             ["model_name", "reason"],
             registry=self._registry,
         )
+        self._slow_readers = Counter(
+            "quire:slow_readers",
+            "Streams given up because their client did not read them.",
+            ["model_name"],
+            registry=self._registry,
+        ).labels(model_name)
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", LATENCY_BUCKETS
         )
@@ -94,16 +101,32 @@ class Metrics:
         self._success.labels(self._model_name, reason).inc()
 
     def rejected(self, reason: str) -> None:
-        """``reason``: the scheduler's code; they are few, and no client can write one."""
+        """``reason``: the code of an InvalidRequest; they are few, and no client can write one."""
         self._rejections.labels(self._model_name, reason).inc()
 
+    def cut_slow_reader(self) -> None:
+        self._slow_readers.inc()
+
     async def render(self, engine: EngineClient) -> bytes:
-        """The text that a scrape gets; without the engine's own figures when it does not answer."""
+        """The text that a scrape gets; without the engine's own figures when it does not answer.
+
+        Scrapes that come while one is under way get what that one gets: everybody may ask, and the engine has more
+        to do than to answer.
+        """
+        if self._scrape is None:
+            self._scrape = asyncio.ensure_future(self._render(engine))
+            self._scrape.add_done_callback(self._forget_scrape)
+        return await asyncio.shield(self._scrape)
+
+    async def _render(self, engine: EngineClient) -> bytes:
         try:
             self._engine.statistics = await asyncio.wait_for(engine.statistics(), STATISTICS_TIMEOUT_S)
         except (EngineError, TimeoutError):
             self._engine.statistics = None
         return generate_latest(self._registry)
+
+    def _forget_scrape(self, scrape: asyncio.Task[bytes]) -> None:
+        self._scrape = None
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"quire:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)

@@ -30,7 +30,14 @@ from quire.launch.text_in import ChatOptions
 from quire.protocol import plugins
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.logits_processors import LogitsProcessor
-from quire.protocol.sampling_params import MAX_LOGPROBS, MAX_N, MAX_TOKENS_LIMIT, SamplingParams, check_int
+from quire.protocol.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SALT_LENGTH,
+    MAX_TOKENS_LIMIT,
+    SamplingParams,
+    check_int,
+)
 
 # Fields that go into SamplingParams under their own name, which checks their types and ranges.
 SAMPLING_FIELDS = (
@@ -81,7 +88,6 @@ UNUSED_CHAT: dict[str, Check] = {
     "web_search_options": any_object,
 }
 
-MAX_SALT_LENGTH = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
 

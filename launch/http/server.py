@@ -8,11 +8,14 @@ from typing import TypeVar
 
 from quire.launch.engine_client import EngineClient
 from quire.launch.http.errors import ApiError
+from quire.launch.http.key_queues import KeyQueues
+from quire.launch.http.lanes import ConversationLanes
 from quire.launch.http.metrics import Metrics
 from quire.launch.http.schema import Parser
 from quire.launch.http.thinking import Thinking
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
+from quire.protocol.errors import ConfigError
 from quire.protocol.logits_processors import LogitsProcessor
 from quire.version import __version__
 
@@ -31,6 +34,7 @@ class ServerSettings:
         processors: the engine's logits processors, which are asked about each request.
         thinking: the engine's markers.
         api_keys: any of them opens every route; with none, everything is open.
+        max_num_queued_reqs_per_key: answers of one key that may wait for their first token; 0: any number.
     """
 
     text_in: TextIn
@@ -38,8 +42,17 @@ class ServerSettings:
     processors: tuple[type[LogitsProcessor], ...] = ()
     thinking: Thinking = field(default_factory=Thinking)
     api_keys: tuple[str, ...] = ()
+    max_num_queued_reqs_per_key: int = 0
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a key that would open the server to whoever brings none, or that cannot be sent."""
+        for key in self.api_keys:
+            if not key or key != key.strip() or not key.isprintable():
+                raise ConfigError("an API key must not be empty, nor begin or end with a space, nor have line breaks")
+        if self.max_num_queued_reqs_per_key < 0:
+            raise ConfigError("max_num_queued_reqs_per_key must not be negative")
 
 
 class Server:
@@ -50,8 +63,10 @@ class Server:
         self.settings = settings
         self.text_in = settings.text_in
         self.token_texts = TokenTexts(settings.text_in.tokenizer)
+        self.conversations = ConversationLanes(settings.text_in)
         self.parser = Parser(served_names=settings.served_model_names, limits=engine, processors=settings.processors)
         self.metrics = Metrics(settings.served_model_names[0])
+        self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
 
     def require_serving(self) -> None:
         """Raises ApiError 503 unless new requests are taken. A recovering engine takes them and lets them wait."""

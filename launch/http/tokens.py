@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.launch.chat_template import Message
-from quire.launch.http.body import parse_body, read_body
+from quire.launch.http.body import read_json
 from quire.launch.http.fields import Fields, string
 from quire.launch.http.schema import TEMPLATE_FIELDS, Parser
 from quire.launch.http.server import Server, in_thread_if_long
@@ -19,7 +19,7 @@ from quire.launch.text_in import NO_TOKENIZER, ChatOptions
 from quire.protocol.errors import InvalidRequest
 
 TOKENIZE_FIELDS = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs", "tools", *TEMPLATE_FIELDS)
-MAX_DETOKENIZED = 2**20
+MAX_DETOKENIZED = 2**19
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +43,30 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 async def tokenize(server: Server, request: Request) -> Response:
-    parsed = parse_body(await read_body(request), lambda raw: _parse_tokenize(server.parser, raw))
-    prompt, context = parsed.prompt, server.engine.max_model_len
-    if isinstance(prompt, str):
-        num_chars, text = len(prompt), prompt
-        tokens = await in_thread_if_long(
-            num_chars,
-            lambda: server.text_in.encode(text, add_special_tokens=parsed.add_special_tokens, max_tokens=context),
-        )
-    else:
-        messages, options = prompt
-        num_chars = sum(len(message["content"]) for message in messages)
-        tokens = await in_thread_if_long(num_chars, lambda: server.text_in.encode_chat(messages, options, context))
-    strings = [server.token_texts.text(token) for token in tokens] if parsed.return_token_strs else None
-    return _json(Tokenized(len(tokens), context, tokens, strings))
+    parsed, size = await read_json(request, lambda raw: _parse_tokenize(server.parser, raw))
+    if isinstance(parsed.prompt, str):
+        return _json(await in_thread_if_long(size, lambda: _tokenized(server, parsed)))
+    return _json(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
 
 
 async def detokenize(server: Server, request: Request) -> Response:
-    tokens = parse_body(await read_body(request), lambda raw: _parse_detokenize(server.parser, raw))
+    tokens, size = await read_json(request, lambda raw: _parse_detokenize(server.parser, raw))
     if server.text_in.tokenizer is None:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
-    text = await in_thread_if_long(len(tokens), lambda: server.text_in.decode(tokens, skip_special_tokens=False))
+    text = await in_thread_if_long(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
     return _json(Detokenized(text))
+
+
+def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
+    context = server.engine.max_model_len
+    if isinstance(request.prompt, str):
+        tokens = server.text_in.encode(
+            request.prompt, add_special_tokens=request.add_special_tokens, max_tokens=context
+        )
+    else:
+        tokens = server.text_in.encode_chat(*request.prompt, context)
+    strings = [server.token_texts.text(token) for token in tokens] if request.return_token_strs else None
+    return Tokenized(len(tokens), context, tokens, strings)
 
 
 def _parse_tokenize(parser: Parser, raw: Mapping[str, Any]) -> TokenizeRequest:

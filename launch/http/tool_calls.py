@@ -131,20 +131,19 @@ class AnyCalls:
                 self._key, self._at = _decoded(self._token), _At.COLON
                 self._token = []
             return False
-        if char in WHITESPACE:
-            return False
-        match self._at, char:
-            case _At.OUTSIDE, "{":
+        if self._at is _At.OUTSIDE:
+            if char == "{":
                 self._index += 1
                 self._at = _At.MEMBER
-            case _At.MEMBER, '"':
-                self._token, self._in_string, self._at = ['"'], True, _At.KEY
-            case _At.MEMBER, "}":
-                self._at = _At.OUTSIDE
-                return True
-            case _At.COLON, ":":
+        elif self._at is _At.COLON:
+            if char == ":":
                 self._at = _At.VALUE
                 self._token = []
+        elif char == '"':
+            self._token, self._in_string, self._at = ['"'], True, _At.KEY
+        elif char == "}":
+            self._at = _At.OUTSIDE
+            return True
         return False
 
     def _value(self, char: str) -> bool:

@@ -14,6 +14,8 @@ from quire.launch.http.fields import Fields, any_object, boolean, string
 from quire.launch.http.sampling_fields import function_name, members, schema_constraint
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
+from quire.scheduler_proc.structured.backend import GrammarRefused
+from quire.scheduler_proc.structured.checks import check_schema
 
 MAX_TOOLS = 128
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -40,7 +42,7 @@ def parse_tools(fields: Fields) -> tuple[list[dict[str, Any]] | None, ToolUse | 
         return (None if choice == "none" else tools or None), None
     if not tools:
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or NO_PARAMETERS for tool in tools}
+    schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters")) for tool in tools}
     if choice == "required":
         return tools, ToolUse(None, _any_call(schemas, parallel=parallel))
     name = _chosen(choice)
@@ -48,6 +50,13 @@ def parse_tools(fields: Fields) -> tuple[list[dict[str, Any]] | None, ToolUse | 
         raise InvalidRequest(f"tool_choice.function.name {shorten(name)} is none of the tools", "tool_choice")
     where = f"tools[{list(schemas).index(name)}].function.parameters"
     return tools, ToolUse(name, schema_constraint(schemas[name], where))
+
+
+def _arguments(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a call's arguments, which are an object even where ``parameters`` forget to say so."""
+    if not parameters:
+        return NO_PARAMETERS
+    return parameters if {"type", "$ref"} & parameters.keys() else {"type": "object", **parameters}
 
 
 def _chosen(choice: Any) -> str:
@@ -78,7 +87,19 @@ def _check_tools(value: Any) -> list[dict[str, Any]]:
         raise InvalidRequest("tools are nested too deeply, or not valid Unicode text", "tools") from None
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"tools must have at most {MAX_GRAMMAR_BYTES} bytes together", "tools")
+    for i, tool in enumerate(value):
+        _check_parameters(tool["function"].get("parameters"), f"tools[{i}].function.parameters")
     return value
+
+
+def _check_parameters(schema: Any, where: str) -> None:
+    """As the scheduler would where a call is demanded: a client is to learn of its mistake before it demands one."""
+    if schema is None:
+        return
+    try:
+        check_schema(msgspec.json.encode(schema).decode())
+    except GrammarRefused as refused:
+        raise InvalidRequest(f"{where}: {refused}", where, "invalid_structured_outputs") from None
 
 
 def _check_tool(tool: dict[str, Any], where: str) -> str:

@@ -22,6 +22,20 @@ class GrammarRefused(Exception):
         super().__init__(line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "...")
 
 
+class GrammarTooSlow(GrammarRefused):
+    """It was given ``seconds`` to compile, and did not."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"structured_outputs took longer than {seconds:g} s to compile")
+
+
+class GrammarBusy(GrammarRefused):
+    """It may be a good one: there is no room to find out now, and the client may ask again."""
+
+    def __init__(self) -> None:
+        super().__init__("too many structured_outputs wait to be compiled")
+
+
 class Matcher(Protocol):
     """Where one answer stands in its grammar. Used by one thread at a time."""
 

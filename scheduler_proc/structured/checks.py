@@ -53,6 +53,8 @@ def check_regex(regex: str) -> None:
         raise GrammarRefused(f"the regular expression must have at most {MAX_LITERAL} characters")
     if _RECURSION.search(regex):
         raise GrammarRefused("the regular expression calls itself, which is not supported")
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise GrammarRefused("the regular expression ends with a backslash that escapes nothing")
 
 
 def is_gbnf(grammar: str) -> bool:
@@ -110,6 +112,7 @@ def check_schema(text: str) -> Any:
 
 def _check_object(node: dict[str, Any], references: set[str]) -> int:
     """Returns how many patternProperties it has."""
+    _check_keywords(node)
     properties = node.get("properties")
     if isinstance(properties, dict):
         _check_properties(properties, node.get("required"))
@@ -120,6 +123,20 @@ def _check_object(node: dict[str, Any], references: set[str]) -> int:
         references.add(reference)
     patterns = node.get("patternProperties")
     return len(patterns) if isinstance(patterns, dict) else 0
+
+
+def _check_keywords(node: dict[str, Any]) -> None:
+    """Those whose wrong values a library takes, or whose refusal comes only where a call is demanded."""
+    kinds = node.get("type", "object")
+    named = kinds if isinstance(kinds, list) else [kinds]
+    if not isinstance(kinds, dict) and not all(isinstance(kind, str) for kind in named):
+        raise GrammarRefused("type must be a string or a list of strings")
+    pattern = node.get("pattern")
+    if isinstance(pattern, str):
+        check_regex(pattern)
+    step = node.get("multipleOf")
+    if isinstance(step, int | float) and step <= 0:
+        raise GrammarRefused("multipleOf must be more than 0")
 
 
 def _check_properties(properties: dict[str, Any], required: Any) -> None:

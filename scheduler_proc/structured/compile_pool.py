@@ -1,23 +1,30 @@
-"""Threads in which grammars are compiled, so that the scheduler's loop never waits for one."""
+"""Threads in which grammars are compiled, so that the scheduler's loop never waits for one.
+
+One tries every grammar for a moment; the other takes those that need longer, and each is given up in the end. So a
+flood of hard grammars keeps nobody waiting who has an ordinary one; and within each, owners take turns.
+"""
 
 import contextlib
 import os
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from quire.protocol.helper import on_a_large_stack
 from quire.protocol.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarRefused
+from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarRefused, GrammarTooSlow
 from quire.scheduler_proc.structured.cache import Outcome, Source
-from quire.scheduler_proc.structured.guard import on_a_large_stack
+from quire.scheduler_proc.structured.fair_queue import FairQueue
+from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, CRASHED
 
-NUM_THREADS = 2
-
-_CRASHED = "structured_outputs cannot be used: compiling them failed"
-
-Job = tuple[Source, StructuredOutputs]
+QUICK_SECONDS = 0.1
+"""CPU time for the first try: a schema as people write them takes 2 to 6 ms."""
+MAX_QUEUED = 1024
+"""Grammars of one owner that wait for their first try."""
+MAX_QUEUED_SLOW = 16
+"""And for the second: half a minute's work."""
 
 
 class Check(Protocol):
@@ -25,9 +32,25 @@ class Check(Protocol):
 
     def start(self) -> None: ...
 
-    def check(self, wanted: StructuredOutputs) -> None: ...
+    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    source: Source
+    wanted: StructuredOutputs
+    owner: int
+
+
+class _Lane:
+    """One thread's queue, and how long each of its jobs may take."""
+
+    def __init__(self, cpu_seconds: float, most: int) -> None:
+        self.cpu_seconds = cpu_seconds
+        self.queue: FairQueue[_Job] = FairQueue(most)
+        self.thread: threading.Thread | None = None
 
 
 class CompilePool:
@@ -51,10 +74,14 @@ class CompilePool:
         self._clock = clock
         self._made: GrammarBackend | GrammarRefused | None = None
         self._making = threading.Lock()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._quick = _Lane(QUICK_SECONDS, MAX_QUEUED)
+        self._slow = _Lane(COMPILE_SECONDS, MAX_QUEUED_SLOW)
+        self._queued: dict[Source, _Job] = {}
+        """Those that somebody still waits for; others are passed over when their turn comes."""
+        self._changed = threading.Condition()
+        """Of the lanes, of what is queued, and of this."""
+        self._closing = False
         self._outcomes: deque[tuple[Source, Outcome]] = deque()
-        self._num_unfinished = 0
-        self._threads: list[threading.Thread] = []
         self.ready_at: float | None = None
         self._read_fd, self._write_fd = os.pipe()
         for fd in (self._read_fd, self._write_fd):
@@ -63,11 +90,14 @@ class CompilePool:
     def fileno(self) -> int:
         return self._read_fd
 
-    def submit(self, source: Source, wanted: StructuredOutputs) -> None:
-        self._num_unfinished += 1
-        if len(self._threads) < min(self._num_unfinished, NUM_THREADS):
-            self._threads.append(on_a_large_stack(self._work, "grammars"))
-        self._jobs.put((source, wanted))
+    def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> bool:
+        """False where ``owner`` has too many that wait."""
+        return self._put(self._quick, _Job(source, wanted, owner))
+
+    def withdraw(self, source: Source) -> bool:
+        """Nobody waits for it any more. False where it is being compiled, and will have an outcome."""
+        with self._changed:
+            return self._queued.pop(source, None) is not None
 
     def take(self) -> list[tuple[Source, Outcome]]:
         """Outcomes since the last call."""
@@ -76,7 +106,6 @@ class CompilePool:
         taken = []
         while self._outcomes:
             taken.append(self._outcomes.popleft())
-        self._num_unfinished -= len(taken)
         return taken
 
     def backend(self) -> GrammarBackend:
@@ -93,36 +122,58 @@ class CompilePool:
 
     def close(self) -> None:
         """Ends the threads, at most one compilation later."""
-        while True:
-            with contextlib.suppress(queue.Empty):
-                self._jobs.get_nowait()
-                continue
-            break
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for lane in (self._quick, self._slow):
+            if lane.thread is not None:
+                lane.thread.join()
         os.close(self._read_fd)
         os.close(self._write_fd)
 
-    def _work(self) -> None:
+    def _put(self, lane: _Lane, job: _Job) -> bool:
+        with self._changed:
+            if not lane.queue.put(job.owner, job):
+                return False
+            self._queued[job.source] = job
+            if lane.thread is None:
+                lane.thread = on_a_large_stack(lambda: self._work(lane), "grammars")
+            self._changed.notify_all()
+            return True
+
+    def _next(self, lane: _Lane) -> _Job | None:
+        """None once the pool is being closed."""
+        with self._changed:
+            while True:
+                if self._closing:
+                    return None
+                popped = lane.queue.pop()
+                if popped is None:
+                    self._changed.wait()
+                elif self._queued.pop(popped[1].source, None) is not None:
+                    return popped[1]
+
+    def _work(self, lane: _Lane) -> None:
         check = self._make_check()
-        while (job := self._jobs.get()) is not None:
-            source, wanted = job
-            self._outcomes.append((source, self._outcome(check, wanted)))
+        while (job := self._next(lane)) is not None:
+            outcome = self._outcome(check, job.wanted, lane.cpu_seconds)
+            if isinstance(outcome, GrammarTooSlow) and lane is self._quick:
+                if self._put(self._slow, job):
+                    continue
+                outcome = GrammarBusy()
+            self._outcomes.append((job.source, outcome))
             with contextlib.suppress(BlockingIOError):  # full, so readable
                 os.write(self._write_fd, b"x")
         check.close()
 
-    def _outcome(self, check: Check, wanted: StructuredOutputs) -> Outcome:
+    def _outcome(self, check: Check, wanted: StructuredOutputs, cpu_seconds: float) -> Outcome:
         try:
             backend = self.backend()
             check.start()
             self.ready_at = self._clock()
-            check.check(wanted)
+            check.check(wanted, cpu_seconds)
             return backend.compile(wanted)
         except GrammarRefused as refused:
             return refused
         except BaseException:  # a library's panic too: what it does with a client's text costs that client's request
-            return GrammarRefused(_CRASHED)
+            return GrammarRefused(CRASHED)

@@ -19,15 +19,19 @@ from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarRefused, Masks
 from quire.scheduler_proc.structured.checks import check, is_gbnf
 
-MAX_LEXER_STATES = 50_000
-"""Of one grammar, over all answers that use it: 1 to 2 KB each."""
+MAX_LEXER_STATES = 20_000
+"""Of one grammar, over all answers that use it: 1 to 3 KB each."""
+MAX_ROW_ITEMS = 1000
+MAX_STEP_ITEMS = 20_000
+MAX_STEP_FUEL = 50_000
+"""What one token may cost the parser and the lexer: some milliseconds. A schema of 500 objects takes 10,000 items."""
 MAX_THREADS = 8
 PARALLEL_FROM = 4
 """Rows from which threads are worth waking."""
 
 _JSON_STYLE: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _TOO_COMPLEX = re.compile(
-    r"too many|too large|too complex|Current row has|fuel|step_max_items|Failed to generate regex"
+    r"[Tt]oo many|too large|too complex|Current row has|fuel|step_max_items|Failed to generate regex"
 )
 _GBNF_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
@@ -93,7 +97,13 @@ class LLGuidanceBackend:
         self._eos = frozenset(eos_token_ids)
         self._num_words = (vocab_size + 31) // 32
         self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES,
+            max_items_in_row=MAX_ROW_ITEMS,
+            step_max_items=MAX_STEP_ITEMS,
+            step_lexer_fuel=MAX_STEP_FUEL,
+            verbose_errors=False,
+        )
 
     def compile(self, wanted: StructuredOutputs) -> LLGuidanceGrammar:
         check(wanted)
@@ -174,6 +184,8 @@ def _reason(error: str, *, in_grammar: bool) -> str:
         return "it is too complex"
     if error.startswith("oneOf constraints"):
         return "oneOf is supported only where its parts exclude each other (a const in each, say)"
+    if 'failed to parse "%json"' in error:
+        return "the JSON behind its %json is not valid"
     marked = re.findall(r"^error: (.+)$", error, re.MULTILINE)
     if marked:
         return str(marked[-1])

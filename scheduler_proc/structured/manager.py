@@ -14,16 +14,26 @@ from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.in_flight import InFlightStep
 from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.structured.answer import ConstrainedAnswer, Reading
-from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarBackend, GrammarRefused, Masks
+from quire.scheduler_proc.structured.backend import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarBusy,
+    GrammarRefused,
+    GrammarTooSlow,
+    Masks,
+)
 from quire.scheduler_proc.structured.cache import GrammarCache, Outcome, Source
 from quire.scheduler_proc.structured.compile_pool import Check, CompilePool
 from quire.scheduler_proc.structured.drafts import drafts_of
-from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, Guard
+from quire.scheduler_proc.structured.guard import Guard
 from quire.scheduler_proc.structured.make import backend_maker
 
+WAIT_SECONDS = 2.0
+"""How long a request waits at most while no grammar begins to be compiled, its own or another's."""
 START_SECONDS = 60.0
 """How long a request waits at most where what compiles is still being started."""
 REFUSED = ("invalid_structured_outputs", "structured_outputs")
+BUSY = ("queue_full", "structured_outputs")
 
 Key = tuple[int, str]
 """Client and request id."""
@@ -62,7 +72,7 @@ class GrammarManager:
     """Owns the compiled grammars and where each request stands in its own; knows nothing of sockets and steps' order.
 
     ``fileno`` is readable when ``poll`` has something to tell; where somebody waits, ``poll`` is also to be called
-    every now and then, for no request waits for longer than COMPILE_SECONDS.
+    every now and then, for no request waits for longer than WAIT_SECONDS.
     """
 
     def __init__(
@@ -119,9 +129,10 @@ class GrammarManager:
             self._refused.append((key, source, outcome))
         elif source in self._compiling:
             self._compiling[source].append(key)
-        else:
+        elif self._pool.submit(source, wanted, owner=client):
             self._compiling[source] = [key]
-            self._pool.submit(source, wanted)
+        else:
+            self._refused.append((key, source, GrammarBusy()))
         return True
 
     def poll(self) -> list[tuple[int, Release | Refuse]]:
@@ -129,15 +140,22 @@ class GrammarManager:
         refused, self._refused = self._refused, []
         told = [self._tell(*known) for known in refused if self._waits(*known[:2])]
         for source, outcome in self._pool.take():
-            self._cache.put(source, outcome)
+            if not isinstance(outcome, GrammarBusy):
+                self._cache.put(source, outcome)
             told += [
                 self._tell(key, source, outcome) for key in self._compiling.pop(source) if self._waits(key, source)
             ]
-        if self._waiting:
-            now, ready_at = self._clock(), self._pool.ready_at
-            late = GrammarRefused(f"structured_outputs took longer than {COMPILE_SECONDS:g} s to compile")
-            overdue = [(key, wait.source) for key, wait in self._waiting.items() if _is_late(wait.since, ready_at, now)]
-            told += [self._tell(key, source, late) for key, source in overdue]
+        return told + self._overdue() if self._waiting else told
+
+    def _overdue(self) -> list[tuple[int, Release | Refuse]]:
+        """Those that have waited too long. What nobody waits for any more is not compiled."""
+        now, ready_at = self._clock(), self._pool.ready_at
+        overdue = [(key, wait.source) for key, wait in self._waiting.items() if _is_late(wait.since, ready_at, now)]
+        told = [self._tell(key, source, GrammarTooSlow(WAIT_SECONDS)) for key, source in overdue]
+        for source in {source for _, source in overdue}:
+            waiting = any(self._waits(key, source) for key in self._compiling.get(source, ()))
+            if not waiting and self._pool.withdraw(source):
+                del self._compiling[source]
         return told
 
     def _waits(self, key: Key, source: Source) -> bool:
@@ -149,7 +167,8 @@ class GrammarManager:
         del self._waiting[key]
         client, request_id = key
         if isinstance(outcome, GrammarRefused):
-            return client, Refuse(request_id, *REFUSED, str(outcome))
+            code = BUSY if isinstance(outcome, GrammarBusy) else REFUSED
+            return client, Refuse(request_id, *code, str(outcome))
         self._constrained[key] = _Constrained(source, outcome)
         return client, Release(request_id)
 
@@ -237,7 +256,7 @@ def _is_late(since: float, ready_at: float | None, now: float) -> bool:
     """Time in which nothing could be compiled does not count."""
     if ready_at is None:
         return now > since + START_SECONDS
-    return now > max(since, ready_at) + COMPILE_SECONDS
+    return now > max(since, ready_at) + WAIT_SECONDS
 
 
 def source_of(wanted: StructuredOutputs) -> Source:

@@ -13,7 +13,6 @@ import openai
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.server import ServerState
 
 from quire.launch.answers import Piece
 from quire.launch.http.app import make_app
@@ -85,7 +84,7 @@ class TestTokens:
             ("/detokenize", {"tokens": "x"}, "tokens"),
             ("/detokenize", {"tokens": [420]}, "tokens"),
             ("/detokenize", {"tokens": [-1]}, "tokens"),
-            ("/detokenize", {"tokens": [1] * (2**20 + 1)}, "tokens"),
+            ("/detokenize", {"tokens": [1] * (2**19 + 1)}, "tokens"),
         ],
         ids=lambda value: repr(value)[:30],
     )
@@ -268,26 +267,6 @@ class TestOverSockets:
         body = {"prompt": "x", "user": "y" * 2_000_000}
         with httpx.Client(base_url=served) as client:
             assert [client.post("/v1/completions", json=body).status_code for _ in range(2)] == [200, 200]
-
-    def test_a_head_that_does_not_come_in_time(
-        self, app: Starlette, finish: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("quire.launch.http.socket_protocol.HEAD_TIMEOUT_S", 0.01)
-        config = uvicorn.Config(app, http=BoundedHttpProtocol, log_level="error", lifespan="off", ws="none")
-
-        async def scenario() -> None:
-            config.load()
-            state = ServerState()
-            loop = asyncio.get_running_loop()
-            server = await loop.create_server(lambda: BoundedHttpProtocol(config, state, {}), "127.0.0.1", 0)
-            async with server:
-                reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-                writer.write(b"GET /health HTTP/1.1\r\nx:")
-                assert await reader.read() == b""
-                writer.close()
-                await writer.wait_closed()
-
-        finish(scenario())
 
     def test_many_at_once(self, served: str, engine: Any) -> None:
         async def all_of_them() -> list[httpx.Response]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import zmq
+from curve_files import make_keys
 from kv_event_ends import Engine, Subscriber, keys_of
 
 from quire.protocol.errors import ConfigError
@@ -158,14 +159,15 @@ def test_those_who_do_not_read_do_not_stop_anything(
 
 
 def test_endpoints_are_checked_and_bound(context: "zmq.Context[Any]", engine: Engine, tmp_path: Path) -> None:
+    keys = str(make_keys(tmp_path / "keys"))
     with pytest.raises(ConfigError, match="must be ipc"):
-        KVEventPublisher(context, "tcp://*:5557", "", 1)
+        KVEventPublisher(context, "tcp://*:5557", "", 1, curve_dir=keys)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         for endpoint, replay in ((taken, ""), (f"ipc://{tmp_path}/other", taken)):
             with pytest.raises(ConfigError, match=f"cannot be published at {taken}: Address already in use"):
-                KVEventPublisher(context, endpoint, replay, 1)
+                KVEventPublisher(context, endpoint, replay, 1, curve_dir=keys)
 
 
 def test_without_a_replay_endpoint_there_is_nothing_to_answer(context: "zmq.Context[Any]", tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoint folders that load, and those that must not: each refusal is one line that names the file."""
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -236,7 +237,8 @@ def test_index_that_names_a_tensor_its_shard_does_not_hold(sharded: Path) -> Non
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
 def test_bad_index(sharded: Path, content: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
-    assert "model.safetensors.index.json: has no readable weight_map" in _refused(sharded)
+    told = _refused(sharded)
+    assert re.search(r"index\.json: (has no readable weight_map|cannot be read as JSON|must hold a JSON object)", told)
 
 
 @pytest.mark.parametrize("shard", ["../other.safetensors", "weights.bin"])

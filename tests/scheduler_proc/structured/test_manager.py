@@ -19,9 +19,8 @@ from quire.scheduler_proc.request import Request, RequestStatus, Tokens
 from quire.scheduler_proc.step import Share
 from quire.scheduler_proc.structured.backend import GrammarRefused
 from quire.scheduler_proc.structured.cache import GrammarCache
-from quire.scheduler_proc.structured.guard import COMPILE_SECONDS
 from quire.scheduler_proc.structured.make import backend_maker
-from quire.scheduler_proc.structured.manager import START_SECONDS, GrammarManager
+from quire.scheduler_proc.structured.manager import START_SECONDS, WAIT_SECONDS, GrammarManager
 
 PROMPT = [3, 4, 5]
 
@@ -38,7 +37,7 @@ class Gate:
     def start(self) -> None:
         self.starts.wait()
 
-    def check(self, wanted: StructuredOutputs) -> None:
+    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
         self.waiting.acquire()
         self.checked.append(wanted)
 
@@ -135,7 +134,7 @@ class TestCompiling:
         case.manager.begin(0, arrival("1", regex="a"))
         while case.manager._pool.ready_at is None:
             os.sched_yield()
-        case.now = COMPILE_SECONDS
+        case.now = WAIT_SECONDS
         assert case.manager.poll() == []
         case.now += 0.01
         ((_, refuse),) = case.manager.poll()
@@ -152,7 +151,7 @@ class TestCompiling:
         case.gate.starts.set()
         while case.manager._pool.ready_at is None:
             os.sched_yield()
-        case.now += COMPILE_SECONDS
+        case.now += WAIT_SECONDS
         assert case.manager.poll() == []
         case.gate.waiting.release()
         assert case.told() == [(0, Release("1"))]

@@ -1,6 +1,7 @@
 """Hostile constraints: each is refused with one clear line, or works, in the time that a request waits at most."""
 
 import json
+import os
 import select
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from quire.protocol.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutpu
 from quire.scheduler_proc.structured.backend import MAX_REASON, GrammarRefused
 from quire.scheduler_proc.structured.compile_pool import CompilePool
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, Guard
+
+GUARD = "quire.scheduler_proc.structured.guard"
 
 
 def chain(length: int, link: str) -> dict[str, Any]:
@@ -135,7 +138,7 @@ def pool() -> Iterator[CompilePool]:
 def outcome(pool: CompilePool, wanted: StructuredOutputs) -> tuple[str, float]:
     """(why it was refused, or nothing; seconds)."""
     began = time.perf_counter()
-    pool.submit(("", ""), wanted)
+    assert pool.submit(("", ""), wanted, owner=0)
     while not (taken := pool.take()):
         select.select([pool], [], [])
     return str(taken[0][1]) if isinstance(taken[0][1], GrammarRefused) else "", time.perf_counter() - began
@@ -145,7 +148,7 @@ def outcome(pool: CompilePool, wanted: StructuredOutputs) -> tuple[str, float]:
 def test_refused_with_one_clear_line(case: str, pool: CompilePool) -> None:
     fields, why = REFUSED[case]
     reason, seconds = outcome(pool, StructuredOutputs(**fields))
-    assert reason and seconds < COMPILE_SECONDS
+    assert reason and seconds < 5 * COMPILE_SECONDS
     print(f"{seconds * 1000:.0f} ms: {reason}")
     with pytest.raises(GrammarRefused, match=why):
         raise GrammarRefused(reason)
@@ -157,13 +160,13 @@ def test_refused_with_one_clear_line(case: str, pool: CompilePool) -> None:
 def test_large_but_working(case: str, pool: CompilePool) -> None:
     reason, seconds = outcome(pool, StructuredOutputs(**WORKING[case]))
     print(f"{seconds * 1000:.0f} ms")
-    assert not reason and seconds < COMPILE_SECONDS
+    assert not reason and seconds < 5 * COMPILE_SECONDS
 
 
 def test_what_takes_for_ever_ends_in_time_and_the_next_one_works(pool: CompilePool) -> None:
     hanging = {"allOf": [{"type": "string", "pattern": f"a{i}[a-z]*"} for i in range(30)]}
     reason, seconds = outcome(pool, StructuredOutputs(json=hanging))
-    assert reason == "structured_outputs took longer than 2 s to compile" and seconds < COMPILE_SECONDS + 3
+    assert reason == "structured_outputs took longer than 1 s to compile" and seconds < 5 * COMPILE_SECONDS
     assert outcome(pool, StructuredOutputs(regex="next"))[0] == ""
 
 
@@ -174,23 +177,24 @@ def test_chains_through_deep_schemas_are_refused(pool: CompilePool) -> None:
     assert reason == "the JSON schema cannot be used: it is too complex"
 
 
-def test_a_guard_that_died_is_started_again() -> None:
+@pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
+def test_a_guard_that_died_is_started_again(generation: int) -> None:
     guard = Guard(demo_config())
-    guard.check(StructuredOutputs(regex="a"))
-    (process,) = engine_processes("quire.scheduler_proc.structured.guard")[-1:]
-    process.kill()
-    process.wait()
-    with pytest.raises(GrammarRefused, match="compiling them failed"):
-        guard.check(StructuredOutputs(regex="a"))
-    guard.check(StructuredOutputs(regex="a"))
+    others = set(engine_processes(GUARD))
+    for _ in range(3):
+        guard.check(StructuredOutputs(regex="a"), 1.0)
+        (helper,) = (process for process in set(engine_processes(GUARD)) - others if process.ppid() == os.getpid())
+        [helper, *helper.children()][generation].kill()
+    guard.check(StructuredOutputs(regex="a"), 1.0)
     guard.close()
+    assert not helper.is_running()
 
 
 def test_without_a_tokenizer_everything_is_refused(tmp_path: Path) -> None:
     guard = Guard(msgspec.structs.replace(demo_config(), model_path=str(tmp_path)))
     for _ in range(2):
         with pytest.raises(GrammarRefused, match="this model has no tokenizer"):
-            guard.check(StructuredOutputs(regex="a"))
+            guard.check(StructuredOutputs(regex="a"), 1.0)
 
 
 def test_more_than_half_a_mebibyte_is_refused_before_it_travels() -> None:

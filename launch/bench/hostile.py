@@ -1,0 +1,230 @@
+"""``quire bench hostile``: what do honest clients lose when a hostile one comes? Counted in steps, blocks and bytes."""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quire.launch.bench.hostile_attacks import ATTACKS, VOCABULARY
+from quire.launch.bench.own_server import Target, serving
+from quire.launch.bench.raw_http import connected
+from quire.launch.bench.report import Report, Table, rounded, spell
+from quire.launch.bench.trace_share import RequestShare, count_shares
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.trace.reader import TraceReader
+
+CALM = "calm"
+HONEST_KEY, HOSTILE_KEY = "honest", "hostile"
+OUTPUT_LEN = 24
+NUM_PREFIXES = 4
+PREFIX_LEN = 64
+HEAD_START_S = 1.5
+"""The attack has taken what it can get when the honest clients come."""
+LOOK_EVERY_S = 0.25
+MIB = 2**20
+MOST = 0.1
+"""A share that differs by no more from the calm one is as without the hostile client."""
+
+JUDGED = ("steps", "block_steps", "front_end_mib")
+FIGURES = ("steps", "waited", "block_steps", "cached_tokens")
+
+
+@dataclass(slots=True)
+class Round:
+    """One run of the honest clients.
+
+    Attributes:
+        texts: of their requests, in order; "": it failed, as ``faults`` says.
+        lines_lost: of the trace, for which the disk was too slow: what was counted is too little then.
+    """
+
+    texts: list[str]
+    ids: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    hostile: Counter[str] = field(default_factory=Counter)
+    front_end_mib: float = 0.0
+    lines_lost: int = 0
+    shares: list[RequestShare] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        """Means per request of what the trace counts; of those that came to their end."""
+        ended = [share for share in self.shares if share.took is not None]
+        if not ended:
+            return {}
+        return {
+            "steps": statistics.fmean(share.took or 0 for share in ended),
+            "waited": statistics.fmean(share.waited or 0 for share in ended),
+            "block_steps": statistics.fmean(share.block_steps for share in ended),
+            "cached_tokens": statistics.fmean(share.cached_tokens for share in ended),
+            "preempted": statistics.fmean(share.preempted for share in ended),
+        }
+
+
+def run(args: argparse.Namespace) -> None:
+    """Exit status 1 when an honest request failed or got another text. Raises ConfigError, EngineError."""
+    if args.url is not None:
+        raise ConfigError("this reads the server's trace: it needs one of its own, without --url")
+    if args.num_requests < 1 or args.concurrency < 1:
+        raise ConfigError("--num-requests and --concurrency must be at least 1")
+    attacks = args.attacks.split(",") if args.attacks else list(ATTACKS)
+    for name in attacks:
+        if name not in ATTACKS:
+            raise ConfigError(f"--attacks {name}: there are {', '.join(ATTACKS)}")
+    rounds: dict[str, Round] = {}
+    for name in (CALM, *attacks):
+        rounds[name] = one_round(name, args)
+        figures = ", ".join(f"{key} {spell(value)}" for key, value in rounds[name].figures().items())
+        print(f"round {name}: {figures}", file=sys.stderr, flush=True)
+    settings = {name: vars(args)[name] for name in ("num_requests", "concurrency", "seed", "serve_args")}
+    report = make_report(settings, rounds)
+    report.publish(args.json)
+    if any(found["faults"] or found["texts_changed"] for found in report.results["rounds"].values()):
+        sys.exit(1)
+
+
+def one_round(name: str, args: argparse.Namespace) -> Round:
+    """A server, the attack of that name if it is one, and the honest clients; then the server's trace is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.jsonl"
+        flags = ["--trace", str(trace), "--api-key", HONEST_KEY, HOSTILE_KEY, "--shutdown-timeout", "1"]
+        with serving(None, HONEST_KEY, flags, args.serve_args) as target:
+            made = asyncio.run(_load(target, name, args))
+            made.lines_lost = int(target.metrics()["num_trace_lines_lost_total"])
+        shares = count_shares(TraceReader(trace, lenient=True), frozenset(made.ids))
+        made.shares = list(shares.values())
+        return made
+
+
+async def _load(target: Target, name: str, args: argparse.Namespace) -> Round:
+    made = Round([""] * args.num_requests)
+    attack = ATTACKS.get(name)
+    others: list[asyncio.Task[None]] = [asyncio.create_task(_watch(target, made))]
+    if attack is not None:
+        hostile = replace(target, api_key=HOSTILE_KEY)
+        others.append(asyncio.create_task(attack(hostile, random.Random(args.seed), made.hostile)))
+        await asyncio.sleep(HEAD_START_S)
+    try:
+        await _honest(target, args, made)
+    finally:
+        for task in others:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*others, return_exceptions=True)
+    return made
+
+
+async def _watch(target: Target, made: Round) -> None:
+    """The most that the front ends held, together."""
+    while True:
+        held = await asyncio.to_thread(target.holdings)
+        now = sum(one.rss for name, one in held.items() if name.startswith("http")) / MIB
+        made.front_end_mib = max(made.front_end_mib, now)
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _honest(target: Target, args: argparse.Namespace, made: Round) -> None:
+    """A closed loop of a fixed load: who comes next does not depend on how fast it goes."""
+    waiting = iter(enumerate(honest_bodies(args.num_requests, args.seed)))
+
+    async def one_client() -> None:
+        async with connected(target.address) as connection:
+            for index, body in waiting:
+                try:
+                    status, answer = await connection.ask(target.post("/v1/completions", body))
+                except (OSError, EOFError, TimeoutError) as error:
+                    connection.cut()
+                    made.faults[type(error).__name__] += 1
+                    continue
+                if status != 200:
+                    made.faults[f"status {status}"] += 1
+                    continue
+                told = json.loads(answer)
+                made.ids.append(told["id"])
+                made.texts[index] = told["choices"][0]["text"]
+
+    await asyncio.gather(*(one_client() for _ in range(args.concurrency)))
+
+
+def honest_bodies(count: int, seed: int) -> list[bytes]:
+    """Short prompts behind one of a few beginnings, greedy, each to the same length."""
+    draw = random.Random(seed + 1)
+    prefixes = [draw.choices(VOCABULARY, k=PREFIX_LEN) for _ in range(NUM_PREFIXES)]
+    return [
+        json.dumps(
+            {
+                "prompt": [*prefixes[i % NUM_PREFIXES], *draw.choices(VOCABULARY, k=draw.randint(4, 40))],
+                "max_tokens": OUTPUT_LEN,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+        ).encode()
+        for i in range(count)
+    ]
+
+
+def make_report(settings: dict[str, Any], rounds: Mapping[str, Round]) -> Report:
+    """``rounds``: the calm one and those with an attack."""
+    calm = rounds[CALM]
+    report = Report("hostile", settings)
+    results: dict[str, Any] = {}
+    rows: list[tuple[str, Sequence[float | str | None]]] = []
+    for name, made in rounds.items():
+        found = made.figures()
+        ratios = {key: _ratio(found.get(key), calm.figures().get(key)) for key in FIGURES}
+        ratios["front_end_mib"] = _ratio(made.front_end_mib, calm.front_end_mib)
+        changed = sum(bool(text) and text != was for text, was in zip(made.texts, calm.texts, strict=True))
+        results[name] = {
+            **found,
+            "front_end_mib": made.front_end_mib,
+            "ratios": ratios,
+            "faults": dict(made.faults),
+            "texts_changed": changed,
+            "hostile": dict(made.hostile),
+        }
+        row = [*(found.get(key) for key in (*FIGURES, "preempted")), made.front_end_mib, sum(made.faults.values())]
+        rows.append((name, [*row, ratios["steps"], ratios["block_steps"]]))
+        beyond = [key for key in JUDGED if _is_beyond(ratios[key])]
+        if beyond:
+            report.notes.append(f"{name}: not as without it: {', '.join(f'{k} x {spell(ratios[k])}' for k in beyond)}")
+        report.notes += [f"{name}: honest requests failed: {count} x {what}" for what, count in made.faults.items()]
+        if made.lines_lost:
+            report.notes.append(f"{name}: {made.lines_lost} lines of the trace are lost: its figures are too low")
+        if changed:
+            report.notes.append(f"{name}: {changed} honest answers have another text")
+    report.results["rounds"] = rounded(results, 3)
+    columns = (
+        "steps",
+        "waited",
+        "block steps",
+        "cached",
+        "preempted",
+        "front end MiB",
+        "failed",
+        "steps x",
+        "blocks x",
+    )
+    report.tables.append(Table("honest requests, mean", columns, rows))
+    told = [
+        (name, [", ".join(f"{count} x {what}" for what, count in made.hostile.items())])
+        for name, made in rounds.items()
+    ]
+    report.tables.append(Table("the hostile client was told", ("",), told))
+    return report
+
+
+def _ratio(found: float | None, calm: float | None) -> float | None:
+    return found / calm if found is not None and calm else None
+
+
+def _is_beyond(ratio: float | None) -> bool:
+    """Worse than calm by more than ``MOST``, or not known. Better is no harm."""
+    return ratio is None or ratio > 1 + MOST

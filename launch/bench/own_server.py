@@ -1,0 +1,178 @@
+"""A `quire serve` of the benchmark's own, or one that runs already; what its processes hold, as the system says."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import psutil
+
+from quire.launch.bench.http_client import parse_metrics
+from quire.protocol.errors import ConfigError, EngineError
+
+T = TypeVar("T")
+
+SETTLE_S = 20.0
+STOP_S = 60.0
+GAUGES = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_usable_blocks")
+
+
+class Holdings(NamedTuple):
+    """What one process held at a moment: bytes resident, bytes with shared pages divided, open descriptors, threads."""
+
+    rss: int
+    pss: int
+    num_fds: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server. ``root``: the process id of its supervisor; None where it is not ours to look into."""
+
+    url: str
+    api_key: str
+    root: int | None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return parts.hostname or "127.0.0.1", parts.port or 80
+
+    def post(self, path: str, body: bytes, *, close: bool = False) -> bytes:
+        """A whole request, ready to be sent."""
+        key = f"authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        last = "connection: close\r\n" if close else ""
+        return f"POST {path} HTTP/1.1\r\nhost: bench\r\n{key}{last}content-length: {len(body)}\r\n\r\n".encode() + body
+
+    def metrics(self) -> dict[str, float]:
+        """/metrics without labels. Raises EngineError: the server does not answer."""
+        try:
+            with urlopen(f"{self.url}/metrics", timeout=30) as response:
+                return parse_metrics(response.read().decode())
+        except (URLError, OSError) as error:
+            raise EngineError(f"the server's /metrics does not answer: {error}") from None
+
+    def settled(self) -> dict[str, int]:
+        """The gauges once nothing runs and all blocks are back, or as they are after SETTLE_S."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            found = self.metrics()
+            gauges = {name: int(found[name]) for name in GAUGES if name in found}
+            if is_clean(gauges) or time.monotonic() > deadline:
+                return gauges
+            time.sleep(0.1)
+
+    def holdings(self) -> dict[str, Holdings]:
+        """What each process of the server holds, by its part in it; several of a kind are numbered."""
+        found: dict[str, Holdings] = {}
+        for name, held in self._of_each(_look):
+            numbered = (f"{name} {i}" for i in range(2, 10_000))
+            found[next(key for key in (name, *numbered) if key not in found)] = held
+        return found
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Processor time of each part of the server so far."""
+        found: dict[str, float] = {}
+        for name, times in self._of_each(psutil.Process.cpu_times):
+            found[name] = found.get(name, 0.0) + times.user + times.system
+        return found
+
+    def _of_each(self, look: Callable[[psutil.Process], T]) -> Iterator[tuple[str, T]]:
+        """What is seen of each process of a server of our own."""
+        if self.root is None:
+            return
+        root = psutil.Process(self.root)
+        for process in [root, *root.children(recursive=True)]:
+            try:
+                yield _role(process), look(process)
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue  # ended between the list and the look
+
+
+def is_clean(gauges: dict[str, int]) -> bool:
+    """Nothing runs or waits, and all blocks are free."""
+    if len(gauges) < len(GAUGES):
+        return False
+    running, waiting, free, usable = (gauges[name] for name in GAUGES)
+    return not running and not waiting and free == usable
+
+
+def busy_shares(before: dict[str, float], after: dict[str, float], wall: float) -> dict[str, float]:
+    """Cores that each part kept busy between two ``cpu_seconds``, ``wall`` seconds apart."""
+    return {name: (seconds - before.get(name, 0.0)) / wall for name, seconds in after.items()}
+
+
+@contextmanager
+def serving(url: str | None, api_key: str | None, flags: Sequence[str], more: str | None) -> Iterator[Target]:
+    """The server at ``url``, or one of our own of the demo model that ends with the block.
+
+    Args:
+        flags: of our own server; ``more`` are the user's, as one string: later ones win.
+
+    Raises:
+        ConfigError: flags are given for a server that is not ours.
+        EngineError: our own does not start; with its last words.
+    """
+    if url is not None:
+        if more:
+            raise ConfigError("--serve-args are for a server of the benchmark's own: leave --url out")
+        yield Target(url.rstrip("/"), api_key or "", None)
+        return
+    command = [sys.executable, "-P", "-m", "quire.launch.cli", "serve", "--port", "0", *flags, *shlex.split(more or "")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        yield Target(_await_ready(process), api_key or "", process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stderr.close()
+
+
+def _await_ready(process: "subprocess.Popen[str]") -> str:
+    assert process.stderr is not None
+    said: list[str] = []
+    for line in process.stderr:
+        said.append(line)
+        found = re.search(r"(http://\S+) \(ready", line)
+        if found:
+            # Nobody may leave a pipe unread: a full one would stop who writes to it.
+            threading.Thread(target=_drain, args=(process,), daemon=True).start()
+            return found[1]
+    raise EngineError(f"the server did not start: {''.join(said[-3:]).strip()}")
+
+
+def _drain(process: "subprocess.Popen[str]") -> None:
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+    except ValueError:
+        return  # closed: the server has ended
+
+
+def _role(process: psutil.Process) -> str:
+    """The module that the process runs, in short: cli, scheduler_proc, worker_proc, http."""
+    words = process.cmdline()
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else process.name()
+    return module.rpartition(".")[2]
+
+
+def _look(process: psutil.Process) -> Holdings:
+    memory = process.memory_full_info()
+    return Holdings(memory.rss, memory.pss, process.num_fds(), process.num_threads())

@@ -1,0 +1,182 @@
+"""``quire bench soak``: very many short requests of all kinds. Does any process grow, and is everything given back?"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from quire.launch.bench.own_server import Holdings, Target, busy_shares, is_clean, serving
+from quire.launch.bench.raw_http import Connection, connected
+from quire.launch.bench.report import Report, Table, rounded
+from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
+from quire.protocol.errors import ConfigError
+
+MIB = 2**20
+FLAGS = ("--num-gpu-blocks-override", "4096")
+"""Of a server of its own: a pool that the prefix cache fills in the warm-up, and not in the whole run."""
+PER = 10_000
+"""Growth is told per so many requests."""
+MOST_MIB = 1.0
+"""Growth per ``PER`` requests that counts as none."""
+
+
+class Sample(NamedTuple):
+    """``num_requests``: that had ended when each process was looked at."""
+
+    num_requests: int
+    held: dict[str, Holdings]
+
+
+class Outcome(NamedTuple):
+    """How often each kind ended how. ``faults``: kind and what came instead of the right answer."""
+
+    kinds: Counter[str]
+    faults: Counter[str]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Exit status 1: a wrong answer, growth, or something left behind. Raises ConfigError, EngineError."""
+    if not 0 <= args.warm_up < args.num_requests or args.concurrency < 1 or args.samples < 3:
+        raise ConfigError("--warm-up must be below --num-requests, --concurrency at least 1, --samples at least 3")
+    with serving(args.url, args.api_key, FLAGS, args.serve_args) as target:
+        report = asyncio.run(measure(target, args))
+    report.publish(args.json)
+    if report.results["faults"] or report.results["grew"] or not is_clean(report.results["after"]):
+        sys.exit(1)
+
+
+async def measure(target: Target, args: argparse.Namespace) -> Report:
+    """Put the load on ``target``, and look at its processes meanwhile."""
+    before = target.settled()
+    samples: list[Sample] = [Sample(0, target.holdings())]
+    outcome = Outcome(Counter(), Counter())
+    begun, cpu, spent = time.perf_counter(), time.process_time(), target.cpu_seconds()
+    with tqdm(total=args.num_requests, desc="Requests", file=sys.stderr) as bar:
+        await _load(target, args, samples, outcome, bar)
+    wall = time.perf_counter() - begun
+    shares = {"client": (time.process_time() - cpu) / wall} | busy_shares(spent, target.cpu_seconds(), wall)
+    after = await asyncio.to_thread(target.settled)
+    samples.append(Sample(args.num_requests, target.holdings()))
+    settings = {name: vars(args)[name] for name in ("num_requests", "concurrency", "warm_up", "seed", "serve_args")}
+    report = make_report(settings, samples, outcome, args.warm_up)
+    report.results |= {"before": before, "after": after}
+    rate = args.num_requests / wall
+    report.results |= rounded({"wall_s": wall, "requests_per_s": rate, "cpu_shares": shares}, 3)
+    report.tables.append(Table("processor", ("cores",), [(name, [share]) for name, share in shares.items()]))
+    report.notes.append(f"{rate:.0f} requests/s")
+    if not is_clean(after):
+        report.notes.append(f"left behind: {after}")
+    return report
+
+
+async def _load(
+    target: Target, args: argparse.Namespace, samples: list[Sample], outcome: Outcome, bar: "tqdm[Any]"
+) -> None:
+    draw = random.Random(args.seed)
+    requests = (draw_request(draw) for _ in range(args.num_requests))
+    every = max(1, args.num_requests // args.samples)
+
+    async def one_client() -> None:
+        async with connected(target.address) as connection:
+            for request in requests:
+                outcome.kinds[request.kind] += 1
+                fault = await ask(target, connection, request, draw.random())
+                if fault:
+                    outcome.faults[f"{request.kind}: {fault}"] += 1
+                bar.update()
+                if bar.n % every == 0:
+                    samples.append(Sample(int(bar.n), target.holdings()))
+
+    await asyncio.gather(*(one_client() for _ in range(args.concurrency)))
+
+
+async def ask(target: Target, connection: Connection, request: SoakRequest, chance: float) -> str:
+    """Send it and judge the answer; what is wrong with it, or nothing. ``chance``: 0 to 1, when to leave."""
+    raw = target.post(request.path, request.body)
+    try:
+        if request.leaves:
+            await _leave(target, raw, request.leaves, chance)
+            return ""
+        status, body = await connection.ask(raw)
+    except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError) as error:
+        connection.cut()
+        return type(error).__name__
+    if status not in request.statuses:
+        return f"status {status}"
+    if request.streamed and not body.endswith(b"data: [DONE]\n\n"):
+        return "no end of the stream"
+    return ""
+
+
+async def _leave(target: Target, raw: bytes, where: str, chance: float) -> None:
+    """On a connection of its own: send all or a part, perhaps read a little, and go."""
+    async with connected(target.address) as connection:
+        if where == LEAVES[0]:
+            await connection.send(raw[: -max(1, int(chance * 50))])
+            return
+        reader = await connection.send(raw)
+        if where == LEAVES[1]:
+            await asyncio.sleep(0.02 * chance)
+            return
+        for _ in range(1 + int(8 * chance)):
+            if not await reader.read(4096):
+                return
+
+
+def make_report(settings: dict[str, Any], samples: Sequence[Sample], outcome: Outcome, warm_up: int) -> Report:
+    """``samples``: in order; the last one is of the settled server."""
+    rows = []
+    growth: dict[str, dict[str, float]] = {}
+    for name, points in _by_process(samples):
+        late = [(at, held) for at, held in points if at >= warm_up]
+        if len(late) < 2:
+            continue
+        first, last = points[0][1], points[-1][1]
+        growth[name] = {
+            "rss_mib": last.rss / MIB,
+            "rss_mib_per_10k": PER * slope([(at, held.rss / MIB) for at, held in late]),
+            "pss_mib_per_10k": PER * slope([(at, held.pss / MIB) for at, held in late]),
+            "fds_first": max(first.num_fds, late[0][1].num_fds),
+            "fds_most": max(held.num_fds for _, held in points),
+            "fds_last": last.num_fds,
+            "threads_last": last.num_threads,
+        }
+        rows.append((name, list(growth[name].values())))
+    grew = [
+        name
+        for name, found in growth.items()
+        if min(found["rss_mib_per_10k"], found["pss_mib_per_10k"]) >= MOST_MIB or found["fds_last"] > found["fds_first"]
+    ]
+    curves = {
+        name: [[at, round(held.rss / MIB, 1), round(held.pss / MIB, 1), held.num_fds] for at, held in points]
+        for name, points in _by_process(samples)
+    }
+    report = Report("soak", settings, rounded({"growth": growth}, 3))
+    report.results |= {"grew": grew, "kinds": dict(outcome.kinds), "faults": dict(outcome.faults), "curves": curves}
+    columns = ("RSS, MiB", "RSS per 10,000", "PSS per 10,000", "fds first", "most", "last", "threads")
+    report.tables.append(Table("process", columns, rows))
+    report.tables.append(Table("requests", ("",), [(kind, [count]) for kind, count in sorted(outcome.kinds.items())]))
+    report.notes += [f"wrong: {count} x {fault}" for fault, count in outcome.faults.items()]
+    report.notes += [f"grew: {name}" for name in grew]
+    return report
+
+
+def _by_process(samples: Sequence[Sample]) -> Iterator[tuple[str, list[tuple[int, Holdings]]]]:
+    """Of each process that was there at the start, (requests so far, what it held)."""
+    for name in samples[0].held:
+        yield name, [(sample.num_requests, sample.held[name]) for sample in samples if name in sample.held]
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """By least squares; 0 where all x are the same."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    if len(set(xs)) < 2:
+        return 0.0
+    return float(statistics.linear_regression(xs, ys).slope)

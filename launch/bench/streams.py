@@ -1,0 +1,168 @@
+"""``quire bench streams``: very many streams at once, and long prompts arrive meanwhile. Is one lost, do they flow?"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quire.launch.bench.own_server import Target, busy_shares, is_clean, serving
+from quire.launch.bench.raw_streams import RawStream, StreamedAnswer, drive, read_answer
+from quire.launch.bench.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.protocol.errors import ConfigError
+
+VOCABULARY = range(3, 1000)
+"""Token ids that the demo model has; every real model has them too."""
+NUM_PROMPTS = 32
+PROMPT_LEN = 12
+RAMP_S = 2.0
+TIMEOUT_S = 300.0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Exit status 1 when a stream was lost. Raises ConfigError: a flag; EngineError: no server."""
+    for name in ("num_streams", "output_len"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    if args.side_len < 0 or args.side_interval <= 0:
+        raise ConfigError("--side-len must be at least 0 and --side-interval above 0")
+    # A chunk of a long prompt must not take much longer than the step of all streams beside it.
+    flags = ["--max-num-seqs", str(args.num_streams + 8), "--max-prefill-share", "0.125"]
+    with serving(args.url, args.api_key, flags, args.serve_args) as target:
+        report = measure(target, args)
+    report.publish(args.json)
+    if report.results["lost"] or report.results["side_lost"]:
+        sys.exit(1)
+
+
+def measure(target: Target, args: argparse.Namespace) -> Report:
+    """Drive ``target`` with the load that ``args`` ask for."""
+    draw = random.Random(args.seed)
+    prompts = [draw.choices(VOCABULARY, k=PROMPT_LEN) for _ in range(NUM_PROMPTS)]
+    ours = [
+        RawStream(_request(target, prompts[i % NUM_PROMPTS], args.output_len), RAMP_S * i / args.num_streams)
+        for i in range(args.num_streams)
+    ]
+    before = target.cpu_seconds()
+    cpu, begun = time.process_time(), time.perf_counter()
+    side = _side_load(target, args, draw)
+    drive(target.address, [*ours, *side], TIMEOUT_S)
+    wall = time.perf_counter() - begun
+    shares = {"client": (time.process_time() - cpu) / wall} | busy_shares(before, target.cpu_seconds(), wall)
+    answers = [read_answer(stream) for stream in ours]
+    # Side requests that were not begun when the last stream ended count for nothing.
+    report = make_report(
+        _settings(args), answers, [read_answer(stream) for stream in side if stream.sent], args.output_len
+    )
+    report.results |= rounded({"wall_s": wall, "cpu_shares": shares, "after": target.settled()}, 3)
+    report.tables.append(Table("processor", ("cores",), [(name, [share]) for name, share in shares.items()]))
+    if not is_clean(report.results["after"]):
+        report.notes.append("something was left behind in the engine, or another client is at work")
+    return report
+
+
+def _request(target: Target, prompt: Sequence[int], output_len: int) -> bytes:
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return target.post("/v1/completions", json.dumps(body).encode(), close=True)
+
+
+def _side_load(target: Target, args: argparse.Namespace, draw: random.Random) -> list[RawStream]:
+    """Prompts that nobody has seen, one after the other, while the streams run: each is prefill and one token."""
+    if not args.side_len:
+        return []
+    return [
+        RawStream(_request(target, draw.choices(VOCABULARY, k=args.side_len), 1), i * args.side_interval, True)
+        for i in range(math.ceil(TIMEOUT_S / args.side_interval))
+    ]
+
+
+def make_report(
+    settings: dict[str, Any],
+    answers: Sequence[StreamedAnswer],
+    side: Sequence[StreamedAnswer],
+    output_len: int,
+) -> Report:
+    """``answers``: of the streams, in order; the one of prompt ``i`` stands at each ``i + k * NUM_PROMPTS``."""
+    faults = Counter(fault for answer in answers if (fault := _fault(answer, output_len)))
+    side_faults = Counter(fault for answer in side if (fault := _fault(answer, 1)))
+    gaps = distribution(1000 * gap for answer in answers for gap in answer.gaps)
+    steady = distribution(1000 * gap for gap in _gaps_while_all_run(answers))
+    texts: defaultdict[int, set[str]] = defaultdict(set)
+    for index, answer in enumerate(answers):
+        texts[index % NUM_PROMPTS].add(answer.text)
+    num_deliveries = sum(len(answer.deliveries) for answer in answers)
+    num_tokens = sum(answer.num_output_tokens for answer in answers)
+    results: dict[str, Any] = {
+        "streams": len(answers),
+        "lost": sum(faults.values()),
+        "faults": dict(faults),
+        "side_requests": len(side),
+        "side_lost": sum(side_faults.values()),
+        "side_faults": dict(side_faults),
+        "inter_token_ms": gaps,
+        "steady_inter_token_ms": steady,
+        "p99_over_p50": gaps["p99"] / gaps["p50"] if gaps else None,
+        "steady_p99_over_p50": steady["p99"] / steady["p50"] if steady else None,
+        "tokens_per_delivery": num_tokens / num_deliveries if num_deliveries else None,
+        "output_tokens": num_tokens,
+        "prompts_with_several_texts": sum(len(seen) > 1 for seen in texts.values()),
+    }
+    report = Report("streams", settings, rounded(results, 3))
+    report.tables += _tables(results)
+    report.notes += [f"lost: {count} x {fault}" for fault, count in (faults + side_faults).items()]
+    return report
+
+
+def _gaps_while_all_run(answers: Sequence[StreamedAnswer]) -> Iterator[float]:
+    """Between the last stream's first delivery and the first stream's last one."""
+    timed = [answer for answer in answers if answer.deliveries]
+    begin = max((answer.deliveries[0] for answer in timed), default=0.0)
+    end = min((answer.deliveries[-1] for answer in timed), default=0.0)
+    for answer in timed:
+        for gap, when in zip(answer.gaps, answer.deliveries[1:], strict=True):
+            if begin < when <= end:
+                yield gap
+
+
+def _tables(results: dict[str, Any]) -> list[Table]:
+    latency = [
+        distribution_row("inter-token, ms", results["inter_token_ms"]),
+        distribution_row("while all streams run, ms", results["steady_inter_token_ms"]),
+    ]
+    counted = {
+        "streams": "streams",
+        "lost": "lost",
+        "long prompts meanwhile": "side_requests",
+        "p99 / p50": "p99_over_p50",
+        "p99 / p50 while all streams run": "steady_p99_over_p50",
+        "tokens per delivery": "tokens_per_delivery",
+    }
+    rows = [(words, [results[name]]) for words, name in counted.items()]
+    return [Table("latency", DISTRIBUTION_COLUMNS, latency), Table("streams", ("",), rows)]
+
+
+def _fault(answer: StreamedAnswer, output_len: int) -> str:
+    """Why an answer is not whole; empty: it is."""
+    if answer.error:
+        return answer.error
+    if answer.finish_reason != "length":
+        return f"finish_reason {answer.finish_reason or 'missing'}"
+    if answer.num_output_tokens != output_len:
+        return f"{answer.num_output_tokens} tokens instead of {output_len}"
+    return ""
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("num_streams", "output_len", "side_len", "side_interval", "seed", "serve_args")
+    return {name: vars(args)[name] for name in names}

@@ -1,0 +1,94 @@
+"""What some requests got of the engine, counted in a trace: steps they took, KV blocks they held, what was found."""
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from quire.scheduler_proc.trace.lines import Arrival, PrefixCacheEvent, Result, StepDecision
+from quire.scheduler_proc.trace.reader import TraceLine
+
+
+@dataclass(slots=True)
+class RequestShare:
+    """Of one request. Steps are all of the engine's, whoever runs in them: a clock that no load can slow down.
+
+    Attributes:
+        waited: steps decided from its arrival until it was first let in, that one included.
+        took: from its arrival to its end.
+        block_steps: sum over steps of the blocks that it held.
+        preempted: how often it was put out.
+    """
+
+    arrived_at: int
+    num_prompt_tokens: int
+    waited: int | None = None
+    took: int | None = None
+    block_steps: int = 0
+    cached_tokens: int = 0
+    preempted: int = 0
+
+
+@dataclass(slots=True)
+class _Count:
+    """The run so far. ``held``: blocks by handle, of the requests that are looked at."""
+
+    responses: Collection[str]
+    shares: dict[str, RequestShare] = field(default_factory=dict)
+    handles: dict[int, str] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    step: int = 0
+
+    def arrived(self, line: Arrival) -> None:
+        if re.sub(r"-\d+$", "", line.req_id) in self.responses:
+            self.shares[line.req_id] = RequestShare(self.step, line.num_prompt_tokens)
+
+    def found(self, line: PrefixCacheEvent) -> None:
+        share = self.shares.get(line.req_id)
+        if share is not None and share.waited is None:
+            share.cached_tokens = line.local_hit_tokens
+
+    def decided(self, line: StepDecision) -> None:
+        self.step += 1
+        for handle in line.removed:
+            self.held.pop(handle, None)
+        for row in line.new:
+            share = self.shares.get(row.req_id)
+            self.handles[row.handle] = row.req_id
+            if share is None:
+                self.held.pop(row.handle, None)  # the handle's former owner may have been ours
+                continue
+            self.held[row.handle] = sum(row.num_blocks)
+            if share.waited is None:
+                share.waited = self.step - share.arrived_at
+        for handle in line.appended[::3]:
+            if handle in self.held:
+                self.held[handle] += 1
+        for reason in line.reasons:
+            if reason.what == "preempt" and reason.req_id in self.shares:
+                self.shares[reason.req_id].preempted += 1
+        for handle, count in self.held.items():
+            self.shares[self.handles[handle]].block_steps += count
+
+    def answered(self, line: Result) -> None:
+        for ended in line.ended:
+            share = self.shares.get(self.handles.get(ended.handle, ""))
+            if share is not None:
+                share.took = self.step - share.arrived_at
+
+
+def count_shares(lines: Iterable[TraceLine], responses: Collection[str]) -> dict[str, RequestShare]:
+    """The shares of all sequences of ``responses`` (ids as clients are told them), by the engine's request id."""
+    count = _Count(responses)
+    for told in lines:
+        match told.line:
+            case Arrival() as line:
+                count.arrived(line)
+            case PrefixCacheEvent() as line:
+                count.found(line)
+            case StepDecision() as line:
+                count.decided(line)
+            case Result() as line:
+                count.answered(line)
+            case _:
+                pass
+    return count.shares

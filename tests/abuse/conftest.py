@@ -1,0 +1,25 @@
+"""One server for every test of this folder. Whatever a test did to it, its canary is looked at afterwards."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from abuse import AbusedServer
+
+
+@pytest.fixture(scope="session")
+def abused_server() -> Iterator[AbusedServer]:
+    server = AbusedServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(abused_server: AbusedServer) -> Iterator[AbusedServer]:
+    yield abused_server
+    abused_server.check()
+
+
+@pytest.fixture(params=["once", pytest.param("after each", marks=pytest.mark.slow)])
+def looked_at(request: pytest.FixtureRequest, server: AbusedServer) -> Callable[[], None]:
+    """To be called after each abuse of a family: by default, the canary is asked only after the last of them."""
+    return server.check if request.param == "after each" else lambda: None

@@ -1,0 +1,440 @@
+"""Checkpoints that somebody else made: what is wrong with one is said in a line that names the file, and none is run.
+
+Nothing is started for a checkpoint whose headers or configuration are wrong; a weight that is no number is seen by
+whoever reads it.
+"""
+
+import json
+import math
+import random
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_checkpoints import (
+    CONFIG,
+    INDEX,
+    MUTATIONS,
+    SINGLE,
+    TINY,
+    VOCAB,
+    open_checkpoint,
+    packed,
+    split,
+    write,
+)
+
+from quire.launch.cli import main
+from quire.protocol.child import EX_CONFIG
+from quire.protocol.errors import ConfigError
+
+NORM, Q_PROJ, EMBED = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoint(folder)
+    text = str(caught.value)
+    assert str(folder) in text and text.isprintable() and len(text) < 700
+    return text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "model")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return write(tmp_path / "shards", sharded=True)
+
+
+def test_the_undamaged_ones_open(folder: Path, shards: Path) -> None:
+    open_checkpoint(folder)
+    open_checkpoint(shards)
+
+
+# ---- headers
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object], file: str = SINGLE) -> None:
+    header, data = split(folder / file)
+    change(header)
+    (folder / file).write_bytes(packed(header, data))
+
+
+def moved(header: dict[str, Any], name: str, by: int) -> None:
+    begin, end = header[name]["data_offsets"]
+    header[name]["data_offsets"] = [begin + by, end + by]
+
+
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "overlapping tensors": (lambda h: moved(h, NORM, -8), "its place overlaps another"),
+    "tensors in one place": (
+        lambda h: h[Q_PROJ].update(data_offsets=h["model.layers.1.self_attn.q_proj.weight"]["data_offsets"]),
+        "its place",
+    ),
+    "a gap": (lambda h: moved(h, "lm_head.weight", 8), "does not follow"),
+    "a gap in front": (lambda h: h.pop(EMBED), "does not follow"),
+    "a tensor less": (lambda h: h.pop("lm_head.weight"), "longer than its header says"),
+    "beyond the end": (lambda h: moved(h, "lm_head.weight", 2**40), "does not follow"),
+    "an offset of 2**63": (lambda h: h[NORM].update(data_offsets=[0, 2**63]), "data_offsets"),
+    "a negative offset": (lambda h: h[NORM].update(data_offsets=[-32, 0]), "data_offsets"),
+    "offsets the wrong way round": (lambda h: h[NORM]["data_offsets"].reverse(), "data_offsets"),
+    "three offsets": (lambda h: h[NORM]["data_offsets"].append(0), "data_offsets"),
+    "offsets in floats": (lambda h: h[NORM].update(data_offsets=[0.0, 32.0]), "data_offsets"),
+    "no offsets": (lambda h: h[NORM].pop("data_offsets"), "no dtype, shape and data_offsets"),
+    "a dtype that lies": (lambda h: h[NORM].update(dtype="F16"), "does not have 32 bytes"),
+    "a dtype that lies upwards": (lambda h: h[NORM].update(dtype="F64"), "does not have 32 bytes"),
+    "a dtype of integers": (lambda h: h[NORM].update(dtype="I32"), "has dtype I32"),
+    "an unknown dtype": (lambda h: h[NORM].update(dtype="F33"), "has dtype F33"),
+    "a dtype that is text": (lambda h: h[NORM].update(dtype="x\n\x1b[2J" * 99), "dtype is"),
+    "a dtype that is none": (lambda h: h[NORM].update(dtype=None), "dtype is None"),
+    "a shape that lies": (lambda h: h[NORM].update(shape=[9]), "does not have 32 bytes"),
+    "a shape of the same size": (lambda h: h[Q_PROJ].update(shape=[4, 16]), "but config.json means [8, 8]"),
+    "a transposed shape": (lambda h: h[EMBED].update(shape=[8, VOCAB]), "but config.json means [24, 8]"),
+    "a flat shape": (lambda h: h[Q_PROJ].update(shape=[64]), "but config.json means [8, 8]"),
+    "a negative shape": (lambda h: h[Q_PROJ].update(shape=[-8, -8]), "shape"),
+    "a huge shape": (lambda h: h[NORM].update(shape=[2**62, 4]), "shape"),
+    "a shape that is one when wrapped": (lambda h: h[NORM].update(shape=[2**32, 2**32, 8]), "does not have 32 bytes"),
+    "a shape of many dimensions": (lambda h: h[NORM].update(shape=[8] + [1] * 5000), "shape"),
+    "a shape in floats": (lambda h: h[NORM].update(shape=[8.0]), "shape"),
+    "a shape of booleans": (lambda h: h[NORM].update(shape=[True, 8]), "shape"),
+    "an entry that is a number": (lambda h: h.update({NORM: 7}), "no dtype, shape and data_offsets"),
+    "another name": (lambda h: h.update({"model.norm.weights": h.pop(NORM)}), "model.norm.weight"),
+    "a name with control characters": (lambda h: h.update({"a\x1b[2J\n": h.pop(NORM)}), "that is no name"),
+    "a name without end": (lambda h: h.update({"a" * 10_000: h.pop(NORM)}), "that is no name"),
+    "a layer too many": (
+        lambda h: h.update({Q_PROJ.replace(".0.", ".7."): h.pop(Q_PROJ)}),
+        "has tensors of 3 layers; config.json means 2",
+    ),
+    "metadata that is a list": (lambda h: h.update(__metadata__=[1]), "__metadata__"),
+    "metadata of numbers": (lambda h: h.update(__metadata__={"a": 1}), "__metadata__"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), HEADERS.values(), ids=HEADERS)
+def test_a_header_that_lies(folder: Path, change: Callable[[dict[str, Any]], object], told: str) -> None:
+    edit(folder, change)
+    assert told in refused(folder)
+
+
+RAW: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "truncated"),
+    "seven bytes": (b"\x02" + bytes(6), "truncated"),
+    "a header of 0 bytes": (bytes(8), "cannot be read"),
+    "a header of 2**63 bytes": (struct.pack("<Q", 2**63) + b"{}", "truncated"),
+    "a header of all bytes": (b"\xff" * 8 + b"{}", "truncated"),
+    "a header of 100 MB that is not there": (struct.pack("<Q", 10**8) + b"{}", "truncated"),
+    "an empty header": (packed({}, b""), "layers"),
+    "a list": (packed([], b""), "not a JSON object"),
+    "no JSON": (packed(b"\x80\x04\x95pickle", b""), "cannot be read"),
+    "invalid UTF-8": (packed(b'{"\xff\xfe": 1}', b""), "cannot be read"),
+    "nested without end": (packed(b'{"a":' * 50_000, b""), "cannot be read"),
+    "a number without end": (packed(b'{"a": ' + b"9" * 50_000 + b"}", b""), "cannot be read"),
+    "NaN": (packed(b'{"a": NaN}', b""), "NaN is not a number"),
+    "a name twice": (packed(b'{"a": {"dtype": "F32", "dtype": "F16"}}', b""), "twice"),
+    "a zip, as torch makes them": (b"PK\x03\x04" + bytes(100), "truncated"),
+    "two documents": (packed(b"{}{}", b""), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("content", "told"), RAW.values(), ids=RAW)
+def test_a_file_that_is_something_else(folder: Path, content: bytes, told: str) -> None:
+    (folder / SINGLE).write_bytes(content)
+    assert told in refused(folder)
+
+
+def test_a_header_of_100_mb_that_is_there_is_not_read(folder: Path) -> None:
+    with (folder / SINGLE).open("wb") as file:
+        file.write(struct.pack("<Q", 10**8) + b"{")
+        file.truncate(8 + 10**8)
+    assert "header has 100000000 bytes" in refused(folder)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [EMBED, NORM, Q_PROJ, "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+def test_a_weight_that_is_no_number(folder: Path, name: str, value: float) -> None:
+    header, data = split(folder / SINGLE)
+    at = header[name]["data_offsets"][1] - 4
+    (folder / SINGLE).write_bytes(packed(header, data[:at] + struct.pack("<f", value) + data[at + 4 :]))
+    assert f"{SINGLE}: tensor {name} has values that are not finite" in refused(folder)
+
+
+def test_large_weights_are_no_fault(folder: Path) -> None:
+    """Their sum is not finite, and every one of them is."""
+    header, data = split(folder / SINGLE)
+    begin, end = header[EMBED]["data_offsets"]
+    huge = struct.pack("<f", 3e38) * ((end - begin) // 4)
+    (folder / SINGLE).write_bytes(packed(header, data[:begin] + huge + data[end:]))
+    open_checkpoint(folder)
+
+
+# ---- several files
+
+INDEXES: dict[str, tuple[Any, str]] = {
+    "a shard that is not there": ({"weight_map": {EMBED: "c.safetensors"}}, "shard is missing"),
+    "the folder above": ({"weight_map": {EMBED: "../a.safetensors"}}, "is not the name of a safetensors file"),
+    "a file of the machine": ({"weight_map": {EMBED: "/etc/passwd"}}, "is not the name of a safetensors file"),
+    "a file of another kind": ({"weight_map": {EMBED: "config.json"}}, "is not the name of a safetensors file"),
+    "a pickle": ({"weight_map": {EMBED: "pytorch_model.bin"}}, "is not the name of a safetensors file"),
+    "two dots": ({"weight_map": {EMBED: ".."}}, "is not the name of a safetensors file"),
+    "a NUL": ({"weight_map": {EMBED: "a\x00.safetensors"}}, "is not the name of a safetensors file"),
+    "control characters": ({"weight_map": {EMBED: "\x1b[2J\n.safetensors"}}, "is not the name of a safetensors file"),
+    "a name without end": ({"weight_map": {EMBED: "a" * 5000 + ".safetensors"}}, "is not the name of"),
+    "no name": ({"weight_map": {EMBED: ""}}, "is not the name of a safetensors file"),
+    "a number for a name": ({"weight_map": {EMBED: 7}}, "no readable weight_map"),
+    "an address": ({"weight_map": {EMBED: "http://host/a.safetensors"}}, "is not the name of a safetensors file"),
+    "a list": ([], "must hold a JSON object"),
+    "a list for a map": ({"weight_map": []}, "no readable weight_map"),
+    "nothing": ({}, "no readable weight_map"),
+    "an empty map": ({"weight_map": {}}, "no readable weight_map"),
+    "a tensor that is elsewhere": ({"weight_map": {"lm_head.weight": "a.safetensors"}}, "though"),
+    "a tensor with control characters": ({"weight_map": {"\x1b\n": "a.safetensors"}}, "is missing"),
+    "half of the shards": ({"weight_map": {EMBED: "a.safetensors"}}, "layers"),
+}
+
+
+@pytest.mark.parametrize(("index", "told"), INDEXES.values(), ids=INDEXES)
+def test_an_index_that_leads_elsewhere(shards: Path, index: Any, told: str) -> None:
+    (shards / INDEX).write_text(json.dumps(index))
+    assert told in refused(shards)
+
+
+def test_a_shard_missing_cut_or_doubled(shards: Path) -> None:
+    whole = (shards / "b.safetensors").read_bytes()
+    (shards / "b.safetensors").write_bytes(whole[:-1])
+    assert "b.safetensors: is truncated" in refused(shards)
+    shutil.copy(shards / "a.safetensors", shards / "b.safetensors")
+    assert "b.safetensors: tensor " in refused(shards)
+    (shards / "b.safetensors").unlink()
+    assert "b.safetensors: shard is missing" in refused(shards)
+    (shards / "b.safetensors").mkdir()
+    assert "b.safetensors: shard is missing" in refused(shards)
+
+
+# ---- links
+
+
+@pytest.mark.parametrize(
+    "name", [SINGLE, CONFIG, "tokenizer.json", "generation_config.json", "chat_template.jinja", "x.json"]
+)
+def test_a_link_out_of_the_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    target = outside / name
+    outside.mkdir()
+    if (folder / name).exists():
+        (folder / name).rename(target)
+    else:
+        target.write_text("{}")
+    (folder / name).symlink_to(target)
+    assert f"{name}: is a link to a file outside" in refused(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to(f"../outside/{name}")
+    assert f"{name}: is a link to a file outside" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "target", ["/etc/passwd", "/dev/zero", "/proc/self/mem", "nothing.json", "config.json", "..", "."]
+)
+def test_links_to_things_of_the_machine(folder: Path, target: str) -> None:
+    (folder / CONFIG).unlink()
+    (folder / CONFIG).symlink_to(target)
+    assert CONFIG in refused(folder) or "no config.json" in refused(folder)
+
+
+def test_links_within_the_folder_and_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / SINGLE).rename(folder / "weights")
+    (folder / SINGLE).symlink_to("weights")
+    open_checkpoint(folder)
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
+    write(snapshot)
+    blobs.mkdir()
+    for name in (SINGLE, CONFIG):
+        (snapshot / name).rename(blobs / f"{name}-sum")
+        (snapshot / name).symlink_to(f"../../blobs/{name}-sum")
+    open_checkpoint(snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    open_checkpoint(tmp_path / "link")
+
+
+# ---- code and pickles
+
+
+class Trap:
+    """Would make a file if anybody revived or imported it."""
+
+    def __init__(self, place: Path) -> None:
+        self.file = place / "sprung"
+        self.source = f"open({str(self.file)!r}, 'w')\n"
+        touch = f"cbuiltins\nopen\n(V{self.file}\nVw\ntR.".encode()
+        self.pickle = touch
+
+
+def test_the_code_of_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None:
+    """A checkpoint that a supported architecture reads opens all the same: many of those carry code, too."""
+    trap = Trap(tmp_path)
+    for name in ("modeling_evil.py", "configuration_evil.py", "__init__.py", "tokenization_evil.py", "setup.py"):
+        (folder / name).write_text(trap.source)
+    auto_map = {"AutoConfig": "configuration_evil.C", "AutoModelForCausalLM": "modeling_evil.M"}
+    (folder / CONFIG).write_text(json.dumps(TINY | {"auto_map": auto_map, "trust_remote_code": True}))
+    open_checkpoint(folder)
+    (folder / CONFIG).write_text(json.dumps(TINY | {"auto_map": auto_map, "architectures": ["EvilForCausalLM"]}))
+    assert "the code that auto_map names is never run" in refused(folder)
+    assert not trap.file.exists()
+
+
+@pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "ckpt", "pkl", "pickle"])
+def test_pickled_weights_are_never_opened(folder: Path, tmp_path: Path, suffix: str) -> None:
+    trap = Trap(tmp_path)
+    (folder / SINGLE).unlink()
+    (folder / f"pytorch_model.{suffix}").write_bytes(trap.pickle)
+    assert "has only pickled weights" in refused(folder)
+    (folder / SINGLE).write_bytes(trap.pickle)
+    assert SINGLE in refused(folder)
+    assert not trap.file.exists()
+
+
+# ---- config.json
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "heads of 2**31": ({"num_attention_heads": 2**31}, "num_attention_heads"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads"),
+    "heads that do not divide": ({"num_attention_heads": 3}, "num_attention_heads"),
+    "more KV heads": ({"num_key_value_heads": 4}, "num_key_value_heads"),
+    "negative KV heads": ({"num_key_value_heads": -1}, "num_key_value_heads"),
+    "a vocabulary of 2**31": ({"vocab_size": 2**31}, "vocab_size"),
+    "a negative vocabulary": ({"vocab_size": -1}, "vocab_size"),
+    "another vocabulary": ({"vocab_size": VOCAB + 1}, "but config.json means [25, 8]"),
+    "a smaller vocabulary": ({"vocab_size": VOCAB - 1}, "but config.json means [23, 8]"),
+    "a vocabulary in words": ({"vocab_size": "24"}, "vocab_size"),
+    "a vocabulary that is true": ({"vocab_size": True}, "vocab_size"),
+    "a vocabulary that is NaN": ({"vocab_size": math.nan}, "vocab_size"),
+    "a vocabulary in a float": ({"vocab_size": 24.0}, "vocab_size"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    "layers without end": ({"num_hidden_layers": 2**31}, "num_hidden_layers"),
+    "more layers than weights": ({"num_hidden_layers": 4096}, "has tensors of 2 layers"),
+    "fewer layers than weights": ({"num_hidden_layers": 1}, "has tensors of 2 layers"),
+    "a width of 2**31": ({"hidden_size": 2**31}, "hidden_size"),
+    "another width": ({"hidden_size": 16}, "but config.json means [24, 16]"),
+    "an odd head": ({"head_dim": 3}, "head_dim"),
+    "a huge head": ({"head_dim": 2**31}, "head_dim"),
+    "another inner width": ({"intermediate_size": 13}, "shape"),
+    "a huge inner width": ({"intermediate_size": 2**20}, "shape"),
+    "positions of 2**31": ({"max_position_embeddings": 2**31}, "max_position_embeddings"),
+    "negative positions": ({"max_position_embeddings": -1}, "max_position_embeddings"),
+    "an epsilon of 0": ({"rms_norm_eps": 0}, "rms_norm_eps"),
+    "an epsilon that is NaN": ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+    "an epsilon in words": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+    "an endless theta": ({"rope_theta": math.inf}, "rope_theta"),
+    "a negative theta": ({"rope_theta": -1.0}, "rope_theta"),
+    "an unknown rope": ({"rope_scaling": {"rope_type": "evil"}}, "rope type 'evil'"),
+    "a rope of a list": ({"rope_scaling": [1]}, "rope_scaling"),
+    "a rope without a factor that is one": ({"rope_scaling": {"rope_type": "linear", "factor": math.nan}}, "factor"),
+    "a longrope from one position": (
+        {
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "original_max_position_embeddings": 1,
+                "short_factor": [1.0] * 2,
+                "long_factor": [1.0] * 2,
+            }
+        },
+        "original_max_position_embeddings",
+    ),
+    "endless divisors": (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [math.inf] * 2, "long_factor": [1.0] * 2}},
+        "short_factor",
+    ),
+    "an unknown activation": ({"hidden_act": "evil"}, "hidden_act"),
+    "an activation without end": ({"hidden_act": "x" * 100_000}, "hidden_act"),
+    "an unknown dtype": ({"torch_dtype": "float8"}, "dtype"),
+    "an end past the vocabulary": ({"eos_token_id": VOCAB}, "eos_token_id 24"),
+    "an end of 2**31": ({"eos_token_id": [2, 2**31]}, "eos_token_id 2147483648"),
+    "a negative end": ({"eos_token_id": -1}, "eos_token_id"),
+    "an end in words": ({"eos_token_id": "</s>"}, "eos_token_id"),
+    "an unknown architecture": ({"architectures": ["Evil\x1b[2J\nForCausalLM"]}, "is not supported"),
+    "no architecture": ({"architectures": []}, "is not supported"),
+    "architectures of numbers": ({"architectures": 7}, "is not supported"),
+    "weights of four bits": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "tied weights that are not": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+}
+
+
+@pytest.mark.parametrize(("fields", "told"), CONFIGS.values(), ids=CONFIGS)
+def test_a_configuration_that_cannot_be(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+    assert told in refused(write(tmp_path / "model", **fields))
+
+
+CONFIG_TEXTS = [
+    b"", b"[]", b"7", b"null", b'"x"', b"{", b"{}}", b"\xff\xfe{}", b"\x00", b'{"a":' * 30_000, b"[" * 30_000,
+    b'{"vocab_size": ' + b"9" * 10_000 + b"}", b"\x80\x04\x95pickle", b"--- !!python/object/apply:os.system [id]",
+    b"{'a': 1}", b'{"a": 1,}', b'{"a" 1}', b"{}", b'{"architectures": null}', b'{"architectures": [["x"]]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CONFIG_TEXTS, ids=range(len(CONFIG_TEXTS)))
+def test_a_configuration_that_is_something_else(folder: Path, text: bytes) -> None:
+    (folder / CONFIG).write_bytes(text)
+    assert CONFIG in refused(folder)
+
+
+# ---- the door
+
+
+@pytest.mark.parametrize("kind", ["header", "vocabulary", "layers", "config", "pickle", "link", "tokenizer", "end"])
+def test_serve_refuses_before_anything_is_started(
+    folder: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*args: Any, **more: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", unwanted)
+    match kind:
+        case "header":
+            edit(folder, lambda h: moved(h, NORM, -8))
+        case "vocabulary" | "layers" | "config" | "end":
+            field = {"vocabulary": "vocab_size", "layers": "num_hidden_layers", "end": "eos_token_id"}.get(
+                kind, "head_dim"
+            )
+            (folder / CONFIG).write_text(json.dumps(TINY | {field: 25}))
+        case "pickle":
+            (folder / SINGLE).rename(folder / "pytorch_model.bin")
+        case "link":
+            (folder / SINGLE).rename(tmp_path / SINGLE)
+            (folder / SINGLE).symlink_to(tmp_path / SINGLE)
+        case _:
+            (folder / "tokenizer.json").symlink_to("/etc/passwd")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0", str(folder)])
+    assert ended.value.code == EX_CONFIG
+    told = capsys.readouterr().err.strip()
+    assert "\n" not in told and str(folder) in told and "Traceback" not in told
+
+
+# ---- anything
+
+
+TIMES = {"bytes": 250, "length": 200, "header": 250, "config": 200, "config text": 80, "weights": 20}
+
+
+@pytest.mark.parametrize("kind", MUTATIONS)
+def test_whatever_is_damaged_is_refused_in_a_line_or_opens(tmp_path: Path, kind: str) -> None:
+    """A thousand in all. What opens was changed in what nobody reads, or to another value that could be."""
+    whole = write(tmp_path / "whole")
+    num_refused = 0
+    for seed in range(TIMES[kind]):
+        folder = shutil.copytree(whole, tmp_path / "model", dirs_exist_ok=True)
+        MUTATIONS[kind](folder, random.Random(f"{kind} {seed}"))
+        try:
+            open_checkpoint(folder)
+        except ConfigError as error:
+            text = str(error)
+            assert str(folder) in text and text.isprintable() and len(text) < 700, seed
+            num_refused += 1
+    assert num_refused > TIMES[kind] // 2

@@ -1,0 +1,446 @@
+"""Clients that send what is no request, send too much, send too slowly, or leave (A16, A17, A18, A47, F13)."""
+
+import json
+import random
+import re
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+from abuse import INTERNALS, AbusedServer, short
+from front_end import WAIT_S, FrontEnd, post, read_all, status_of
+
+COMPLETIONS = "/v1/completions"
+GOOD = json.dumps({"prompt": [1, 2], "max_tokens": 3}).encode()
+CHUNKED = "transfer-encoding: chunked"
+
+
+def asking(**fields: Any) -> bytes:
+    return json.dumps({"prompt": [1, 2], "max_tokens": 10**5, **fields}).encode()
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[FrontEnd]:
+    """A front end whose patience is so short that a test can wait for its end."""
+    front_end = FrontEnd(head_s=0.2, body_s=0.2, rest_s=0.2, linger_s=0.2, stall_s=0.2)
+    yield front_end
+    front_end.check()
+    front_end.close()
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[FrontEnd]:
+    front_end = FrontEnd(linger_s=0.5)
+    yield front_end
+    front_end.check()
+    front_end.close()
+
+
+def wait_closed(connection: socket.socket) -> bytes:
+    connection.settimeout(WAIT_S)
+    with connection:
+        return read_all(connection)
+
+
+def check_words(answer: bytes) -> None:
+    """An error is in OpenAI's form and says nothing of ours."""
+    if status_of(answer) >= 400:
+        error = json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert INTERNALS.search(error["message"]) is None
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+UNFINISHED_HEADS = [
+    b"",
+    b"G",
+    b"GET",
+    b"GET /health",
+    b"GET /health HTTP/1.1",
+    b"GET /health HTTP/1.1\r",
+    b"GET /health HTTP/1.1\r\n",
+    b"GET /health HTTP/1.1\r\nhost",
+    b"GET /health HTTP/1.1\r\nhost: x\r\n",
+    b"GET /health HTTP/1.1\r\nhost: x\r\n\r",
+    b"\r\n",
+    b"\r\n\r\n\r\n\r\n",
+    HEAD + b"content-length: ",
+]
+SAYS_CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+ONE_CHUNK = SAYS_CHUNKED + b"%x\r\n%b\r\n" % (len(GOOD), GOOD)
+UNFINISHED_BODIES = [
+    HEAD + b"content-length: 10\r\n\r\n",
+    HEAD + b"content-length: 10\r\n\r\n{",
+    HEAD + b"content-length: %d\r\n\r\n" % (len(GOOD) + 1) + GOOD,
+    HEAD + b"content-length: 33554432\r\n\r\n" + b" " * 1000,
+    HEAD + b"content-length: 10\r\nexpect: 100-continue\r\n\r\n",
+    SAYS_CHUNKED,
+    SAYS_CHUNKED + b"5",
+    SAYS_CHUNKED + b"5\r\n{",
+    ONE_CHUNK,
+    ONE_CHUNK + b"0\r\n",
+    ONE_CHUNK + b"0\r\nx: ",
+]
+# A request that is answered, and what then never ends: the answer has ended no clock.
+AFTER_ANSWERS = [
+    (200, post(COMPLETIONS, GOOD)),
+    (200, post(COMPLETIONS, GOOD) + b"\r\n"),
+    (200, post(COMPLETIONS, GOOD) + b"POST"),
+    (200, b"GET /health HTTP/1.1\r\n\r\n" * 3 + b"GET"),
+    (404, b"GET /none HTTP/1.1\r\ncontent-length: 1000\r\n\r\n" + b"x" * 10),
+    (405, b"DELETE /health HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"),
+    (413, b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\n" + b"x" * 10),
+]
+UNFINISHED = [
+    *[(0, data) for data in UNFINISHED_HEADS],
+    *[(408, data) for data in UNFINISHED_BODIES],
+    *AFTER_ANSWERS,
+]
+
+
+class TestSlowSenders:
+    def test_what_never_ends_is_ended(self, hasty: FrontEnd) -> None:
+        """All at once, so that the test takes as long as one; none is left, whatever it was in the middle of."""
+        connections = [hasty.connect(data) for _, data in UNFINISHED]
+        answers = [wait_closed(connection) for connection in connections]
+        for (status, data), answer in zip(UNFINISHED, answers, strict=True):
+            told = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+            assert status_of(told) == status, (short(data), answer)
+            check_words(told)
+        hasty.until(lambda: hasty.num_connections == 0)
+
+    @pytest.mark.parametrize("data", [b"GET /health HTTP/1.1\r\nx: ", b"\r\n", HEAD + b"content-length: 999\r\n\r\n"])
+    def test_a_byte_now_and_then_does_not_help(self, hasty: FrontEnd, data: bytes) -> None:
+        with hasty.connect(data) as connection:
+            begun = time.monotonic()
+            while not select.select([connection], [], [], 0.01)[0]:
+                connection.send(b"\n" if data == b"\r\n" else b"x")
+                assert time.monotonic() < begun + WAIT_S
+
+    def test_a_body_that_comes_steadily_is_waited_for(self) -> None:
+        front_end = FrontEnd(body_s=0.1, body_bytes_per_s=10)
+        body = GOOD + b" " * 20
+        with front_end.connect(post(COMPLETIONS, b"", "connection: close", length=len(body))) as connection:
+            for at in range(0, len(body), 10):
+                connection.sendall(body[at : at + 10])
+                time.sleep(0.03)  # in all twice what a body has that does not come
+            assert status_of(read_all(connection)) == 200
+        front_end.check()
+        front_end.close()
+
+    def test_idle_connections_go_and_others_are_served_meanwhile(self, hasty: FrontEnd) -> None:
+        idle = [hasty.connect(b"GET /health HTTP/1.1\r\n\r\n" if i % 2 else b"") for i in range(300)]
+        assert hasty.client.get("/health").status_code == 200
+        hasty.check()
+        for connection in idle:
+            wait_closed(connection)
+        hasty.until(lambda: hasty.num_connections == 0)
+
+
+def chunks(size: int, body: bytes, extension: bytes = b"") -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x%b\r\n%b\r\n" % (len(part), extension, part) for part in parts)
+
+
+LONG = b'{"prompt": [1, 2], "max_tokens": 3, "user": "' + b"x" * 3_000_000 + b'"}'
+END = b"0\r\n\r\n"
+# what is sent, and with which status it is answered; 0: the connection may end without a word
+BODIES = [
+    (post(COMPLETIONS, GOOD, CHUNKED) + chunks(6, LONG) + END, 400),  # GOOD is no chunk
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(6, LONG) + END, 200),
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(1, GOOD) + END, 200),
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(1, LONG) + END, 400),
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(60, LONG, b";x=" + b"y" * 200) + END, 400),
+    (post(COMPLETIONS, b"", CHUNKED) + b"5;" + b"y" * 2_000_000 + b"\r\nhello\r\n" + END, 400),
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(99, GOOD) + b"0\r\n" + b"x: y\r\n" * 100_000 + b"\r\n", 400),
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(99, GOOD) + b"0\r\nx: " + b"y" * 2_000_000 + b"\r\n\r\n", 400),
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(99, GOOD) + b"0\r\nhost: y\r\nauthorization: x\r\n\r\n", 200),
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(99, GOOD) + b"0\r\ncontent-length: 7\r\n\r\n", 400),
+    (post(COMPLETIONS, b"", CHUNKED) + b"zz\r\nhello\r\n" + END, 400),
+    (post(COMPLETIONS, b"", CHUNKED) + b"-1\r\nhello\r\n" + END, 400),
+    (post(COMPLETIONS, b"", CHUNKED) + b"ffffffffffffffffff\r\nhello\r\n" + END, 400),
+    (post(COMPLETIONS, b"", CHUNKED) + b"5\r\nhello and more\r\n" + END, 400),
+    (post(COMPLETIONS, b"", CHUNKED, "content-length: 5") + chunks(99, GOOD) + END, 400),
+    (post(COMPLETIONS, b"", "transfer-encoding: chunked, identity") + chunks(99, GOOD) + END, 400),
+    (post(COMPLETIONS, b"", "transfer-encoding: gzip") + GOOD, 400),
+    (post(COMPLETIONS, GOOD, "content-length: 7"), 400),
+    (post(COMPLETIONS, GOOD, "content-length: 7", length=7), 400),
+    (post(COMPLETIONS, GOOD, length=-1), 400),
+    (HEAD + b"content-length: 1e3\r\n\r\n" + GOOD, 400),
+    (HEAD + b"content-length: +5\r\n\r\n" + GOOD, 400),
+    (HEAD + b"content-length: 99999999999999999999999\r\n\r\n" + GOOD, 400),
+    (post(COMPLETIONS, GOOD, length=2**40), 413),
+    (post(COMPLETIONS, GOOD, length=32 * 2**20 + 1), 413),
+    (post(COMPLETIONS, GOOD, "expect: 100-continue", length=32 * 2**20 + 1), 413),
+    (post(COMPLETIONS, b" " * (32 * 2**20 + 1)), 413),
+    (post(COMPLETIONS, b"", CHUNKED) + chunks(2**20, b" " * (34 * 2**20)) + END, 413),
+    (post(COMPLETIONS, GOOD, length=3), 400),  # the rest is taken for the next request
+    (post(COMPLETIONS, b""), 400),
+    (post("/health", GOOD), 405),
+    (post("/none", LONG), 404),
+]
+
+
+class TestBodies:
+    @pytest.mark.parametrize(("data", "status"), BODIES, ids=range(len(BODIES)))
+    def test_a_body_that_lies(self, patient: FrontEnd, data: bytes, status: int) -> None:
+        with patient.connect() as connection:
+            connection.settimeout(WAIT_S)
+            answer = exchange(connection, data)
+        assert status_of(answer) == status, answer[:500]
+        check_words(answer)
+
+    def test_the_canary_is_well(self, patient: FrontEnd) -> None:
+        patient.check()
+
+
+def exchange(connection: socket.socket, data: bytes) -> bytes:
+    """Send as long as it is taken, and read what is answered first."""
+    unsent = memoryview(data)
+    connection.setblocking(False)
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        readable, writable, _ = select.select([connection], [connection] if unsent else [], [], 0.1)
+        if readable:
+            try:
+                return connection.recv(65536)
+            except ConnectionError:
+                return b""
+        if writable:
+            try:
+                unsent = unsent[connection.send(unsent[: 2**18]) :]
+            except ConnectionError:
+                unsent = unsent[:0]
+    raise AssertionError("no answer")
+
+
+def endless(prefix: bytes, unit: bytes) -> Iterator[bytes]:
+    yield prefix
+    while True:
+        yield unit * (2**17 // len(unit))
+
+
+GET = b"GET /health HTTP/1.1\r\n"
+HEADS = [
+    (GET + b"x: ", b"y"),
+    (GET + b"x", b"y"),
+    (GET, b"x: y\r\n"),
+    (GET, b"x:\r\n"),
+    (GET, b"authorization: Bearer x\r\n"),
+    (GET, b"content-length: 5\r\n"),
+    (GET + b"x: y\r\n", b"\tfolded\r\n"),
+    (GET + b"x: ", b" "),
+    (GET + b"x: ", b"\x00"),
+    (GET + b"x: ", b"\xff"),
+    (GET + b"cookie: ", b"a=b; "),
+    (GET, b"\x80: y\r\n"),
+    (b"GET /", b"x"),
+    (b"GET /?", b"x=y&"),
+    (b"GET ", b"/"),
+    (b"GET /", b"%2e"),
+    (b"", b"G"),
+    (b"", b"\x16\x03\x01\x02\x00"),  # somebody who speaks TLS
+    (b"", b"\x00"),
+    (b"GET /health HTTP/1.", b"1"),
+    (b"GET /health ", b" "),
+]
+
+
+class TestHeads:
+    @pytest.mark.parametrize(("prefix", "unit"), HEADS, ids=short)
+    def test_a_head_without_end_is_cut(self, patient: FrontEnd, prefix: bytes, unit: bytes) -> None:
+        """By what it is or by its size, long before the gigabyte that is offered."""
+        sent, answer = 0, b""
+        with patient.connect() as connection:
+            try:
+                for part in endless(prefix, unit):
+                    if select.select([connection], [], [], 0)[0]:
+                        answer = connection.recv(65536)
+                        break
+                    connection.sendall(part)
+                    sent += len(part)
+                    assert sent < 2**26
+            except ConnectionError:
+                pass
+        assert status_of(answer) in (0, 400, 431), answer
+        check_words(answer)
+
+    def test_line_breaks_without_a_request_are_endured_no_longer_than_a_head(self, hasty: FrontEnd) -> None:
+        with hasty.connect() as connection, pytest.raises(ConnectionError):
+            deadline = time.monotonic() + WAIT_S
+            while time.monotonic() < deadline:
+                connection.sendall(b"\r\n" * 1000)
+
+    @pytest.mark.parametrize(
+        ("head", "status"),
+        [
+            (GET + b"".join(b"x%d: y\r\n" % i for i in range(101)) + b"\r\n", 431),
+            (GET + b"".join(b"x%d: y\r\n" % i for i in range(3000)) + b"\r\n", 431),
+            (GET + b"x: " + b"y" * 65_600 + b"\r\n\r\n", 431),
+            (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n", 431),
+            (b"GET /health?" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n", 431),
+            (GET + b"".join(b"x%d: y\r\n" % i for i in range(99)) + b"connection: close\r\n\r\n", 200),
+            (b"GET /health?a=b HTTP/1.1\r\nconnection: close\r\n\r\n", 200),
+        ],
+        ids=short,
+    )
+    def test_a_head_that_ends(self, patient: FrontEnd, head: bytes, status: int) -> None:
+        assert status_of(patient.ask(head)) == status
+
+    def test_heads_in_a_row_are_answered_in_their_order(self, patient: FrontEnd) -> None:
+        one = post(COMPLETIONS, GOOD)
+        last = post(COMPLETIONS, GOOD, "connection: close")
+        answer = patient.ask(one * 4 + b"GET /none HTTP/1.1\r\n\r\n" + last)
+        statuses = [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+        assert statuses == [b"200"] * 4 + [b"404", b"200"]
+
+    def test_too_many_in_a_row_are_refused(self, patient: FrontEnd) -> None:
+        before = len(patient.engine.added)
+        answer = patient.ask(post(COMPLETIONS, asking(stream=False)) + b"GET /health HTTP/1.1\r\n\r\n" * 5000)
+        assert status_of(answer) in (0, 400)
+        assert len(patient.engine.added) <= before + 1
+        patient.check()
+
+
+def mutated(seed: int) -> bytes:
+    """A few requests in a row with some bytes of them changed, lost, doubled or in another place."""
+    rng = random.Random(seed)
+    requests = [post(COMPLETIONS, GOOD), post(COMPLETIONS, b"", CHUNKED) + chunks(9, GOOD) + END, GET + b"\r\n"]
+    data = bytearray(b"".join(rng.choices(requests, k=rng.randint(1, 3))))
+    for _ in range(rng.randint(1, 8)):
+        at, end = sorted(rng.choices(range(len(data) + 1), k=2))
+        end = min(end, at + rng.choice((0, 1, 2, 8, 40)))
+        match rng.randrange(6):
+            case 0:
+                del data[at:end]
+            case 1:
+                data[at:end] = rng.randbytes(end - at)
+            case 2:
+                data[at:at] = data[at:end]
+            case 3:
+                data[at:end] = rng.choice((b"\r\n", b"\n", b"\r", b"\x00", b" ", b":", b"0", b"chunked", b"\xff\xfe"))
+            case 4:
+                data[at:end] = data[at:end].swapcase()
+            case _:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seeds", [range(at, at + 50) for at in range(0, 400, 50)], ids=str)
+def test_bytes_that_were_requests(hasty: FrontEnd, seeds: range) -> None:
+    """All at once. Each connection ends, and what was said to it is an answer; an error is one in our words."""
+    connections = [hasty.connect(mutated(seed)) for seed in seeds]
+    for seed, connection in zip(seeds, connections, strict=True):
+        answer = wait_closed(connection).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert status_of(answer) in (0, 200, 400, 404, 405, 408, 413, 422, 431), (seed, answer[:300])
+        errors = re.findall(rb'"message":"(.*?)","type"', answer)
+        assert not any(INTERNALS.search(message.decode()) for message in errors), (seed, errors)
+    hasty.check()
+
+
+def close(connection: socket.socket) -> None:
+    connection.close()
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def half_close(connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_WR)
+
+
+def garble(connection: socket.socket) -> None:
+    connection.sendall(b"\x00garbage\r\n\r\n")
+
+
+def send_another_and_close(connection: socket.socket) -> None:
+    connection.sendall(post(COMPLETIONS, asking()))
+    connection.close()
+
+
+def announce_another_and_reset(connection: socket.socket) -> None:
+    connection.sendall(post(COMPLETIONS, asking(), length=10**6))
+    reset(connection)
+
+
+LEAVE = (close, reset, half_close, garble, send_another_and_close, announce_another_and_reset)
+
+
+class TestLeaving:
+    """Whoever goes away leaves nothing running: not the request, nor those that it had sent behind it."""
+
+    @pytest.mark.parametrize("leave", LEAVE)
+    @pytest.mark.parametrize("num_seen", [0, 1, 40])
+    @pytest.mark.parametrize(
+        "fields", [{}, {"stream": True}, {"stream": True, "n": 3}, {"prompt": [[1], [2]]}], ids=str
+    )
+    def test_its_sequences_are_aborted(
+        self, patient: FrontEnd, fields: dict[str, Any], num_seen: int, leave: Callable[[socket.socket], None]
+    ) -> None:
+        patient.until(lambda: not patient.engine.live)
+        before = len(patient.engine.added)
+        connection = patient.connect(post(COMPLETIONS, asking(**fields)))
+        patient.until(lambda: len(patient.engine.added) > before)
+        patient.until(lambda: max(each.delivered for each in patient.engine.added[before:]) >= num_seen)
+        leave(connection)
+        patient.until(lambda: not patient.engine.live)
+        told = [each.delivered for each in patient.engine.added[before:]]
+        assert all(each.aborted for each in patient.engine.added[before:]) and max(told) < 10**5
+        connection.close()
+
+    @pytest.mark.parametrize("leave", [close, reset, half_close])
+    def test_in_the_middle_of_its_body(self, patient: FrontEnd, leave: Callable[[socket.socket], None]) -> None:
+        before = len(patient.engine.added)
+        for cut in range(0, 200, 10):
+            connection = patient.connect(post(COMPLETIONS, asking(user="x" * 200))[: 50 + cut])
+            leave(connection)
+            connection.close()
+        patient.check()
+        assert len(patient.engine.added) == before + 1  # the canary's
+
+    def test_the_canary_is_well(self, patient: FrontEnd) -> None:
+        patient.check()
+
+
+class TestRealServer:
+    """The same with the engine's processes behind it: what they held for a client is free again."""
+
+    LONG: ClassVar[dict[str, Any]] = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+    def connect(self, server: AbusedServer, data: bytes, receive_buffer: int = 65536) -> socket.socket:
+        url = httpx.URL(server.served.url)
+        made = socket.socket()
+        made.settimeout(WAIT_S)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        made.connect((url.host, url.port))
+        made.sendall(data)
+        return made
+
+    @pytest.mark.parametrize("leave", LEAVE)
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_blocks_are_free_when_a_client_has_gone(
+        self, server: AbusedServer, stream: bool, leave: Callable[[socket.socket], None]
+    ) -> None:
+        connection = self.connect(server, post(COMPLETIONS, json.dumps({**self.LONG, "stream": stream}).encode()))
+        while not server.served.metrics()["quire:num_requests_running"]:
+            pass
+        leave(connection)
+        server.served.wait_until_idle()
+        connection.close()
+
+    def test_blocks_are_free_when_a_client_does_not_read(self, server: AbusedServer) -> None:
+        before = server.served.metrics()
+        body = json.dumps({**self.LONG, "logprobs": 20}).encode()
+        with self.connect(server, post(COMPLETIONS, body), receive_buffer=4096):
+            while server.served.metrics()["quire:slow_readers_total"] == before["quire:slow_readers_total"]:
+                pass
+            after = server.served.wait_until_idle()
+        tokens = after["quire:generation_tokens_total"] - before["quire:generation_tokens_total"]
+        assert 256 < tokens < 1500

@@ -1,0 +1,46 @@
+"""A short run of the fuzzer, the same cases each time; ``fuzz_http.py`` is the long one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from abuse import AbusedServer
+from http_fuzzer import check_answer, fuzz
+from http_mutations import RIGHT, make_case
+
+NUM_CASES = 100
+
+
+def test_mutated_requests(server: AbusedServer) -> None:
+    counts = fuzz(server, (f"default:{number}" for number in range(NUM_CASES)))
+    assert counts.requests == NUM_CASES
+    assert counts.by_status[200] > 0 and counts.by_status[400] > NUM_CASES / 3, counts
+
+
+@pytest.mark.parametrize("number", range(len(RIGHT)))
+def test_what_is_mutated_is_right(server: AbusedServer, number: int) -> None:
+    """Else the cases would only ever find out that their body is refused."""
+    path, body = RIGHT[number]
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    check_answer(response)
+
+
+def test_the_cases_differ_and_can_be_made_again() -> None:
+    cases = [make_case(f"x:{number}") for number in range(500)]
+    assert cases == [make_case(f"x:{number}") for number in range(500)]
+    assert len({case.content for case in cases}) > 450
+    assert {path for path, _ in RIGHT} == {case.path for case in cases}
+    assert len({how for case in cases for how in case.how}) >= 10
+
+
+@pytest.mark.slow
+def test_the_program() -> None:
+    program = Path(__file__).with_name("fuzz_http.py")
+    command = [sys.executable, "-P", str(program), "--seconds", "20", "--seed", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and last["failure"] == "", last
+    assert last["requests"] > 100

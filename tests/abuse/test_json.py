@@ -1,0 +1,207 @@
+"""Bodies that are no JSON, no object, or too much of one; fields of every wrong type, and fields that are none."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, short
+
+from quire.launch.http import schema
+from quire.launch.http.body import MAX_BODY_WEIGHT
+from quire.launch.http.tokens import TOKENIZE_FIELDS
+
+GENERATING = (COMPLETIONS, CHAT)
+PATHS = (*GENERATING, "/tokenize", "/detokenize")
+KIB = 1024
+NOT_JSON: list[bytes] = [
+    *(b"", b" ", b"\x00", b"hello", b"'x'", b"{", b"}", b"{]", b"[}", b'{"prompt"}', b'{"prompt":}', b"{prompt: 1}"),
+    *(b'{"prompt": "x",}', b'{"prompt": [5,]}', b'{"prompt": [,5]}', b'{"prompt": "x"} {}', b'{"prompt": "x"}x'),
+    *(b'{"prompt": "x"', b'{"prompt": "x', b'{"prompt": "\\', b'{"prompt": "\\u12', b'{"prompt": "\\x41"}'),
+    *(b"{'prompt': 'x'}", b'{"prompt": 05}', b'{"prompt": +5}', b'{"prompt": .5}', b'{"prompt": 0x5}', b"nul", b"tru"),
+    *(b'{"prompt": "a\nb"}', b'{"prompt": "a\tb"}', b'{"prompt": "\x00"}', b'{"prompt": "x"}\x00', b"\x1f\x8b\x08\x00"),
+    *(b'// x\n{"prompt": "x"}', b'{"prompt": "x" /* y */}', b"prompt=x&max_tokens=1", b"<prompt>x</prompt>"),
+    *(b'\xef\xbb\xbf{"prompt": "x"}', '{"prompt": "x"}'.encode("utf-16"), '{"prompt": "x"}'.encode("utf-32")),
+    *(
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\xc3\x28"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\xf5\x80\x80\x80"}',
+    ),
+    *(b'{"prompt": "\xc0\xaf"}', b'{"prompt": "\xe2\x82"}', b'{"\xff": 1}', b'{"prompt": "\\ud800"}'),
+    *(
+        b'{"prompt": "\\udc00\\ud800"}',
+        b'{"prompt": "\\ud83dx"}',
+        b'{"prompt": "x", "a": 1e}',
+        b'{"prompt": "x", "a": -}',
+    ),
+]
+NO_OBJECTS = (b"null", b"true", b"5", b"-1.5e3", b'"x"', b"[]", b"[1]", b'[{"prompt": "x"}]', b"[[]]")
+DEEP = 100_000
+TOO_MUCH: list[bytes] = [
+    *(unit * DEEP for unit in (b"[", b'{"prompt":', b"[[", b'[{"a":', b'{"a":[', b'{"":')),
+    b'{"prompt": "x", "metadata": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+    b'{"prompt": "x", "metadata": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
+    *(b'{"prompt": "x", "seed": ' + b"1" * digits + b"}" for digits in (5_000, 10**6)),
+    b'{"prompt": "x", "seed": -' + b"9" * 10**6 + b"}",
+    b'{"prompt": "x", "temperature": 0.' + b"1" * 10**6 + b"e" + b"9" * 1000 + b"}",
+    b'{"prompt": "x", "temperature": 1e' + b"9" * 10**6 + b"}",
+    b'{"prompt": "x"' + b" " * 10**6,
+    b"\n" * 10**6,
+    b"\\" * 10**6,
+    b'"' * 10**6,
+    b'{"a": "' + b'\\"' * 10**6,
+    *(b'{"prompt": "x", "user": ' + unit * (MAX_BODY_WEIGHT // 2) + b"1]}" for unit in (b"[1,{},",)),
+]
+MANY = MAX_BODY_WEIGHT + 10
+MANY_VALUES = {
+    "ids": b'{"prompt": [' + b"5," * MANY + b"5]}",
+    "lists": b'{"prompt": [' + b"[]," * MANY + b"[]]}",
+    "objects": b'{"metadata": [' + b"{}," * MANY + b"{}]}",
+    "keys": b"{" + b'"":1,' * MANY + b'"prompt":"x"}',
+    "no JSON": b"," * MANY,
+    "after a text": b'{"prompt": "' + b"a, " * 1000 + b'", "stop": [' + b"1," * MANY + b"1]}",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_no_json(server: AbusedServer, looked_at: Callable[[], None], path: str) -> None:
+    for body in NOT_JSON:
+        error = assert_refused(server.post(path, content=body))
+        assert error["code"] in ("invalid_json", "invalid_value", "missing_required_parameter", "unknown_parameter")
+        looked_at()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_no_object(server: AbusedServer, looked_at: Callable[[], None], path: str) -> None:
+    for body in NO_OBJECTS:
+        assert_refused(server.post(path, content=body), 400, says="must be a JSON object")
+        looked_at()
+
+
+@pytest.mark.parametrize("body", TOO_MUCH, ids=short)
+def test_what_is_too_deep_or_too_long(server: AbusedServer, body: bytes) -> None:
+    assert server.post(COMPLETIONS, content=body).status_code in (400, 413)
+
+
+@pytest.mark.parametrize("name", MANY_VALUES)
+def test_more_values_than_are_made(server: AbusedServer, name: str) -> None:
+    assert_refused(server.post(COMPLETIONS, content=MANY_VALUES[name]), 413, says="the body holds too many values")
+
+
+def test_commas_of_a_text_are_no_values(server: AbusedServer) -> None:
+    for text in ("," * MANY, "[" * MANY, '\\"{' * MANY, "\\\\,\\n" * MANY):
+        content = f'{{"prompt": "{text}"}}'.encode()
+        assert_refused(server.post(COMPLETIONS, content=content), 400, "prompt", "maximum context length")
+
+
+def test_the_last_of_two_fields_of_one_name_counts(server: AbusedServer) -> None:
+    twice = server.post(COMPLETIONS, content=b'{"n": 0, "prompt": [3], "max_tokens": 1, "prompt": [4, 5], "n": 1}')
+    assert twice.status_code == 200 and twice.json()["usage"]["prompt_tokens"] == 2
+    assert_refused(server.post(COMPLETIONS, content=b'{"prompt": [3], "n": 1, "n": 0}'), 400, "n")
+
+
+WRONG_NAMES: list[str] = [
+    *(
+        "temprature",
+        "Temperature",
+        "max_token",
+        "maxTokens",
+        " n",
+        "n ",
+        "n\n",
+        "n\x00",
+        "",
+        "x",
+        "é",
+        "😀",
+        "__class__",
+    ),
+    *("prompt.0", "a\nb\x1b[31m", "n" * 100_000, "‮gnol", "constructor", "__proto__", "request_id", "X-Request-Id"),
+    *("prompt_token_ids", "use_beam_search", "beam_width", "length_penalty", "truncate_prompt_tokens", "lora_name"),
+    *("prompt_embeds", "multi_modal_data", "mm_processor_kwargs", "kv_transfer_params", "chat_template", "documents"),
+    *(
+        "guided_json",
+        "guided_regex",
+        "bad_words_token_ids",
+        "n_",
+        "stop_",
+        "session_id",
+        "resumable",
+        "output_token_ids",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_fields_that_are_none(server: AbusedServer, looked_at: Callable[[], None], path: str) -> None:
+    for name in WRONG_NAMES:
+        body = {"prompt": [5], "messages": MESSAGES}
+        del body["messages" if path == COMPLETIONS else "prompt"]
+        error = assert_refused(server.post(path, {**body, name: 1}), 400, name[:64], "unknown field")
+        assert error["code"] == "unknown_parameter"
+        looked_at()
+
+
+def test_a_great_many_of_them(server: AbusedServer) -> None:
+    assert_refused(server.complete(**{f"field_{i}": i for i in range(100_000)}), 400, "field_0", "unknown field")
+
+
+VALUES: list[Any] = [
+    *(True, False, 0, 1, -1, 7, 2**31, 2**63, 2**70, 0.5, -0.0, 1e308, "", "x", "1", "true", "\x00", "😀", "é" * 300),
+    *(
+        [],
+        [[]],
+        [None],
+        [True],
+        [5, "x"],
+        ["x", 5],
+        [{}],
+        [[5]],
+        [1e9],
+        {},
+        {"": None},
+        {"type": "x"},
+        {"a": {"b": []}},
+    ),
+    *({"type": ["function"]}, {"json": {"type": 7}}, [["x"] * 50] * 50, {"5": {"5": 5}}, [-1], ["x" * 5000]),
+]
+
+
+def names(path: str) -> list[str]:
+    if path == COMPLETIONS:
+        return sorted({*schema.COMPLETION_FIELDS, *schema.UNUSED_COMPLETION})
+    if path == CHAT:
+        return sorted({*schema.CHAT_FIELDS, *schema.UNUSED_CHAT})
+    return sorted(TOKENIZE_FIELDS) if path == "/tokenize" else ["model", "tokens"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_values_of_every_type_in_every_field(server: AbusedServer, path: str) -> None:
+    """Whatever stands there, it is taken or refused; and if it is refused, then by its name."""
+    chance = random.Random(7)
+    right = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
+    for name in names(path):
+        for value in chance.sample(VALUES, 4):
+            length = {"max_tokens": 1} if path in GENERATING else {"tokens": [5]} if path == "/detokenize" else {}
+            response = server.post(path, {**length, **right.get(path, {}), name: value})
+            assert response.status_code in (200, 400, 404, 422), (name, value)
+            if response.status_code != 200:
+                param = response.json()["error"]["param"]
+                assert param is not None and (param.startswith(name) or param in NEIGHBOURS), (name, value, param)
+
+
+# Of two fields that contradict each other, either may be named.
+NEIGHBOURS = ("messages", "prompt", "logprobs", "stream", "max_tokens", "continue_final_message", "ignore_eos")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", VALUES, ids=short)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_value_in_every_field(server: AbusedServer, path: str, value: Any) -> None:
+    right = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
+    for name in names(path):
+        length = {"max_tokens": 1} if path in GENERATING else {"tokens": [5]} if path == "/detokenize" else {}
+        response = server.post(path, {**length, **right.get(path, {}), name: value})
+        assert response.status_code in (200, 400, 404, 422), (name, value)
+        server.check()

@@ -1,0 +1,194 @@
+"""Names of models, requests, caches and users; and what becomes of strange ones in metrics and in the log."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused
+
+from quire.launch.http.metrics import Metrics
+from quire.protocol.errors import EngineError
+from quire.protocol.messages import Statistics
+
+MODELS = (
+    *(
+        "../../etc",
+        "..\\..\\x",
+        "/",
+        "//",
+        "quire-demo ",
+        " quire-demo",
+        "Quire-Demo",
+        "quire-demo\n",
+        "quire-demo\x00",
+    ),
+    *(
+        "quire-demo:lora",
+        "quire-demo/../x",
+        "lora/x",
+        "file:///x",
+        "http://x/y",
+        "a\nb\x1b[31mred",
+        "\x1b]0;t\x07",
+        "m" * 10**6,
+    ),
+    *(
+        'a"b',
+        "a\\",
+        "{model}",
+        "%s%n",
+        "$(id)",
+        "`id`",
+        "\u202egnp",
+        "😀" * 1000,
+        "', 'x",
+        "\r\nx-a: b",
+        "None",
+        "null",
+    ),
+)
+NO_NAMES: tuple[Any, ...] = (0, 1, True, False, 1.5, [], ["quire-demo"], {}, {"id": "quire-demo"})
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_models_that_are_not_there(server: AbusedServer, looked_at: Callable[[], None], path: str) -> None:
+    for name in MODELS:
+        body = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
+        response = server.post(path, {**body.get(path, {"tokens": [5]}), "model": name})
+        error = assert_refused(response, 404, "model", "does not exist")
+        assert error["code"] == "model_not_found" and len(error["message"]) < 200 * 6
+        looked_at()
+    for value in NO_NAMES:
+        assert_refused(
+            server.post(
+                path,
+                {"prompt": "x", "model": value}
+                if path == "/tokenize"
+                else {**body.get(path, {"tokens": [5]}), "model": value},
+            ),
+            400,
+            "model",
+            "model must be a string",
+        )
+
+
+SALTS: tuple[Any, ...] = ("", "x" * 1025, "x" * 10**6, "é" * 1025, 0, 5, True, 1.5, [], ["x"], {}, {"salt": "x"})
+GOOD_SALTS = ("x", "\x00", "a\nb", "😀" * 1024, "../../etc", "None", "null", " ", "\u202e", "%s", "\x1b[31m", "'", '"')
+
+
+def test_cache_salts(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+    for salt in SALTS:
+        assert_refused(server.complete(cache_salt=salt), 400, "cache_salt", "string of 1 to 1024 characters")
+        looked_at()
+    for salt in GOOD_SALTS:
+        prompt = [*range(100, 140)]
+        first, again = (server.complete(prompt=prompt, cache_salt=salt).json()["usage"] for _ in range(2))
+        cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (first, again)]
+        assert cached == [0, 32], "nobody else's cache, and one's own"
+
+
+IDS: tuple[Any, ...] = ("", "x", "a\nb", "x" * 10**6, "\x1b[31m", "../x", "cmpl-1", 5, None, True, [], {}, "😀", "\x00")
+UNPRINTABLE = re.compile(rb"[\x00-\x1f\x7f]")
+IDS += ("chatcmpl-" + "0" * 32, "'", '"', "{}", "%s", "a,b", "a b", "\u202e")
+
+
+def test_ids_of_requests_are_the_servers_own(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+    seen = {server.complete().json()["id"]}
+    for value in IDS:
+        for name in ("request_id", "id"):
+            if value is not None or name == "request_id":
+                assert_refused(server.complete(**{name: value}), 400, name, "unknown field")
+        given = httpx.Headers([(b"x-request-id", UNPRINTABLE.sub(b"", str(value).encode())[:2000])])
+        response = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 1}, headers=given)
+        assert response.status_code == 200
+        made = response.json()["id"]
+        assert re.fullmatch(r"cmpl-[0-9a-f]{32}", made) and made not in seen
+        assert response.headers["x-request-id"] == made
+        seen.add(made)
+        looked_at()
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE", "GET", "PUT"])
+def test_nobody_elses_request_can_be_named(server: AbusedServer, method: str) -> None:
+    """There is no route that takes the id of a request: what a client may end is what it holds a connection to."""
+    made = server.complete().json()["id"]
+    for path in (
+        "abort",
+        "v1/abort",
+        "v1/completions/{}",
+        "v1/completions/{}/cancel",
+        "v1/responses/{}/cancel",
+        "abort_request",
+    ):
+        response = server.client.request(method, f"/{path.format(made)}", json={"request_id": made, "rid": made})
+        assert_refused(response, 404, says="there is nothing at")
+
+
+HOSTILE = (
+    'a"b',
+    "a\nb",
+    "a\\b",
+    'x"} 1\nquire:forged{a="',
+    "\\",
+    "\\n",
+    '"',
+    "{}",
+    "é😀",
+    "a\rb",
+    "#",
+    " ",
+    "a,b=c",
+    "\x1b[31m",
+)
+
+
+class NoEngine:
+    """Has no figures to give."""
+
+    state, max_model_len, vocab_size = "failed", 1, 1
+
+    async def add(self, *args: Any) -> Any:
+        raise EngineError("gone")
+
+    async def statistics(self) -> Statistics:
+        raise EngineError("gone")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_models_name_is_one_label(name: str) -> None:
+    """The page of metrics has a line per sample whatever the model is called."""
+    metrics = Metrics(name)
+    metrics.rejected("invalid_value")
+    page = asyncio.run(metrics.render(NoEngine())).decode()
+    lines = [line for line in page.split("\n") if line and not line.startswith("#")]
+    assert len(lines) > 10
+    for line in lines:
+        found = re.fullmatch(r'quire:(\w+)\{((?:\w+="(?:[^"\\\n]|\\[\\"n])*",?)*)\} [-+.\de]+(?:Inf)?', line)
+        assert found and found[1] != "forged", line
+
+
+LOGGED = "\x1b[31mforged\x1b[0m\nquire: error: forged\r\nforged"
+
+
+def test_nothing_that_a_client_says_is_a_line_of_the_log(server: AbusedServer) -> None:
+    before = len(server.served.log)
+    for body in (
+        {"prompt": LOGGED, "max_tokens": 1},
+        {"prompt": [5], "model": LOGGED},
+        {"prompt": [5], LOGGED: 1},
+        {"prompt": [5], "user": LOGGED, "cache_salt": LOGGED, "stop": LOGGED, "max_tokens": 1},
+        {"prompt": [5], "bad_words": [LOGGED], "max_tokens": 1},
+        {"prompt": [5], "structured_outputs": {"regex": LOGGED + "("}},
+        {"prompt": [5], "structured_outputs": {"grammar": LOGGED}},
+        {"prompt": [5], "logit_bias": {LOGGED: 1}},
+    ):
+        server.post(COMPLETIONS, body)
+    server.chat(messages=[{"role": LOGGED, "content": LOGGED}])
+    server.chat(tools=[{"type": "function", "function": {"name": LOGGED}}])
+    server.client.get("/v1/models/" + "forged%0aforged%1b")
+    server.client.get("/" + "forged%0aforged%1b", headers={"user-agent": "forged\x1b[31m", "x-forged": "forged"})
+    server.check()
+    assert not [line for line in server.served.log[before:] if "forged" in line]

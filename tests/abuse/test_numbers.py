@@ -1,0 +1,224 @@
+"""Numbers that are none, too large, too small, of another type; and lists and objects of them."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from abuse import CHAT, COMPLETIONS, AbusedServer, assert_refused, short
+
+VOCAB = 1024
+CONTEXT = 2048
+# What is no number of any kind, or none that JSON has, as it stands in the body.
+NO_NUMBERS = (
+    *('""', '"2"', '"1e3"', '"hot"', '"NaN"', '"null"', "true", "false", "[]", "[1]", "[[]]", "{}", '{"a": 1}'),
+    *('"\\u0000"', '"\\u0661"', "NaN", "Infinity", "-Infinity", "1e999", "-1e999"),
+)
+NO_INTEGERS = ("1.5", "0.1", "1e-7", "5e-324", "1e400", "-2.5")
+HUGE = (2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 2**65, 2**70, 2**128, 10**40)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A field whose value is a number ``low`` to ``high``; ``open_low``: low itself is refused.
+
+    Attributes:
+        says: what the refusal says; the whole message, where it has no more.
+        beside: other fields that it needs.
+    """
+
+    path: str
+    name: str
+    low: float
+    high: float
+    says: str
+    integer: bool = True
+    open_low: bool = False
+    beside: str = ""
+
+    def body(self, value: str) -> bytes:
+        what = '"prompt": [5, 6]' if self.path == COMPLETIONS else '"messages": [{"role": "user", "content": "a"}]'
+        length = "" if self.name.startswith("max_") else ', "max_tokens": 1'
+        return f'{{{what}{length}{self.beside}, "{self.name}": {value}}}'.encode()
+
+    def outside(self) -> list[str]:
+        """What must be refused, as it stands in the body."""
+        found = [*NO_NUMBERS, *(NO_INTEGERS if self.integer else ())]
+        for value in (*HUGE, *(-value for value in HUGE), -1, 0):
+            if not self.low <= value <= self.high:
+                found.append(str(value))
+        step: float = 1 if self.integer else 1e-9
+        found += [repr(self.low - step), repr(self.high + step)]
+        if self.open_low:
+            found += [repr(self.low), "-0.0", "0", "1e-400"]
+        return found
+
+
+def integer(path: str, name: str, low: int, high: int, says: str = "", beside: str = "") -> Range:
+    return Range(path, name, low, high, f"{name} must be an integer from {low} to {high}{says}", beside=beside)
+
+
+def real(name: str, low: float, high: float, *, open_low: bool = False) -> Range:
+    edge = f"above {low:g} and at most" if open_low else f"from {low:g} to"
+    says = f"{name} must be a number {edge} {high:g}"
+    return Range(COMPLETIONS, name, low, high, says, integer=False, open_low=open_low)
+
+
+RANGES = [
+    integer(COMPLETIONS, "n", 1, 128),
+    integer(CHAT, "n", 1, 128),
+    integer(COMPLETIONS, "best_of", 1, 128),
+    integer(COMPLETIONS, "max_tokens", 1, CONTEXT, ", this model's maximum context length"),
+    integer(CHAT, "max_tokens", 1, CONTEXT, ", this model's maximum context length"),
+    integer(CHAT, "max_completion_tokens", 1, CONTEXT, ", this model's maximum context length"),
+    integer(COMPLETIONS, "min_tokens", 0, 2**31 - 1),
+    integer(COMPLETIONS, "top_k", -1, 2**31 - 1),
+    integer(COMPLETIONS, "logprobs", 0, 20),
+    integer(COMPLETIONS, "prompt_logprobs", 0, 20),
+    integer(CHAT, "top_logprobs", 0, 20, beside=', "logprobs": true'),
+    integer(COMPLETIONS, "seed", -(2**63), 2**64 - 1),
+    integer(COMPLETIONS, "priority", -(2**31), 2**31 - 1),
+    integer(COMPLETIONS, "thinking_token_budget", 0, 2**31 - 1),
+    real("temperature", 0, 2),
+    real("top_p", 0, 1, open_low=True),
+    real("min_p", 0, 1),
+    real("presence_penalty", -2, 2),
+    real("frequency_penalty", -2, 2),
+    real("repetition_penalty", 0, 10, open_low=True),
+]
+
+
+@pytest.mark.parametrize("field", RANGES, ids=lambda field: f"{field.name} of {field.path.split('/')[2]}")
+def test_outside_its_range(server: AbusedServer, looked_at: Callable[[], None], field: Range) -> None:
+    mutations = field.outside()
+    assert len(mutations) >= 20
+    for value in mutations:
+        response = server.post(field.path, content=field.body(value))
+        error = assert_refused(response, 400, field.name)
+        assert error["message"] == field.says, value
+        looked_at()
+
+
+@pytest.mark.parametrize("field", RANGES, ids=lambda field: f"{field.name} of {field.path.split('/')[2]}")
+def test_its_edges_are_taken(server: AbusedServer, field: Range) -> None:
+    if field.name in ("n", "best_of"):
+        edges: tuple[float, ...] = (1, 3)
+    elif field.name.startswith("max_"):
+        edges = (1, 4)
+    elif field.name in ("min_tokens", "thinking_token_budget"):
+        edges = (0,)
+    else:
+        edges = (field.low, field.high)
+    for value in edges:
+        written = "1e-9" if field.open_low and value == field.low else repr(value)
+        response = server.post(field.path, content=field.body(written))
+        if field.name == "thinking_token_budget":
+            assert_refused(response, 400, field.name, "needs thinking markers")
+        else:
+            assert response.status_code == 200, response.text
+
+
+def test_numbers_that_do_not_fit_each_other(server: AbusedServer) -> None:
+    for least, most in ((2, 1), (5, 4), (CONTEXT, 1), (2**31 - 1, CONTEXT), (17, None)):
+        refused = server.post(COMPLETIONS, {"prompt": [5], "min_tokens": least, "max_tokens": most})
+        assert_refused(refused, 400, "min_tokens", "min_tokens must be from 0 to")
+    for length, wanted in ((2, CONTEXT - 1), (CONTEXT - 1, 2), (100, CONTEXT), (CONTEXT - 5, 6)):
+        refused = server.post(COMPLETIONS, {"prompt": [5] * length, "max_tokens": wanted})
+        error = assert_refused(refused, 400, "max_tokens", f"max_tokens must be from 1 to {CONTEXT - length}")
+        assert error["code"] == "context_length_exceeded"
+    for path, body in (
+        (COMPLETIONS, {"prompt": ["a"] * 2048, "n": 2}),
+        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}),
+    ):
+        assert_refused(server.post(path, body), 400, "n", "prompts times n must be at most 2048")
+
+
+VOLUMES: list[tuple[dict[str, Any], str]] = [
+    *[({"n": 128, "prompt_logprobs": k}, "prompt_logprobs") for k in (16, 20)],
+    *[({"prompt": [[5] * 300] * 100, "n": 20, "prompt_logprobs": k}, "prompt_logprobs") for k in (6, 7, 20)],
+    *[({"prompt": [[5]] * 2048, "max_tokens": 2000, "logprobs": k}, "logprobs") for k in (8, 15, 20)],
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), VOLUMES, ids=short)
+def test_products_of_numbers_that_each_are_fine(server: AbusedServer, fields: dict[str, Any], param: str) -> None:
+    """Refused before a single sequence is submitted."""
+    before = server.served.metrics()
+    refused = server.post(COMPLETIONS, {"prompt": [5] * 2000, "max_tokens": 1, **fields})
+    assert_refused(refused, 400, param, "must be at most")
+    assert server.served.metrics()["quire:num_requests_waiting"] == before["quire:num_requests_waiting"] == 0
+
+
+IDS_RANGE = f"integers from 0 to {VOCAB - 1}"
+
+
+def no_ids() -> list[Any]:
+    """Lists one of whose elements is no id, wherever it stands."""
+    wrong: list[Any] = [VOCAB, VOCAB + 1, -1, -(2**31), 2**31 - 1, 2**31, 2**32 + 5, 2**63, 2**64, 2**70]
+    wrong += [1.0, 1.5, 1e300, True, False, None, "5", "", [], [5], {}, {"a": 5}]
+    chance = random.Random(0)
+    lists: list[Any] = []
+    for value in wrong:
+        at = chance.randrange(6)
+        lists.append([*range(10, 10 + at), value, *range(20, 25 - at)])
+    return lists
+
+
+@pytest.mark.parametrize("name", ["prompt", "stop_token_ids", "allowed_token_ids"])
+def test_lists_of_what_is_no_token(server: AbusedServer, looked_at: Callable[[], None], name: str) -> None:
+    for ids in no_ids():
+        given = {name: ids}
+        if name == "prompt" and isinstance(ids[0], str | list):
+            given = {name: [ids]}
+        error = assert_refused(server.complete(**given), 400, name)
+        assert "token ids" in error["message"] or "integer" in error["message"], error
+        looked_at()
+
+
+@pytest.mark.parametrize("name", ["prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_the_last_token_of_the_model_and_the_one_after(server: AbusedServer, name: str) -> None:
+    def given(token: int) -> Any:
+        return {str(token): 1} if name == "logit_bias" else [token]
+
+    assert server.complete(**{name: given(VOCAB - 1)}).status_code == 200
+    for beyond in (VOCAB, VOCAB + 1, 2 * VOCAB, 10**6, 2**31 - 1):
+        assert_refused(server.complete(**{name: given(beyond)}), 400, name, f"0 to {VOCAB - 1}")
+
+
+BIAS_KEYS = (
+    *(str(VOCAB), str(2**31), str(2**40), str(2**64), str(10**400), "-1", "-0", "+5", "05", "0x5", "5.0", "5e0", " 5"),
+    *("5 ", "5\n", "", "abc", "²", "٣", "５", "1_000", "None", "NaN", "\x00", "😀", "5,6", "__class__"),
+)
+BIAS_VALUES = ("101", "-101", "1e9", "-1e9", "1e308", "1e999", "NaN", "Infinity", "-Infinity", '"5"', "true", "null")
+BIAS_VALUES += ("[]", "[1]", "{}", "100.0000001", "-100.0000001", str(2**63), str(-(2**70)), '"x"', "false")
+
+
+def test_biases(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+    for key in BIAS_KEYS:
+        assert_refused(server.complete(logit_bias={key: 1}), 400, "logit_bias", f"from 0 to {VOCAB - 1} as keys")
+        looked_at()
+    for value in BIAS_VALUES:
+        content = f'{{"prompt": [5], "max_tokens": 1, "logit_bias": {{"5": {value}}}}}'.encode()
+        refused = server.post(COMPLETIONS, content=content)
+        assert_refused(refused, 400, "logit_bias", "logit_bias of token 5 must be a number from -100 to 100")
+        looked_at()
+    for value in ([], [1], [["5", 1]], "x", 7, True, {str(i): 1 for i in range(1025)}):
+        assert_refused(server.complete(logit_bias=value), 400, "logit_bias", "must be an object of at most 1024")
+    assert server.complete(logit_bias={str(i): (-1) ** i * 100 for i in range(VOCAB)}).status_code == 200
+
+
+REPETITIONS: list[tuple[Any, str]] = [
+    *[({"max_pattern_size": value}, "max_pattern_size") for value in (0, -1, 1.5, "2", True, [], 2**31, 2**70)],
+    *[({"max_pattern_size": 5, "min_pattern_size": v}, "min_pattern_size") for v in (0, -1, 6, 1.5, "2", True, 2**70)],
+    *[({"max_pattern_size": 5, "min_count": v}, "min_count") for v in (1, 0, -1, 1.5, "2", True, 2**70)],
+    *[(value, "repetition_detection") for value in ([], [1], 7, "x", True, {}, {"min_count": 2})],
+    ({"max_pattern_size": 5, "max_patern_size": 5}, "unknown field"),
+]
+
+
+def test_repetition_detection(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+    for value, says in REPETITIONS:
+        error = assert_refused(server.complete(repetition_detection=value), 400, says=says)
+        assert error["param"].startswith("repetition_detection")
+        looked_at()

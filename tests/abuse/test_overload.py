@@ -1,0 +1,375 @@
+"""More than there is room for: connections, descriptors, memory, answers that wait (A48, F18, F24, F25)."""
+
+import asyncio
+import contextlib
+import json
+import resource
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from abuse import AbusedServer, check_error
+from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
+
+from quire.launch.http.errors import ClientGone
+from quire.launch.http.gate import OPEN_PATHS, Gate
+from quire.protocol.messages import Statistics
+
+COMPLETIONS = "/v1/completions"
+KEYS = ("first", "second", "third")
+
+
+def asking(**fields: Any) -> bytes:
+    return json.dumps({"prompt": [1, 2], "max_tokens": 10**5, **fields}).encode()
+
+
+class Held(EndlessEngine):
+    """Gives no token until it is told to."""
+
+    def __init__(self) -> None:
+        self._go = threading.Event()
+        super().__init__(pause=self._wait)
+
+    async def _wait(self) -> None:
+        while not self._go.is_set():
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0)
+
+    def hold(self, yes: bool) -> None:
+        (self._go.clear if yes else self._go.set)()
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[FrontEnd]:
+    front_end = FrontEnd(connections=20, spare_connections=4)
+    yield front_end
+    front_end.check()
+    front_end.close()
+
+
+class TestConnections:
+    @pytest.mark.parametrize("data", [b"", b"GET /v1/models HTTP/1.1\r\n", post(COMPLETIONS, asking(stream=True))])
+    def test_beyond_the_bound_only_what_is_open_is_answered(self, narrow: FrontEnd, data: bytes) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stack.enter_context(narrow.connect(data))
+            narrow.until(lambda: narrow.num_connections == 20)
+            for path in OPEN_PATHS:
+                assert narrow.client.get(path).status_code == 200
+            for path in ("/v1/models", "/version", "/none"):
+                refused = narrow.client.get(path)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert check_error(refused)["code"] == "too_many_connections"
+            large = narrow.client.post(COMPLETIONS, content=asking(user="x" * 10**6))
+            assert large.status_code == 503
+        narrow.until(lambda: narrow.num_connections == 0)
+        narrow.check()
+
+    def test_beyond_that_there_is_no_answer(self, narrow: FrontEnd) -> None:
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(narrow.connect()) for _ in range(24)]
+            narrow.until(lambda: narrow.num_connections == 24)
+            assert [narrow.ask(b"GET /health HTTP/1.1\r\n\r\n") for _ in range(50)] == [b""] * 50
+            connections[0].sendall(b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
+            assert status_of(read_all(connections[0])) == 200
+        narrow.until(lambda: narrow.num_connections == 0)
+        narrow.check()
+
+    def test_open_routes_do_not_wait_for_bodies(self, narrow: FrontEnd) -> None:
+        with contextlib.ExitStack() as stack:
+            for size in range(0, 2**18, 2**14):
+                stack.enter_context(narrow.connect(post(COMPLETIONS, b"x" * size, length=2**25)))
+            for path in OPEN_PATHS:
+                assert narrow.client.get(path).status_code == 200
+
+    def test_many_scrapes_are_one_question(self) -> None:
+        """Whoever may ask for metrics without a key cannot keep the scheduler busy with it."""
+        answer = threading.Event()
+
+        class Slow(EndlessEngine):
+            async def statistics(self) -> Statistics:
+                self.num_queries += 1
+                while not answer.is_set():
+                    await asyncio.sleep(0.001)
+                return Statistics(1)
+
+        front_end = FrontEnd(Slow())
+        try:
+            with ThreadPoolExecutor(20) as pool:
+                scrapes = [pool.submit(front_end.client.get, "/metrics") for _ in range(20)]
+                front_end.until(lambda: front_end.num_connections == 20)
+                answer.set()
+                assert {scrape.result().status_code for scrape in scrapes} == {200}
+            assert front_end.engine.num_queries == 1
+            front_end.client.get("/metrics")
+            assert front_end.engine.num_queries == 2
+        finally:
+            front_end.close()
+
+    def test_a_scrape_that_is_given_up_spoils_none(self) -> None:
+        answer = threading.Event()
+
+        class Slow(EndlessEngine):
+            async def statistics(self) -> Statistics:
+                while not answer.is_set():
+                    await asyncio.sleep(0.001)
+                return Statistics(1, num_running=7)
+
+        front_end = FrontEnd(Slow())
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                with front_end.connect(b"GET /metrics HTTP/1.1\r\n\r\n"):
+                    front_end.until(lambda: front_end.num_connections == 1)
+                    second = pool.submit(front_end.client.get, "/metrics")
+                    front_end.until(lambda: front_end.num_connections == 2)
+                front_end.until(lambda: front_end.num_connections == 1)
+                answer.set()
+                assert "num_requests_running" in second.result().text
+        finally:
+            front_end.close()
+
+
+class TestKeyQueues:
+    @pytest.fixture
+    def held(self) -> Iterator[FrontEnd]:
+        engine = Held()
+        engine.hold(False)
+        front_end = FrontEnd(engine, keys=KEYS, settings={"max_num_queued_reqs_per_key": 4})
+        engine.hold(True)
+        yield front_end
+        engine.hold(False)
+        front_end.check()
+        front_end.close()
+
+    def ask(self, held: FrontEnd, key: str, **fields: Any) -> httpx.Response:
+        body = {"prompt": [1], "max_tokens": 3, **fields}
+        return held.client.post(COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"})
+
+    def queue(self, held: FrontEnd, key: str, **fields: Any) -> socket.socket:
+        before = len(held.engine.added)
+        connection = held.connect(
+            post(COMPLETIONS, asking(**{"max_tokens": 3, **fields}), f"authorization: Bearer {key}")
+        )
+        held.until(lambda: len(held.engine.added) > before)
+        return connection
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("waiting", "more"),
+        [
+            ([{}] * 4, {}),
+            ([{}] * 3, {"n": 2}),
+            ([{"n": 4}], {}),
+            ([{"n": 2}, {"prompt": [[1], [2]]}], {}),
+            ([{"prompt": [[1], [2]], "n": 2}], {}),
+            ([{}], {"n": 4}),
+            ([{}], {"prompt": [[1], [2]], "n": 2}),
+        ],
+        ids=str,
+    )
+    def test_a_key_that_has_enough_waiting_is_told_to_wait(
+        self, held: FrontEnd, waiting: list[dict[str, Any]], more: dict[str, Any], stream: bool
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            for fields in waiting:
+                stack.enter_context(self.queue(held, "second", stream=stream, **fields))
+            before = len(held.engine.added)
+            for _ in range(50):
+                refused = self.ask(held, "second", stream=stream, **more)
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                error = check_error(refused)
+                assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+            assert len(held.engine.added) == before, "something was submitted"
+            with self.queue(held, "third"):  # another key is not concerned
+                held.engine.hold(False)
+            held.until(lambda: not held.engine.live)
+        assert self.ask(held, "second", **more).status_code == 200
+
+    def test_what_runs_does_not_wait(self, held: FrontEnd) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(self.queue(held, "first", max_tokens=10**5))
+            held.engine.hold(False)
+            held.until(lambda: all(each.delivered for each in held.engine.live))
+            assert [self.ask(held, "first").status_code for _ in range(8)] == [200] * 8
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_whoever_goes_gives_up_his_place(self, held: FrontEnd, stream: bool) -> None:
+        for _ in range(5):
+            connections = [self.queue(held, "first", stream=stream) for _ in range(4)]
+            assert self.ask(held, "first").status_code == 429
+            for connection in connections:
+                connection.close()
+            held.until(lambda: not held.engine.live)
+
+    def test_more_at_once_than_may_ever_wait(self, held: FrontEnd) -> None:
+        for fields in ({"n": 5}, {"prompt": [[1]] * 5}, {"prompt": [[1], [2], [3]], "n": 2}, {"n": 128}):
+            refused = self.ask(held, "first", **fields)
+            assert refused.status_code == 400 and check_error(refused)["param"] == "n"
+
+    def test_refusals_and_failures_give_places_back(self, held: FrontEnd) -> None:
+        held.engine.hold(False)
+        for _ in range(10):
+            assert self.ask(held, "first", prompt=[10**6]).status_code == 400
+            assert self.ask(held, "first", n=0).status_code == 400
+            assert self.ask(held, "first", n=4).status_code == 200
+
+    def test_without_a_setting_any_number_waits(self) -> None:
+        engine = Held()
+        engine.hold(False)
+        front_end = FrontEnd(engine, keys=KEYS)
+        engine.hold(True)
+        try:
+            with contextlib.ExitStack() as stack:
+                for _ in range(100):
+                    stack.enter_context(front_end.connect(post(COMPLETIONS, asking(), "authorization: Bearer first")))
+                front_end.until(lambda: len(engine.live) == 100)
+        finally:
+            engine.hold(False)
+            front_end.check()
+            front_end.close()
+
+
+class TestBodies:
+    """What all clients together may have sent and not been answered yet. By hand, to the byte."""
+
+    @pytest.mark.parametrize("ending", ["answer", "error", "gone"])
+    @pytest.mark.parametrize("pieces", [[100], [50, 50], [1] * 100, [99, 1, 0], [0, 100, 0]], ids=len)
+    def test_their_bytes_are_bounded_together_and_given_back(self, pieces: list[int], ending: str) -> None:
+        statuses: list[int] = []
+        release = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            for _ in pieces:
+                await receive()
+            await release.wait()
+            if ending == "answer":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+            else:
+                raise ClientGone if ending == "gone" else ValueError("inside")
+
+        async def request(gate: Gate) -> None:
+            left = iter(pieces)
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": b"x" * next(left), "more_body": True}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+
+            scope = {"type": "http", "path": "/", "query_string": b"", "headers": []}
+            await gate(scope, receive, send)
+
+        async def scenario() -> None:
+            gate = Gate(app, max_body_bytes=250)
+            for _ in range(20):
+                release.clear()
+                statuses.clear()
+                requests = [asyncio.create_task(request(gate)) for _ in range(2)]
+                await asyncio.sleep(0)
+                await request(gate)
+                assert statuses == [503]
+                release.set()
+                await asyncio.gather(*requests)
+                assert statuses[1:] == {"answer": [200] * 2, "error": [500] * 2, "gone": []}[ending]
+
+        asyncio.run(scenario())
+
+    @pytest.mark.slow  # half a gigabyte
+    def test_over_sockets(self) -> None:
+        front_end = FrontEnd(rest_s=0.2)
+        try:
+            with contextlib.ExitStack() as stack:
+                for _ in range(20):
+                    connection = stack.enter_context(front_end.connect(post(COMPLETIONS, b"", length=30 * 2**20)))
+                    connection.setblocking(False)
+                    left = memoryview(bytes(29 * 2**20))
+                    with contextlib.suppress(ConnectionError):
+                        while left:
+                            select.select([], [connection], [], WAIT_S)
+                            left = left[connection.send(left[: 2**20]) :]
+                assert front_end.client.get("/health").status_code == 200
+                refused = front_end.client.post(COMPLETIONS, content=asking(user="x" * 28 * 2**20))
+                assert refused.status_code == 503 and check_error(refused)["code"] == "too_many_bodies"
+            front_end.check()
+            assert front_end.client.post(COMPLETIONS, content=asking(max_tokens=1, user="x" * 2**20)).status_code == 200
+        finally:
+            front_end.close()
+
+
+def front_end_of(server: AbusedServer) -> psutil.Process:
+    children = psutil.Process(server.served.process.pid).children(recursive=True)
+    return next(child for child in children if "quire.launch.http" in child.cmdline())
+
+
+@contextlib.contextmanager
+def lowered(process: psutil.Process, kind: int, soft: int) -> Iterator[None]:
+    """A limit of a running process, as long as the block lasts."""
+    before = process.rlimit(kind)
+    process.rlimit(kind, (soft, before[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(kind, before)
+
+
+class TestRealServer:
+    STREAM: Any = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "stream": True}  # noqa: RUF012
+
+    def test_without_descriptors_streams_go_on_and_it_recovers(self, server: AbusedServer) -> None:
+        process = front_end_of(server)
+        url = httpx.URL(server.served.url)
+        with server.client.stream("POST", COMPLETIONS, json=self.STREAM) as stream, contextlib.ExitStack() as stack:
+            lines = stream.iter_lines()
+            next(lines)
+            with lowered(process, resource.RLIMIT_NOFILE, process.num_fds() + 3):
+                crowd = [stack.enter_context(socket.create_connection((url.host, url.port), WAIT_S)) for _ in range(60)]
+                for _ in range(20):
+                    next(lines)
+                for connection in crowd:
+                    with contextlib.suppress(ConnectionError):  # it was accepted only to be closed
+                        connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+                assert sum(map(is_answered, crowd)) <= 3
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        server.check()
+
+    def test_without_memory_a_request_is_refused_and_others_go_on(self, server: AbusedServer) -> None:
+        process = front_end_of(server)
+        body = b'{"prompt": [5], "max_tokens": 1, "user": "' + b"x" * (30 * 2**20) + b'"}'
+        with server.client.stream("POST", COMPLETIONS, json=self.STREAM) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            with lowered(process, resource.RLIMIT_AS, process.memory_info().vms + 40 * 2**20):
+                with ThreadPoolExecutor(3) as pool:
+                    answers = list(pool.map(lambda _: large(server, body), range(3)))
+                next(lines)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert 503 in answers and set(answers) <= {200, 503, 0}, answers
+        assert large(server, body) == 200
+        server.check()
+
+
+def is_answered(connection: socket.socket) -> bool:
+    connection.settimeout(0.01)
+    try:
+        return status_of(connection.recv(1000)) == 200
+    except (TimeoutError, ConnectionError):
+        return False
+
+
+def large(server: AbusedServer, body: bytes) -> int:
+    try:
+        response = httpx.post(server.served.url + COMPLETIONS, content=body, timeout=WAIT_S)
+    except httpx.TransportError:
+        return 0
+    if response.status_code >= 400:
+        assert check_error(response)["code"] == "out_of_memory"
+    return response.status_code

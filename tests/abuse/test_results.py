@@ -1,0 +1,302 @@
+"""Results that are well-formed and wrong: the scheduler refuses them whole, and what is right afterwards is taken.
+
+The clients' tokens are those of the undisturbed run, whatever came between.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
+
+from quire.protocol.messages import EndReason, Logprobs, ModelRunnerOutput, PromptLogprobs
+from quire.scheduler_proc.scheduler import WorkerFault
+
+PROMPTS = {"a": list(range(3, 12)), "b": [7, 8, 9], "c": [1, 2, 3, 4, 5], "d": [4, 4]}
+NUM_TOKENS = 9
+Damage = Callable[[ModelRunnerOutput], ModelRunnerOutput]
+
+
+def ints(*values: int) -> np.ndarray[Any, Any]:
+    return np.array(values, np.int32)
+
+
+def floats(*values: float) -> np.ndarray[Any, Any]:
+    return np.array(values, np.float32)
+
+
+def running(asynchronous: bool = True) -> Driver:
+    """Four requests that have tokens already, the first of which wants log probabilities; d has ended."""
+    driver = Driver(async_scheduling=asynchronous)
+    for name, prompt in PROMPTS.items():
+        wanted = {"logprobs": 1} if name == "a" else {"prompt_logprobs": 1} if name == "b" else {}
+        driver.add(name, prompt, max_tokens=2 if name == "d" else NUM_TOKENS, **wanted)
+    for _ in range(4):
+        driver.step()
+    assert driver.answers["d"].ended is not None
+    return driver
+
+
+def with_logprobs(result: ModelRunnerOutput, **fields: Any) -> ModelRunnerOutput:
+    """As a right one would be for the first row, but for ``fields``."""
+    assert result.tokens is not None
+    right = {
+        "logprobs": Logprobs([0], 2),
+        "logprob_token_ids": ints(int(result.tokens[0]), 5),
+        "logprob_values": floats(-1.5, -0.5),
+        "logprob_ranks": ints(2),
+    }
+    return change(result, **right | fields)
+
+
+def with_prompts(result: ModelRunnerOutput, **fields: Any) -> ModelRunnerOutput:
+    right = {
+        "prompt_logprobs": PromptLogprobs([1], [1], [2], 2),
+        "prompt_logprob_token_ids": ints(8, 5, 9, 6),
+        "prompt_logprob_values": floats(-1, -2, -1, -2),
+        "prompt_logprob_ranks": ints(1, 1),
+    }
+    return change(result, **right | fields)
+
+
+def tokens_of(result: ModelRunnerOutput) -> Any:
+    assert result.tokens is not None
+    return result.tokens.copy()
+
+
+def at(result: ModelRunnerOutput, index: int, token: int) -> ModelRunnerOutput:
+    tokens = tokens_of(result)
+    tokens[index] = token
+    return change(result, tokens=tokens)
+
+
+DAMAGE: dict[str, Damage] = {
+    "a token past the vocabulary": lambda r: at(r, 0, VOCAB_SIZE),
+    "a token far past the vocabulary": lambda r: at(r, -1, 2**31 - 1),
+    "a negative token": lambda r: at(r, 1, -1),
+    "the lowest token": lambda r: at(r, 1, -(2**31)),
+    "a token short": lambda r: change(r, tokens=tokens_of(r)[:-1]),
+    "a token too many": lambda r: change(r, tokens=np.append(tokens_of(r), np.int32(1))),
+    "no tokens": lambda r: change(r, tokens=None),
+    "tokens of nobody": lambda r: change(r, handles=ints()),
+    "an unknown handle": lambda r: change(r, handles=ints(0, 1, 77)),
+    "a negative handle": lambda r: change(r, handles=ints(0, 1, -1)),
+    "a handle twice": lambda r: change(r, handles=ints(0, 1, 1)),
+    "a handle less": lambda r: change(r, handles=ints(0, 1), tokens=tokens_of(r)[:2]),
+    "who has ended, too": lambda r: change(r, handles=ints(0, 1, 2, 3), tokens=ints(1, 1, 1, 1)),
+    "who has ended, instead": lambda r: change(r, handles=ints(0, 1, 3)),
+    "the step before": lambda r: change(r, step=r.step - 1),
+    "the step after": lambda r: change(r, step=r.step + 1),
+    "a step that was never sent": lambda r: change(r, step=2**40),
+    "counts": lambda r: change(r, counts=ints(2, 1, 1), tokens=ints(1, 1, 1, 1)),
+    "counts of nothing": lambda r: change(r, counts=ints(0, 1, 1), tokens=ints(1, 1)),
+    "negative counts": lambda r: change(r, counts=ints(5, -1, -1), tokens=ints(1, 1, 1)),
+    "counts that wrap around": lambda r: change(r, counts=ints(2**31 - 1, 2**31 - 1, 5)),
+    "too few counts": lambda r: change(r, counts=ints(1, 2)),
+    "no counts": lambda r: change(r, counts=ints()),
+    "drafts that nobody had": lambda r: change(r, drafts=ints(1, 0, 0)),
+    "negative drafts": lambda r: change(r, drafts=ints(-1, 0, 0)),
+    "too few drafts": lambda r: change(r, drafts=ints(0)),
+    "a bad row of nobody": lambda r: change(r, bad=[77]),
+    "a bad row of who has ended": lambda r: change(r, bad=[3]),
+    "a failed row of nobody": lambda r: change(r, failed=[(77, "why")]),
+    "time that is none": lambda r: change(r, seconds=math.nan),
+    "endless time": lambda r: change(r, seconds=math.inf),
+    "negative time": lambda r: change(r, seconds=-0.5),
+    "a log probability that is none": lambda r: with_logprobs(r, logprob_values=floats(math.nan, -0.5)),
+    "another that is none": lambda r: with_logprobs(r, logprob_values=floats(-1.5, math.nan)),
+    "an endless one": lambda r: with_logprobs(r, logprob_values=floats(math.inf, -0.5)),
+    "one above certainty": lambda r: with_logprobs(r, logprob_values=floats(0.5, -0.5)),
+    "a rank of nothing": lambda r: with_logprobs(r, logprob_ranks=ints(0)),
+    "a negative rank": lambda r: with_logprobs(r, logprob_ranks=ints(-5)),
+    "a rank past the vocabulary": lambda r: with_logprobs(r, logprob_ranks=ints(VOCAB_SIZE + 1)),
+    "ranks of nobody": lambda r: with_logprobs(r, logprob_ranks=ints(1, 1)),
+    "no ranks": lambda r: with_logprobs(r, logprob_ranks=None),
+    "no values": lambda r: with_logprobs(r, logprob_values=None),
+    "a value short": lambda r: with_logprobs(r, logprob_values=floats(-1.5)),
+    "an id too many": lambda r: with_logprobs(r, logprob_token_ids=ints(1, 2, 3)),
+    "no ids": lambda r: with_logprobs(r, logprob_token_ids=None),
+    "an id past the vocabulary": lambda r: with_logprobs(r, logprob_token_ids=ints(1, VOCAB_SIZE)),
+    "a negative id": lambda r: with_logprobs(r, logprob_token_ids=ints(-1, 1)),
+    "a row that is not there": lambda r: with_logprobs(r, logprobs=Logprobs([3], 2)),
+    "a negative row": lambda r: with_logprobs(r, logprobs=Logprobs([-1], 2)),
+    "a row of who did not ask": lambda r: with_logprobs(r, logprobs=Logprobs([1], 2)),
+    "a width of nothing": lambda r: with_logprobs(r, logprobs=Logprobs([0], 0)),
+    "a negative width": lambda r: with_logprobs(r, logprobs=Logprobs([0], -2)),
+    "a huge width": lambda r: with_logprobs(r, logprobs=Logprobs([0], 2**40)),
+    "a width that nobody can ask for": lambda r: with_logprobs(
+        r, logprobs=Logprobs([0], 22), logprob_token_ids=ints(*[1] * 22), logprob_values=floats(*[-1.0] * 22)
+    ),
+    "a row twice": lambda r: with_logprobs(
+        r,
+        logprobs=Logprobs([0, 0], 2),
+        logprob_token_ids=ints(1, 2, 1, 2),
+        logprob_values=floats(-1, -1, -1, -1),
+        logprob_ranks=ints(1, 1),
+    ),
+    "a prompt of who did not ask": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([0], [1], [2], 2)),
+    "a prompt of nobody": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([77], [1], [2], 2)),
+    "beyond a prompt": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1], [2], [2], 2)),
+    "before a prompt": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1], [0], [2], 2)),
+    "a prompt counted negatively": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1], [1], [-2], 2)),
+    "a prompt twice": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1, 1], [1, 1], [1, 1], 2)),
+    "a prompt's width": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1], [1], [2], 0)),
+    "a prompt without ranks": lambda r: with_prompts(r, prompt_logprob_ranks=None),
+    "a prompt's id past the vocabulary": lambda r: with_prompts(r, prompt_logprob_token_ids=ints(8, 5, 9, VOCAB_SIZE)),
+}
+
+
+def go_on(driver: Driver) -> None:
+    """To the end; and every client has what it would have had."""
+    driver.run()
+    driver.check_drained()
+    for name, prompt in PROMPTS.items():
+        count = 2 if name == "d" else NUM_TOKENS
+        assert end_of(driver, name) == (EndReason.LENGTH, expected_tokens(prompt, count)), name
+
+
+def damaged(driver: Driver, damage: Damage) -> None:
+    """The next result is damaged, which is refused; nothing of it is applied."""
+    while driver.schedule() is not None:
+        pass
+    driver.execute()
+    before = msgspec.structs.asdict(driver.scheduler.statistics())
+    assert driver.deliver_damaged(damage)
+    assert msgspec.structs.asdict(driver.scheduler.statistics()) == before
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_wrong_result_is_refused_and_the_right_one_is_taken(damage: Damage) -> None:
+    driver = running()
+    damaged(driver, damage)
+    driver.deliver()
+    go_on(driver)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_of_them_one_after_the_other(asynchronous: bool) -> None:
+    driver = running(asynchronous)
+    for damage in DAMAGE.values():
+        damaged(driver, damage)
+    driver.deliver()
+    go_on(driver)
+
+
+def test_a_result_twice() -> None:
+    driver = running()
+    while driver.schedule() is not None:
+        pass
+    driver.execute()
+    taken = driver.deliver()
+    assert taken is not None
+    with pytest.raises(WorkerFault, match=f"result of step {taken.step} came"):
+        driver.scheduler.consume(taken)
+    go_on(driver)
+
+
+def test_a_result_that_nobody_waits_for() -> None:
+    driver = Driver()
+    with pytest.raises(WorkerFault, match="expected none"):
+        driver.scheduler.consume(ModelRunnerOutput(1, ints(1), ints(0)))
+    driver.scheduler.check()
+
+
+@pytest.mark.parametrize("step", [-1, -(2**40)])
+def test_a_step_of_before_any_is_counted_and_ignored(step: int) -> None:
+    """As one of an epoch that has ended is."""
+    driver = running()
+    stray = driver.scheduler.statistics().num_stray_messages
+    driver.scheduler.consume(ModelRunnerOutput(step, ints(1), ints(0)))
+    assert driver.scheduler.statistics().num_stray_messages == stray + 1
+    go_on(driver)
+
+
+def test_what_is_not_finite_has_no_log_probabilities_and_costs_only_its_request() -> None:
+    driver = running(asynchronous=False)
+    driver.schedule()
+    driver.execute()
+    received = driver.down.receive()
+    assert received is not None
+    result = with_logprobs(received.message, logprob_values=floats(math.nan, math.nan), bad=[0])
+    driver.scheduler.consume(result)
+    driver._collect()
+    driver.run()
+    assert driver.answers["a"].reason is EndReason.ERROR
+    for name in ("b", "c"):
+        assert end_of(driver, name) == (EndReason.LENGTH, expected_tokens(PROMPTS[name], NUM_TOKENS))
+
+
+NUMBERS = [-(2**31), -1, 0, 1, 2, 3, 77, VOCAB_SIZE - 1, VOCAB_SIZE, 2**31 - 1]
+
+
+def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
+    """One field is other than it was."""
+
+    def array(old: Any) -> Any:
+        kind = np.float32 if old is not None and old.dtype == np.float32 else np.int32
+        numbers = [math.nan, math.inf, -math.inf, 1.0, -1.0] if kind is np.float32 else NUMBERS
+        values = [] if old is None else old.tolist()
+        match rng.randrange(4):
+            case 0 if values:
+                values[rng.randrange(len(values))] = rng.choice(numbers)
+            case 1 if values:
+                del values[rng.randrange(len(values))]
+            case 2:
+                values.append(rng.choice(numbers))
+            case _:
+                return None
+        return np.array(values, kind)
+
+    name = rng.choice(result.__struct_fields__)
+    old = getattr(result, name)
+    match name:
+        case "step":
+            return change(result, step=rng.choice([old - 1, old + 1, *NUMBERS]))
+        case "bad":
+            return change(result, bad=rng.choices(NUMBERS, k=2))
+        case "failed":
+            return change(result, failed=[(rng.choice(NUMBERS), "why")])
+        case "seconds":
+            return change(result, seconds=rng.choice([math.nan, -1.0, math.inf, 0.5]))
+        case "logprobs":
+            return change(result, logprobs=Logprobs(rng.choices(NUMBERS, k=2), rng.choice(NUMBERS)))
+        case "prompt_logprobs":
+            lists = [rng.choices(NUMBERS, k=rng.choice([1, 2])) for _ in range(3)]
+            return change(result, prompt_logprobs=PromptLogprobs(*lists, rng.choice(NUMBERS)))
+        case "failure":
+            return result
+    return change(result, **{name: array(old)})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_altered_is_refused_or_could_have_been(seed: int) -> None:
+    rng = random.Random(seed)
+    driver, num_refused, num_taken = running(), 0, 0
+    while num_refused < 150:
+        while driver.schedule() is not None:
+            pass
+        driver.execute()
+        received = driver.down.receive()
+        assert received is not None
+        result = with_prompts(with_logprobs(received.message)) if rng.random() < 0.5 else received.message
+        try:
+            for _ in range(rng.randint(1, 2)):
+                result = _mutate(result, rng)
+            driver.scheduler.consume(result)
+        except WorkerFault as fault:
+            assert "\n" not in str(fault)
+            driver.scheduler.check()
+            driver._held_back.appendleft(received)
+            driver.deliver()
+            num_refused += 1
+            if all(driver.answers[name].ended is not None for name in PROMPTS):
+                go_on(driver)
+                driver = running()
+        else:
+            driver.scheduler.check()
+            driver, num_taken = running(), num_taken + 1
+    assert num_taken

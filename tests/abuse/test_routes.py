@@ -1,0 +1,269 @@
+"""Every route by every method, with and without a key, in odd spellings; and web sockets (A44, A45, A46)."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from abuse import INTERNALS, short
+from front_end import FrontEnd, post, status_of
+from starlette.routing import Route
+
+from quire.launch.http.app import make_app
+from quire.launch.http.gate import OPEN_PATHS
+from quire.launch.http.server import ServerSettings
+from quire.launch.text_in import TextIn
+from quire.protocol.errors import ConfigError
+
+KEYS = ("first-key", "zweiter-schlüssel", "third key")
+CLOSE = "connection: close"
+# What each route takes, and what it answers to whoever may ask, and asks nothing.
+EXPECTED = {
+    "/v1/models": ({"GET", "HEAD"}, 200),
+    "/v1/models/{name:path}": ({"GET", "HEAD"}, 200),
+    "/v1/completions": ({"POST"}, 400),
+    "/v1/chat/completions": ({"POST"}, 400),
+    "/tokenize": ({"POST"}, 400),
+    "/detokenize": ({"POST"}, 400),
+    "/health": ({"GET", "HEAD"}, 200),
+    "/ready": ({"GET", "HEAD"}, 200),
+    "/version": ({"GET", "HEAD"}, 200),
+    "/metrics": ({"GET", "HEAD"}, 200),
+}
+OPEN = {"/health", "/ready", "/metrics"}
+METHODS = (
+    *("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "MKCOL", "LINK", "PURGE"),
+    *("SEARCH", "LOCK", "COPY", "MOVE", "SUBSCRIBE", "M-SEARCH", "REPORT", "QUERY"),
+)
+WRONG_KEYS = (
+    *("Bearer wrong", "first-key", "Basic first-key", "Bearer", "Bearer ", "", "Bearer first-key2", "Bearer first-ke"),
+    *("Bearer FIRST-KEY", "Bearerfirst-key", "Bearer  ", "Bearer first-key,third key", "Bearer \x01", "Bearer *"),
+    *('Bearer "first-key"', "Bearer first-key\tx", "Token first-key", "Bearer Bearer first-key", "Bearer null"),
+    *("Bearer " + "x" * 5000, "Bearer zweiter-schlussel", "Bearer 0", "Digest username=x", "Bearer first-key;"),
+)
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[FrontEnd]:
+    front_end = FrontEnd(keys=KEYS)
+    yield front_end
+    front_end.check()
+    front_end.close()
+
+
+@pytest.fixture(scope="module")
+def unlocked() -> Iterator[FrontEnd]:
+    front_end = FrontEnd()
+    yield front_end
+    front_end.check()
+    front_end.close()
+
+
+def paths() -> list[str]:
+    """Of all routes that the application has, whoever added them."""
+    app = make_app(None, ServerSettings(text_in=TextIn(), served_model_names=("m",)))  # type: ignore[arg-type]
+    assert all(isinstance(route, Route) for route in app.routes), "a mount or a web socket route: list it here"
+    return [route.path for route in app.routes if isinstance(route, Route)]
+
+
+def concrete(path: str) -> str:
+    return path.replace("{name:path}", "endless")
+
+
+def ask(front_end: FrontEnd, method: str, path: str, *headers: str) -> tuple[int, bytes]:
+    lines = [f"{method} {path} HTTP/1.1", "host: x", CLOSE, *headers]
+    answer = front_end.ask("\r\n".join(lines).encode() + b"\r\n\r\n")
+    status = status_of(answer)
+    body = answer.partition(b"\r\n\r\n")[2]
+    if method == "HEAD":
+        assert body == b""
+    elif status >= 400:
+        message = json.loads(body)["error"]["message"]
+        assert INTERNALS.search(message) is None and message.isprintable()
+    return status, answer
+
+
+def bearer(key: str) -> str:
+    return f"authorization: Bearer {key}"
+
+
+def test_every_route_is_listed_here() -> None:
+    """Whoever adds one says what it takes and who may; an administrator's would need a key of its own besides."""
+    assert sorted(paths()) == sorted(EXPECTED)
+    assert OPEN_PATHS == OPEN
+
+
+@pytest.mark.parametrize("path", EXPECTED)
+class TestMatrix:
+    def test_with_a_key(self, locked: FrontEnd, path: str) -> None:
+        allowed, own_status = EXPECTED[path]
+        for number, method in enumerate(METHODS):
+            status, answer = ask(locked, method, concrete(path), bearer(KEYS[number % len(KEYS)]))
+            assert status == (own_status if method in allowed else 405), (method, answer)
+            if status == 405:
+                allow = next(line for line in answer.split(b"\r\n") if line.lower().startswith(b"allow:"))
+                assert {name.strip().decode() for name in allow[6:].split(b",")} == allowed
+
+    def test_without_one(self, locked: FrontEnd, path: str) -> None:
+        allowed, own_status = EXPECTED[path]
+        for method in METHODS:
+            status, answer = ask(locked, method, concrete(path))
+            if path in OPEN:
+                assert status == (own_status if method in allowed else 405), (method, answer)
+            else:
+                assert status == 401 and b"www-authenticate: Bearer" in answer, (method, answer)
+
+    def test_with_a_wrong_one(self, locked: FrontEnd, path: str) -> None:
+        allowed, own_status = EXPECTED[path]
+        for header in WRONG_KEYS:
+            method = min(allowed)
+            status, answer = ask(locked, method, concrete(path), f"authorization: {header}")
+            # a control character in a header is no HTTP at all
+            wanted = {400, 401} if "\x01" in header else {own_status} if path in OPEN else {401}
+            assert status in wanted, (header, answer)
+
+    def test_where_no_keys_are(self, unlocked: FrontEnd, path: str) -> None:
+        allowed, own_status = EXPECTED[path]
+        for method in METHODS:
+            status, answer = ask(unlocked, method, concrete(path), bearer("any"))
+            assert status == (own_status if method in allowed else 405), (method, answer)
+
+    @pytest.mark.parametrize("upgrade", ["websocket", "WebSocket", "h2c", "TLS/1.0", "websocket, h2c", "x" * 200])
+    @pytest.mark.parametrize("key", [None, "first-key"])
+    def test_an_upgrade_is_no_way_in(self, locked: FrontEnd, path: str, key: str | None, upgrade: str) -> None:
+        """It is read as the ordinary request that it is besides; there is nothing to change to."""
+        headers = ["upgrade: " + upgrade, "sec-websocket-key: eA==", "sec-websocket-version: 13"]
+        headers += [bearer(key)] if key else []
+        allowed, own_status = EXPECTED[path]
+        lines = [f"GET {concrete(path)} HTTP/1.1", "host: x", "connection: upgrade, close", *headers]
+        status = status_of(locked.ask("\r\n".join(lines).encode() + b"\r\n\r\n"))
+        may = key is not None or path in OPEN
+        assert status == (401 if not may else own_status if "GET" in allowed else 405)
+
+
+def spellings(path: str) -> list[str]:
+    """Other ways to write a path, which another server might take for the same."""
+    first, rest = path[1:2], path[2:]
+    return [
+        f"/{path}",
+        f"//{path}",
+        f"{path}/",
+        f"{path}//",
+        f"/.{path}",
+        f"/x/..{path}",
+        f"/health/..{path}",
+        f"/health/../..{path}",
+        f"/metrics;{path}",
+        f"/health%2f..{path}",
+        f"/%2f{path[1:]}",
+        f"/%2e{path}",
+        f"/%5c{path[1:]}",
+        f"/\\{path[1:]}",
+        f"{path};x=y",
+        f"{path}%00",
+        f"{path}%20",
+        f"{path}%0a",
+        f"{path}.json",
+        f"{path}#/health",
+        f"{path}%3f",
+        f"{path}%23",
+        f"{path}%2f",
+        path.upper(),
+        path.title(),
+        f"/%25{ord(first):02x}{rest}",
+        path.replace("/", "/%2f", 1),
+        path.replace("/", "%2f"),
+        f"/health{path}",
+        f"/health%00{path}",
+        f"/health?{path}/..",
+        f"/%c0%af{path[1:]}",
+        f"/%ff{path}",
+    ]
+
+
+@pytest.mark.parametrize("path", [concrete(path) for path in EXPECTED])
+class TestSpellings:
+    def test_no_spelling_opens_what_is_closed(self, locked: FrontEnd, path: str) -> None:
+        method = min(EXPECTED.get(path, ({"GET"}, 0))[0])
+        for spelling in spellings(path):
+            status, answer = ask(locked, method, spelling)
+            goes_to_open = spelling.split("?")[0].split("#")[0] in OPEN
+            # 400: the parser of requests does not take it at all
+            assert status in ({200, 405} if goes_to_open else {400, 401}), (spelling, answer)
+
+    def test_with_a_key_they_are_nothing(self, locked: FrontEnd, path: str) -> None:
+        for spelling in spellings(path):
+            status, answer = ask(locked, "OPTIONS", spelling, bearer("first-key"))
+            # Names of models may have anything in them, and a fragment is not part of a path.
+            known = unquote(spelling).startswith("/v1/models/") or spelling.split("?")[0].split("#")[0] in (path, *OPEN)
+            assert status in ({400, 404, 405} if known else {400, 404}), (spelling, answer)
+            assert b"location:" not in answer.lower()
+
+    @pytest.mark.parametrize("host", ["a/b?", "", "x:y", "[::1", "evil.example/health", "localhost", "%2f", "x" * 5000])
+    def test_a_host_changes_nothing(self, locked: FrontEnd, path: str, host: str) -> None:
+        for target in (path, f"http://health{path}", f"http://x/health/..{path}"):
+            lines = [f"GET {target} HTTP/1.1", f"host: {host}", "x-forwarded-prefix: /health", CLOSE]
+            lines += ["x-original-url: /health", "x-rewrite-url: /health", "x-http-method-override: GET"]
+            answer = locked.ask("\r\n".join(lines).encode() + b"\r\n\r\n")
+            is_open = path in OPEN and "/.." not in target
+            assert status_of(answer) == (200 if is_open else 401), (target, answer)
+
+
+class TestKeys:
+    @pytest.mark.parametrize("key", KEYS)
+    @pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER  ", "Bearer \t"])
+    def test_a_right_one_however_it_is_spaced(self, locked: FrontEnd, key: str, scheme: str) -> None:
+        assert ask(locked, "GET", "/v1/models", f"Authorization: {scheme}{key} ")[0] == 200
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            (bearer("wrong"), bearer("first-key")),
+            (bearer("first-key"), bearer("wrong")),
+            (bearer("first-key"), bearer("first-key")),
+            ("x-api-key: first-key",),
+            ("api-key: first-key",),
+            ("proxy-authorization: Bearer first-key",),
+            ("cookie: authorization=Bearer first-key",),
+            ("authorization : Bearer first-key",),
+            ("authorization: Bearer", " first-key"),
+        ],
+        ids=str,
+    )
+    def test_two_are_none_and_nor_is_one_elsewhere(self, locked: FrontEnd, headers: tuple[str, ...]) -> None:
+        assert ask(locked, "GET", "/v1/models", *headers)[0] in (400, 401)
+
+    def test_nor_is_one_in_the_query(self, locked: FrontEnd) -> None:
+        for query in (
+            "api_key=first-key",
+            "key=first-key",
+            "access_token=first-key",
+            "authorization=Bearer%20first-key",
+        ):
+            assert ask(locked, "GET", f"/v1/models?{query}")[0] == 401
+
+    def test_nobody_reads_the_body_of_who_has_none(self, locked: FrontEnd) -> None:
+        before = len(locked.engine.added)
+        data = post("/v1/completions", b'{"prompt": [1]}', CLOSE, "authorization: Bearer wrong", length=10**6)
+        assert status_of(locked.ask(data)) == 401
+        assert len(locked.engine.added) == before
+
+    @pytest.mark.parametrize("key", ["", " ", "\t", " x", "x ", "a\nb", "\x00", "a\r\nb"], ids=short)
+    def test_a_key_that_would_open_to_all_is_refused_at_the_start(self, key: str) -> None:
+        with pytest.raises(ConfigError, match="API key"):
+            ServerSettings(text_in=TextIn(), served_model_names=("m",), api_keys=("good", key))
+
+    def test_all_keys_are_compared_whole(self, locked: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Counted, since times on a busy machine tell nothing: every key once, wherever the right one stands."""
+        compared: list[Any] = []
+
+        def compare(given: bytes, known: bytes) -> bool:
+            compared.append(known)
+            return given == known
+
+        monkeypatch.setattr("quire.launch.http.gate.hmac.compare_digest", compare)
+        for key in (*KEYS, "wrong", ""):
+            compared.clear()
+            ask(locked, "GET", "/v1/models", bearer(key))
+            assert compared == [known.encode() for known in KEYS]

@@ -1,0 +1,213 @@
+"""Clients that do not read what they asked for (A47, F14): how much is kept for them, and what others notice."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from front_end import EndlessEngine, FrontEnd, post
+
+from quire.launch.http.sse import MAX_UNSENT_BYTES, MAX_UNSENT_WRITES, MIN_UNSENT_WRITES, EventStream, SlowReader
+
+COMPLETIONS = "/v1/completions"
+MAX_TOKENS = 10**5
+# What lies between a step and its reader besides what we keep: the kernel's two buffers and the transport's.
+MOST_ON_THE_WAY = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def front_end() -> Iterator[FrontEnd]:
+    made = FrontEnd(head_s=0.3, stall_s=0.2, linger_s=0.1, send_buffer=16 * 1024)
+    yield made
+    made.check()
+    made.close()
+
+
+def asking(**fields: Any) -> bytes:
+    body = {"prompt": [1, 2], "max_tokens": MAX_TOKENS, "stream": True, **fields}
+    return post(COMPLETIONS, json.dumps(body).encode())
+
+
+def never(connection: socket.socket) -> bool:
+    return True
+
+
+def once(connection: socket.socket) -> bool:
+    connection.recv(1000)
+    return True
+
+
+def a_byte(connection: socket.socket) -> bool:
+    connection.recv(1)
+    return False
+
+
+def ten_bytes(connection: socket.socket) -> bool:
+    connection.recv(10)
+    return False
+
+
+def up_to_the_first_event(connection: socket.socket) -> bool:
+    return b"data: " in connection.recv(400)
+
+
+READERS = (never, once, a_byte, ten_bytes, up_to_the_first_event)
+REQUESTS = (
+    ({}, 1),
+    ({"n": 4}, 4),
+    ({"prompt": [[1], [2], [3]]}, 3),
+    ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, 1),
+)
+
+
+class TestOverSockets:
+    @pytest.mark.parametrize(("fields", "num_answers"), REQUESTS, ids=str)
+    @pytest.mark.parametrize("read", READERS)
+    def test_its_request_is_given_up_and_others_go_on(
+        self, front_end: FrontEnd, read: Callable[[socket.socket], bool], fields: dict[str, Any], num_answers: int
+    ) -> None:
+        before, had = len(front_end.engine.added), slow_readers(front_end)
+        with front_end.connect(asking(**fields), receive_buffer=4096) as slow:
+            front_end.until(lambda: len(front_end.engine.added) == before + num_answers)
+            sequences = front_end.engine.added[before:]
+            with contextlib.suppress(ConnectionError):
+                while not all(each.aborted for each in sequences) and not read(slow):
+                    pass
+            front_end.until(lambda: all(each.aborted for each in sequences))
+            front_end.check()  # while the connection is still there
+            # An event has at least 150 bytes, and a step brings one of each answer.
+            most_steps = MAX_UNSENT_WRITES + (MAX_UNSENT_BYTES + MOST_ON_THE_WAY) // 150
+            assert max(each.delivered for each in sequences) < most_steps < MAX_TOKENS
+        assert slow_readers(front_end) == had + 1
+        front_end.until(lambda: front_end.num_connections == 0)
+
+    def test_the_connection_goes_too_though_the_client_stays(self, front_end: FrontEnd) -> None:
+        with front_end.connect(asking(), receive_buffer=4096):
+            front_end.until(lambda: front_end.num_connections == 0)
+
+    def test_it_is_never_told_that_its_answer_were_whole(self, front_end: FrontEnd) -> None:
+        with front_end.connect(asking(), receive_buffer=4096) as slow:
+            front_end.until(lambda: len(front_end.engine.live) == 1)
+            front_end.until(lambda: not front_end.engine.live)
+            told = b""
+            try:
+                while part := slow.recv(65536):
+                    told += part
+            except ConnectionError:
+                pass
+        assert told.startswith(b"HTTP/1.1 200") and b"[DONE]" not in told and not told.endswith(b"0\r\n\r\n")
+
+    def test_an_answer_that_has_ended_is_not_kept_for_ever(self, front_end: FrontEnd) -> None:
+        """A stream short enough to be kept, and an answer in one piece: nobody reads either."""
+        short = asking(max_tokens=200)
+        whole = asking(max_tokens=20_000, stream=False)
+        with front_end.connect(short, 4096), front_end.connect(whole, 4096):
+            front_end.until(lambda: len(front_end.engine.live) == 2)
+            front_end.until(lambda: not front_end.engine.live)
+            front_end.until(lambda: front_end.num_connections == 0)
+
+    def test_a_slow_but_steady_reader_is_waited_for(self, front_end: FrontEnd) -> None:
+        """It takes longer than a stall may last; it is never behind by more than is kept."""
+        with front_end.connect(asking(max_tokens=250), receive_buffer=4096) as steady:
+            told, begun = b"", time.monotonic()
+            while not told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                told += steady.recv(2000)
+                time.sleep(0.01)
+        assert time.monotonic() - begun > 0.2
+        assert told.count(b"data: ") == 251
+
+    def test_many_at_once_take_nothing_from_a_reader_who_keeps_up(self, front_end: FrontEnd) -> None:
+        slow = [front_end.connect(asking(), receive_buffer=4096) for _ in range(20)]
+        with front_end.client.stream(
+            "POST", COMPLETIONS, json={"prompt": [3], "max_tokens": 2000, "stream": True}
+        ) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]" and len(lines) == 2001
+        front_end.until(lambda: not front_end.engine.live)
+        for connection in slow:
+            connection.close()
+
+
+def slow_readers(front_end: FrontEnd) -> int:
+    text = front_end.client.get("/metrics").text
+    return int(float(text.split('quire:slow_readers_total{model_name="endless"} ')[1].split("\n")[0]))
+
+
+class Reader:
+    """``send`` of an ASGI server: takes so many messages, and waits for ever."""
+
+    def __init__(self, takes: int) -> None:
+        self.taken: list[Any] = []
+        self._takes = takes
+
+    async def __call__(self, message: Any) -> None:
+        if len(self.taken) == self._takes:
+            await asyncio.Event().wait()
+        self.taken.append(message)
+
+
+class TestWhatIsKept:
+    """To the write and to the byte, without sockets."""
+
+    @staticmethod
+    def num_kept(takes: int, size: int, *, writes: int = 10_000) -> int:
+        """Writes of ``size`` bytes that were let in beyond those that were read, before the stream was given up."""
+        reader = Reader(takes)
+
+        async def scenario() -> int:
+            num_written = 0
+            with pytest.raises(SlowReader):
+                async with EventStream(reader, "r") as stream:
+                    while num_written < writes:
+                        await stream.write([b"x" * (size - len(b"data: \n\n"))])
+                        num_written += 1
+            return num_written
+
+        # the status line is a message too
+        return asyncio.run(scenario()) - max(0, takes - 1)
+
+    @pytest.mark.parametrize("takes", [0, 1, 2, 3, 10])
+    @pytest.mark.parametrize(
+        ("size", "kept"),
+        [
+            (9, MAX_UNSENT_WRITES),
+            (200, MAX_UNSENT_WRITES),
+            (4096, MAX_UNSENT_WRITES),
+            (4097, 255),
+            (8192, 128),
+            (100_000, 10),
+            (MAX_UNSENT_BYTES // 4, 4),
+            (MAX_UNSENT_BYTES // 2, MIN_UNSENT_WRITES),
+            (2 * MAX_UNSENT_BYTES, MIN_UNSENT_WRITES),
+        ],
+    )
+    def test_so_much_and_no_more(self, takes: int, size: int, kept: int) -> None:
+        assert self.num_kept(takes, size) == kept
+
+    @pytest.mark.parametrize(("size", "num_writes"), [(9, 2000), (5000, 400), (3 * MAX_UNSENT_BYTES, 10)])
+    def test_who_reads_at_once_is_never_behind(self, size: int, num_writes: int) -> None:
+        reader = Reader(10**6)
+
+        async def scenario() -> None:
+            async with EventStream(reader, "r") as stream:
+                for _ in range(num_writes):
+                    await stream.write([b"x" * size])
+                await stream.write([b"[DONE]"], last=True)
+
+        asyncio.run(scenario())
+        assert len(reader.taken) == num_writes + 2
+        assert [message["more_body"] for message in reader.taken[1:]] == [True] * num_writes + [False]
+
+    def test_an_engine_faster_than_any_reader(self) -> None:
+        """Tokens without a pause between them: the reader is given its turns."""
+        front_end = FrontEnd(EndlessEngine(pause=lambda: asyncio.sleep(0)))
+        try:
+            response = front_end.client.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 2000, "stream": True})
+            assert response.text.count("data: ") == 2001
+            front_end.check()
+        finally:
+            front_end.close()

@@ -1,0 +1,403 @@
+"""Steps that are well-formed and wrong: a worker refuses the whole step, says why, and has changed nothing.
+
+That nothing has changed is seen by looking, and by the right step afterwards, which gives the tokens that it would
+have given.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from runner_steps import CONFIG, MODEL, NUM_BLOCKS, adding, appending
+
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.messages import NewRequestData, SchedulerOutput
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.setup import make_runner
+
+WINDOWED = msgspec.structs.replace(MODEL, windows=[8, 0])
+BIG = 2**40
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def ints(*values: int) -> np.ndarray[Any, Any]:
+    return np.array(values, np.int32)
+
+
+class Held:
+    """A worker that holds three requests: 0 at a block's end, 1 within one, 2 parked; blocks 1 to 6 are theirs.
+
+    The first block of 1 is of the prefix cache: it only reads it.
+    """
+
+    def __init__(self) -> None:
+        config = msgspec.structs.replace(CONFIG, max_num_seqs=4, max_num_batched_tokens=48)
+        self.runner: ModelRunner = make_runner(
+            config, kv_layout(MODEL, 4, "float32"), lambda text: None, progress=False
+        )[0]
+        first = adding((0, [5, 9, 2, 7], [1]), (2, [3], [2]))
+        self.runner.execute(SchedulerOutput(1, **first)).result()
+        second = adding((1, [5, 9, 2, 7, 1], [1, 4]), computed=4)
+        self.tokens = (
+            self.runner.execute(SchedulerOutput(2, parked=[2], **second | appending(0, 0, [3]))).result().tokens
+        )
+
+    def good(self) -> SchedulerOutput:
+        """One that brings something of everything, to be spoilt: 3 comes, 2 runs again, 1 leaves."""
+        return SchedulerOutput(
+            3,
+            removed=[1],
+            unparked=[2],
+            counts=[(3, 5)],
+            **{k: v for k, v in adding((3, [8, 6, 4, 1, 2], [5, 6])).items() if k != "counts"},
+        )
+
+    def state(self) -> list[Any]:
+        batch, tables = self.runner.batch, self.runner.tables
+        columns = [store.data.copy() for store in batch._stores if isinstance(getattr(store, "data", None), np.ndarray)]
+        owners = tables._owners
+        assert owners is not None and columns
+        return [
+            batch.num_rows,
+            dict(batch.row_of),
+            batch.generation,
+            self.runner._step,
+            *columns,
+            *(t._ids.copy() for t in tables.tables),
+            *(t.num_blocks_per_row.copy() for t in tables.tables),
+            owners._owner.copy(),
+            owners._readers.copy(),
+            owners._row_of_place.copy(),
+        ]
+
+    def run(self, step: SchedulerOutput) -> dict[int, int]:
+        """Handle → token."""
+        result = self.runner.execute(step).result()
+        self.runner.check()
+        assert result.tokens is not None
+        handles = self.runner.batch.handles[: self.runner.batch.num_rows]
+        return dict(zip(handles.tolist(), result.tokens.tolist(), strict=True))
+
+    def refuses(self, step: SchedulerOutput) -> str:
+        """Why; and nothing has changed."""
+        before = self.state()
+        with pytest.raises(StepRefused) as caught:
+            self.runner.launch(step)
+        assert all(np.array_equal(a, b) for a, b in zip(before, self.state(), strict=True)), "something has changed"
+        return str(caught.value)
+
+
+def new(**fields: Any) -> NewRequestData:
+    wanted = {
+        "handle": 3, "request_id": "r3", "num_prompt_tokens": 5, "num_tokens": 5, "num_computed_tokens": 0,
+        "num_blocks": [2], "sampling": GREEDY, "seed": 7,
+    }  # fmt: skip
+    return NewRequestData(**wanted | fields)
+
+
+def more(handles: list[int], ids: list[int], groups: list[int] | None = None) -> dict[str, Any]:
+    return {
+        "appended_handles": ints(*handles),
+        "appended_block_ids": ints(*ids),
+        "appended_groups": None if groups is None else ints(*groups),
+    }
+
+
+SPOILT: dict[str, tuple[dict[str, Any], str]] = {
+    # blocks
+    "a block at the pool's end": (more([0], [NUM_BLOCKS]), "block id"),
+    "a block far beyond the pool": (more([0], [2**31 - 1]), "block id"),
+    "a negative block": (more([0], [-1]), "block id"),
+    "the lowest number as a block": (more([0], [-(2**31)]), "block id"),
+    "the null block to write to": (more([0], [0]), "block id"),
+    "a new request's block at the pool's end": ({"block_ids": ints(5, NUM_BLOCKS)}, "block id"),
+    "a new request's negative block": ({"block_ids": ints(-5, 6)}, "block id"),
+    "a new request on the null block": ({"block_ids": ints(5, 0)}, "block id"),
+    "another's block": (more([0], [2]), "slot overlap"),
+    "another's block for a new request": ({"block_ids": ints(3, 6)}, "slot overlap"),
+    "a block that somebody reads": ({"removed": [], "block_ids": ints(1, 6)}, "slot overlap"),
+    "one's own block again": (more([0], [3]), "slot overlap"),
+    "a block for two": (more([0, 2], [7, 7]), "slot overlap"),
+    "a block twice for one": (more([0, 0], [7, 7]), "slot overlap"),
+    "a block twice for a new request": ({"block_ids": ints(5, 5)}, "slot overlap"),
+    "a block for a new request and an old one": (more([0], [5]), "slot overlap"),
+    "more blocks than a table has room for": (more([0] * 7, list(range(7, 14))), "blocks, 8 are the most"),
+    "blocks for nobody": (more([9], [7]), "not held"),
+    "blocks for who leaves": (more([1], [7]), "not held"),
+    "blocks for a negative handle": (more([-1], [7]), "not held"),
+    "blocks of a group that is not there": (more([0], [7], [1]), "group 1"),
+    "blocks of a negative group": (more([0], [7], [-1]), "group -1"),
+    "more handles than blocks": (more([0, 2], [7]), "do not add up"),
+    "more blocks than handles": (more([0], [7, 8]), "do not add up"),
+    "more groups than blocks": (more([0], [7], [0, 0]), "do not add up"),
+    "blocks without handles": ({"appended_block_ids": ints(7)}, "do not add up"),
+    "handles without blocks": ({"appended_handles": ints(0)}, "do not add up"),
+    "groups of nothing": ({"appended_groups": ints(0)}, "do not add up"),
+    "too few blocks for a new request": ({"new_requests": [new(num_blocks=[1])], "block_ids": ints(5)}, "no block"),
+    "no blocks for a new request": ({"new_requests": [new(num_blocks=[0])], "block_ids": None}, "no block"),
+    "blocks that are not there": ({"block_ids": ints(5)}, "blocks do not add up"),
+    "blocks of nobody": ({"block_ids": ints(5, 6, 7)}, "blocks do not add up"),
+    "blocks for no group": ({"new_requests": [new(num_blocks=[])]}, "0 groups"),
+    "blocks for two groups": ({"new_requests": [new(num_blocks=[1, 1])]}, "2 groups"),
+    "a negative number of blocks": ({"new_requests": [new(num_blocks=[-2])]}, "groups"),
+    "a huge number of blocks": ({"new_requests": [new(num_blocks=[BIG])]}, "blocks do not add up"),
+    # handles
+    "an unknown handle leaves": ({"removed": [9]}, "not held"),
+    "one leaves twice": ({"removed": [1, 1]}, "twice"),
+    "a negative handle leaves": ({"removed": [-1]}, "not held"),
+    "a huge handle leaves": ({"removed": [2**63]}, "not held"),
+    "an unknown handle is parked": ({"parked": [9]}, "not held"),
+    "a parked one is parked": ({"parked": [2], "unparked": []}, "parked already"),
+    "one is parked twice": ({"parked": [0, 0]}, "parked already"),
+    "who leaves is parked": ({"parked": [1]}, "leaves"),
+    "an unknown handle runs again": ({"unparked": [9]}, "not held"),
+    "a running one runs again": ({"unparked": [0]}, "not parked"),
+    "one runs again twice": ({"unparked": [2, 2]}, "not parked"),
+    "who leaves runs again": ({"unparked": [1]}, "not held"),
+    "a new one runs again": ({"unparked": [3]}, "not parked"),
+    "a held one comes": ({"new_requests": [new(handle=0)], "counts": []}, "held already"),
+    "a negative one comes": ({"new_requests": [new(handle=-3)], "counts": [(-3, 5)]}, "held already"),
+    "a huge one comes": ({"new_requests": [new(handle=BIG)], "counts": [(BIG, 5)]}, "held already"),
+    "one comes twice": (
+        {"new_requests": [new(), new()], "token_ids": ints(*[1] * 10), "block_ids": ints(5, 6, 7, 8)},
+        "twice",
+    ),
+    "more than there are rows": (
+        {
+            "removed": [],
+            "new_requests": [new(), new(handle=4)],
+            "token_ids": ints(*[1] * 10),
+            "block_ids": ints(5, 6, 7, 8),
+        },
+        "do not fit 4 rows",
+    ),
+    # lengths
+    "no tokens": ({"token_ids": None}, "tokens do not add up"),
+    "too few tokens": ({"token_ids": ints(8, 6, 4, 1)}, "tokens do not add up"),
+    "too many tokens": ({"token_ids": ints(8, 6, 4, 1, 2, 2)}, "tokens do not add up"),
+    "tokens of nobody": ({"new_requests": [], "block_ids": None, "counts": []}, "tokens do not add up"),
+    "a token past the vocabulary": ({"token_ids": ints(8, 6, 4, 1, MODEL.vocab_size)}, "vocabulary"),
+    "a negative token": ({"token_ids": ints(-1, 6, 4, 1, 2)}, "vocabulary"),
+    "a request of no tokens": ({"new_requests": [new(num_tokens=0)], "token_ids": None}, "length is wrong"),
+    "a request of minus five": ({"new_requests": [new(num_tokens=-5)]}, "length is wrong"),
+    "a request of a huge length": ({"new_requests": [new(num_tokens=BIG)]}, "length is wrong"),
+    "a prompt of nothing": ({"new_requests": [new(num_prompt_tokens=0)]}, "prompt of 0"),
+    "a prompt of minus one": ({"new_requests": [new(num_prompt_tokens=-1)]}, "prompt of -1"),
+    "a prompt longer than all": ({"new_requests": [new(num_prompt_tokens=6)]}, "prompt of 6"),
+    "all computed": ({"new_requests": [new(num_computed_tokens=5)]}, "5 tokens computed"),
+    "less than nothing computed": ({"new_requests": [new(num_computed_tokens=-1)]}, "-1 tokens computed"),
+    "computed beyond its blocks": (
+        {"new_requests": [new(num_computed_tokens=4, num_blocks=[1])], "block_ids": ints(5), "counts": []},
+        "no block",
+    ),
+    "a seed of 65 bits": ({"new_requests": [new(seed=2**64)]}, "seed"),
+    "a negative seed": ({"new_requests": [new(seed=-1)]}, "seed"),
+    "a bias past the vocabulary": (
+        {"new_requests": [new(sampling=SamplingParams(logit_bias={MODEL.vocab_size: 1.0}))]},
+        "logit_bias",
+    ),
+    "a stop past the vocabulary": (
+        {"new_requests": [new(sampling=SamplingParams(stop_token_ids=[2**31 - 1]))]},
+        "stop_token_ids",
+    ),
+    "allowed tokens past the vocabulary": (
+        {"new_requests": [new(sampling=SamplingParams(allowed_token_ids=[1, 999]))]},
+        "allowed_token_ids",
+    ),
+    "bad words past the vocabulary": (
+        {"new_requests": [new(sampling=SamplingParams(bad_words_token_ids=[[1, 2], [3, 999]]))]},
+        "bad_words_token_ids",
+    ),
+    # counts
+    "a count for an unknown handle": ({"counts": [(3, 5), (9, 2)]}, "not held"),
+    "a count for who leaves": ({"counts": [(3, 5), (1, 1)]}, "not held"),
+    "a count of nothing": ({"counts": [(3, 0)]}, "compute 0"),
+    "a negative count": ({"counts": [(3, -5)]}, "compute -5"),
+    "a huge count": ({"counts": [(3, BIG)]}, f"compute {BIG}"),
+    "a count that no number holds": ({"counts": [(3, 2**63)]}, f"compute {2**63}"),
+    "a count twice": ({"counts": [(3, 5), (3, 1)]}, "twice"),
+    "more than is known": ({"counts": [(3, 6)]}, "nobody knows"),
+    "more than is known of an old one": ({"counts": [(3, 5), (0, 2)]}, "nobody knows"),
+    "a count for a parked one": ({"unparked": [], "counts": [(3, 5), (2, 1)]}, "is parked"),
+    "drafts beyond counts": ({"drafts": [(3, 5)]}, "drafts among 5"),
+    "drafts of who has no count": ({"drafts": [(0, 1)]}, "drafts among 1"),
+    "no drafts": ({"drafts": [(3, 0)]}, "compute 0 drafts"),
+    "negative drafts": ({"drafts": [(3, -1)]}, "compute -1 drafts"),
+    "drafts before the end": ({"drafts": [(3, 2)]}, "compute 2 drafts"),
+    "drafts for an unknown handle": ({"drafts": [(9, 1)]}, "not held"),
+    "drafts twice": ({"drafts": [(3, 1), (3, 1)]}, "twice"),
+    "nothing runs": (
+        {"removed": [0, 1, 2], "unparked": [], "new_requests": [], "token_ids": None, "block_ids": None, "counts": []},
+        "nothing runs",
+    ),
+    # reserved
+    "drafts of the scheduler's": ({"draft_token_ids": ints(1)}, "reserves"),
+    "copies": ({"block_copies": [(1, 2)]}, "reserves"),
+    "blocks to zero": ({"blocks_to_zero": [1]}, "reserves"),
+    # numbers
+    "a step left out": ({"step": 4}, "step 4 after step 2"),
+    "a step again": ({"step": 2}, "step 2 after step 2"),
+    "a step of before": ({"step": 1}, "step 1 after step 2"),
+    "a negative step": ({"step": -3}, "step -3 after step 2"),
+    "a huge step": ({"step": 2**63}, "after step 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[int, int]:
+    """What the good step gives where nothing was spoilt."""
+    held = Held()
+    return held.run(held.good())
+
+
+@pytest.fixture(scope="module")
+def held() -> Held:
+    """One worker for all that is refused: it changes nothing, so they do not see each other."""
+    return Held()
+
+
+@pytest.mark.parametrize(("fields", "told"), SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_step_is_refused_whole(held: Held, fields: dict[str, Any], told: str) -> None:
+    assert told in held.refuses(msgspec.structs.replace(held.good(), **fields))
+
+
+def test_after_all_of_them_the_right_step_gives_the_right_tokens(right: dict[int, int]) -> None:
+    held = Held()
+    for fields, _ in SPOILT.values():
+        held.refuses(msgspec.structs.replace(held.good(), **fields))
+    assert held.run(held.good()) == right
+    assert set(right) == {0, 2, 3}
+
+
+def test_too_many_tokens_for_one_step() -> None:
+    """Each request could have them; the memory plan has room for 48 positions in all."""
+    held = Held()
+    rows = {"new_requests": [new(handle=3 + i, num_tokens=30, num_blocks=[8]) for i in range(2)]}
+    step = SchedulerOutput(
+        3, removed=[1, 2], **rows, token_ids=ints(*[1] * 60), block_ids=ints(*range(4, 20)), counts=[(3, 30), (4, 30)]
+    )
+    assert "at most 48 fit" in held.refuses(step)
+
+
+def test_a_row_at_its_blocks_end_is_refused_before_it_runs() -> None:
+    """Nothing in the diff says so: request 0 goes on by itself until it needs a block."""
+    held = Held()
+    for step in (3, 4, 5):
+        held.runner.execute(SchedulerOutput(step, removed=[1, 2] if step == 3 else [])).result()
+    before = held.state()
+    with pytest.raises(StepRefused, match="no block"):
+        held.runner.launch(SchedulerOutput(6))
+    after = held.state()
+    assert all(np.array_equal(a, b) for i, (a, b) in enumerate(zip(before, after, strict=True)) if i != 3)
+
+
+def test_a_group_with_a_window_may_have_null_blocks_only_where_nobody_writes() -> None:
+    def runner() -> ModelRunner:
+        config = msgspec.structs.replace(CONFIG, model=WINDOWED)
+        return make_runner(config, kv_layout(WINDOWED, 4, "float32"), lambda text: None, progress=False)[0]
+
+    def step(*ids: int, computed: int = 12) -> SchedulerOutput:
+        coming = new(num_tokens=14, num_prompt_tokens=14, num_computed_tokens=computed, num_blocks=[4, 4])
+        counts = [(3, 14 - computed)]
+        return SchedulerOutput(
+            1, new_requests=[coming], token_ids=ints(*range(14)), block_ids=ints(*ids), counts=counts
+        )
+
+    kinds = [group.kind for group in kv_layout(WINDOWED, 4, "float32").groups]
+    assert sorted(kinds) == ["full_attention", "sliding_window"]
+    windowed, whole = [0, 9, 10, 11], [1, 2, 3, 4]
+    null_in_front = windowed + whole if kinds[0] == "sliding_window" else whole + windowed
+    runner().execute(step(*null_in_front))
+    for place in range(8):
+        ids = [*range(1, 9)]
+        ids[place] = 0
+        in_window = (place < 4) == (kinds[0] == "sliding_window")
+        if in_window and place % 4 < 3:
+            continue  # nobody writes there
+        with pytest.raises(StepRefused, match="block"):
+            runner().launch(step(*ids))
+
+
+NUMBERS = [-(2**31), -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, NUM_BLOCKS - 1, NUM_BLOCKS, 61, 1000, 2**31 - 1]
+
+
+def _mutate(step: SchedulerOutput, rng: random.Random) -> SchedulerOutput:
+    """Something of the step is another number, gone, doubled or moved."""
+
+    def other(value: Any) -> Any:
+        match value:
+            case bool():
+                return value
+            case int():
+                return rng.choice([*NUMBERS, value + 1, value - 1])
+            case np.ndarray():
+                return ints(*others(value.tolist())) if rng.random() < 0.9 else None
+            case tuple():
+                return tuple(others(list(value), keep=True))
+            case list():
+                return others(value)
+            case NewRequestData():
+                name = rng.choice([f for f in value.__struct_fields__ if f not in ("sampling", "request_id", "seed")])
+                return msgspec.structs.replace(value, **{name: other(getattr(value, name))})
+            case _:
+                return value
+
+    def others(values: list[Any], *, keep: bool = False) -> list[Any]:
+        what = 0 if keep else rng.randrange(4)
+        at = rng.randrange(len(values)) if values else 0
+        if what == 0 and values:
+            return [*values[:at], other(values[at]), *values[at + 1 :]]
+        if what == 1 and values:
+            return values[:at] + values[at + 1 :]
+        if what == 2 and values:
+            return [*values[: at + 1], values[at], *values[at + 1 :]]
+        return values[::-1]
+
+    values = {name: getattr(step, name) for name in step.__struct_fields__}
+    fields = [name for name, value in values.items() if isinstance(value, np.ndarray) or value]
+    name = rng.choice(fields)
+    return msgspec.structs.replace(step, **{name: other(values[name])})
+
+
+def _everything(held: Held) -> SchedulerOutput:
+    return msgspec.structs.replace(held.good(), **more([0, 2], [7, 8], [0, 0]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_altered_is_refused_whole_or_runs(seed: int) -> None:
+    """No other exception, no half-applied step, and what runs leaves every invariant whole."""
+    rng = random.Random(seed)
+    held, num_refused, num_run = Held(), 0, 0
+    for _ in range(150):
+        step = _everything(held)
+        for _ in range(rng.randint(1, 3)):
+            step = _mutate(step, rng)
+        before = held.state()
+        try:
+            held.runner.execute(step).result()
+        except StepRefused as refused:
+            assert str(refused) and "\n" not in str(refused)
+            assert all(np.array_equal(a, b) for a, b in zip(before, held.state(), strict=True)), step
+            num_refused += 1
+        else:
+            held.runner.check()
+            held, num_run = Held(), num_run + 1
+    assert num_refused > 50 and num_run
+
+
+def test_a_step_that_brings_nothing_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law of cost: a steady step has no work here, whoever is held."""
+    held = Held()
+    held.run(held.good())
+
+    def unwanted(*args: Any) -> None:
+        raise AssertionError("a steady step is checked")
+
+    looked: Callable[..., None] = unwanted
+    monkeypatch.setattr("quire.worker_proc.diff_check._After", looked)
+    held.run(SchedulerOutput(4))

@@ -1,0 +1,282 @@
+"""Templates that mean it ill, and requests that make a good one do so: one request fails, in time, and says nothing."""
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, check_error, short
+from engine_processes import engine_processes
+from grammar_cases import DEMO
+
+from quire.launch.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
+from quire.launch.template_helper import TemplateHelper
+from quire.launch.text_in import ChatOptions, TextIn
+from quire.protocol.errors import ConfigError, InvalidRequest
+
+HELPER = "quire.launch.template_helper"
+SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+
+LOOP = "{% for a in range(99999) %}"
+FAILS = {
+    "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a class by filter": "{{ ''|attr('__class__')|attr('__mro__') }}x{{ (''|attr('__class__')).x.y }}",
+    "globals of a function": "{{ raise_exception.__globals__['os'].system('id') }}",
+    "globals of a macro": "{% macro m() %}{% endmacro %}{{ m.__globals__.x }}",
+    "the environment": "{{ self._TemplateReference__context.environment.x }}",
+    "cycler's globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "lipsum's globals": "{{ lipsum.__globals__.os.popen('id').read() }}",
+    "a format string": "{{ '{0.__class__.__mro__}'.format('').x.y }}{{ ''.__class__.x }}",
+    "a format map": "{{ '{a.__class__}'.format_map({'a': 1}) }}{{ 1 / 0 }}",
+    "an import": "{% import 'os' as os %}{{ os.system('id') }}",
+    "an include": "{% include '/etc/passwd' %}",
+    "an extension": "{% extends 'base' %}",
+    "a change of the messages": "{{ messages.append(1) }}",
+    "a change of a message": "{{ messages[0].update({'role': 'x'}) }}",
+    "a division": "{{ 1 / 0 }}",
+    "what is not there": "{{ a.b.c }}",
+    "a wide range": "{% for i in range(10**9) %}x{% endfor %}",
+    "itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a lone surrogate": r"{{ '\ud800' }}",
+    "a wrong type": "{{ messages + 1 }}",
+}
+TAKES_FOR_EVER = {
+    "loops without output": LOOP * 4 + "{% endfor %}" * 4,
+    "loops with little output": LOOP * 3 + "{% if a == 99998 %}x{% endif %}" + "{% endfor %}" * 3,
+    "a large power": "{% set n = namespace(x=3) %}{{ (n.x ** 99999999) % 7 }}",
+    "a huge text": "{{ ('x' * (10 ** messages[0].content | length * 3)) | length }}",
+    "a large text": "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "a large list": "{{ ([0] * 10**10) | length }}",
+    "a list that doubles": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x * 2 %}{% endfor %}",
+    "padding": "{{ '%999999999999d' % 1 }}",
+    "a wide text": "{{ 'x' | center(10**11) }}",
+    "lipsum": "{{ lipsum(n=10**7) }}",
+    "a batch": "{{ messages | batch(10**9, 0) | list | length }}",
+    "an indentation": "{{ 'x\n' * 10**6 | int | string | indent(10**9) }}" + LOOP * 3 + "{% endfor %}" * 3,
+}
+WRONG = ["{% if %}", "{{ x", "{% for %}", "{{ x|nonsense }}", "{{ x is nonsense }}", "{{" + "(" * 5000, "{% endfor %}"]
+
+
+def either(sources: dict[str, str]) -> str:
+    """A template that does what its first message names."""
+    branches = "".join(f"{{% if messages[0].content == {case!r} %}}{sources[case]}{{% endif %}}" for case in sources)
+    return branches + "{{ messages[0].content }}"
+
+
+@pytest.fixture(scope="module")
+def evil() -> Iterator[TemplateHelper]:
+    helper = TemplateHelper(either(FAILS | TAKES_FOR_EVER), {"bos_token": "<s>"}, "test", cpu_seconds=0.25)
+    yield helper
+    helper.close()
+
+
+@pytest.fixture(scope="module")
+def one_helper() -> Iterator[TemplateHelper]:
+    """Renders the template that is its conversation's own: so that one process does for all."""
+    source = "{{ messages[0].content }}"
+    helper = TemplateHelper(source, {}, "test")
+    yield helper
+    helper.close()
+
+
+def render(template: TemplateHelper, text: str = "hello", **more: Any) -> str:
+    return template.render([{"role": "user", "content": text}], **{"max_chars": 1000, **more})
+
+
+@pytest.mark.parametrize("case", [*FAILS, *TAKES_FOR_EVER])
+def test_an_evil_template_costs_its_own_requests(case: str, evil: TemplateHelper) -> None:
+    with pytest.raises((InvalidRequest, RenderedTooLong)) as refused:
+        render(evil, case)
+    if isinstance(refused.value, InvalidRequest):
+        assert str(refused.value).startswith(CANNOT_RENDER) and refused.value.param == "messages"
+    assert case in TAKES_FOR_EVER or str(refused.value) == CANNOT_RENDER
+    assert render(evil, "good") == "good"
+
+
+@pytest.mark.parametrize("source", WRONG, ids=short)
+def test_what_is_no_template_refuses_to_start(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"^a file: the chat template is not valid Jinja$"):
+        check_template(source, "a file")
+
+
+def test_output_is_capped(one_helper: TemplateHelper) -> None:
+    assert render(one_helper, "x" * 1000) == "x" * 1000
+    with pytest.raises(RenderedTooLong):
+        render(one_helper, "x" * 1001)
+
+
+def mine(template: TemplateHelper) -> list[psutil.Process]:
+    """Its helper for short conversations, and that one's child."""
+    render(template)
+    before = {process.pid for process in engine_processes(HELPER)}
+    template.close()
+    assert render(template)
+    (parent,) = (p for p in engine_processes(HELPER) if p.pid not in before and p.ppid() == os.getpid())
+    return [parent, *parent.children()]
+
+
+def kill(process: psutil.Process, number: int) -> None:
+    """Returns when it has died."""
+    process.send_signal(number)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            os.sched_yield()
+
+
+def test_a_long_one_does_not_hold_up_a_short_one(one_helper: TemplateHelper) -> None:
+    """A variable of the client's, or a long text, is rendered by another helper than what is plain."""
+    short_ones = mine(one_helper)
+    short_ones[1].send_signal(signal.SIGSTOP)
+    assert render(one_helper, variables={"x": 1}) == "hello"
+    assert render(one_helper, "x" * 100_000, max_chars=100_000) == "x" * 100_000
+    short_ones[1].send_signal(signal.SIGCONT)
+    assert render(one_helper) == "hello"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_helper_that_somebody_kills_costs_no_request(number: int, one_helper: TemplateHelper) -> None:
+    for generation in (0, 1):
+        kill(mine(one_helper)[generation], number)
+        assert render(one_helper) == "hello"
+
+
+# ---- the text of others in the places of a conversation
+
+
+def placed(text: str) -> list[tuple[list[Any], ChatOptions]]:
+    """``text`` wherever a client can put it."""
+    user = [{"role": "user", "content": "x"}]
+    tool = {"name": text, "description": text, "parameters": {text: {"enum": [text]}}}
+    return [
+        ([{"role": "user", "content": text}], ChatOptions()),
+        ([{"role": "system", "content": text}, *user], ChatOptions()),
+        ([{"role": "assistant", "content": "x", "reasoning_content": text}, *user], ChatOptions()),
+        ([{"role": "user", "content": "x", "name": text}], ChatOptions()),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {text: text}}]}, *user], ChatOptions()),
+        (user, ChatOptions(tools=[tool])),
+        (user, ChatOptions(variables={"style": text})),
+        (user, ChatOptions(variables={text: {text: [text]}})),
+    ]
+
+
+@pytest.fixture(scope="module")
+def demo_text() -> Iterator[TextIn]:
+    text_in = TextIn.load(DEMO)
+    assert text_in.template is not None
+    text_in.template.close()
+    source = "{{ '<|im_start|>' ~ (messages | tojson) ~ (tools | tojson) ~ style ~ '<|im_end|>' }}"
+    text_in.template = TemplateHelper(source, {}, "test")
+    yield text_in
+    text_in.close()
+
+
+MARKS = ["\ue0f0", "\ue0f1", "\ue0f0{}\ue0f1", "\ue0f1{}\ue0f0", "{}\ue0f1\ue0f0{}", "\ue0f2CONTINUE\ue0f3{}"]
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("form", ["{}", "a{}b", "{}{}", *MARKS], ids=ascii)
+def test_what_spells_a_special_token_is_text(form: str, place: int, demo_text: TextIn) -> None:
+    for special in SPECIAL:
+        messages, options = placed(form.replace("{}", special))[place]
+        ids = demo_text.encode_chat(messages, options, 2000)
+        assert [token for token in ids if token <= 2] == [1, 2]
+
+
+# ---- through the server
+
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
+BAD_KWARGS: list[tuple[Any, str]] = [
+    *(({name: value}, name) for name in (*RESERVED, "chat_template") for value in (True, [], "x", {"a": 1})),
+    *((value, "object") for value in (7, "x", [], [{}], True, 1.5)),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "says"), BAD_KWARGS, ids=short)
+def test_variables_that_the_server_sets_are_not_the_clients(kwargs: Any, says: str, server: AbusedServer) -> None:
+    assert_refused(server.chat(chat_template_kwargs=kwargs), 400, "chat_template_kwargs", says)
+
+
+@pytest.mark.parametrize(
+    "value", ["{{ 1 }}", "", "{% for i in range(99999) %}{% endfor %}", 7, [], {}, True, "x" * 10**6], ids=short
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize"])
+def test_a_template_in_a_request_is_refused(path: str, value: Any, server: AbusedServer) -> None:
+    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES}
+    assert_refused(server.post(path, {**body, "chat_template": value}), 400, "chat_template", "unknown field")
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"x": [value]}
+    return value
+
+
+ODD_KWARGS: list[Any] = [
+    {},
+    {"n": 10**9},
+    {"n": 2**63},
+    {"n": -(2**63)},
+    {"n": 1e300},
+    {"": ""},
+    {"__class__": "x"},
+    {"self": 1},
+    {"loop": 1},
+    {"range": 7},
+    {"namespace": None},
+    {"raise_exception": "x"},
+    {"bos_token": "<|im_end|>"},
+    {"x": "\x00\u2028\ufffd"},
+    {"x": "x" * 10**6},
+    {"x": list(range(50_000))},
+    {f"k{i}": i for i in range(20_000)},
+    {"x" * 100_000: 1},
+    deep(50),
+    deep(400),
+    {"{{ 7 }}": "{{ 7 * 7 }}"},
+    {"caller": 1, "super": 2, "varargs": 3},
+]
+
+
+@pytest.mark.parametrize("kwargs", ODD_KWARGS, ids=short)
+def test_odd_variables_are_harmless(kwargs: Any, server: AbusedServer) -> None:
+    response = server.chat(chat_template_kwargs=kwargs)
+    if response.status_code != 200:
+        assert response.status_code in (400, 413) and check_error(response)
+        return
+    plain = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    assert server.post("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": kwargs}).json()["tokens"] == plain
+
+
+def helper_of(server: AbusedServer) -> Any:
+    """The one for short conversations, of the only front end."""
+    fathers = [p for p in engine_processes(HELPER) if HELPER not in " ".join(p.parent().cmdline())]  # type: ignore[union-attr]
+    return min((p for p in fathers if p.ppid() != os.getpid()), key=lambda process: process.create_time())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
+@pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
+def test_the_servers_helper_is_there_again(number: int, generation: int, server: AbusedServer) -> None:
+    assert server.chat().status_code == 200
+    helper = helper_of(server)
+    kill([helper, *helper.children()][generation], number)
+    first = server.client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2})
+    assert first.status_code in (200, 400), "at most the one that it was at"
+    assert server.client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2}).status_code == 200
+
+
+def test_a_folder_with_an_evil_template_is_served(tmp_path: Path) -> None:
+    """Reading it executes nothing."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ 9 ** 9 ** 9 }}{{ 'x' * 10 ** 13 }}")
+    text_in = TextIn.load(tmp_path)
+    with pytest.raises(InvalidRequest, match=CANNOT_RENDER):
+        text_in.encode_chat([{"role": "user", "content": json.dumps({})}], ChatOptions(), 100)
+    text_in.close()

@@ -1,0 +1,202 @@
+"""Tools that mean it ill, and answers that would have their parser work for ever."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from abuse import CHAT, MESSAGES, AbusedServer, assert_refused, check_error, short
+
+from quire.launch.http.tool_calls import AfterThought, AnyCalls, NamedCall
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+def with_parameters(**parameters: Any) -> dict[str, Any]:
+    return tool(parameters=parameters)
+
+
+def deep(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"properties": {"a": value}}
+    return value
+
+
+NO_TOOLS: list[Any] = [
+    *(7, "x", True, {}, [7], ["x"], [None], [[]], [{}], [{"type": "function"}]),
+    *([{**tool(), "type": kind}] for kind in (7, "retrieval", None, [], {}, "FUNCTION", "function ", True)),
+    *(
+        [tool(name=name)]
+        for name in ("", 7, None, "a b", "x" * 65, "x" * 10**6, "é", "a\n", "a.b", "a/b", "<|im_end|>")
+    ),
+    *([tool(description=text)] for text in (7, [], {}, True)),
+    *([tool(strict=value)] for value in (7, "x", [], {})),
+    *([tool(parameters=value)] for value in (7, "x", [], True, [{}])),
+    *([tool(nope=1)], [{**tool(), "nope": 1}], [{"type": "function", "function": []}]),
+    [tool(), tool()],
+    [tool(name=f"f{i}") for i in range(129)],
+    [tool(name=f"f{i}") for i in range(10_000)],
+    [tool(description="x" * 600_000)],
+    [tool(parameters=deep(300))],
+]
+BAD_PARAMETERS: list[dict[str, Any]] = [
+    *(with_parameters(type=kind) for kind in (7, ["string", 7], True, 1.5)),
+    *(with_parameters(properties={"a": {"type": kind}}) for kind in (7, [7], False)),
+    *(with_parameters(properties={"a": {"pattern": text}}) for text in ("(?R)", "a" * 9000, "a\\", "(?1)", "(?&x)")),
+    *(with_parameters(properties={"a": {"$ref": to}}) for to in ("http://x/y", "file:///etc/passwd", "x.json")),
+    with_parameters(properties={f"p{i}": {} for i in range(5000)}),
+    with_parameters(properties={f"p{i}": {} for i in range(900)}),
+    with_parameters(patternProperties={f"^a{i}": {} for i in range(200)}),
+    with_parameters(properties={"a": {"const": "a" * 10_000}}),
+    with_parameters(properties={"a": {"enum": ["a" * 10_000]}}),
+    with_parameters(properties={"a": {"multipleOf": 0}}),
+    tool(parameters=deep(60)),
+    tool(parameters={"x-guidance": {}}),
+]
+ONLY_DEMANDED: list[dict[str, Any]] = [
+    *(with_parameters(properties={"a": {"pattern": text}}, required=["a"]) for text in ("[", "(?=a)b", "(", "*")),
+    *(
+        with_parameters(properties={"a": schema}, required=["a"])
+        for schema in ({"$ref": "#/q"}, {"not": {}}, {"enum": []})
+    ),
+    with_parameters(type="object", required=["a"], additionalProperties=False),
+    with_parameters(type="foo"),
+]
+NO_CHOICES: list[Any] = [
+    *(7, "", "x", "AUTO", [], {}, True, {"type": "function"}, {"type": "x"}, {"type": "function", "function": {}}),
+    *({"type": "function", "function": {"name": name}} for name in (7, None, "g", "", "x" * 10**6, "F", [], {})),
+    *({"type": "function", "function": function} for function in ([], "f", 7, None)),
+    *({"type": kind, "function": {"name": "f"}} for kind in (7, "tool", None, "")),
+]
+
+
+@pytest.mark.parametrize("tools", NO_TOOLS, ids=short)
+def test_tools_of_no_form(tools: Any, server: AbusedServer) -> None:
+    for path in (CHAT, "/tokenize"):
+        error = assert_refused(server.post(path, {"messages": MESSAGES, "tools": tools}), 400)
+        assert error["param"].startswith("tools")
+
+
+@pytest.mark.parametrize("given", BAD_PARAMETERS, ids=short)
+@pytest.mark.parametrize(
+    "choice", [None, "none", "required", {"type": "function", "function": {"name": "f"}}], ids=short
+)
+def test_parameters_that_no_call_could_have(choice: Any, given: Any, server: AbusedServer) -> None:
+    """Also where none is demanded: a client learns of its mistake at once."""
+    response = server.chat(tools=[given], tool_choice=choice)
+    error = assert_refused(response, 400)
+    assert error["param"].startswith(("tools", "structured_outputs"))
+
+
+@pytest.mark.parametrize("given", ONLY_DEMANDED, ids=short)
+def test_parameters_that_cannot_be_kept(given: Any, server: AbusedServer) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        response = server.chat(tools=[given], tool_choice=choice)
+        assert response.status_code == 400 and check_error(response)
+
+
+@pytest.mark.parametrize("choice", NO_CHOICES, ids=short)
+def test_choices_of_none_of_the_tools(choice: Any, server: AbusedServer) -> None:
+    assert_refused(server.chat(tools=[tool()], tool_choice=choice), 400, "tool_choice")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("tools", [None, []])
+def test_a_demanded_call_of_no_tools(tools: Any, choice: Any, server: AbusedServer) -> None:
+    assert_refused(server.chat(tools=tools, tool_choice=choice), 400, "tool_choice")
+
+
+# ---- answers
+
+
+N = 50_000
+TEXTS = {
+    "nothing but quotes": '"' * N,
+    "nothing but backslashes": "\\" * N,
+    "a string without an end": '[{"name": "' + "x" * N,
+    "a name without an end": '[{"' + "x" * N,
+    "escapes": '[{"name": "f", "parameters": {"a": "' + '\\"' * (N // 2),
+    "brackets": '[{"name": "f", "parameters": ' + "[" * N,
+    "braces": '[{"name": "f", "parameters": ' + '{"a":' * (N // 5),
+    "closing braces": "}" * N,
+    "opening braces": "{" * N,
+    "empty calls": "{}," * (N // 3),
+    "calls": '{"name":"f","parameters":{}},' * (N // 29),
+    "calls in calls": '{"name":{"name":' * (N // 16),
+    "colons": ":" * N,
+    "commas in a call": "{" + "," * N,
+    "blanks": " " * N,
+    "blanks before a value": '[{"name":' + " " * N,
+    "keys": "{" + '"name":' * (N // 7),
+    "names": "{" + '"name":"f",' * (N // 11),
+    "numbers": '[{"name": ' + "1" * N,
+    "text": "the quick brown fox " * (N // 20),
+    "almost the marker": "</thin" * (N // 6),
+    "almost the marker, again": "<" * N,
+    "the marker over and over": "</think>" * (N // 8),
+    "surrogates": '[{"name": "' + "\\ud800" * (N // 6),
+}
+
+
+@pytest.mark.parametrize("size", [3, N])
+@pytest.mark.parametrize("case", TEXTS)
+def test_a_call_is_looked_for_in_linear_time(case: str, size: int) -> None:
+    """50 KB in well under a second, however it comes."""
+    text = TEXTS[case]
+    for make in (lambda: AfterThought(AnyCalls(), ""), lambda: AfterThought(AnyCalls(), "</think>")):
+        scanner, told = make(), 0
+        began = time.process_time()
+        for place in range(0, len(text), size):
+            thought, deltas = scanner.push(text[place : place + size], last=place + size >= len(text))
+            told += len(thought) + sum(len(delta.arguments) for delta in deltas)
+        assert time.process_time() - began < 1.0
+        assert told <= len(text)
+    named = NamedCall("f")
+    assert sum(len(delta.arguments) for delta in named.push(text)) == len(text)
+
+
+class CountingText(str):
+    """Counts how many characters are taken out of it."""
+
+    def __iter__(self) -> Any:
+        CountingText.taken += len(self)
+        return super().__iter__()
+
+    taken = 0
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_each_character_is_looked_at_once(case: str) -> None:
+    CountingText.taken = 0
+    AnyCalls().push(CountingText(TEXTS[case]))
+    assert CountingText.taken <= N + 100
+
+
+EARLIER: list[Any] = [
+    *(7, "x", {}, [7], [None], ["x"]),
+    *([{"function": {"name": "f", "arguments": text}}] for text in ("{" * 50_000, "[" * 50_000, '{"a":' * 50_000, "{")),
+    *([{"function": {"name": "f", "arguments": value}}] for value in (7, [], {}, None, "NaN", '{"a": 1e999}', "\x00")),
+    *([{"function": value}] for value in (7, [], "x", None)),
+    *([{}], [{"id": "x" * 10**6}], [{"a": {"b": {"c": []}}}], [{"function": {}}] * 5000),
+]
+
+
+@pytest.mark.parametrize("calls", EARLIER, ids=short)
+def test_earlier_calls_of_any_form(calls: Any, server: AbusedServer) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}, *MESSAGES]
+    response = server.chat(messages=messages)
+    assert response.status_code in (200, 400)
+    assert response.status_code == 200 or check_error(response)["param"].startswith("messages")
+
+
+def test_a_tool_that_spells_special_tokens_is_text(server: AbusedServer) -> None:
+    spelt = [tool(description="<|im_end|>", parameters={"properties": {"<|im_start|>": {"title": "<|endoftext|>"}}})]
+    plain = [tool(description="x", parameters={"properties": {"y": {"title": "z"}}})]
+    count = [
+        sum(token <= 2 for token in server.post("/tokenize", {"messages": MESSAGES, "tools": tools}).json()["tokens"])
+        for tools in (spelt, plain)
+    ]
+    assert count[0] == count[1], json.dumps(spelt)

@@ -1,0 +1,332 @@
+"""Whatever comes over a socket: what is no right message is refused and counted, and changes nothing."""
+
+import contextlib
+import random
+import socket
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from hostile_frames import Frames, add_request, damaged, directions, every_flip, frames_of, hostile, miscut, pack, seal
+from loop_under_test import LoopUnderTest
+from scheduler_driver import expected_tokens, make_config, make_request
+
+from quire.protocol import messages as m
+from quire.protocol.channel import Link
+from quire.protocol.codec import ProtocolError
+from quire.protocol.errors import QuireError
+from quire.protocol.zmq_channel import ZmqChannel, ZmqHub, frontend_address, worker_address
+
+DIRECTIONS = directions(make_config())
+KNOWN_TAG = {
+    "front end to scheduler": 11,
+    "scheduler to front end": 21,
+    "scheduler to worker": 31,
+    "worker to scheduler": 42,
+}
+WAIT_MS = 10_000
+HELLO = m.Hello(m.PROTOCOL_VERSION, "frontend", 0, 1)
+
+
+class Receiver:
+    """One end of a link that has taken two messages; the third is to come."""
+
+    def __init__(self, direction: str, epoch: int = 0) -> None:
+        union, self.messages = DIRECTIONS[direction]
+        self.link = Link(union, epoch)
+        for seq in (1, 2):
+            self.link.incoming(frames_of(self.messages[0], seq, epoch))
+
+    def refuses(self, frames: Frames) -> str:
+        """The kind that it counts it as."""
+        before = sum(self.link.refused.values())
+        with pytest.raises(ProtocolError) as caught:
+            self.link.incoming(frames)
+        assert sum(self.link.refused.values()) == before + 1 == before + (caught.value.kind in self.link.refused)
+        return caught.value.kind
+
+    def goes_on(self, epoch: int = 0) -> None:
+        """As if nothing had come: the third message is the next one."""
+        assert type(self.link.incoming(frames_of(self.messages[-1], 3, epoch)).message) is type(self.messages[-1])
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", hostile(11))
+def test_well_sealed_nonsense(direction: str, name: str) -> None:
+    receiver = Receiver(direction)
+    assert receiver.refuses(hostile(KNOWN_TAG[direction])[name]) in ("decode", "frames")
+    receiver.goes_on()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_frames_too_many_too_few_or_miscut(direction: str) -> None:
+    receiver = Receiver(direction)
+    for message in receiver.messages:
+        for name, frames in miscut(frames_of(message, 3)).items():
+            assert receiver.refuses(frames) in ("frames", "crc", "decode"), name
+    receiver.goes_on()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_bit_turned_in_any_byte(direction: str) -> None:
+    receiver, rng = Receiver(direction), random.Random(1)
+    for message in receiver.messages:
+        for frames in every_flip(frames_of(message, 3), rng):
+            assert receiver.refuses(frames) == "crc"
+    receiver.goes_on()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_random_damage_by_somebody_who_knows_checksums(direction: str) -> None:
+    """It may happen to be another message: then it is one, of the receiver's own kinds. Nothing else is raised."""
+    union, messages = DIRECTIONS[direction]
+    rng, kinds = random.Random(2), set()
+    for _ in range(1500):
+        link = Link(union)
+        frames = damaged(frames_of(rng.choice(messages)), rng, sealed=True)
+        try:
+            kinds.add(type(link.incoming(frames).message))
+        except ProtocolError as error:
+            kinds.add(error.kind)
+    assert {"decode", "epoch", "gap"} <= kinds and kinds - {"decode", "epoch", "gap", "frames"} <= {
+        type(x) for x in messages
+    }
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("epoch", [0, 1, 2, 4, -3, 2**63 - 1, 2**64 - 1, -(2**63)])
+def test_another_epoch(direction: str, epoch: int) -> None:
+    receiver = Receiver(direction, 3)
+    for seq in (1, 2, 3, 4):
+        assert receiver.refuses(frames_of(receiver.messages[-1], seq, epoch)) == "epoch"
+    receiver.goes_on(3)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("seq", [1, 2, 4, 5, 0, -1, 2**32 + 3, 2**63 - 1, 2**64 - 1, -(2**63)])
+def test_a_gap_a_replay_or_another_order(direction: str, seq: int) -> None:
+    receiver = Receiver(direction)
+    assert receiver.refuses(frames_of(receiver.messages[-1], seq)) == "gap"
+    receiver.goes_on()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_messages_of_the_other_directions(direction: str) -> None:
+    union, own = DIRECTIONS[direction]
+    receiver = Receiver(direction)
+    for messages in (messages for _, messages in DIRECTIONS.values()):
+        for message in messages:
+            if type(message) not in union.__args__:
+                assert receiver.refuses(frames_of(message, 3)) == "decode"
+    assert own and receiver.goes_on() is None
+
+
+SAMPLING: dict[str, Any] = {
+    "an unknown field": {"surprise": 1},
+    "another spelling": {"Temperature": 1.0},
+    "a field of another class": {"prompt": [1]},
+    "an empty name": {"": 1},
+    "a number for a name": {5: 1},
+    "NaN": {"temperature": float("nan")},
+    "infinity": {"temperature": float("inf")},
+    "out of range": {"temperature": 9.5},
+    "text": {"temperature": "1"},
+    "nothing": {"temperature": None},
+    "true": {"n": True},
+    "a float for a count": {"n": 1.5},
+    "an answer too many": {"n": 129},
+    "a huge top_k": {"top_k": 2**63},
+    "a negative seed of 65 bits": {"seed": -(2**63) - 0, "min_tokens": -1},
+    "a negative bias id": {"logit_bias": {-1: 1.0}},
+    "a bias by name": {"logit_bias": {"x": 1.0}},
+    "a bias that is none": {"logit_bias": {5: float("nan")}},
+    "too many biases": {"logit_bias": dict.fromkeys(range(2000), 1.0)},
+    "stops without end": {"stop": ["x"] * 100_000},
+    "a stop of nothing": {"stop": [""]},
+    "ids without end": {"stop_token_ids": list(range(100_000))},
+    "nested arguments": {"extra_args": {"x": [[1]]}},
+    "arguments without end": {"extra_args": {"x": "y" * 70_000}},
+    "a constraint and another": {"structured_outputs": {"json": "{}", "regex": "a"}},
+    "a list for a struct": {"structured_outputs": []},
+}
+
+
+@pytest.mark.parametrize("fields", SAMPLING.values(), ids=SAMPLING)
+def test_sampling_parameters_that_cannot_be(fields: dict[Any, Any]) -> None:
+    receiver = Receiver("front end to scheduler")
+    body = pack(0, 3, [10, "r", ["<i4", b"\x01\x00\x00\x00"], fields, 7])
+    assert receiver.refuses(seal(body)) == "decode"
+    receiver.goes_on()
+
+
+def test_a_field_twice_counts_once_and_is_checked() -> None:
+    """Nothing between two processes reads the first of two: there is one decoder, and what it takes it checks."""
+
+    def twice(first: bytes, second: bytes) -> Frames:
+        sampling = b"\x82\xabtemperature" + first + b"\xabtemperature" + second
+        return seal(b"\x93\x00\x03\x95\x0a\xa1r\x92\xa3<i4\xc4\x04\x01\x00\x00\x00" + sampling + b"\x07")
+
+    half, nine = b"\xcb\x3f\xe0" + bytes(6), b"\xcb\x40\x22" + bytes(6)
+    assert Receiver("front end to scheduler").refuses(twice(half, nine)) == "decode"
+    taken = Receiver("front end to scheduler").link.incoming(twice(nine, half)).message
+    assert taken.sampling.temperature == 0.5
+
+
+def test_memory_while_refusing_is_bounded_by_what_came() -> None:
+    """Every length that is told and not there is seen before anything is made for it."""
+    for name, frames in {**hostile(11), **miscut(frames_of(add_request(), 3))}.items():
+        receiver, size = Receiver("front end to scheduler"), sum(map(len, frames))
+        tracemalloc.start()
+        receiver.refuses(frames)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 100_000 + 2 * size, f"{name}: {peak} bytes for {size}"
+
+
+# ---- sockets
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def hub(context: "zmq.Context[Any]", tmp_path: Path) -> Iterator[ZmqHub]:
+    hub = ZmqHub(context, frontend_address(tmp_path), m.FrontEndToScheduler)
+    yield hub
+    hub.close()
+
+
+def next_of(hub: ZmqHub) -> Any:
+    assert hub.socket.poll(WAIT_MS)
+    received = hub.receive()
+    assert received is not None
+    return received
+
+
+def connect(context: "zmq.Context[Any]", tmp_path: Path) -> ZmqChannel:
+    return ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path), Link(m.SchedulerToFrontEnd), bind=False)
+
+
+def test_garbage_of_one_peer_leaves_the_numbers_of_another_alone(
+    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
+) -> None:
+    good, evil = connect(context, tmp_path), connect(context, tmp_path)
+    good.send(HELLO)
+    assert next_of(hub).message == HELLO
+    attacks = [
+        f for f in {**hostile(11), **miscut(frames_of(add_request()))}.values() if f and sum(map(len, f)) < 2**20
+    ]
+    for index, frames in enumerate(attacks):
+        evil.socket.send_multipart(frames)
+        assert isinstance(next_of(hub).message, ProtocolError)
+        if index % 10 == 0:
+            good.send(m.Abort([str(index)]))
+            assert next_of(hub).message == m.Abort([str(index)])
+    assert sum(hub.refused.values()) == len(attacks) > 80
+    for channel in (good, evil):
+        channel.close()
+
+
+@pytest.mark.parametrize("direction", ["worker to scheduler", "scheduler to worker"])
+def test_a_pair_refuses_too(context: "zmq.Context[Any]", tmp_path: Path, direction: str) -> None:
+    union, messages = DIRECTIONS[direction]
+    address = worker_address(tmp_path, 1, 0)
+    near = ZmqChannel(context, zmq.PAIR, address, Link(union, 1), bind=True)
+    far = context.socket(zmq.PAIR)
+    far.setsockopt(zmq.LINGER, 0)
+    far.connect(address)
+    attacks = [f for f in hostile(KNOWN_TAG[direction]).values() if sum(map(len, f)) < 2**20]
+    attacks += [f for f in miscut(frames_of(messages[1], 1, 1)).values() if f]
+    for frames in attacks:
+        far.send_multipart(frames)
+        with pytest.raises(ProtocolError):
+            near.receive(WAIT_MS / 1000)
+    far.send_multipart(frames_of(messages[1], 1, 1))
+    received = near.receive(WAIT_MS / 1000)
+    assert received is not None and type(received.message) is type(messages[1])
+    far.close()
+    near.close()
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+RAW = {
+    "a frame of 2 GiB": GREETING + READY + b"\x02" + (2**31).to_bytes(8, "big"),
+    "a frame of 2**63 bytes": GREETING + READY + b"\x02" + (2**63).to_bytes(8, "big"),
+    "a frame of all bytes": GREETING + READY + b"\x03" + b"\xff" * 8,
+    "a command of 2 GiB": GREETING + b"\x06" + (2**31).to_bytes(8, "big"),
+    "another mechanism": GREETING.replace(b"NULL\0", b"PLAIN") + READY,
+    "no greeting": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64),
+    "pickle for a greeting": b"\x80\x04\x95" + bytes(80),
+    "flags that are none": GREETING + READY + b"\xff\x01x",
+}
+
+
+@pytest.mark.parametrize("sent", RAW.values(), ids=RAW)
+def test_bytes_that_are_no_messages_at_all(
+    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path, sent: bytes
+) -> None:
+    """The connection is closed, and nothing of it is seen; whoever speaks the protocol is heard as before."""
+    with socket.socket(socket.AF_UNIX) as raw, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        raw.settimeout(WAIT_MS / 1000)
+        raw.connect(frontend_address(tmp_path).removeprefix("ipc://"))
+        raw.sendall(sent)
+        raw.shutdown(socket.SHUT_WR)
+        while raw.recv(4096):
+            pass  # our own greeting, and then the end
+    good = connect(context, tmp_path)
+    good.send(HELLO)
+    assert next_of(hub).message == HELLO
+    assert not hub.refused
+    good.close()
+
+
+# ---- the scheduler's loop
+
+
+def test_a_front_end_that_sends_garbage_is_cut_and_nobody_else_notices(tmp_path: Path) -> None:
+    """At once, not at the third time: what was damaged may have been anything, and what follows it may depend on it.
+
+    Each attack comes from a front end of its own; one that has done nothing goes on, token by token.
+    """
+    with zmq.Context() as context:
+        loop = LoopUnderTest(context, tmp_path, make_config())
+        try:
+            loop.handshake()
+            prompt = [5, 6, 7]
+            attacks = {**hostile(11), **miscut(frames_of(add_request(), 2))}
+            chosen = [frames for frames in attacks.values() if frames and sum(map(len, frames)) < 2**18][::4]
+            assert len(chosen) > 20
+            for frames in chosen:
+                evil = loop.another_client()
+                loop.until(lambda heard: isinstance(heard, m.Welcome), evil)
+                evil.send(make_request("evil", prompt, max_tokens=100))
+                evil.socket.send_multipart(frames)
+                loop.until(lambda heard: isinstance(heard, m.Refused), evil)
+            loop.client.send(make_request("canary", prompt, max_tokens=5))
+            tokens: list[int] = []
+
+            def take(heard: Any) -> bool:
+                if not isinstance(heard, m.StepOutputs):
+                    return False
+                tokens.extend([] if heard.tokens is None else heard.tokens.tolist())
+                return bool(heard.ended)
+
+            loop.until(take)
+            assert tokens == expected_tokens(prompt, 5)
+            told: list[m.Statistics] = []
+            loop.client.send(m.Control("statistics", 9))
+            loop.until(lambda heard: isinstance(heard, m.Statistics) and told.append(heard) is None)
+            assert (told[0].num_running, told[0].num_waiting) == (0, 0), "a cut front end's requests have ended"
+            assert told[0].num_free_blocks == told[0].num_usable_blocks
+            loop.stop()
+        except BaseException:
+            loop._loop.stop()
+            raise
+        assert not isinstance(loop.failure, QuireError)

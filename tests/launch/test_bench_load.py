@@ -1,0 +1,404 @@
+"""The load benchmarks: how answers are read, what counts as lost, grown or unfair. Servers are scripts, one is real."""
+
+import asyncio
+import json
+import random
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Served
+
+from quire.launch.bench import hostile, soak, streams
+from quire.launch.bench.hostile import CALM, Round
+from quire.launch.bench.own_server import Holdings, Target, is_clean, serving
+from quire.launch.bench.raw_http import connected
+from quire.launch.bench.raw_streams import RawStream, StreamedAnswer, dechunk, drive, read_answer
+from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
+from quire.launch.bench.trace_share import RequestShare, count_shares
+from quire.launch.cli import main
+from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.messages import EndReason
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.trace.lines import (
+    AnyLine,
+    Arrival,
+    Ended,
+    NewRow,
+    PrefixCacheEvent,
+    Reason,
+    Result,
+    StepDecision,
+)
+from quire.scheduler_proc.trace.reader import TraceLine
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(text: str, finish_reason: str | None = None) -> bytes:
+    return b"data: %b\n\n" % json.dumps({"choices": [{"text": text, "finish_reason": finish_reason}]}).encode()
+
+
+def usage(tokens: int) -> bytes:
+    return b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\n' % tokens
+
+
+DONE = b"data: [DONE]\n\n"
+WHOLE = [HEAD + chunk(event("a")), chunk(event("b", "length")), chunk(usage(2) + DONE) + b"0\r\n\r\n"]
+
+
+def answered(*parts: bytes, closed: bool = True) -> StreamedAnswer:
+    return read_answer(RawStream(b"", 0.0, reads=[(float(i), part) for i, part in enumerate(parts)], closed=closed))
+
+
+@contextmanager
+def scripted(answer: Callable[[socket.socket, int], None]) -> Iterator[tuple[str, int]]:
+    """A server that gives each connection, with its number from 0, to ``answer``, one after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            number = 0
+            while True:
+                try:
+                    opened, _ = listener.accept()
+                except OSError:
+                    return
+                with opened:
+                    answer(opened, number)
+                number += 1
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[:2]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+class TestStreams:
+    def test_a_whole_answer(self) -> None:
+        answer = answered(*WHOLE)
+        assert (answer.text, answer.finish_reason, answer.num_output_tokens) == ("ab", "length", 2)
+        assert (answer.done, answer.error, answer.gaps) == (True, "", [1.0, 1.0])
+
+    @pytest.mark.parametrize("cut", range(0, sum(map(len, WHOLE)), 9))
+    def test_an_answer_is_the_same_however_its_bytes_are_cut(self, cut: int) -> None:
+        raw = b"".join(WHOLE)
+        answer = answered(raw[:cut], raw[cut:])
+        assert (answer.text, answer.num_output_tokens, answer.error) == ("ab", 2, "")
+
+    @pytest.mark.parametrize(
+        ("parts", "closed", "fault"),
+        [
+            (WHOLE[:2], True, "cut off"),
+            (WHOLE[:2], False, "no end in time"),
+            ([], True, "status missing"),
+            ([b"HTTP/1.1 503 Busy\r\n\r\n{}"], True, "status 503"),
+            ([HEAD + chunk(b'data: {"error":{}}\n\n')], True, "an error event"),
+            ([HEAD + chunk(event("a", "length") + usage(1) + DONE)], True, "1 tokens instead of 2"),
+            ([HEAD + chunk(event("a", "stop") + usage(2) + DONE)], True, "finish_reason stop"),
+            ([HEAD + chunk(event("a") + usage(2) + DONE)], True, "finish_reason missing"),
+        ],
+    )
+    def test_what_is_not_whole_is_lost(self, parts: list[bytes], closed: bool, fault: str) -> None:
+        fine, bad = answered(*WHOLE), answered(*parts, closed=closed)
+        report = streams.make_report({}, [fine, bad], [], output_len=2)
+        assert (report.results["lost"], report.results["faults"]) == (1, {fault: 1})
+
+    def test_two_texts_of_one_prompt_are_told(self) -> None:
+        other = answered(HEAD + chunk(event("x")), chunk(event("y", "length") + usage(2) + DONE))
+        answers = [answered(*WHOLE) for _ in range(streams.NUM_PROMPTS)]
+        assert streams.make_report({}, answers, [], 2).results["prompts_with_several_texts"] == 0
+        assert streams.make_report({}, [*answers, other], [], 2).results["prompts_with_several_texts"] == 1
+
+    def test_one_stall_is_seen_in_the_ratio(self) -> None:
+        even = StreamedAnswer([float(i) for i in range(60)], "t", "length", 60, done=True)
+        stalled = StreamedAnswer([*even.deliveries[:-1], 70.0], "t", "length", 60, done=True)
+        assert streams.make_report({}, [even], [], 60).results["p99_over_p50"] == 1.0
+        assert streams.make_report({}, [stalled], [], 60).results["p99_over_p50"] == 12.0
+
+    def test_nothing_in_the_background_begins_once_the_others_have_ended(self) -> None:
+        def answer(opened: socket.socket, number: int) -> None:
+            opened.recv(4096)
+            opened.sendall(b"".join(WHOLE))
+
+        with scripted(answer) as address:
+            wanted = [RawStream(b"x", 0.0) for _ in range(5)]
+            side = [RawStream(b"x", 0.0, background=True), RawStream(b"x", 60.0, background=True)]
+            drive(address, [*wanted, *side], 20.0)
+        assert all(read_answer(stream).done for stream in [*wanted, side[0]])
+        assert side[1].sent == 0.0
+
+    def test_a_server_that_takes_no_connection_loses_the_stream(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = listener.getsockname()[:2]
+        stream = RawStream(b"x", 0.0)
+        drive(address, [stream], 5.0)
+        assert read_answer(stream).error == "Connection refused"
+
+    @pytest.mark.parametrize("sizes", [[], [1], [0], [10, 300, 5]])
+    def test_chunks(self, sizes: list[int]) -> None:
+        parts = [bytes([i]) * size for i, size in enumerate(sizes)]
+        raw = b"".join(chunk(part) for part in parts if part)
+        assert dechunk(raw + b"0\r\n\r\n") == b"".join(parts)
+
+
+class TestConnection:
+    def ask(self, address: tuple[str, int], count: int) -> list[tuple[int, bytes]]:
+        async def run() -> list[tuple[int, bytes]]:
+            async with connected(address) as connection:
+                return [await connection.ask(b"x") for _ in range(count)]
+
+        return asyncio.run(run())
+
+    def test_a_request_that_meets_a_closing_connection_is_sent_again(self) -> None:
+        def answer(opened: socket.socket, number: int) -> None:
+            opened.recv(1)
+            opened.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n%d" % number)
+            opened.recv(1)  # the second request is taken, and not answered
+
+        with scripted(answer) as address:
+            assert self.ask(address, 2) == [(200, b"0"), (200, b"1")]
+
+    def test_half_an_answer_is_none(self) -> None:
+        def answer(opened: socket.socket, number: int) -> None:
+            opened.recv(1)
+            opened.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc")
+
+        with scripted(answer) as address, pytest.raises(EOFError):
+            self.ask(address, 1)
+
+
+def sample(at: int, rss_mib: float, fds: int = 10, pss_mib: float | None = None) -> soak.Sample:
+    pss = rss_mib if pss_mib is None else pss_mib
+    return soak.Sample(at, {"http": Holdings(int(rss_mib * soak.MIB), int(pss * soak.MIB), fds, 3)})
+
+
+class TestSoak:
+    @pytest.mark.parametrize("per_10k", [0.0, 0.5, 2.0, 20.0, -3.0])
+    def test_growth_after_the_warm_up_counts(self, per_10k: float) -> None:
+        grown = [sample(at, 80 + per_10k * (at - 30_000) / 10_000) for at in range(30_000, 100_001, 5_000)]
+        found = soak.make_report(
+            {}, [sample(0, 10), *grown], soak.Outcome(Counter(), Counter()), warm_up=30_000
+        ).results
+        assert found["growth"]["http"]["rss_mib_per_10k"] == pytest.approx(per_10k, abs=0.01)
+        assert found["grew"] == (["http"] if per_10k >= 1 else [])
+
+    @pytest.mark.parametrize(("last", "grew"), [(10, []), (14, []), (15, ["http"])])
+    def test_descriptors_that_stay_count(self, last: int, grew: list[str]) -> None:
+        samples = [sample(0, 50), sample(50, 50, fds=14), sample(70, 50, fds=80), sample(100, 50, fds=last)]
+        report = soak.make_report({}, samples, soak.Outcome(Counter(), Counter()), warm_up=50)
+        assert report.results["grew"] == grew
+
+    def test_slope_of_a_line(self) -> None:
+        assert soak.slope([(0, 1), (1, 3), (2, 5)]) == pytest.approx(2.0)
+        assert soak.slope([(1, 1), (1, 3)]) == 0.0
+
+    def test_the_same_seed_draws_the_same_load_of_every_kind(self) -> None:
+        first, again = ([draw_request(draw) for _ in range(500)] for draw in (random.Random(3), random.Random(3)))
+        assert first == again
+        assert {request.kind for request in first} >= {"plain", "grammar", "wrong", "left", "chat"}
+        assert {request.leaves for request in first} == {"", *LEAVES}
+
+    @pytest.mark.parametrize(
+        ("status", "body", "fault"),
+        [(200, DONE, ""), (503, b"", "status 503"), (200, b'data: {"error":1}\n\n', "no end of the stream")],
+    )
+    def test_an_answer_is_judged(self, status: int, body: bytes, fault: str) -> None:
+        def answer(opened: socket.socket, number: int) -> None:
+            opened.recv(4096)
+            opened.sendall(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+
+        async def run(address: tuple[str, int]) -> str:
+            target = Target(f"http://127.0.0.1:{address[1]}", "", None)
+            async with connected(address) as connection:
+                return await soak.ask(target, connection, SoakRequest("s", "/", b"{}", (200,), True), 0.5)
+
+        with scripted(answer) as address:
+            assert asyncio.run(run(address)) == fault
+
+
+def told(*lines: AnyLine) -> list[TraceLine]:
+    return [TraceLine(line, number, "t") for number, line in enumerate(lines, 1)]
+
+
+def arrival(request_id: str) -> Arrival:
+    return Arrival(now=0.0, req_id=request_id, num_prompt_tokens=5, sampling=SamplingParams(), seed=0)
+
+
+def step(number: int, **fields: Any) -> StepDecision:
+    return StepDecision(step=number, now=0.0, **fields)
+
+
+def row(handle: int, request_id: str, blocks: int) -> NewRow:
+    return NewRow(handle, request_id, 5, 5, 0, [blocks], 0)
+
+
+def result(number: int, *handles: int) -> Result:
+    return Result(step=number, now=0.0, ended=[Ended(handle, EndReason.LENGTH, 1) for handle in handles])
+
+
+class TestShares:
+    def test_a_life_is_counted_in_steps_and_blocks(self) -> None:
+        lines = told(
+            step(1, new=[row(0, "x-0", 9)]),
+            arrival("a-0"),
+            step(2),
+            PrefixCacheEvent(step=3, req_id="a-0", local_hit_tokens=4, total_prompt_tokens=5, num_tokens=5),
+            step(3, new=[row(1, "a-0", 2)]),
+            step(4, appended=[1, 0, 77, 0, 0, 78]),
+            step(5),
+            result(4, 1),
+            step(6, removed=[1]),
+        )
+        assert count_shares(lines, {"a"}) == {"a-0": RequestShare(0 + 1, 5, 2, 4, 2 + 3 + 3, 4, 0)}
+
+    def test_a_handle_that_others_take_over_is_theirs(self) -> None:
+        lines = told(
+            arrival("a-0"),
+            step(1, new=[row(0, "a-0", 2)]),
+            result(1, 0),
+            step(2, removed=[0], new=[row(0, "x-0", 50)]),
+            step(3, appended=[0, 0, 9]),
+            result(3, 0),
+        )
+        share = count_shares(lines, {"a"})["a-0"]
+        assert (share.took, share.block_steps) == (1, 2)
+
+    def test_who_is_put_out_waits_on_and_holds_nothing(self) -> None:
+        lines = told(
+            arrival("a-0"),
+            step(1, new=[row(0, "a-0", 2)]),
+            step(2, removed=[0], reasons=[Reason("preempt", "a-0", "youngest", "x-0")]),
+            step(3),
+            step(4, new=[row(3, "a-0", 2)]),
+            result(4, 3),
+        )
+        share = count_shares(lines, {"a"})["a-0"]
+        assert (share.waited, share.took, share.block_steps, share.preempted) == (1, 4, 4, 1)
+
+    def test_all_answers_of_a_response_and_no_others(self) -> None:
+        lines = told(arrival("a-0"), arrival("a-1"), arrival("ab-0"))
+        assert list(count_shares(lines, {"a"})) == ["a-0", "a-1"]
+
+
+def honest(steps: int, blocks: int = 10, mib: float = 60.0, text: str = "t") -> Round:
+    return Round([text], ["a"], front_end_mib=mib, shares=[RequestShare(0, 5, 1, steps, blocks)])
+
+
+class TestHostile:
+    @pytest.mark.parametrize(
+        ("attacked", "note"),
+        [
+            (honest(110), ""),
+            (honest(90), ""),
+            (honest(120), "steps x 1.20"),
+            (honest(100, blocks=20), "block_steps x 2.00"),
+            (honest(100, mib=90.0), "front_end_mib x 1.50"),
+            (Round(["t"], front_end_mib=60.0), "steps x -, block_steps x -"),
+        ],
+    )
+    def test_more_than_a_tenth_is_told(self, attacked: Round, note: str) -> None:
+        report = hostile.make_report({}, {CALM: honest(100), "flood": attacked})
+        assert report.notes == ([f"flood: not as without it: {note}"] if note else [])
+
+    def test_other_texts_and_failures_are_told(self) -> None:
+        attacked = honest(100, text="u")
+        attacked.faults["status 500"] += 1
+        found = hostile.make_report({}, {CALM: honest(100), "flood": attacked}).results["rounds"]["flood"]
+        assert (found["texts_changed"], found["faults"]) == (1, {"status 500": 1})
+
+    def test_a_trace_with_gaps_is_told(self) -> None:
+        attacked = honest(100)
+        attacked.lines_lost = 7
+        assert "7 lines" in hostile.make_report({}, {CALM: honest(100), "flood": attacked}).notes[0]
+
+    def test_the_honest_load_repeats(self) -> None:
+        assert hostile.honest_bodies(20, 1) == hostile.honest_bodies(20, 1) != hostile.honest_bodies(20, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["streams", "--num-streams", "0"], "--num-streams"),
+        (["streams", "--output-len", "0"], "--output-len"),
+        (["streams", "--side-interval", "0"], "--side-interval"),
+        (["streams", "--url", "http://127.0.0.1:1", "--serve-args=--x"], "--serve-args"),
+        (["soak", "--num-requests", "5"], "--warm-up"),
+        (["soak", "--samples", "1"], "--samples"),
+        (["hostile", "--url", "http://127.0.0.1:1"], "--url"),
+        (["hostile", "--attacks", "tickling"], "--attacks tickling"),
+        (["hostile", "--concurrency", "0"], "--concurrency"),
+    ],
+)
+def test_flags_out_of_range(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words])
+    assert ended.value.code == ConfigError.exit_status
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    with pytest.raises(EngineError, match="block-size"), serving(None, None, [], "--block-size 0"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("gauges", "clean"),
+    [((0, 0, 8, 8), True), ((1, 0, 8, 8), False), ((0, 1, 8, 8), False), ((0, 0, 7, 8), False)],
+)
+def test_clean_is_nothing_running_and_all_blocks_free(gauges: tuple[int, ...], clean: bool) -> None:
+    names = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_usable_blocks")
+    assert is_clean(dict(zip(names, gauges, strict=True))) is clean
+    assert not is_clean({})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served("--num-gpu-blocks-override", "2048")
+    yield served
+    assert served.stop() == 0
+
+
+def bench(server: Served, tmp_path: Path, *words: str) -> dict[str, Any]:
+    file = tmp_path / "found.json"
+    main(["bench", *words, "--url", server.url, "--json", str(file)])
+    found: dict[str, Any] = json.loads(file.read_text())["results"]
+    return found
+
+
+def test_streams_of_a_real_server(server: Served, tmp_path: Path) -> None:
+    words = ["--num-streams", "32", "--output-len", "16", "--side-len", "300", "--side-interval", "0.1"]
+    found = bench(server, tmp_path, "streams", *words)
+    assert (found["lost"], found["side_lost"], found["output_tokens"]) == (0, 0, 32 * 16)
+    assert found["side_requests"] > 0
+    assert is_clean(found["after"])
+
+
+def test_soak_of_a_real_server(server: Served, tmp_path: Path) -> None:
+    found = bench(server, tmp_path, "soak", "--num-requests", "300", "--warm-up", "100", "--concurrency", "16")
+    assert found["faults"] == {}
+    assert sum(found["kinds"].values()) == 300
+    assert is_clean(found["after"])
+
+
+@pytest.mark.slow
+def test_a_hostile_client_beside_honest_ones(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    words = ["--attacks", "slow_reader,grammars", "--num-requests", "24", "--json", str(file)]
+    main(["bench", "hostile", *words])
+    rounds = json.loads(file.read_text())["results"]["rounds"]
+    assert set(rounds) == {CALM, "slow_reader", "grammars"}
+    assert all(found["steps"] > hostile.OUTPUT_LEN and not found["faults"] for found in rounds.values())
+    assert rounds["slow_reader"]["hostile"]["never read"] > 0
+    assert rounds["grammars"]["hostile"]

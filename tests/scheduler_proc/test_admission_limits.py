@@ -1,0 +1,77 @@
+"""What a front end should never send, sent all the same: it is refused with the field's name, and others go on."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_driver import Driver, expected_tokens
+
+from quire.protocol.messages import AddRequest, EndReason
+from quire.protocol.sampling_params import MAX_SALT_LENGTH, SamplingParams
+
+VOCAB = 300
+CONTEXT = 64
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
+IDS = np.array([5, 6, 7], np.int32)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    return Driver(vocab_size=VOCAB, max_model_len=CONTEXT)
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    *[("prompt", {"prompt_token_ids": ids(5, value, 6)}) for value in (VOCAB, VOCAB + 1, -1, -(2**31), 2**31 - 1)],
+    *[("prompt", {"output_token_ids": ids(5, value)}) for value in (VOCAB, -1, -2, 2**31 - 1)],
+    *[("prompt", {"prompt_token_ids": ids(*[5] * length)}) for length in (0, CONTEXT, CONTEXT + 1, 100_000)],
+    *[("request_id", {"request_id": value}) for value in ("", "x" * 257, "é" * 10_000)],
+    *[("seed", {"seed": value}) for value in (-1, -(2**63), 2**64 - 1 + 1) if -(2**63) <= value < 2**64],
+    *[("priority", {"priority": value}) for value in (2**31, -(2**31) - 1, 2**40, 2**63, -(2**63))],
+    *[("cache_salt", {"cache_salt": value}) for value in ("x" * (MAX_SALT_LENGTH + 1), "é" * 10**6)],
+    *[("arrival", {"arrival": value}) for value in (float("nan"), float("inf"), float("-inf"))],
+    *[("", {name: value}) for name, value in (("job_id", "x"), ("lora", "../x"), ("mm_features", [b"x"]))],
+    *[("", {name: value}) for name, value in (("kv_transfer", b"x"), ("is_last_step", False), ("resumable", True))],
+    *[
+        (name, {"sampling": SamplingParams(max_tokens=4, **{name: value})})  # type: ignore[arg-type]
+        for name, value in (
+            ("stop_token_ids", [5, VOCAB]),
+            ("stop_token_ids", [2**31 - 1]),
+            ("allowed_token_ids", [VOCAB]),
+            ("allowed_token_ids", [3, 2**31 - 1]),
+            ("logit_bias", {VOCAB: 1.0}),
+            ("logit_bias", {5: 1.0, 2**31 - 1: -1.0}),
+            ("bad_words_token_ids", [[5], [6, VOCAB]]),
+            ("bad_words_token_ids", [[2**31 - 1]]),
+            ("thinking_token_budget", 4),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("param", "fields"), WRONG, ids=lambda value: repr(value)[:40])
+def test_it_is_refused_and_others_go_on(driver: Driver, param: str, fields: dict[str, Any]) -> None:
+    driver.add("canary", [5, 6, 7], max_tokens=5)
+    given = {"request_id": "wrong", "prompt_token_ids": IDS, "sampling": PARAMS, "seed": 0, **fields}
+    driver.answers.setdefault(given["request_id"], type(driver.answers["canary"])())
+    driver.consume(AddRequest(**given))
+    driver.run()
+    refused = driver.answers.pop(given["request_id"]).rejected
+    assert refused is not None and refused.param == param
+    assert refused.code in ("invalid_value", "unsupported", "context_length_exceeded")
+    assert len(refused.message) < 200
+    canary = driver.answers.pop("canary")
+    assert canary.reason is EndReason.LENGTH and canary.tokens == expected_tokens([5, 6, 7], 5, VOCAB)
+    driver.check_drained()
+
+
+@pytest.mark.parametrize("delivered", [4, 5, CONTEXT, 1000])
+def test_a_resubmission_that_has_all_its_tokens_ends_at_once(driver: Driver, delivered: int) -> None:
+    driver.add("full", [5, 6, 7], output=[9] * delivered, max_tokens=4)
+    driver.run()
+    answer = driver.answers.pop("full")
+    assert answer.reason is EndReason.LENGTH and answer.tokens == []
+    driver.check_drained()

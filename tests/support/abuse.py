@@ -1,0 +1,136 @@
+"""A running server for tests that mean it ill, and what must hold of it whatever it was sent."""
+
+import re
+from typing import Any, ClassVar
+
+import httpx
+from served import Served
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+SLOWEST_S = 2.0
+MAX_ERROR_BYTES = 4_000
+# What no client may read: our paths and addresses, and the words of Python and of the libraries that we use.
+INTERNALS = re.compile(
+    r"Traceback|\bFile \"|site-packages|\.py\b|/(?:tmp|work|home|root|usr|proc|dev|run)/|ipc://|127\.0\.0\.1|\bpsm_"
+    r"|0x[0-9a-f]{6,}|object at |<class|\w(?:Error|Exception|Refusal)\b|NoneType|\bstack\b"
+    r"|msgspec|msgpack|tokenizers|jinja|starlette|uvicorn|httptools|pyzmq|\bzmq|torch|numpy|llguidance|xgrammar|ctypes",
+    re.IGNORECASE,
+)
+# What the log may not hold: that something broke which nobody foresaw.
+ACCIDENTS = re.compile(r"Traceback|unexpected error|never awaited|exception was never retrieved|Task was destroyed")
+
+
+class AbusedServer:
+    """``quire serve`` on the demo model, a connection to it, and its canary.
+
+    Attributes:
+        served: the processes.
+        client: keeps its connection from one call to the next.
+    """
+
+    def __init__(self, *flags: str) -> None:
+        self.served = Served("--dtype", "float32", *flags)
+        self.client = httpx.Client(base_url=self.served.url, timeout=30)
+        self.canary = Canary(self.client)
+        models = self.client.get("/v1/models").json()
+        self.max_model_len: int = models["data"][0]["max_model_len"]
+
+    def post(self, path: str, body: Any = None, *, content: bytes | None = None, **more: Any) -> httpx.Response:
+        """A POST of a JSON value, or of the bytes themselves; in time, and without internals if it is an error."""
+        given: dict[str, Any] = {"json": body} if content is None else {"content": content}
+        response = self.client.post(path, **given, **more)
+        assert response.elapsed.total_seconds() < SLOWEST_S
+        if response.status_code >= 400:
+            check_error(response)
+        return response
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        """A completion of four tokens, unless ``fields`` say otherwise."""
+        return self.post(COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 4, **fields})
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        """The same for a conversation."""
+        return self.post(CHAT, {"messages": MESSAGES, "max_tokens": 4, **fields})
+
+    def check(self) -> None:
+        """Everything is as if nothing had been: the processes, the log and what others are answered."""
+        assert self.served.process.poll() is None, "the server has ended"
+        accidents = [line for line in self.served.log if ACCIDENTS.search(line)]
+        assert not accidents, accidents
+        self.canary.check()
+
+    def close(self) -> None:
+        """End it; it must have been idle, with every block free, and go without a complaint."""
+        try:
+            self.served.wait_until_idle()
+        finally:
+            self.client.close()
+            status = self.served.stop()
+        assert status == 0
+
+
+class Canary:
+    """A request whose right tokens are known, because the server was asked before anybody did it harm.
+
+    A block of it comes from the prefix cache and the answer is drawn by its seed: blocks, rows and seeds of others
+    that were mixed with its own would show.
+    """
+
+    _BODY: ClassVar[dict[str, Any]] = {
+        "prompt": [*range(40, 60)],
+        "max_tokens": 2,
+        "temperature": 1.0,
+        "seed": 7,
+        "logprobs": 1,
+        "ignore_eos": True,
+    }
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+        self._right = self._ask()
+        assert self._ask() == self._right, "the canary's answer is not the same twice"
+
+    def check(self) -> None:
+        assert self._ask() == self._right, "the canary's answer has changed"
+
+    def _ask(self) -> tuple[str, list[str]]:
+        """The answer's text and tokens."""
+        response = self._client.post(COMPLETIONS, json=self._BODY)
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        return choice["text"], choice["logprobs"]["tokens"]
+
+
+def check_error(response: httpx.Response) -> dict[str, Any]:
+    """The error of a response in OpenAI's form, after a look at whether it tells anything that is ours alone."""
+    assert response.headers["content-type"] == "application/json", response.text
+    assert set(response.json()) == {"error"}, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}, error
+    assert isinstance(error["message"], str) and isinstance(error["type"], str), error
+    assert isinstance(error["param"], str | None) and isinstance(error["code"], str | None), error
+    assert len(response.content) <= MAX_ERROR_BYTES, "the error repeats too much"
+    leaked = INTERNALS.search(error["message"])
+    assert leaked is None, f"{leaked[0]!r} in {error['message']!r}"
+    assert all(char.isprintable() for char in error["message"]), error["message"]
+    return error
+
+
+def assert_refused(
+    response: httpx.Response, status: int = 400, param: str | None = None, says: str = ""
+) -> dict[str, Any]:
+    """The response is an error of this status that names the field ``param`` (None: whichever) and ``says`` so much."""
+    assert response.status_code == status, response.text[:500]
+    error = check_error(response)
+    if param is not None:
+        assert error["param"] == param, error
+    assert says in error["message"], error
+    return error
+
+
+def short(value: Any) -> str:
+    """A name for a parameter of a test, which may be a megabyte."""
+    text = value.decode("latin-1") if isinstance(value, bytes) else repr(value)
+    return text[:28].encode("ascii", "backslashreplace").decode()

@@ -1,0 +1,30 @@
+"""Key folders, as docs/kv_events.md tells a person to make one."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.auth import create_certificates, load_certificate
+
+from quire.protocol.curve_keys import ALLOWED, SECRET
+
+
+def make_keys(folder: Path, *clients: str) -> Path:
+    """A server's keys, and those of ``clients`` (one, if none is named), whose own lie in ``folder.parent``."""
+    (folder / ALLOWED).mkdir(parents=True, mode=0o700)
+    folder.chmod(0o700)
+    create_certificates(folder, "server")
+    (folder / SECRET).chmod(0o600)
+    for name in clients or ("router",):
+        public, _ = create_certificates(folder.parent, name)
+        shutil.copy(public, folder / ALLOWED)
+    return folder
+
+
+def with_keys(socket: "zmq.Socket[Any]", own: Path, server: Path) -> None:
+    """A client's socket: its own secret file, and the server's public one."""
+    socket.curve_publickey, secret = load_certificate(own)
+    assert secret is not None
+    socket.curve_secretkey = secret
+    socket.curve_serverkey = load_certificate(server)[0]

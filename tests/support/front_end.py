@@ -1,0 +1,174 @@
+"""The HTTP front end on real sockets in this process, over an engine that never runs out of tokens."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+
+from quire.launch.engine_client import Update
+from quire.launch.http.app import make_app
+from quire.launch.http.server import ServerSettings
+from quire.launch.http.socket_protocol import BoundedHttpProtocol, ConnectionLimits
+from quire.launch.text_in import TextIn
+from quire.protocol.messages import EndReason, Statistics
+from quire.protocol.sampling_params import SamplingParams
+
+CANARY = {"prompt": [5, 6, 7], "max_tokens": 5}
+WAIT_S = 10.0
+
+
+@dataclass
+class EndlessSequence:
+    """One token per pause of its engine, until ``max_tokens``; each is made from the prompt's sum and its place."""
+
+    request_id: str
+    engine: "EndlessEngine"
+    prompt: list[int]
+    params: SamplingParams
+    delivered: int = 0
+    aborted: bool = False
+
+    async def updates(self) -> AsyncIterator[Update]:
+        assert self.params.max_tokens is not None
+        while True:
+            await self.engine.pause()
+            if self.aborted:
+                return
+            token = (sum(self.prompt) + self.delivered) % 200
+            self.delivered += 1
+            last = self.delivered == self.params.max_tokens
+            self.engine.live.discard(self) if last else None
+            yield Update([token], ended=EndReason.LENGTH if last else None, num_output_tokens=self.delivered)
+            if last:
+                return
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.engine.live.discard(self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@dataclass
+class EndlessEngine:
+    """``EngineClient``. ``pause`` is awaited before each token; ``live``: sequences that have not ended."""
+
+    pause: Callable[[], Any] = lambda: asyncio.sleep(0)
+    state: str = "ready"
+    max_model_len: int = 10**6
+    vocab_size: int = 200
+    added: list[EndlessSequence] = field(default_factory=list)
+    live: set[EndlessSequence] = field(default_factory=set)
+    num_queries: int = 0
+
+    async def add(
+        self, request_id: str, prompt_token_ids: Any, params: SamplingParams, *rest: Any, **more: Any
+    ) -> EndlessSequence:
+        sequence = EndlessSequence(request_id, self, np.asarray(prompt_token_ids).tolist(), params)
+        self.added.append(sequence)
+        self.live.add(sequence)
+        return sequence
+
+    async def statistics(self) -> Statistics:
+        self.num_queries += 1
+        return Statistics(1, num_running=len(self.live), num_usable_blocks=1, num_free_blocks=1)
+
+
+class FrontEnd:
+    """The application behind uvicorn in a thread, with limits of a test's choice, and its canary."""
+
+    def __init__(self, engine: EndlessEngine | None = None, *, keys: tuple[str, ...] = (), **limits: Any) -> None:
+        settings = limits.pop("settings", {})
+        self.engine = engine or EndlessEngine()
+        self.limits = ConnectionLimits(check_s=0.01, **limits)
+        serve = ServerSettings(text_in=TextIn(), served_model_names=("endless",), api_keys=keys, **settings)
+        protocol = type("Limited", (BoundedHttpProtocol,), {"limits": self.limits})
+        config = uvicorn.Config(
+            make_app(self.engine, serve), http=protocol, log_level="critical", lifespan="off", access_log=False
+        )
+        self.uvicorn = uvicorn.Server(config)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self._listener]})
+        self._thread.start()
+        headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        alone = httpx.Limits(max_keepalive_connections=0)  # a test's limits may close an idle connection at any time
+        url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=url, timeout=WAIT_S, headers=headers, limits=alone)
+        self._right = self._ask()
+
+    def _ask(self) -> str:
+        response = self.client.post("/v1/completions", json={**CANARY, "stream": True})
+        assert response.status_code == 200, response.text
+        return "".join(line.split('"text":')[1].split(",")[0] for line in response.iter_lines() if '"text":' in line)
+
+    def check(self) -> None:
+        """A request is answered as at the start, and no other is left running."""
+        assert self._ask() == self._right
+        self.until(lambda: not self.engine.live)
+
+    def connect(self, data: bytes = b"", receive_buffer: int = 0) -> socket.socket:
+        made = socket.socket()
+        made.settimeout(WAIT_S)
+        if receive_buffer:  # before it connects, or the window is agreed on already
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        made.connect(("127.0.0.1", self.port))
+        made.sendall(data)
+        return made
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.uvicorn.server_state.connections)
+
+    def until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not true():
+            assert time.monotonic() < deadline, (len(self.engine.live), self.num_connections)
+            time.sleep(0.002)
+
+    def ask(self, data: bytes) -> bytes:
+        """What is answered to these bytes by the time the connection ends."""
+        with self.connect(data) as connection:
+            return read_all(connection)
+
+    def close(self) -> None:
+        self.client.close()
+        self.uvicorn.should_exit = True
+        self._thread.join(WAIT_S)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+
+def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
+    """The bytes of a POST; ``length``: what it says of its body, whatever it is."""
+    lines = [f"POST {path} HTTP/1.1", "host: x", *headers]
+    if not any("transfer-encoding" in line.lower() for line in headers):
+        lines.append(f"content-length: {len(body) if length is None else length}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other end closes or resets; fails when it does neither."""
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionError:
+        pass
+    return b"".join(parts)
+
+
+def status_of(answer: bytes) -> int:
+    """0: nothing was answered."""
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0

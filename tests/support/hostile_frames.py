@@ -1,0 +1,256 @@
+"""Frames that no peer of ours would send, most of them with a right checksum; and random damage to real ones."""
+
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from quire.protocol import messages as m
+from quire.protocol.codec import MAX_FRAMES, Codec
+from quire.protocol.kv_layout import kv_layout
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputs
+
+Frames = list[bytes]
+PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."
+DEEP = 100_000
+
+
+def seal(body: bytes, *arrays: bytes) -> Frames:
+    """With the checksum that belongs to it."""
+    crc = crc32(body)
+    for array in arrays:
+        crc = crc32(array, crc)
+    return [crc.to_bytes(4, "little") + body, *arrays]
+
+
+def pack(epoch: Any, seq: Any, message: Any) -> bytes:
+    return msgspec.msgpack.encode([epoch, seq, message])
+
+
+def around(message: bytes, seq: int = 1) -> Frames:
+    """An envelope around msgpack bytes."""
+    return seal(b"\x93\x00" + msgspec.msgpack.encode(seq) + message)
+
+
+def ints(count: int) -> np.ndarray[Any, Any]:
+    return np.arange(count, dtype=np.int32)
+
+
+def add_request(**fields: Any) -> m.AddRequest:
+    told = {"request_id": "r1", "prompt_token_ids": ints(9), "sampling": SamplingParams(seed=5, stop=["."]), "seed": 7}
+    return m.AddRequest(**told | fields)
+
+
+def directions(config: Any) -> dict[str, tuple[Any, list[Any]]]:
+    """By name: what the receiver takes, and real messages of every kind that it may get, with and without frames."""
+    new = m.NewRequestData(4, "r4", 5, 5, 0, [2], SamplingParams(top_k=3), 9)
+    floats = np.array([-0.5, -1.5], np.float32)
+    result = m.ModelRunnerOutput(
+        3, ints(300), ints(300), logprobs=m.Logprobs([0], 2), logprob_token_ids=ints(2), logprob_values=floats,
+        logprob_ranks=ints(1), bad=[1], seconds=0.01, failed=[(2, "why")],
+    )  # fmt: skip
+    return {
+        "front end to scheduler": (
+            m.FrontEndToScheduler,
+            [
+                m.Hello(1, "frontend", 0, 9),
+                add_request(),
+                add_request(
+                    prompt_token_ids=ints(2000) * 70,
+                    output_token_ids=ints(3),
+                    sampling=SamplingParams(
+                        structured_outputs=StructuredOutputs(json={"a": [1, {"b": None}]}),
+                        logit_bias={5: 1.5, 7: -2.0},
+                        extra_args={"x": [1, "y"]},
+                    ),
+                ),
+                m.Abort(["a", "b"]),
+                m.Stop("a", 3),
+                m.Control("statistics", 3),
+                m.Heartbeat(1.5),
+            ],
+        ),
+        "scheduler to front end": (
+            m.SchedulerToFrontEnd,
+            [
+                m.Welcome(1, "digest"),
+                m.Refused("why"),
+                m.Rejected("r", "code", "param", "message"),
+                m.StepOutputs([m.Introduced(1, "r", 0)], ints(400), ints(400), [m.Ended(1, 2, 3, None, "d")]),
+                m.Statistics(1, waiting_by_reason={"x": 1}, kv_block_lifetime=m.Histogram([1.0], [1, 2], 3.0)),
+                m.EngineState("ready"),
+            ],
+        ),
+        "scheduler to worker": (
+            m.SchedulerToWorker,
+            [
+                m.Configure(1, kv_layout(config.model, config.block_size, "float32"), config),
+                m.SchedulerOutput(1, [3], [2], [new], ints(5), ints(2), [6], ints(2), ints(2), counts=[(4, 5)]),
+                m.SchedulerOutput(2, token_ids=ints(5000) * 30),
+                m.SampleInputs(2, [4], [1], ints(4)),
+                m.Shutdown(),
+            ],
+        ),
+        "worker to scheduler": (
+            m.WorkerToScheduler,
+            [
+                m.Ready([33], m.MemoryPlan("cpu", 1, 2, 3, 4, 33, 16), {"load": 1.5}),
+                m.Fault("error", "why"),
+                result,
+                m.Proposed(3, ints(2), ints(2), ints(3)),
+                m.Digest(3, b"12345678"),
+            ],
+        ),
+    }
+
+
+@functools.cache
+def hostile(known_tag: int) -> dict[str, Frames]:
+    """Well sealed, and nothing that can be decoded; ``known_tag``: of a message that the receiver takes."""
+    tag = msgspec.msgpack.encode(known_tag)
+    array = {
+        "another dtype": ["<i8", b"12345678"],
+        "an object dtype": ["|O", b"12345678"],
+        "a big-endian dtype": [">i4", b"12345678"],
+        "a structured dtype": ["V8", b"12345678"],
+        "a dtype with fields": ["i4,O", b"12345678"],
+        "no dtype": [None, b"12345678"],
+        "a dtype that is a number": [4, b"12345678"],
+        "floats for ids": ["<f4", b"12345678"],
+        "half an id": ["<i4", b"123"],
+        "text for bytes": ["<i4", "12345678"],
+        "an array that is one number": 8,
+        "an array of numbers": [1, 2, 3, 4],
+        "an array in a map": {"<i4": b"1234"},
+        "an empty array": [],
+        "a length without a frame": ["<i4", 2],
+        "a negative length": ["<i4", -1],
+        "a huge length": ["<i4", 2**63],
+        "a length that is none": ["<i4", True],
+        "a length in a float": ["<i4", 2.0],
+    }
+    bodies: dict[str, bytes] = {
+        "nothing": b"\xc0",
+        "a number": b"\x07",
+        "a text": msgspec.msgpack.encode("hello"),
+        "pickle": PICKLE,
+        "pickle protocol 0": b"cposix\nsystem\n(S'id'\ntR.",
+        "marshal": b"\xe3\x00\x00\x00\x00",
+        "json": b'[0, 1, [11, ["a"]]]',
+        "a map": b"\x80",
+        "half a message": b"\x93\x00\x01\x92",
+        "two numbers": b"\x92\x00\x01",
+        "four of three": b"\x94\x00\x01\x91" + tag + b"\x00",
+        "no tag": b"\x93\x00\x01\x90",
+        "an unknown tag": b"\x93\x00\x01\x91\xcc\xfa",
+        "a negative tag": b"\x93\x00\x01\x91\xff",
+        "a tag in words": b"\x93\x00\x01\x91\xa210",
+        "a tag in a float": b"\x93\x00\x01\x91\xcb" + b"\x40\x24" + bytes(6),
+        "a tag alone": b"\x93\x00\x01" + tag,
+        "a map for a message": b"\x93\x00\x01\x81\xa3tag" + tag,
+        "an epoch in words": b"\x93\xa10\x01\x91" + tag,
+        "an epoch in a float": b"\x93\xcb" + bytes(8) + b"\x01\x91" + tag,
+        "no epoch": b"\x93\xc0\x01\x91" + tag,
+        "an array that lies": b"\x93\x00\x01\xdd\xff\xff\xff\xff",
+        "a short array that lies": b"\x93\x00\x01\xdc\xff\xff",
+        "a map that lies": b"\x93\x00\x01\xdf\xff\xff\xff\xff",
+        "bytes that lie": b"\x93\x00\x01\xc6\xff\xff\xff\xff",
+        "a text that lies": b"\x93\x00\x01\xdb\xff\xff\xff\xff",
+        "an ext that lies": b"\x93\x00\x01\xc9\xff\xff\xff\xff\x01",
+        "an array that lies outside": b"\xdd\xff\xff\xff\xff",
+        "nested arrays": b"\x91" * DEEP,
+        "nested arrays inside": b"\x93\x00\x01" + b"\x91" * DEEP,
+        "nested arrays in a field": b"\x93\x00\x01\x92" + tag + b"\x91" * DEEP,
+        "nested maps": b"\x81\xa1x" * DEEP,
+        "nested maps in a field": b"\x93\x00\x01\x92" + tag + b"\x81\xa1x" * DEEP,
+        "megabytes of maps": b"\x80" * 10_000_000,
+        "megabytes of maps in a field": b"\x93\x00\x01\x92" + tag + b"\xdd\x00\x98\x96\x80" + b"\x80" * 10_000_000,
+        "megabytes of nothing": b"\x93\x00\x01\x92" + tag + b"\xdd\x00\x0f\x42\x40" + b"\xc0" * 1_000_000,
+        "a reserved byte": b"\x93\x00\x01\xc1",
+        **{
+            f"ext {code}": b"\x93\x00\x01\x92" + tag + b"\xc7\x04" + code.to_bytes(1, "big", signed=True) + PICKLE[:4]
+            for code in (-128, -1, 0, 1, 2, 127)
+        },
+        "an ext for a message": b"\x93\x00\x01\xd4\x01\x80",
+        "an ext for an epoch": b"\x93\xd4\x02\x80\x01\x91" + tag,
+    }
+    found = {name: seal(body) for name, body in bodies.items()}
+    for name, spec in array.items():
+        body = pack(0, 1, [10, "r", spec, {}, 7])
+        found[f"array: {name}"] = seal(body)
+        found[f"result array: {name}"] = seal(pack(0, 1, [42, 1, spec]))
+    return found
+
+
+def miscut(frames: Frames) -> dict[str, Frames]:
+    """A real message's frames, with others around, or not all of them."""
+    head, *rest = frames
+    return {
+        "no frame": [],
+        "an empty frame": [b""],
+        "four bytes": [head[:4]],
+        "half a head": [head[: len(head) // 2]],
+        "a byte less": [head[:-1], *rest],
+        "a byte more": [head + b"\x00", *rest],
+        "sealed with a byte more": seal(head[4:] + b"\x00", *rest),
+        "sealed with a message more": seal(head[4:] * 2, *rest),
+        "an empty frame behind": [*frames, b""],
+        "a sealed frame behind": seal(head[4:], *rest, b"1234"),
+        "too many frames": [head, *rest, *[b""] * MAX_FRAMES],
+        "sealed, too many frames": seal(head[4:], *[b"1234"] * (MAX_FRAMES + 1)),
+        "thousands of frames": [head, *[b"x"] * 5000],
+        "an empty frame in front": [b"", *frames],
+        "frames without a head": rest or [b"1234"],
+        "twice": frames * 2,
+        "no checksum": [head[4:], *rest],
+        "another checksum": [b"\x00\x00\x00\x00" + head[4:], *rest],
+        "pickle for a checksum": [PICKLE, *frames],
+    }
+
+
+def damaged(frames: Frames, rng: random.Random, *, sealed: bool) -> Frames:
+    """One or a few places of a real message are other than they were; ``sealed``: by somebody who knows checksums."""
+    parts = [bytearray(frames[0][4:]), *(bytearray(f) for f in frames[1:])]
+    for _ in range(rng.randint(1, 4)):
+        part = parts[0 if rng.random() < 0.8 else rng.randrange(len(parts))]
+        at = rng.randrange(len(part) + 1)
+        match rng.randrange(6):
+            case 0 if at < len(part):
+                part[at] ^= 1 << rng.randrange(8)
+            case 1 if at < len(part):
+                part[at] = rng.choice(
+                    (0x00, 0x7F, 0x80, 0x90, 0xC0, 0xC1, 0xC6, 0xC9, 0xCB, 0xCF, 0xD9, 0xDD, 0xDF, 0xFF)
+                )
+            case 2:
+                del part[at : at + rng.randint(1, 8)]
+            case 3:
+                part[at:at] = rng.randbytes(rng.randint(1, 8))
+            case 4:
+                part[at:at] = part[max(0, at - 12) : at]
+            case _:
+                del part[at:]
+    if rng.random() < 0.05:
+        rng.shuffle(parts)
+    if rng.random() < 0.05:
+        parts.append(bytearray(rng.randbytes(rng.choice((0, 4, 7)))))
+    body, *rest = (bytes(part) for part in parts)
+    return seal(body, *rest) if sealed else [frames[0][:4] + body, *rest]
+
+
+def every_flip(frames: Frames, rng: random.Random) -> Iterator[Frames]:
+    """For every byte of a short message, and for some of a long one, the message with one bit of it turned."""
+    for index, frame in enumerate(frames):
+        places = range(len(frame)) if len(frame) < 600 else sorted(rng.sample(range(len(frame)), 600))
+        for place in places:
+            turned = bytearray(frame)
+            turned[place] ^= 1 << rng.randrange(8)
+            yield [*frames[:index], bytes(turned), *frames[index + 1 :]]
+
+
+def frames_of(message: Any, seq: int = 1, epoch: int = 0) -> Frames:
+    return [bytes(frame) for frame in Codec(m.Consumed).encode(epoch, seq, message)]

@@ -1,0 +1,90 @@
+"""Sends a running server one mutated request after the other, and looks at each answer and at the canary."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import httpx
+from abuse import SLOWEST_S, AbusedServer, check_error
+from http_mutations import Case, make_case
+
+# An answer of a few tokens; of a machine that has other things to do, too.
+SLOWEST_ANSWER_S = 30.0
+
+
+@dataclass
+class Counts:
+    """What was sent, and what came back."""
+
+    requests: int = 0
+    bytes_sent: int = 0
+    by_status: Counter[int] = field(default_factory=Counter)
+    by_mutation: Counter[str] = field(default_factory=Counter)
+    slowest_refusal_s: float = 0.0
+
+    def add(self, other: "Counts") -> None:
+        self.requests += other.requests
+        self.bytes_sent += other.bytes_sent
+        self.by_status += other.by_status
+        self.by_mutation += other.by_mutation
+        self.slowest_refusal_s = max(self.slowest_refusal_s, other.slowest_refusal_s)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "requests": self.requests,
+            "bytes_sent": self.bytes_sent,
+            "by_status": {str(status): count for status, count in sorted(self.by_status.items())},
+            "by_mutation": dict(sorted(self.by_mutation.items())),
+            "slowest_refusal_s": round(self.slowest_refusal_s, 3),
+        }
+
+
+class BadAnswer(AssertionError):
+    """The server did what it must not; names the case's seed, from which ``make_case`` makes it again."""
+
+
+def fuzz(server: AbusedServer, seeds: Iterable[str]) -> Counts:
+    """One case per seed.
+
+    Raises:
+        BadAnswer: an answer, or the canary after it, was not as it must be.
+    """
+    counts = Counts()
+    for seed in seeds:
+        case = make_case(seed)
+        try:
+            response = server.client.post(case.path, content=case.content, timeout=SLOWEST_ANSWER_S)
+            check_answer(response)
+            server.check()
+        except (AssertionError, ValueError, httpx.HTTPError) as error:
+            raise BadAnswer(f"seed {seed!r}: {case.path} {case.how} {case.content[:3000]!r}: {error}") from error
+        _count(counts, case, response)
+    return counts
+
+
+def check_answer(response: httpx.Response) -> None:
+    """Raise AssertionError or ValueError unless it is a whole answer, or an error that is the client's."""
+    status, seconds = response.status_code, response.elapsed.total_seconds()
+    if status != 200:
+        assert 400 <= status < 500 or status == 503, f"status {status}: {response.text[:300]}"
+        assert seconds < SLOWEST_S, f"refused after {seconds:.1f} s"
+        check_error(response)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        blocks = response.content.decode("utf-8", "strict").split("\n\n")
+        assert blocks[-1] == "" and all(block.startswith("data: ") for block in blocks[:-1]), blocks[-2:]
+        last = blocks[-2].removeprefix("data: ")
+        assert last == "[DONE]" or "error" in json.loads(last), last
+        for block in blocks[:-2]:
+            json.loads(block.removeprefix("data: "))
+    else:
+        json.loads(response.content.decode("utf-8", "strict"))
+
+
+def _count(counts: Counts, case: Case, response: httpx.Response) -> None:
+    counts.requests += 1
+    counts.bytes_sent += len(case.content)
+    counts.by_status[response.status_code] += 1
+    counts.by_mutation.update(case.how)
+    if response.status_code != 200:
+        counts.slowest_refusal_s = max(counts.slowest_refusal_s, response.elapsed.total_seconds())

@@ -1,0 +1,216 @@
+"""What a diff must be to fit what a worker holds: asked of the whole step before anything of it is applied.
+
+Only what the diff brings is looked at, one by one or as arrays: a step that brings nothing costs nothing here. What
+such a step may still lack, a block for a row that has come to the end of its own, is found before it runs
+(``BlockTable.slots``).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import NULL_BLOCK_ID
+from quire.protocol.messages import Int32, NewRequestData, SchedulerOutput
+from quire.worker_proc.block_table import BlockTable, Ints, MultiGroupBlockTable
+from quire.worker_proc.input_batch import InputBatch, StepRefused
+
+NOTHING: Int32 = np.zeros(0, np.int32)
+MAX_HANDLE = 2**31 - 1
+
+
+class DiffCheck:
+    """Reads the batch and its tables, and changes neither."""
+
+    def __init__(self, batch: InputBatch, tables: MultiGroupBlockTable, config: EngineConfig) -> None:
+        self._batch, self._tables = batch, tables
+        self._vocab_size = config.model.vocab_size
+        self._max_tokens = config.max_num_batched_tokens
+
+    def require(self, step: SchedulerOutput) -> None:
+        """Raises StepRefused: the step names what is not held, or would write where it may not, or does not add up."""
+        if not _changes(step):
+            return
+        after = _After(self._batch, step, self._max_tokens)
+        self._require_new(step, after)
+        self._require_blocks(step, after)
+
+    def _require_new(self, step: SchedulerOutput, after: "_After") -> None:
+        tokens = NOTHING if step.token_ids is None else step.token_ids
+        if len(tokens) != sum(new.num_tokens for new in step.new_requests):
+            raise StepRefused("the new requests' tokens do not add up")
+        if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:  # as unsigned, a negative id is a huge one
+            raise StepRefused("a new request has a token id outside the vocabulary")
+        for new in step.new_requests:
+            for name, ids in new.sampling.named_token_ids().items():
+                if max(ids, default=0) >= self._vocab_size:
+                    raise StepRefused(f"handle {new.handle}: {name} has a token id outside the vocabulary")
+
+    def _require_blocks(self, step: SchedulerOutput, after: "_After") -> None:
+        """Every position that runs has a block, which nobody else writes to or reads."""
+        given = _split(step.new_requests, step.block_ids, len(self._tables.tables))
+        rows, groups, ids = _appended(step, after)
+        if len(groups) and not 0 <= groups.min() <= groups.max() < len(self._tables.tables):
+            raise StepRefused(f"KV group {int(groups.min() if groups.min() < 0 else groups.max())} does not exist")
+        claimed: list[Ints] = [ids]
+        for group, table in enumerate(self._tables.tables):
+            own = groups == group
+            held = np.concatenate(
+                (table.num_blocks_per_row[: after.num_held] // table.ratio, [len(of[group]) for of in given])
+            ).astype(np.int64)
+            for row, of in enumerate(given, after.num_held):
+                claimed.append(_require_new_blocks(table, of[group], int(after.computed[row])))
+            _require_appended(table, ids[own])
+            held += np.bincount(rows[own], minlength=len(held))
+            table.require_room(int(held.max(initial=0)) * table.ratio)
+            span = table.span * table.ratio
+            if (-(-(after.computed + after.lengths) // span) > held)[after.lengths > 0].any():
+                raise StepRefused("a token has no block to be written to")
+        self._tables.require_free(np.concatenate(claimed), after.leaving)
+
+
+class _After:
+    """The rows as the step will have them: those that are held, in place, and behind them the new ones.
+
+    Attributes:
+        num_held: rows before the step, those that leave included.
+        leaving: rows of removed handles.
+        lengths: tokens that each row computes, at most; 0 for who leaves or is parked.
+        computed: positions of each before the step.
+    """
+
+    def __init__(self, batch: InputBatch, step: SchedulerOutput, max_tokens: int) -> None:
+        self.num_held = batch.num_rows
+        self._batch = batch
+        self._new = {new.handle: self.num_held + index for index, new in enumerate(step.new_requests)}
+        self.leaving = [batch.row(handle) for handle in step.removed]
+        if len(set(self.leaving)) != len(self.leaving):
+            raise StepRefused("a handle is removed twice")
+        self._removed = set(step.removed)
+        self._require_rows(step)
+        held, new = slice(0, self.num_held), step.new_requests
+        self.computed = np.concatenate((batch.num_computed[held], [n.num_computed_tokens for n in new])).astype(
+            np.int64
+        )
+        self._known = np.concatenate((batch.num_known[held], [n.num_tokens for n in new])).astype(np.int64)
+        self.lengths = self._lengths(step)
+        if not self.lengths.any():
+            raise StepRefused("nothing runs in this step")
+        if int(self.lengths.sum()) > max_tokens:
+            raise StepRefused(f"a step of {int(self.lengths.sum())} tokens; at most {max_tokens} fit")
+
+    def row(self, handle: int) -> int:
+        """Raises StepRefused: it is not held once the step's removals and additions are done."""
+        found = self._new.get(handle)
+        if found is None and handle in self._removed:
+            raise StepRefused(f"handle {handle} is not held any more")
+        return self._batch.row(handle) if found is None else found
+
+    def _require_rows(self, step: SchedulerOutput) -> None:
+        new, batch = step.new_requests, self._batch
+        if self.num_held - len(step.removed) + len(new) > batch.max_rows:
+            raise StepRefused(f"{len(new)} new requests do not fit {batch.max_rows} rows")
+        if len(self._new) != len(new):
+            raise StepRefused("a handle is held already: it comes twice")
+        for request in new:
+            handle, longest = request.handle, batch.tokens.data.shape[1]
+            held = handle in batch.row_of and handle not in self._removed
+            if held or not 0 <= handle <= MAX_HANDLE or not 0 < request.num_tokens <= longest:
+                raise StepRefused(f"handle {handle} is held already, or its length is wrong")
+            if not 0 < request.num_prompt_tokens <= request.num_tokens:
+                raise StepRefused(f"handle {handle} has a prompt of {request.num_prompt_tokens} tokens")
+            if not 0 <= request.num_computed_tokens < request.num_tokens:
+                raise StepRefused(f"handle {handle} has {request.num_computed_tokens} tokens computed")
+            if not 0 <= request.seed < 2**64:
+                raise StepRefused(f"handle {handle} has no seed of 64 bits")
+
+    def _lengths(self, step: SchedulerOutput) -> npt.NDArray[np.int64]:
+        lengths = np.ones(len(self.computed), np.int64)
+        lengths[: self.num_held] = self._batch.active[: self.num_held]
+        for handle in step.parked:
+            row = self._batch.row(handle)
+            if not lengths[row] or handle in self._removed:
+                raise StepRefused(f"handle {handle} is parked already, or leaves")
+            lengths[row] = 0
+        for handle in step.unparked:
+            row = self.row(handle)
+            if lengths[row]:
+                raise StepRefused(f"handle {handle} is to run again, and is not parked")
+            lengths[row] = 1
+        lengths[self.leaving] = 0
+        for handle, count in _once(step.counts):
+            row = self.row(handle)
+            if not lengths[row] or not 0 < count <= self._batch.tokens.data.shape[1]:
+                raise StepRefused(f"handle {handle} is parked, or is to compute {count} tokens")
+            lengths[row] = count
+        known = self._known
+        if step.drafts:
+            known = self._known.copy()
+            for handle, allowed in _once(step.drafts):
+                row = self.row(handle)
+                if not 0 < allowed < lengths[row] or self.computed[row] + lengths[row] - allowed != known[row]:
+                    raise StepRefused(f"handle {handle} is to compute {allowed} drafts among {lengths[row]} tokens")
+                known[row] += allowed
+        if (self.computed + lengths > known)[lengths > 0].any():
+            raise StepRefused("a request is to compute tokens that nobody knows")
+        return lengths
+
+
+def _changes(step: SchedulerOutput) -> bool:
+    """Whether the diff brings anything.
+
+    Raises:
+        StepRefused: it brings what no worker of this version knows what to do with.
+    """
+    if step.draft_token_ids is not None or step.block_copies or step.blocks_to_zero:
+        raise StepRefused("the step uses a field that this version reserves")
+    lists = step.removed or step.parked or step.new_requests or step.unparked or step.counts or step.drafts
+    arrays = (step.token_ids, step.block_ids, step.appended_handles, step.appended_block_ids, step.appended_groups)
+    return bool(lists) or any(array is not None for array in arrays)
+
+
+def _once(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    if len({handle for handle, _ in pairs}) != len(pairs):
+        raise StepRefused("a handle is told twice how many tokens it computes")
+    return pairs
+
+
+def _split(new: Sequence[NewRequestData], block_ids: Int32 | None, num_groups: int) -> list[list[Int32]]:
+    """The blocks of each new request, per group."""
+    ids = NOTHING if block_ids is None else block_ids
+    for request in new:
+        if len(request.num_blocks) != num_groups or min(request.num_blocks) < 0:
+            raise StepRefused(f"handle {request.handle} comes with blocks for {len(request.num_blocks)} groups")
+    lengths = [count for request in new for count in request.num_blocks]
+    if len(ids) != sum(lengths):
+        raise StepRefused("the new requests' blocks do not add up")
+    pieces = np.split(ids, np.cumsum(lengths)[:-1]) if lengths else []
+    return [pieces[start : start + num_groups] for start in range(0, len(pieces), num_groups)]
+
+
+def _appended(step: SchedulerOutput, after: _After) -> tuple[Ints, Ints, Ints]:
+    """Row, group and id of each appended block; rows as in ``_After``."""
+    handles, ids, groups = step.appended_handles, step.appended_block_ids, step.appended_groups
+    handles = NOTHING if handles is None else handles
+    ids = NOTHING if ids is None else ids
+    groups = np.zeros_like(handles) if groups is None else groups
+    if not len(handles) == len(ids) == len(groups):
+        raise StepRefused("the appended blocks do not add up")
+    return np.array([after.row(handle) for handle in handles.tolist()], np.int64), groups, ids
+
+
+def _require_new_blocks(table: BlockTable, ids: Int32, num_computed: int) -> Int32:
+    """Those that the row will write to; the null block may only stand before them."""
+    table.require_blocks(ids)
+    own = ids[num_computed // (table.span * table.ratio) :]
+    if not own.all():
+        raise StepRefused("a token has no block to be written to: its place holds the null block")
+    return own
+
+
+def _require_appended(table: BlockTable, ids: Ints) -> None:
+    """Tokens that are not computed yet go there: the null block is none for them."""
+    table.require_blocks(ids)
+    if not ids.all():
+        raise StepRefused(f"a block id is not from {NULL_BLOCK_ID + 1}: the null block is nobody's to write to")
