@@ -4,6 +4,7 @@ import heapq
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,12 +14,13 @@ from tqdm import tqdm
 from quire.launch.answers import Answer, Piece
 from quire.launch.prompts import ModelLimits, Prompt, fit_params
 from quire.launch.request_output import CompletionOutput, RequestOutput, logprob_by_id
-from quire.launch.streams import Stream, StreamTable
+from quire.launch.session import Session
+from quire.launch.streams import Stream
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.messages import Abort, AddRequest, Message, Stop
+from quire.protocol.messages import AddRequest
 from quire.protocol.sampling_params import SamplingParams, seed_for_sample
 
 # Requests handed to the scheduler at once: more would only sit in sockets, whose queues are bounded.
@@ -29,9 +31,9 @@ class BlockingEngine(ModelLimits, Protocol):
     """The engine, as a caller that waits sees it."""
 
     config: EngineConfig
-    table: StreamTable
+    session: Session
 
-    def send(self, message: Message) -> None:
+    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
         """Raises EngineError once it is closed."""
         ...
 
@@ -57,21 +59,16 @@ class BatchRequest:
 class _OfflineSequence:
     """What an Answer needs of a sequence when nobody awaits: a stop and an abort."""
 
-    def __init__(self, engine: BlockingEngine, stream: Stream) -> None:
+    def __init__(self, session: Session, stream: Stream) -> None:
         self.request_id = stream.request_id
         self.stream = stream
-        self._engine = engine
+        self._session = session
 
     def stop_at(self, num_output_tokens: int) -> None:
-        self._end(Stop(self.request_id, num_output_tokens))
+        self._session.stop_at(self.stream, num_output_tokens)
 
     def abort(self) -> None:
-        self._end(Abort([self.request_id]))
-
-    def _end(self, message: Message) -> None:
-        if not self.stream.over and not self.stream.muted:
-            self._engine.send(message)
-        self.stream.muted = True
+        self._session.abort(self.stream)
 
 
 @dataclass(slots=True)
@@ -101,7 +98,7 @@ class Batch:
         self._token_texts = token_texts
         self._requests = requests
         self._max_queued = engine.config.max_num_queued_reqs or MAX_SUBMITTED
-        self._touched: deque[_Sample] = deque()
+        self._touched: deque[str] = deque()
         self._open: dict[str, _Sample] = {}
         self._num_queued = 0
         self._refused = False
@@ -130,7 +127,7 @@ class Batch:
         while self._open:
             self._engine.receive()
             while self._touched:
-                self._advance(self._touched.popleft(), bar)
+                self._advance(self._open[self._touched.popleft()], bar)
             self._submit()
 
     def abort(self) -> None:
@@ -150,21 +147,23 @@ class Batch:
     def _start(self, order: int, prompt: int, index: int) -> None:
         engine, request = self._engine, self._requests[prompt]
         request_id = f"{request.name}-{index}"
-        stream = engine.table.add(request_id, lambda: self._touched.append(self._open[request_id]))
-        sequence = _OfflineSequence(engine, stream)
         params = request.params
         if index and params.prompt_logprobs is not None:
             # Those of the prompt come once, with its first answer; the others may read cached prefixes.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
+        added = AddRequest(
+            request_id,
+            request.prompt.token_ids,
+            fit_params(params, request.prompt, engine, clamp=True),
+            seed_for_sample(self._seeds[prompt], index),
+            priority=request.priority,
+            arrival=time.monotonic(),
+        )
+        stream = engine.submit(added, lambda: self._touched.append(request_id))
+        sequence = _OfflineSequence(engine.session, stream)
         answer = Answer(sequence, self._text_in, request.prompt, params)
         self._open[request_id] = _Sample(order, prompt, index, answer, sequence)
         self._num_queued += 1
-        fitted = fit_params(params, request.prompt, engine, clamp=True)
-        seed = seed_for_sample(self._seeds[prompt], index)
-        arrival = time.monotonic()
-        engine.send(
-            AddRequest(request_id, request.prompt.token_ids, fitted, seed, priority=request.priority, arrival=arrival)
-        )
 
     def _advance(self, sample: _Sample, bar: "tqdm[Any]") -> None:
         try:

@@ -1,100 +1,117 @@
 """The engine over ZeroMQ, for a caller that waits: the offline API's side of the link."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 
-from quire.launch.streams import StreamTable
+from quire.launch.session import Session
+from quire.launch.streams import Stream
 from quire.protocol.channel import Link
 from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import EngineError
-from quire.protocol.messages import (
-    PROTOCOL_VERSION,
-    Control,
-    EngineState,
-    Hello,
-    Message,
-    Refused,
-    Rejected,
-    SchedulerToFrontEnd,
-    Statistics,
-    StepOutputs,
-)
-from quire.protocol.zmq_channel import ZmqChannel, connect_hello, frontend_address
+from quire.protocol.errors import EngineError, QuireError
+from quire.protocol.messages import AddRequest, Control, Message, SchedulerToFrontEnd, Statistics
+from quire.protocol.zmq_channel import ZmqChannel, frontend_address
 
 POLL_S = 0.5
+BEAT_S = 1.0
+
+
+class Engine(Protocol):
+    """What the client goes by: see ``engine_thread.EngineThread``."""
+
+    life: int
+    failure: QuireError | None
+
+    def fileno(self) -> int: ...
+
+    def take_news(self) -> None: ...
 
 
 class BlockingClient:
-    """Implements ``batch.BlockingEngine``. Owns the socket and the table of streams; one thread at a time may use it.
+    """Implements ``batch.BlockingEngine``. Owns the socket and the session; one thread at a time may use it."""
 
-    Args:
-        watch: looks after the engine's processes for so many seconds, and raises EngineError when one died.
-    """
-
-    def __init__(self, config: EngineConfig, directory: Path, watch: Callable[[float], None]) -> None:
+    def __init__(self, config: EngineConfig, directory: Path, engine: Engine) -> None:
         self.config = config
         self.max_model_len = config.max_model_len
         self.vocab_size = config.model.vocab_size
-        self.table = StreamTable()
-        self._watch = watch
+        self._directory = directory
+        self._engine = engine
         self._statistics: Statistics | None = None
         self._closed = False
-        address = frontend_address(directory)
-        self._channel = ZmqChannel(zmq.Context.instance(), zmq.DEALER, address, Link(SchedulerToFrontEnd), bind=False)
-
-    def connect(self, timeout: float) -> None:
-        """Say hello.
-
-        Raises:
-            EngineError: the scheduler refuses, or did not answer within ``timeout`` seconds.
-        """
-        answer = connect_hello(self._channel, Hello(PROTOCOL_VERSION, "frontend", 0, 0), time.monotonic() + timeout)
-        if isinstance(answer, Refused):
-            raise EngineError(answer.reason)
+        self._life = engine.life
+        self._beat_at = 0.0
+        self.session = Session(self._post, os.getpid())
+        self._channel: ZmqChannel | None = None
+        self._relink()
 
     def close(self) -> None:
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
         self._closed = True
 
-    def send(self, message: Message) -> None:
+    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
         self._check_open()
-        self._channel.send(message)
+        return self.session.add(request, on_news)
 
     def ask(self, control: Control) -> Statistics:
         """The answer to a Control."""
         self._statistics = None
-        self.send(control)
+        life = 0
         while self._statistics is None:
+            if self.session.state in ("ready", "recovering") and life != self.session.life:
+                life = self.session.life  # asked again of a scheduler that was not there when it was asked
+                self._post(control)
             self.receive()
         return self._statistics
 
     def receive(self) -> None:
-        """Wait for a message, or notice that a process died."""
+        """Wait for a message, though not for ever, and give the table what it brings.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
         self._check_open()
+        assert self._channel is not None
         try:
             received = self._channel.receive(POLL_S)
+            message: Message | ProtocolError | None = None if received is None else received.message
         except ProtocolError as error:
-            raise EngineError(f"the link to the scheduler is broken: {error}") from None
-        if received is None:
-            self._watch(0.0)
-            return
-        match received.message:
-            case StepOutputs() as outputs:
-                self.table.apply(outputs)
-            case Rejected() as rejected:
-                self.table.reject(rejected)
-            case Statistics() as statistics:
-                self._statistics = statistics
-            case EngineState(kind="failed", detail=detail) | Refused(reason=detail):
-                self.table.fail(detail)
-                self._watch(1.0)
-                raise EngineError(detail)
-            case _:
-                pass
+            message = error
+        if isinstance(message, Statistics):
+            self._statistics = message
+        self._look_after_link(message is None or self.session.take(message))
+        if self.session.state == "failed":
+            raise EngineError(self.session.detail)
+
+    def _look_after_link(self, is_whole: bool) -> None:
+        self._engine.take_news()
+        if self._engine.failure is not None:
+            self.session.fail(str(self._engine.failure))
+            raise self._engine.failure
+        if not is_whole or self._engine.life != self._life:
+            self._life = self._engine.life
+            self._relink()
+        elif time.monotonic() > self._beat_at:
+            self._beat_at = time.monotonic() + BEAT_S
+            self.session.beat()
+
+    def _relink(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        address = frontend_address(self._directory, self._life)
+        self._channel = ZmqChannel(zmq.Context.instance(), zmq.DEALER, address, Link(SchedulerToFrontEnd), bind=False)
+        self._channel.wake_on(self._engine.fileno())
+        self.session.begin()
+
+    def _post(self, message: Message) -> None:
+        self._check_open()
+        assert self._channel is not None
+        self._channel.send(message)
 
     def _check_open(self) -> None:
         if self._closed:

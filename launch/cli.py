@@ -82,7 +82,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         _add_engine_options(one)
     replay = "Replay a trace: exactly as recorded, by other settings, or against a running server."
     add_replay_flags(command(sub, "replay", replay, _replay))
-    text = "Measure: engine, serve, streams, soak, hostile, wire, scheduler, sampling, kernels."
+    text = "Measure: engine, serve, streams, soak, hostile, faults, wire, scheduler, sampling, kernels."
     bench = sub.add_parser("bench", help=text, description="Measure the engine.")
     commands["bench"] = bench
     _add_bench(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True), command)
@@ -132,6 +132,7 @@ def _add_bench(under: Any, command: Any) -> None:
     scheduler.add_argument("--cruise", action=cruise, default=True, help="the short way of steady steps (on)")
     scheduler.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
     _add_bench_sampling(under, command)
+    _add_bench_faults(under, command)
     _add_bench_load(under, command)
     kernels = command(under, "kernels", "Kernels and steps, as shares of what the device can do.", _bench_kernels)
     kernels.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose kernels (auto)")
@@ -155,6 +156,21 @@ def _add_bench_sampling(under: Any, command: Any) -> None:
     sampling.add_argument("--output-len", type=int, default=512, help="tokens of the repeating answer (512)")
     sampling.add_argument("--rounds", type=int, default=5, help="answers by turns; the median counts (5)")
     sampling.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+
+
+def _add_bench_faults(under: Any, command: Any) -> None:
+    faults = command(under, "faults", "Kill processes of a running server; what its clients notice.", _bench_faults)
+    kinds = ("worker", "worker-stop", "scheduler", "frontend", "supervisor", "all")
+    faults.add_argument("--kill", choices=kinds, default="all", help="whom; worker-stop: SIGSTOP, not SIGKILL (all)")
+    faults.add_argument("--count", type=int, default=20, help="deaths (20)")
+    faults.add_argument("--streams", type=int, default=64, help="answers in flight at once (64)")
+    faults.add_argument("--tensor-parallel-size", type=int, default=1, help="workers that share the model (1)")
+    faults.add_argument("--api-server-count", type=int, default=2, help="front ends (2)")
+    faults.add_argument("--deterministic", action="store_true", help="every answer must equal the undisturbed one")
+    standby = argparse.BooleanOptionalAction
+    faults.add_argument("--standby", action=standby, default=True, help="kill workers once a standby is there (on)")
+    faults.add_argument("--seed", type=int, default=0, help="of requests, victims and moments (0)")
+    faults.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
 
 
 def _add_bench_load(under: Any, command: Any) -> None:
@@ -324,6 +340,12 @@ def _bench_scheduler(args: argparse.Namespace) -> None:
 
 def _bench_sampling(args: argparse.Namespace) -> None:
     from quire.launch.bench.sampling import run
+
+    run(args)
+
+
+def _bench_faults(args: argparse.Namespace) -> None:
+    from quire.launch.bench.faults import run
 
     run(args)
 

@@ -1,7 +1,6 @@
 """The engine over ZeroMQ, for an asyncio front end."""
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
@@ -12,36 +11,26 @@ import numpy.typing as npt
 import zmq.asyncio
 
 from quire.launch.engine_client import Update
-from quire.launch.streams import Stream, StreamTable
+from quire.launch.session import Session
+from quire.launch.streams import Stream
 from quire.protocol.channel import Link
 from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    AddRequest,
-    Control,
-    EngineState,
-    Hello,
-    Message,
-    Refused,
-    Rejected,
-    SchedulerToFrontEnd,
-    Statistics,
-    StepOutputs,
-    Stop,
-    Welcome,
-)
+from quire.protocol.messages import AddRequest, Control, Message, SchedulerToFrontEnd, Statistics
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.zmq_channel import AsyncZmqChannel, frontend_address
+
+BEAT_S = 1.0
+RELINK_S = 0.05
+"""Before a link that was cut is made again."""
 
 
 class ZmqSequence:
     """One answer in flight; see ``engine_client.Sequence``."""
 
-    def __init__(self, client: "ZmqEngineClient", stream: Stream, news: asyncio.Event) -> None:
+    def __init__(self, session: Session, stream: Stream, news: asyncio.Event) -> None:
         self.request_id = stream.request_id
-        self._client = client
+        self._session = session
         self._stream = stream
         self._news = news
 
@@ -56,48 +45,64 @@ class ZmqSequence:
                     return
 
     def stop_at(self, num_output_tokens: int) -> None:
-        self._end(Stop(self.request_id, num_output_tokens))
+        self._session.stop_at(self._stream, num_output_tokens)
 
     def abort(self) -> None:
-        self._end(Abort([self.request_id]))
-
-    def _end(self, message: Message) -> None:
-        if not self._stream.over and not self._stream.muted:
-            self._client.post(message)
-        self._stream.muted = True
+        self._session.abort(self._stream)
 
 
 class ZmqEngineClient:
     """Implements ``engine_client.EngineClient``.
 
-    One task receives; a step's outputs wake each touched sequence once. Owns the socket and the table of streams.
+    One task receives; a step's outputs wake each touched sequence once. Owns the socket and the session. What is posted
+    while there is no link is not lost: the session submits it on the next one.
     """
 
-    def __init__(self, directory: Path, max_model_len: int, vocab_size: int) -> None:
-        self.state = "loading"
-        self.detail = ""
+    def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self._directory = directory
         self._context = zmq.asyncio.Context()
-        self._channel = AsyncZmqChannel(self._context, frontend_address(directory), Link(SchedulerToFrontEnd))
-        self._table = StreamTable()
+        self._channel: AsyncZmqChannel | None = None
+        self._session = Session(self._post, os.getpid(), index)
+        self._scheduler_life = 0
         self._queries: dict[int, asyncio.Future[Statistics]] = {}
         self._next_query = 0
-        self._receiver: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def connect(self, index: int = 0) -> None:
-        """Say hello and begin to receive. The engine need not be ready, nor even up, yet."""
-        self.post(Hello(PROTOCOL_VERSION, "frontend", index, os.getpid()))
-        self._receiver = asyncio.create_task(self._receive())
+    @property
+    def state(self) -> str:
+        return self._session.state
+
+    @property
+    def state_since(self) -> float:
+        """Monotonic seconds."""
+        return self._session.since
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._session.table)
+
+    def connect(self, life: int = 1) -> None:
+        """Say hello to the scheduler of this ``life``, which need not be up yet, and submit to it what is in flight."""
+        if not self._tasks:
+            self._tasks.append(asyncio.create_task(self._beat()))
+        for task in self._tasks[1:]:
+            task.cancel()
+        del self._tasks[1:]
+        self._scheduler_life = life
+        self._relink()
+        self._tasks.append(asyncio.create_task(self._receive()))
 
     async def close(self) -> None:
-        if self._receiver is not None:
-            self._receiver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._receiver
-        self._channel.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._channel is not None:
+            self._channel.close()
         self._context.term()  # waits no longer than the sockets linger
 
     async def add(
@@ -108,35 +113,32 @@ class ZmqEngineClient:
         seed: int,
         priority: int,
         cache_salt: str,
+        tenant: int = 0,
     ) -> ZmqSequence:
-        if self.state == "failed":
-            raise EngineError(self.detail)
         news = asyncio.Event()
-        stream = self._table.add(request_id, news.set)
-        self._idle.clear()
-        self.post(
-            AddRequest(
-                request_id=request_id,
-                prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
-                sampling=params,
-                seed=seed,
-                priority=priority,
-                cache_salt=cache_salt,
-                arrival=time.monotonic(),
-            )
+        request = AddRequest(
+            request_id=request_id,
+            prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
+            sampling=params,
+            seed=seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival=time.monotonic(),
+            tenant=tenant,
         )
-        return ZmqSequence(self, stream, news)
+        stream = self._session.add(request, news.set)
+        self._idle.clear()
+        return ZmqSequence(self._session, stream, news)
 
     async def statistics(self) -> Statistics:
-        if self.state == "failed":
-            raise EngineError(self.detail)
-        if self.state == "loading":
+        self._session.require_alive()
+        if self.state in ("loading", "recovering"):
             return Statistics(0, done=False)
         self._next_query += 1
         query = self._next_query
         answer: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer
-        self.post(Control("statistics", query))
+        self._post(Control("statistics", query))
         try:
             return await answer
         finally:
@@ -144,6 +146,7 @@ class ZmqEngineClient:
 
     async def wait_idle(self, timeout: float) -> bool:
         """Wait until no answer is in flight; False when that took longer than ``timeout`` seconds."""
+        self._settle()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
@@ -152,45 +155,62 @@ class ZmqEngineClient:
 
     def abort_all(self) -> None:
         """End every answer in flight; each reader sees its ending."""
-        if len(self._table):
-            self.post(Abort(self._table.request_ids))
+        self._session.abort_all()
 
-    def post(self, message: Message) -> None:
-        """Send without waiting: the socket keeps the order, and its queue is bounded."""
-        self._channel.post(message)
-
-    async def _receive(self) -> None:
-        try:
-            while True:
-                self._apply(await self._channel.receive())
-        except ProtocolError as error:
-            self.fail(f"the link to the scheduler is broken: {error}")
-
-    def _apply(self, message: Message) -> None:
-        match message:
-            case StepOutputs():
-                self._table.apply(message)
-            case Rejected():
-                self._table.reject(message)
-            case Statistics():
-                answer = self._queries.get(message.query)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-            case EngineState(kind="failed", detail=detail) | Refused(reason=detail):
-                self.fail(detail)
-            case EngineState():
-                if self.state != "draining":
-                    self.state = message.kind
-            case Welcome():
-                pass
-        if not len(self._table):
-            self._idle.set()
+    def drain(self) -> None:
+        """New requests are not taken any more."""
+        if self.state != "failed":
+            self._session.become("draining")
 
     def fail(self, reason: str) -> None:
-        """The engine is gone: every stream and query ends with that."""
-        self.state, self.detail = "failed", reason
-        self._table.fail(reason)
-        self._idle.set()
+        """The engine is gone for good: every stream and query ends with that."""
+        self._session.fail(reason)
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(EngineError(reason))
+        self._settle()
+
+    # ---- the link
+
+    def _post(self, message: Message) -> None:
+        """Send without waiting: the socket keeps the order, and its queue is bounded."""
+        if self._channel is not None:
+            self._channel.post(message)
+
+    def _relink(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        address = frontend_address(self._directory, self._scheduler_life)
+        self._channel = AsyncZmqChannel(self._context, address, Link(SchedulerToFrontEnd))
+        self._session.begin()
+        self._settle()
+
+    async def _receive(self) -> None:
+        while True:
+            assert self._channel is not None
+            try:
+                message = await self._channel.receive()
+            except ProtocolError as error:
+                message = error
+            if not self._session.take(message):
+                await asyncio.sleep(RELINK_S)
+                self._relink()
+            elif isinstance(message, Statistics):
+                self._answer(message)
+            elif self.state == "failed":
+                self.fail(self._session.detail)
+            self._settle()
+
+    def _answer(self, statistics: Statistics) -> None:
+        answer = self._queries.get(statistics.query)
+        if answer is not None and not answer.done():
+            answer.set_result(statistics)
+
+    def _settle(self) -> None:
+        if not len(self._session.table):
+            self._idle.set()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._session.beat()

@@ -136,14 +136,22 @@ class EngineClient(Protocol):
     """The engine, as one front end sees it.
 
     Attributes:
-        state: loading, ready, recovering, draining or failed.
         max_model_len: most tokens of one request, prompt and answer together.
         vocab_size: the model's output width; every token id must be below it.
     """
 
-    state: str
     max_model_len: int
     vocab_size: int
+
+    @property
+    def state(self) -> str:
+        """loading, ready, recovering, draining or failed."""
+        ...
+
+    @property
+    def state_since(self) -> float:
+        """When it began, in monotonic seconds."""
+        ...
 
     async def add(
         self,

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from quire.launch.batch import Batch, BatchRequest
 from quire.launch.blocking_client import BlockingClient
 from quire.launch.engine_client import MAX_PRIORITY, MIN_PRIORITY
+from quire.launch.engine_thread import EngineThread
 from quire.launch.options import find_model, make_engine_config, parse_options
 from quire.launch.prompts import (
     Prompt,
@@ -24,7 +25,7 @@ from quire.launch.prompts import (
     spell_bad_words,
 )
 from quire.launch.request_output import EngineStatistics, RequestOutput
-from quire.launch.supervisor import START_DEADLINE, Supervisor
+from quire.launch.supervisor import Supervisor
 from quire.launch.text_in import ChatOptions, TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol import plugins
@@ -71,17 +72,10 @@ class LLM:
         self._processors = plugins.load_logits_processors(config.logits_processors)
         self._lock = threading.Lock()
         self._num_requests = 0
-        self._supervisor = Supervisor(config, quiet=quiet)
         self._client: BlockingClient | None = None
+        self._engine = EngineThread(lambda on_life: Supervisor(config, quiet=quiet, on_life=on_life))
         atexit.register(_close_if_alive, weakref.ref(self))
-        try:
-            self._supervisor.start_engine()
-            self._supervisor.wait_ready()
-            self._client = BlockingClient(config, self._supervisor.directory, self._supervisor.watch)
-            self._client.connect(START_DEADLINE)
-        except BaseException:
-            self.close()
-            raise
+        self._client = BlockingClient(config, self._engine.supervisor.directory, self._engine)
 
     def __enter__(self) -> "LLM":
         return self
@@ -95,7 +89,7 @@ class LLM:
         if self._client is not None:
             self._client.close()
             self._client = None
-        self._supervisor.stop()
+        self._engine.close()
 
     def generate(
         self,

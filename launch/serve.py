@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 
 from quire.launch.options import Help
-from quire.launch.supervisor import REAL_WORKER, Supervisor, WorkerProgram
+from quire.launch.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.errors import ConfigError
 from quire.version import __version__
 
 
@@ -29,6 +29,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, Help("answers of one API key that may wait for their first token; beyond, 429; 0: no limit")
     ] = 0
     shutdown_timeout: Annotated[float, Help("seconds that running requests may take once it is told to stop")] = 30.0
+    api_server_count: Annotated[int, Help("front-end processes that share the port")] = 1
+    standby_workers: Annotated[bool, Help("keep a started process per worker, to take over when one dies")] = True
     simulate: Annotated[
         str | None,
         Help("no model: steps take as long as table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS says"),
@@ -36,7 +38,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontEndSettings(msgspec.Struct):
-    """What the front-end process is told, in a file that only this user can read."""
+    """What a front-end process is told, in a file that only this user can read."""
 
     served_model_names: list[str]
     api_keys: list[str]
@@ -49,11 +51,7 @@ class _Signals:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.count = 0
-        self.wakeup, write = os.pipe()
-        for fd in (self.wakeup, write):
-            os.set_blocking(fd, False)
-        signal.set_wakeup_fd(write)
-        supervisor.wake_on(self.wakeup)
+        signal.set_wakeup_fd(supervisor.wakeup_fd)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
@@ -66,15 +64,18 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
 
     Raises:
         ConfigError: the port is taken, or a child refused its settings or checkpoint.
-        EngineError: a process died; says why.
+        EngineError: the engine cannot go on; says why.
     """
     started = time.monotonic()
     listener = _listen(options)
-    with Supervisor(config, worker=worker) as supervisor:
+    fd = listener.fileno()
+    front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
+    with Supervisor(config, worker=worker, front_end=front_end, standby=options.standby_workers) as supervisor:
         signals = _Signals(supervisor)
+        _write_settings(supervisor.directory, options, model_name)
         supervisor.start_engine()
-        _start_front_end(supervisor, listener, options, model_name)
-        while not supervisor.ready and not signals.count:
+        supervisor.start_front_ends()
+        while not supervisor.is_ready and not signals.count:
             supervisor.watch(None)
         if not signals.count:
             host, port = listener.getsockname()[:2]
@@ -84,30 +85,24 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
             supervisor.watch(None)
         say(f"stopping: running requests have {options.shutdown_timeout:g} s; a second signal stops at once")
         deadline = time.monotonic() + options.shutdown_timeout + 5
-        front_end = supervisor.child("frontend").process
-        front_end.terminate()
-        while front_end.poll() is None and signals.count < 2 and time.monotonic() < deadline:
-            try:
-                supervisor.watch(0.5)
-            except EngineError:
-                if front_end.poll() is None:
-                    raise
+        supervisor.drain()
+        while supervisor.has_front_ends() and signals.count < 2 and time.monotonic() < deadline:
+            supervisor.watch(0.5)
         if signals.count >= 2:
-            supervisor.kill()
+            supervisor.kill_all()
 
 
-def _start_front_end(supervisor: Supervisor, listener: socket.socket, options: ServeOptions, model_name: str) -> None:
+def _write_settings(directory: Path, options: ServeOptions, model_name: str) -> None:
     keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
     settings = FrontEndSettings(
         served_model_names=options.served_model_name or [model_name],
         api_keys=keys,
         shutdown_timeout=options.shutdown_timeout,
+        max_num_queued_reqs_per_key=options.max_num_queued_reqs_per_key,
     )
-    path = supervisor.directory / "frontend"
+    path = directory / "frontend"
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode(settings))
-    arguments = ["--directory", str(supervisor.directory), "--listen-fd", str(listener.fileno())]
-    supervisor.spawn("frontend", "quire.launch.http", arguments, pass_fds=[listener.fileno()])
 
 
 def _listen(options: ServeOptions) -> socket.socket:
@@ -116,6 +111,8 @@ def _listen(options: ServeOptions) -> socket.socket:
         raise ConfigError(f"--port must be from 0 to 65535, not {options.port}")
     if not 0 <= options.shutdown_timeout <= 86400:
         raise ConfigError(f"--shutdown-timeout must be from 0 to 86400, not {options.shutdown_timeout}")
+    if not 1 <= options.api_server_count <= 64:
+        raise ConfigError(f"--api-server-count must be from 1 to 64, not {options.api_server_count}")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,29 +3,39 @@
 The asynchronous client (HTTP) and the blocking one (the offline API) both stand on it.
 """
 
+from array import array
 from collections.abc import Callable
+
+import msgspec
+import numpy as np
 
 from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs, Update
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
-from quire.protocol.messages import EndReason, Logprobs, PromptLogprobs, Rejected, StepOutputs
+from quire.protocol.messages import AddRequest, EndReason, Logprobs, PromptLogprobs, Rejected, StepOutputs
 
 
 class Stream:
-    """One sampled answer: what came for it and was not taken yet.
+    """One sampled answer: what was asked, all tokens that came, and what of it was not taken yet.
 
     Attributes:
+        request: as it was first submitted.
+        tokens: of the answer so far, int32: what another scheduler is told, should this one die.
+        life: of the session's link on which it was submitted last; 0 before.
         handle: the scheduler's number for it; None before its first message.
         error: set instead of an ending when the request was refused or the engine died.
         muted: nobody reads any more; what still comes is dropped.
         over: nothing will come any more.
     """
 
-    def __init__(self, request_id: str, on_news: Callable[[], None] | None = None) -> None:
-        self.request_id = request_id
+    def __init__(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.tokens = array("i")
+        self.life = 0
         self._on_news = on_news
         self.handle: int | None = None
         self.num_output_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = -1
         self.error: QuireError | None = None
         self.muted = False
         self.over = False
@@ -39,9 +49,16 @@ class Stream:
         update, self._update = self._update, None
         if update is not None:
             update.num_output_tokens = self.num_output_tokens
-            update.num_cached_tokens = self.num_cached_tokens
+            update.num_cached_tokens = max(self.num_cached_tokens, 0)
             update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return update
+
+    def submission(self) -> AddRequest:
+        """The request; after the first time, to be gone on with behind what came of it."""
+        if not self.life:
+            return self.request
+        delivered = np.array(self.tokens, np.int32) if self.tokens else None
+        return msgspec.structs.replace(self.request, output_token_ids=delivered, again=True)
 
     def notify(self) -> None:
         """Tell whoever waits that something came."""
@@ -74,21 +91,41 @@ class StreamTable:
         return len(self._by_id)
 
     @property
-    def request_ids(self) -> list[str]:
-        return list(self._by_id)
+    def streams(self) -> list[Stream]:
+        """In order of arrival."""
+        return list(self._by_id.values())
 
-    def add(self, request_id: str, on_news: Callable[[], None] | None = None) -> Stream:
-        """Raises InvalidRequest when the id is in use."""
-        if request_id in self._by_id:
+    def add(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> Stream:
+        """Raises InvalidRequest when its id is in use."""
+        if request.request_id in self._by_id:
             raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
-        stream = self._by_id[request_id] = Stream(request_id, on_news)
+        stream = self._by_id[request.request_id] = Stream(request, on_news)
         return stream
+
+    def forget_handles(self) -> None:
+        """The scheduler that gave them is gone."""
+        for stream in self._by_handle.values():
+            stream.handle = None
+        self._by_handle.clear()
+
+    def drop(self, stream: Stream) -> None:
+        """Nobody reads it, and nobody will tell of its end."""
+        stream.over = True
+        del self._by_id[stream.request_id]
+
+    def end_aborted(self, stream: Stream) -> None:
+        """The scheduler does not know it: it ends here."""
+        self.drop(stream)
+        stream.pending().ended = EndReason.ABORTED
+        stream.notify()
 
     def apply(self, message: StepOutputs) -> None:
         """Give each stream what the step brought it, and notify it once."""
         for introduced in message.introduced:
             stream = self._by_id[introduced.request_id]
-            stream.handle, stream.num_cached_tokens = introduced.handle, introduced.num_cached_tokens
+            stream.handle = introduced.handle
+            if stream.num_cached_tokens < 0:  # else it is the second time, and may hit what it left itself
+                stream.num_cached_tokens = introduced.num_cached_tokens
             self._by_handle[introduced.handle] = stream
         if message.prompt_logprobs is not None:
             self._apply_prompt_logprobs(message, message.prompt_logprobs)
@@ -135,6 +172,7 @@ class StreamTable:
             stream = self._by_handle[handle]
             if not stream.muted:
                 stream.num_output_tokens += 1
+                stream.tokens.append(token)
                 stream.pending().token_ids.append(token)
             touched[handle] = stream
         return touched

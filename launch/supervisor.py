@@ -1,10 +1,12 @@
 """Starts the engine's processes, watches them, and ends them in order. Touches no request.
 
-Each child has two pipes: *status*, on which it reports, and *lifeline*, whose end tells it that the supervisor is
-gone (``protocol/child.py``). The first failure that a child reports is the reason the user is told.
+What is to be done about a death is the Overseer's to decide (overseer.py). Each child has two pipes: *status*, on which
+it reports, and *lifeline*, on which it is told what to do, and whose end tells it that the supervisor is gone
+(``protocol/child.py``).
 """
 
 import contextlib
+import fcntl
 import os
 import selectors
 import shutil
@@ -13,16 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from quire.launch.overseer import Crew, Member, Overseer, Process, Role
 from quire.launch.sampling_options import import_paths
-from quire.protocol.child import EX_CONFIG, Report
-from quire.protocol.config import FIRST_EPOCH, EngineConfig
-from quire.protocol.errors import ConfigError, EngineError, QuireError
+from quire.protocol.child import Command, Report
+from quire.protocol.config import EngineConfig
 
 # A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
 # default of the OpenMP library that torch brings, takes the core from whoever is waited for: the scheduler, the front
@@ -30,6 +32,10 @@ from quire.protocol.errors import ConfigError, EngineError, QuireError
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 START_DEADLINE = 60.0
 STOP_DEADLINE = 5.0
+KILL_DEADLINE = 10.0
+PREFIX = "quire-"
+LOCK = "lock"
+"""A file in the socket directory that its supervisor keeps locked: where it is not, the supervisor is gone."""
 
 
 class WorkerProgram(NamedTuple):
@@ -42,12 +48,20 @@ class WorkerProgram(NamedTuple):
 REAL_WORKER = WorkerProgram()
 
 
+class FrontEndProgram(NamedTuple):
+    """What runs as a front end, how many of it, and what it inherits."""
+
+    module: str
+    num_processes: int
+    arguments: tuple[str, ...]
+    pass_fds: tuple[int, ...]
+
+
 class ChildProcess:
-    """One process, its pipes and what it reported."""
+    """One process and its pipes."""
 
     def __init__(
         self,
-        name: str,
         module: str,
         arguments: Sequence[str],
         pass_fds: Sequence[int] = (),
@@ -58,12 +72,9 @@ class ChildProcess:
 
         ``import_paths``: where the child finds modules, besides where it would.
         """
-        self.name = name
-        self.failure: Report | None = None
-        self.started = self.ready = False
-        self.detail: dict[str, float] = {}
         status, child_status = os.pipe()
         child_lifeline, self._lifeline = os.pipe()
+        os.set_blocking(self._lifeline, False)
         command = [sys.executable, "-P", "-m", module, "--status-fd", str(child_status)]
         command += ["--lifeline-fd", str(child_lifeline), *arguments]
         try:
@@ -80,47 +91,51 @@ class ChildProcess:
         os.set_blocking(status, False)
         self._partial = b""
 
-    def read_reports(self) -> bool:
-        """Take in what the child wrote; False once it has closed its end, which it does by ending."""
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def read_reports(self) -> tuple[list[Report], bool]:
+        """What the child wrote; and whether it has closed its end, which it does by ending."""
+        reports: list[Report] = []
         while True:
             try:
                 data = os.read(self.status, 65536)
             except BlockingIOError:
-                return True
+                return reports, False
             if not data:
-                return False
+                return reports, True
             *lines, self._partial = (self._partial + data).split(b"\n")
-            for line in lines:
-                self._take(msgspec.json.decode(line, type=Report))
+            reports += [msgspec.json.decode(line, type=Report) for line in lines]
 
-    def _take(self, report: Report) -> None:
-        match report.event:
-            case "started":
-                self.started = True
-            case "ready":
-                self.ready = True
-                self.detail = report.detail
-            case "failed":
-                self.failure = report
+    def tell(self, command: Command) -> None:
+        """Without effect on one that has ended, or does not listen: that is noticed otherwise."""
+        with contextlib.suppress(OSError):
+            os.write(self._lifeline, msgspec.json.encode(command) + b"\n")
 
-    def reason(self) -> str:
-        """Why it is not running: what it said itself, else how it died."""
-        if self.failure is not None:
-            return self.failure.text
-        code = self.process.poll()
-        if code is not None and code < 0:
-            return f"the {self.name} process was killed by {signal.Signals(-code).name}"
-        return f"the {self.name} process ended with status {code} and said nothing"
+    def how_it_ended(self, name: str) -> str:
+        """For one that said nothing itself."""
+        code = self.process.wait()
+        if code < 0:
+            return f"the {name} process was killed by {signal.Signals(-code).name}"
+        return f"the {name} process ended with status {code} and said nothing"
 
-    def end(self, deadline: float, request: int = signal.SIGTERM) -> None:
-        """Ask with a signal, wait until ``deadline`` (monotonic), then kill. Leaves nothing behind."""
+    def kill(self) -> None:
+        """Returns once it is gone, and its memory with it; or leaves one to itself that the kernel holds."""
         if self.process.poll() is None:
-            self.process.send_signal(request)
-            try:
-                self.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+            self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILL_DEADLINE)
+
+    def end(self, deadline: float) -> None:
+        """Wait until ``deadline`` (monotonic), then kill. Leaves nothing behind."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self.close()
+
+    def close(self) -> None:
         for fd in (self.status, self._lifeline):
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -134,126 +149,210 @@ def _python_path(more: Sequence[str]) -> dict[str, str]:
 
 
 class Supervisor:
-    """The engine's processes: a scheduler, a worker per rank, and for a server its front end.
+    """The engine's processes: a scheduler, a worker per rank, and for a server its front ends.
 
-    Owns the socket directory (mode 0700) and the children; a context manager that ends both.
+    Owns the socket directory (mode 0700) and the children; a context manager that ends both. All its methods but
+    ``wake`` are for one thread, which must live as long as the children are to.
     """
 
-    def __init__(self, config: EngineConfig, *, quiet: bool = False, worker: WorkerProgram = REAL_WORKER) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        quiet: bool = False,
+        worker: WorkerProgram = REAL_WORKER,
+        front_end: FrontEndProgram | None = None,
+        standby: bool = False,
+        on_life: Callable[[int], None] = lambda life: None,
+    ) -> None:
+        """
+        Args:
+            standby: keep a process per rank that has done the slow part of a worker's start.
+            on_life: for a front end in this process: called when there is another scheduler, with its number.
+        """
         self.config = config
         self._worker = worker
+        self._front_end = front_end
         self._quiet = quiet
+        self._on_life = on_life
         self._import_paths = import_paths(config.logits_processors)
-        self._children: list[ChildProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._begun = time.monotonic()
-        self.directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mkdtemp makes it 0700
+        self._wakeup, self._wake = os.pipe()
+        for fd in (self._wakeup, self._wake):
+            os.set_blocking(fd, False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        self.directory, self._lock = _make_directory()
+        count = front_end.num_processes if front_end is not None else 0
+        self.overseer = Overseer(Crew(config.tensor_parallel_size, count, standby), self)
 
     def __enter__(self) -> "Supervisor":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.stop(engine_died=kind is not None and issubclass(kind, EngineError))
+        self.stop()
 
     def start_engine(self) -> None:
         """Spawn scheduler and workers; ``wait_ready`` tells when they can serve."""
-        self._begun = time.monotonic()
         (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
-        place = ["--directory", str(self.directory)]
-        self.spawn("scheduler", "quire.scheduler_proc", place)
-        quiet = ["--quiet"] if self._quiet else []
-        for rank in range(self.config.tensor_parallel_size):
-            # Rank 0 speaks for the others, unless something goes wrong.
-            silent = ["--quiet"] if rank else quiet
-            arguments = [*place, "--epoch", str(FIRST_EPOCH), "--rank", str(rank), *silent, *self._worker.arguments]
-            self.spawn("worker", self._worker.module, arguments, environment=WORKER_ENVIRONMENT)
+        self.overseer.begin(time.monotonic())
 
-    def spawn(
-        self,
-        name: str,
-        module: str,
-        arguments: Sequence[str],
-        pass_fds: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
-    ) -> ChildProcess:
-        child = ChildProcess(name, module, arguments, pass_fds, environment, self._import_paths)
-        self._children.append(child)
-        self._selector.register(child.status, selectors.EVENT_READ, child)
-        return child
+    def start_front_ends(self) -> None:
+        self.overseer.admit_front_ends(time.monotonic())
 
     @property
-    def ready(self) -> bool:
-        """Whether the scheduler (which waits for the worker) and the front end, if any, are ready."""
-        return all(child.ready for child in self._children if child.name != "worker")
+    def is_ready(self) -> bool:
+        return self.overseer.is_ready
 
     def wait_ready(self) -> None:
-        """Until ``ready``. Loading may take as long as it takes; starting may not.
+        """Until all can serve. Loading may take as long as it takes; starting may not.
 
         Raises:
             ConfigError, EngineError: a child failed (with its own reason) or did not even start in time.
         """
-        while not self.ready:
+        while not self.is_ready:
             self.watch(0.5)
 
-    def wake_on(self, fd: int) -> None:
-        """``watch`` also returns when ``fd`` can be read (and empties it)."""
-        self._selector.register(fd, selectors.EVENT_READ, None)
+    @property
+    def wakeup_fd(self) -> int:
+        """Whatever writes a byte to it makes ``watch`` return."""
+        return self._wake
 
     def watch(self, timeout: float | None) -> None:
-        """Take in reports; returns at the first, or after ``timeout`` seconds (None: no limit).
+        """Look after the children; returns at the first that says something, or after ``timeout`` seconds.
 
         Raises:
-            ConfigError, EngineError: a child has ended, or did not start in time; says why.
+            ConfigError, EngineError: the engine cannot go on; says why.
         """
-        starting = [child for child in self._children if not child.started]
-        if starting:
-            timeout = min(1.0, START_DEADLINE if timeout is None else timeout)
-        for key, _ in self._selector.select(timeout):
+        patience = self.overseer.next_event(time.monotonic())
+        for key, _ in self._selector.select(patience if timeout is None else min(timeout, patience)):
             if key.data is None:
-                os.read(key.fd, 4096)
-                continue
-            child: ChildProcess = key.data
-            if not child.read_reports():
-                self._selector.unregister(child.status)
-                child.process.wait()
-                raise self._first_failure(child)
-        if starting and not starting[0].started and time.monotonic() > self._begun + START_DEADLINE:
-            raise EngineError(f"the {starting[0].name} process did not start within {START_DEADLINE:.0f} s")
+                with contextlib.suppress(BlockingIOError):
+                    os.read(key.fd, 4096)
+            else:
+                self._hear(key.data)
+        self.overseer.tick(time.monotonic())
+        if self.overseer.verdict is not None:
+            raise self.overseer.verdict
 
-    def _first_failure(self, dead: ChildProcess) -> QuireError:
-        """The reason behind the death of ``dead``: a worker's own words before those of whoever noticed."""
-        settle = time.monotonic() + 0.5
-        for child in self._children:
-            while child is not dead and child.failure is None and time.monotonic() < settle:
-                if not child.read_reports():
-                    break
-                time.sleep(0.01)
-        failed = [c for c in self._children if c.failure is not None] or [dead]
-        failed.sort(key=lambda c: c.name != "worker")
-        cause = failed[0]
-        refused = cause.failure is not None and cause.failure.exit_status == EX_CONFIG
-        return (ConfigError if refused else EngineError)(cause.reason())
+    def _hear(self, child: ChildProcess) -> None:
+        if child.status < 0:
+            return  # killed a moment ago
+        reports, ended = child.read_reports()
+        now = time.monotonic()
+        for report in reports:
+            self.overseer.reported(child, report, now)
+        if ended:
+            member = next((m for m in self.overseer.members if m.process is child), None)
+            how = child.how_it_ended(member.role if member is not None else "")
+            self._let_go(child)
+            self.overseer.ended(child, how, now)
 
-    def child(self, name: str) -> ChildProcess:
-        return next(child for child in self._children if child.name == name)
+    # ---- what the Overseer can do (overseer.Runner)
 
-    def stop(self, *, engine_died: bool = False) -> None:
+    def start(self, role: Role, *, life: int, epoch: int, index: int) -> ChildProcess:
+        place = ["--directory", str(self.directory)]
+        fds: tuple[int, ...] = ()
+        environment = None
+        if role == "scheduler":
+            module, own = "quire.scheduler_proc", ["--life", str(life), "--epoch", str(epoch)]
+        elif role == "worker":
+            module, own = self._worker.module, [*(["--quiet"] if self._quiet else []), *self._worker.arguments]
+            environment = WORKER_ENVIRONMENT
+        else:
+            assert self._front_end is not None
+            module, own, fds = self._front_end.module, list(self._front_end.arguments), self._front_end.pass_fds
+            own += ["--index", str(index)]
+        child = ChildProcess(module, [*place, *own], fds, environment, self._import_paths)
+        self._selector.register(child.status, selectors.EVENT_READ, child)
+        return child
+
+    def tell(self, process: Process, command: Command) -> None:
+        assert isinstance(process, ChildProcess)
+        process.tell(command)
+
+    def kill(self, process: Process) -> None:
+        assert isinstance(process, ChildProcess)
+        process.kill()
+        self._let_go(process)
+
+    def life_changed(self, life: int) -> None:
+        self._on_life(life)
+
+    def _let_go(self, child: ChildProcess) -> None:
+        if child.status >= 0:
+            self._selector.unregister(child.status)
+        child.close()
+
+    # ---- the end
+
+    def drain(self) -> None:
+        """Front ends take no more requests, and end when those that run have."""
+        self.overseer.drain()
+
+    def has_front_ends(self) -> bool:
+        return bool(self.overseer.front_ends)
+
+    def stop(self) -> None:
         """End all children, front ends first and workers last, and remove the directory. May be called twice.
 
-        Args:
-            engine_died: the front end need not drain: its streams end with an error.
+        Where the engine is gone, front ends need not drain: their streams end with an error.
         """
-        order = {"frontend": 0, "scheduler": 1, "worker": 2}
+        self.overseer.stop()
+        died = self.overseer.verdict is not None
+        why = " ".join(str(self.overseer.verdict).split()) if died else ""
         deadline = time.monotonic() + STOP_DEADLINE
-        for child in sorted(self._children, key=lambda c: order[c.name]):
-            told = signal.SIGUSR1 if engine_died and child.name == "frontend" else signal.SIGTERM
-            child.end(deadline, told)
-        self._children.clear()
+        for role in ("frontend", "scheduler", "worker"):
+            members = [m for m in self.overseer.members if m.role == role]
+            for member in members:
+                gone = died and role == "frontend"
+                self.tell(member.process, Command("engine_gone") if gone else Command("stop", text=why))
+            for member in members:
+                _child_of(member).end(deadline)
+        self.overseer.members.clear()
         self._selector.close()
+        for fd in (self._wakeup, self._wake, self._lock):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._wakeup = self._wake = self._lock = -1
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         """End everything now."""
-        for child in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                child.process.kill()
+        self.overseer.stop()
+        for member in self.overseer.members:
+            _child_of(member).kill()
+
+
+def _child_of(member: Member) -> ChildProcess:
+    assert isinstance(member.process, ChildProcess)
+    return member.process
+
+
+def _make_directory() -> tuple[Path, int]:
+    """A socket directory of our own and its lock, once what killed supervisors have left behind is gone."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        _remove_if_left(left)
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
+    fresh = directory / f"{LOCK}.new"
+    lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fresh.rename(directory / LOCK)  # locked before anybody can find it
+    return directory, lock
+
+
+def _remove_if_left(directory: Path) -> None:
+    """Only where it is ours, has a lock, and nobody holds that."""
+    try:
+        if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+            return
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -1,22 +1,29 @@
-"""What every child process of the supervisor shares: it says how it fares, and it never outlives its parent.
+"""What every child process of the supervisor shares: it says how it fares, hears what to do, and never outlives it.
 
-A child inherits two pipe ends. On *status* it writes JSON lines (``Report``), whose last one is the reason when it
-fails. *lifeline* is never written to: it comes to its end when the supervisor is gone, whatever killed it, and a
-thread that waits for that ends the process, in the middle of a step if need be. (The kernel's parent-death signal
-would not do alone: it fires when the *thread* that started the child ends, and LLM may be built in any thread.)
+A child inherits two pipe ends. On *status* it writes JSON lines (``Report``): that it lives, twice a second, and as the
+last one why it fails. On *lifeline* come JSON lines (``Command``); it comes to its end when the supervisor is gone,
+whatever killed it, and the thread that reads it then ends the process, in the middle of a step if need be.
+
+The kernel's parent-death signal helps where that thread cannot run. It fires when the *thread* that started the child
+ends: the supervisor starts all of them in one that lives as long as it does.
 """
 
 import argparse
+import contextlib
+import ctypes
+import faulthandler
 import logging
 import os
+import select
 import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Literal, NoReturn
 
 import msgspec
@@ -25,22 +32,75 @@ from quire.protocol.errors import ConfigError, QuireError
 
 EX_CONFIG = 78
 LOG_LEVEL_VARIABLE = "QUIRE_LOG_LEVEL"
+BEAT_S = 0.5
+"""How often a child says that it lives."""
+HANG_S = 15.0
+"""How long its main loop may take for one round before it counts as hung. A round of milliseconds is the rule."""
+PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """One line of a child's status pipe. ``text``: for a person, one line."""
+    """One line of a child's status pipe.
 
-    event: Literal["started", "plan", "ready", "failed"]
+    Attributes:
+        event: started; alive; joined (a worker has heard of ``epoch`` and goes there); ready (the scheduler: the group
+            of ``epoch`` can run steps; a front end: it accepts connections); progress (a first token was committed in
+            ``epoch``); group_failed (the scheduler gives up the group of ``epoch``, ``text`` says why); failed (it
+            ends, ``text`` says why).
+        text: for a person, one line.
+    """
+
+    event: Literal["started", "alive", "joined", "ready", "progress", "group_failed", "failed"]
     text: str = ""
     exit_status: int = 0
     detail: dict[str, float] = {}
+    epoch: int = 0
+
+
+class Command(msgspec.Struct, omit_defaults=True):
+    """One line of what the supervisor tells a child.
+
+    Attributes:
+        kind: join (a worker: go to the group of ``epoch``, as ``rank``); epoch (the scheduler: the group before
+            ``epoch`` is gone for the reason ``text``, expect that one); client_gone (the scheduler: the front end
+            ``pid`` has ended); scheduler (a front end: connect to the one of ``life``); drain (a front end: take no
+            more requests, end when none runs); engine_gone (a front end: end every answer with an error, then
+            yourself); stop (end now).
+    """
+
+    kind: Literal["join", "epoch", "client_gone", "scheduler", "drain", "engine_gone", "stop"]
+    epoch: int = 0
+    rank: int = 0
+    life: int = 0
+    pid: int = 0
+    text: str = ""
 
 
 class Child:
-    """A process' own end of both pipes."""
+    """A process' own end of both pipes.
 
-    def __init__(self, status_fd: int) -> None:
+    ``fileno`` is readable while commands wait to be taken.
+    """
+
+    def __init__(self, status_fd: int, lifeline_fd: int = -1, directory: Path | None = None) -> None:
+        """``directory``: the sockets'; removed by whoever outlives a supervisor that could not do so itself.
+
+        Without a ``lifeline_fd`` there are no commands and no signs of life: for tests.
+        """
         self._status_fd = status_fd
+        self._lifeline_fd = lifeline_fd
+        self._directory = directory
+        self._commands: deque[Command] = deque()
+        self._pending = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._seen: float | None = None
+        self._on_hang: Callable[[], None] | None = None
+        if lifeline_fd >= 0:
+            threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
+
+    # ---- for the main loop
 
     def report(self, report: Report) -> None:
         try:
@@ -60,6 +120,82 @@ class Child:
         self.report(Report("failed", " ".join(text.split()), status))
         sys.exit(status)
 
+    def fileno(self) -> int:
+        return self._wake
+
+    def take_commands(self) -> list[Command]:
+        """Those that came since the last call, in order."""
+        if not self._pending:
+            return []
+        self._pending = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        commands = []
+        while self._commands:
+            commands.append(self._commands.popleft())
+        return commands
+
+    def wait(self) -> None:
+        """Until there may be commands."""
+        select.select([self._wake], [], [])
+
+    def put(self, command: Command) -> None:
+        """As if the supervisor had said it."""
+        os.eventfd_write(self._wake, 1)  # first: who is woken too early comes again, who is not woken sleeps
+        self._commands.append(command)
+        self._pending = True
+
+    def watch_progress(self, on_hang: Callable[[], None]) -> None:
+        """From now on ``progress`` is called at least every second or so; where it is not for HANG_S, the stacks of all
+        threads are written to stderr, ``on_hang`` is called in a thread of its own, and the signs of life end.
+        """
+        self._seen, self._on_hang = time.monotonic(), on_hang
+
+    def progress(self) -> None:
+        """The main loop has come round."""
+        self._seen = time.monotonic()
+
+    def close(self) -> None:
+        """For tests: a process ends with it."""
+        os.close(self._wake)
+
+    # ---- the thread
+
+    def _listen(self) -> None:
+        partial = b""
+        while True:
+            readable, _, _ = select.select([self._lifeline_fd], [], [], BEAT_S)
+            if not readable:
+                self._beat()
+                continue
+            data = os.read(self._lifeline_fd, 65536)
+            if not data:
+                self._end_with_parent()
+            *lines, partial = (partial + data).split(b"\n")
+            for line in lines:
+                self.put(msgspec.json.decode(line, type=Command))
+
+    def _beat(self) -> None:
+        if self._seen is not None and time.monotonic() > self._seen + HANG_S:
+            self._hang()
+            return
+        try:
+            os.write(self._status_fd, b'{"event":"alive"}\n')
+        except OSError:
+            self._end_with_parent()
+
+    def _hang(self) -> None:
+        """Once: whoever supervises us hears nothing from now on."""
+        on_hang, self._on_hang = self._on_hang, None
+        if on_hang is not None:
+            faulthandler.dump_traceback(all_threads=True)
+            on_hang()
+
+    def _end_with_parent(self) -> NoReturn:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        os._exit(1)
+
 
 def child_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that the supervisor gives every child."""
@@ -70,17 +206,22 @@ def child_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def enter_child(status_fd: int, lifeline_fd: int, directory: Path) -> Child:
-    """To be called first: tie this process to its parent, and leave signals from the terminal to the supervisor.
+def enter_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_signal: int = signal.SIGCONT) -> Child:
+    """To be called first: tie this process to its parent, and leave signals to the supervisor.
 
-    ``directory``: the sockets'; removed by whoever outlives a supervisor that could not do so itself.
+    A SIGTERM or SIGINT that goes to the whole process group is the supervisor's to obey: it says what to do, in order.
+
+    Args:
+        death_signal: from the kernel, when the parent is gone: SIGCONT wakes a process that was stopped, so that it can
+            end by itself; SIGKILL is for one that may be stuck in native code and has nothing to clean up.
     """
     logging.basicConfig(level=_log_level(), format="quire %(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     for fd in (status_fd, lifeline_fd):
         os.set_inheritable(fd, False)
-    threading.Thread(target=_end_with_parent, args=(lifeline_fd, directory), name="lifeline", daemon=True).start()
-    return Child(status_fd)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(death_signal))
+    return Child(status_fd, lifeline_fd, directory)
 
 
 def _log_level() -> int:
@@ -90,18 +231,3 @@ def _log_level() -> int:
     if word and word not in logging.getLevelNamesMapping():
         print(f"{LOG_LEVEL_VARIABLE} must be DEBUG, INFO, WARNING or ERROR, not {word!r}", file=sys.stderr)
     return level
-
-
-def _end_with_parent(lifeline_fd: int, directory: Path) -> None:
-    os.read(lifeline_fd, 1)
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
-
-
-def on_sigterm(stop: Callable[[], None]) -> None:
-    """Call ``stop`` when this process is asked to end."""
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        stop()
-
-    signal.signal(signal.SIGTERM, handler)

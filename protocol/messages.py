@@ -65,6 +65,10 @@ class Refused(Message, frozen=True, tag=3):
 
 
 class Heartbeat(Message, frozen=True, tag=4):
+    """From whoever only waits, every second or so; the scheduler says the same back. A message that was lost, and behind
+    which there is no other, shows as a gap before it, on either way.
+    """
+
     now: float
 
 
@@ -89,6 +93,10 @@ class AddRequest(Message, frozen=True, tag=10):
     lora: str = ""
     mm_features: list[bytes] = []
     kv_transfer: bytes = b""
+    tenant: int = 0
+    """Whose it is, where the front end knows: 1 and up; 0 is nobody's. Admission is fair among tenants."""
+    again: bool = False
+    """It was submitted before, on a link that broke: a queue that is full meanwhile does not turn it away."""
 
 
 class Abort(Message, frozen=True, tag=11):
@@ -285,9 +293,16 @@ class EngineState(Message, frozen=True, tag=23):
 
 
 class Configure(Message, frozen=True, tag=30):
+    """``last_step``: the number of the last step before this epoch; the next one follows it.
+
+    ``num_blocks``: of the pool, the null block included, as an earlier group had it; 0: the group decides.
+    """
+
     epoch: int
     kv_layout: KVLayout
     config: EngineConfig
+    last_step: int = 0
+    num_blocks: int = 0
 
 
 class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
@@ -476,8 +491,8 @@ class OpaqueResult(Message, frozen=True, tag=43):
 
 
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
-SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Rejected | StepOutputs | Statistics | EngineState
-SchedulerToWorker: TypeAlias = Welcome | Refused | Configure | SchedulerOutput | SampleInputs | Shutdown
+SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState
+SchedulerToWorker: TypeAlias = Welcome | Refused | Heartbeat | Configure | SchedulerOutput | SampleInputs | Shutdown
 WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest
 Consumed: TypeAlias = (
     AddRequest

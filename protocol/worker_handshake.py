@@ -1,17 +1,75 @@
-"""How a worker, real or simulated, introduces itself to the scheduler."""
+"""How a worker, real or simulated, learns where it is wanted, and introduces itself to the scheduler there."""
 
-from quire.protocol.channel import Channel
+import time
+
+from quire.protocol.channel import Channel, Received
+from quire.protocol.child import Child, Command, Report
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import PROTOCOL_VERSION, Configure, Hello, Refused, Welcome
+from quire.protocol.messages import PROTOCOL_VERSION, Configure, Heartbeat, Hello, Refused, Welcome
+
+BEAT_S = 1.0
 
 
-def ask_configuration(channel: Channel, rank: int, pid: int) -> Configure:
-    """Say hello, and wait for what to be. Raises EngineError when the scheduler does not want this worker."""
+class Calls:
+    """What the supervisor tells a worker: to which group it is to go, or to end. Only the newest call counts."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._call: Command | None = None
+
+    def fileno(self) -> int:
+        """Readable when ``pending`` may have become true."""
+        return self._child.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether what the worker does now is not wanted any more."""
+        for command in self._child.take_commands():
+            self._call = command
+        return self._call is not None
+
+    def take(self) -> Command | None:
+        """The newest call, once there is one; None: the process is to end. Waits; says that the call was heard."""
+        while not self.pending:
+            self._child.wait()
+        call, self._call = self._call, None
+        if call is None or call.kind != "join":
+            return None
+        self._child.report(Report("joined", epoch=call.epoch))
+        return call
+
+
+class CalledAway(Exception):
+    """Another call came: this group is not wanted any more."""
+
+
+def wait_for_message(channel: Channel, calls: Calls) -> Received | None:
+    """The next message; None after a second without one, in which the scheduler was told that we wait.
+
+    Raises:
+        CalledAway: there is no need to wait any longer.
+        ProtocolError: a message was damaged or lost.
+    """
+    received = channel.receive(BEAT_S)
+    if received is None:
+        if calls.pending:
+            raise CalledAway
+        channel.send(Heartbeat(time.monotonic()))
+    return received
+
+
+def ask_configuration(channel: Channel, rank: int, pid: int, calls: Calls) -> Configure:
+    """Say hello, and wait for what to be.
+
+    Raises:
+        EngineError: the scheduler does not want this worker.
+        CalledAway: there is no need to wait any longer.
+    """
     channel.send(Hello(PROTOCOL_VERSION, "worker", rank, pid))
     while True:
-        received = channel.receive(None)
+        received = wait_for_message(channel, calls)
         match received.message if received else None:
-            case Welcome():
+            case Welcome() | Heartbeat() | None:
                 continue
             case Configure() as configure:
                 return configure

@@ -22,6 +22,8 @@ from quire.protocol.errors import EngineError
 
 HIGH_WATER_MARK = 4096
 LINGER_MS = 500
+RECONNECT_MS = 10
+"""How soon a socket tries again to reach one that is not bound yet."""
 
 
 def check_socket_directory(path: Path) -> None:
@@ -35,8 +37,9 @@ def check_socket_directory(path: Path) -> None:
         raise EngineError("the socket directory must be a directory of mode 0700 that belongs to this user")
 
 
-def frontend_address(directory: Path) -> str:
-    return f"ipc://{directory}/frontend.sock"
+def frontend_address(directory: Path, life: int = 1) -> str:
+    """Where the scheduler of this ``life`` hears front ends: a path of its own, which nothing old can reach."""
+    return f"ipc://{directory}/frontend-{life}.sock"
 
 
 def worker_address(directory: Path, epoch: int, rank: int) -> str:
@@ -48,6 +51,7 @@ def _configure(socket: "zmq.Socket[Any] | zmq.asyncio.Socket") -> None:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
 
 
 class ZmqChannel:
@@ -58,6 +62,12 @@ class ZmqChannel:
         _configure(self.socket)
         (self.socket.bind if bind else self.socket.connect)(address)
         self.link = link
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+
+    def wake_on(self, fd: int) -> None:
+        """A ``receive`` that waits also returns, with nothing, as soon as ``fd`` can be read."""
+        self._poller.register(fd, zmq.POLLIN)
 
     def send(self, message: Any) -> Frames:
         frames = self.link.outgoing(message)
@@ -68,7 +78,7 @@ class ZmqChannel:
         return frames
 
     def receive(self, timeout: float | None = 0.0) -> Received | None:
-        if timeout != 0.0 and not self.socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
+        if timeout != 0.0 and not self._poller.poll(None if timeout is None else max(0, int(timeout * 1000))):
             return None
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -78,6 +88,23 @@ class ZmqChannel:
 
     def close(self) -> None:
         self.socket.close()
+
+
+class Waiter:
+    """What a loop sleeps on: sockets and file descriptors, any of which may wake it."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+
+    def add(self, source: "zmq.Socket[Any] | int") -> None:
+        self._poller.register(source, zmq.POLLIN)
+
+    def remove(self, source: "zmq.Socket[Any] | int") -> None:
+        self._poller.unregister(source)
+
+    def wait(self, milliseconds: int) -> bool:
+        """False when nothing happened for so long."""
+        return bool(self._poller.poll(milliseconds))
 
 
 class FromPeer(NamedTuple):

@@ -1,19 +1,17 @@
 """The scheduler process' loop: take messages, decide, send, reply."""
 
 import logging
-import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
-import zmq
 
-from quire.protocol.channel import Received
-from quire.protocol.child import Child, Report
+from quire.protocol.channel import Frames, Received
+from quire.protocol.child import Child, Command, Report
 from quire.protocol.codec import Codec, ProtocolError
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
-from quire.protocol.errors import ConfigError, EngineError, QuireError
+from quire.protocol.errors import EngineError, QuireError
 from quire.protocol.kv_events import HASH_BYTES
 from quire.protocol.kv_layout import kv_layout
 from quire.protocol.messages import (
@@ -42,11 +40,12 @@ from quire.protocol.messages import (
     Stop,
     Welcome,
 )
-from quire.protocol.zmq_channel import FromPeer, ZmqChannel, ZmqHub
+from quire.protocol.zmq_channel import FromPeer
 from quire.scheduler_proc.collect import Collector
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge, WorkerFault
+from quire.scheduler_proc.step_deadline import StepDeadline
 from quire.scheduler_proc.structured.drafts import has_drafts
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.scheduler_proc.trace.event_log import TraceHeader
@@ -55,33 +54,69 @@ from quire.scheduler_proc.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
-MAX_FAULTS_IN_A_ROW = 5
-"""Results that cannot be right, with no token in between, after which the engine gives up."""
+MAX_TOO_LARGE = 5
+"""Steps in a row that did not fit the workers' memory, with no token in between, after which they are ended."""
 
 IDLE_MS = 1000
 COMPILING_MS = 100
 """How long the loop sleeps at most: while somebody waits for a grammar, no longer than a refusal may be late."""
 
 
+class Hub(Protocol):
+    """Many front ends, each behind a name; see ``ZmqHub``."""
+
+    def send(self, peer: bytes, message: Any) -> Frames | None: ...
+
+    def receive(self) -> FromPeer | None: ...
+
+    def forget(self, peer: bytes) -> None: ...
+
+
+class Doors(Protocol):
+    """Where messages come in; see ``sockets.Sockets``."""
+
+    @property
+    def hub(self) -> Hub: ...
+
+    def open_group(self, epoch: int) -> WorkerGroup:
+        """Where the workers of this epoch will connect to."""
+        ...
+
+    def close_group(self, group: WorkerGroup) -> None: ...
+
+    def add(self, source: Any) -> None:
+        """Something else to be woken by."""
+        ...
+
+    def wait(self, milliseconds: int) -> bool:
+        """False when nothing came for so long."""
+        ...
+
+    def open_kv_events(self, config: EngineConfig) -> KVEventPublisher: ...
+
+
 class SchedulerLoop:
     """Moves messages between the front ends, the Scheduler and the workers; decides nothing itself.
 
-    Owns the sockets, who is connected, and the journal. The Scheduler exists once every rank is ready,
-    when the number of blocks is known.
+    Owns who is connected, the group of workers and the journal. The Scheduler exists once every rank is ready for the
+    first time, when the number of blocks is known; it outlives every group. Without a group, requests wait.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        hub: ZmqHub,
-        workers: Sequence[ZmqChannel],
+        doors: Doors,
         child: Child,
+        epoch: int = FIRST_EPOCH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``epoch``: of the workers that are on their way."""
         self._config = config
         self._layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
-        self._hub = hub
-        self._workers = WorkerGroup(workers)
+        self._doors = doors
+        self._hub = doors.hub
+        self._workers: WorkerGroup | None = doors.open_group(epoch)
+        self._deadline = StepDeadline()
         self._child = child
         self._clock = clock
         self._journal = Journal(config, clock)
@@ -91,31 +126,36 @@ class SchedulerLoop:
         self._scheduler: Scheduler | None = None
         self._peers: dict[int, bytes] = {}
         self._clients: dict[bytes, int] = {}
+        self._pids: dict[int, int] = {}
         self._next_client = 0
-        self._faults_in_a_row = 0
+        self._num_too_large = 0
+        self._progress_due = True
+        """The supervisor is to hear of the next token."""
         self._open = True
+        self._why_stopped = ""
+        """The reason, where it is a failure."""
         self._dump_wanted = False
-        self._poller = zmq.Poller()
-        for socket in (hub.socket, *(channel.socket for channel in workers)):
-            self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._grammars.fileno(), zmq.POLLIN)
+        doors.add(self._grammars.fileno())
+        doors.add(child.fileno())
         self._collector = Collector(clock)
-        self._kv_events: KVEventPublisher | None = None
-        if config.kv_events_endpoint:
-            self._kv_events = self._open_kv_events(hub.socket.context)
+        self._kv_events = doors.open_kv_events(config) if config.kv_events_endpoint else None
 
     def run(self) -> None:
-        """Until it is told to stop, or the worker cannot go on (then raises what it said)."""
+        """Until it is told to stop.
+
+        Raises:
+            ConfigError: a file that it was told to write cannot be written.
+        """
+        self._child.watch_progress(lambda: self._journal.dump("the scheduler hangs"))
         try:
             while self._open:
                 self._wait()
-                self._take_from_workers()
-                self._take_from_front_ends()
-                self._take_grammars()
-                self._send_steps()
-                self._reply()
-                self._serve_kv_events()
-            self._workers.send(Shutdown())
+                self.turn()
+            if self._workers is not None:
+                self._workers.send(Shutdown())
+            if self._why_stopped:
+                self._journal.dump(self._why_stopped)
+                self._journal.close(self._why_stopped)
         except Exception as error:
             self._give_up(error)
             raise
@@ -126,31 +166,65 @@ class SchedulerLoop:
             if self._kv_events is not None:
                 self._kv_events.close()
 
-    def stop(self) -> None:
-        """Leave the loop after this round; may be called from a signal handler."""
-        self._open = False
-
     def dump(self) -> None:
         """Write the last events to a file after this round; may be called from a signal handler."""
         self._dump_wanted = True
 
+    def turn(self) -> None:
+        """One round: take whatever came, decide, send."""
+        self._child.progress()
+        for command in self._child.take_commands():
+            self._obey(command)
+        self._take_from_workers()
+        self._take_from_front_ends()
+        self._take_grammars()
+        self._send_steps()
+        self._reply()
+        self._serve_kv_events()
+
     def _wait(self) -> None:
         self._journal.pause()
-        if not self._poller.poll(COMPILING_MS if self._grammars.is_waited_for else IDLE_MS):
-            self._journal.idle()
-            self._collector.idle()
+        patience = COMPILING_MS if self._grammars.is_waited_for else IDLE_MS
+        remaining = self._deadline.remaining(self._clock())
+        if remaining is not None:
+            patience = max(0, min(patience, int(remaining * 1000) + 1))
+        if not self._doors.wait(patience):
+            self.nothing_came()
+
+    def nothing_came(self) -> None:
+        """Neither a message nor anything else for a while: a step may be overdue, or there is time for other things."""
+        remaining = self._deadline.remaining(self._clock())
+        if remaining is not None and remaining < 0:
+            self._lose_group("the workers have not finished a step in time")
+        self._journal.idle()
+        self._collector.idle()
+
+    def _obey(self, command: Command) -> None:
+        match command.kind:
+            case "stop":
+                self._open = False
+                self._why_stopped = command.text
+            case "epoch":
+                self._expect_group(command)
+            case "client_gone":
+                self._progress_due = True
+                for client in [client for client, pid in self._pids.items() if pid == command.pid]:
+                    self._forget(client)
 
     def _send_steps(self) -> None:
-        scheduler = self._scheduler
+        scheduler, workers = self._scheduler, self._workers
+        if workers is None or not workers.is_ready:
+            return
         while scheduler is not None and scheduler.can_schedule and scheduler.awaited is None:
             now = self._clock()
             self._journal.before_step()
             step = scheduler.schedule(now)
-            frames = None if step is None else self._workers.send(step)
+            frames = None if step is None else workers.send(step)
             self._say_reasons(scheduler)
             self._journal.decided(now, step, frames)
             if step is None:
                 return
+            self._deadline.sent(step.step, scheduler.in_flight.records[-1].num_tokens, now)
             self._give_inputs(scheduler)
             if self._kv_events is not None:
                 self._kv_events.publish(now)
@@ -201,6 +275,7 @@ class SchedulerLoop:
             if proposed is None or proposed.step != record.step:
                 return
         inputs, failures = self._grammars.sample_inputs(record, proposed)
+        assert self._workers is not None
         self._workers.send(inputs)
         record.inputs_given = True
         for client, fail in failures:
@@ -213,15 +288,6 @@ class SchedulerLoop:
 
     # ---- cache events
 
-    def _open_kv_events(self, context: "zmq.Context[Any]") -> KVEventPublisher:
-        config = self._config
-        publisher = KVEventPublisher(
-            context, config.kv_events_endpoint, config.kv_events_replay_endpoint, secrets.randbits(64)
-        )
-        if publisher.replay_socket is not None:
-            self._poller.register(publisher.replay_socket, zmq.POLLIN)
-        return publisher
-
     def _serve_kv_events(self) -> None:
         """What changed without a step, and one ask for what was missed: the next one waits for the next round."""
         if self._kv_events is not None:
@@ -231,68 +297,127 @@ class SchedulerLoop:
     # ---- the workers
 
     def _take_from_workers(self) -> None:
-        while (received := self._workers.receive()) is not None:
-            self._on_worker_message(*received)
+        try:
+            while self._workers is not None and (received := self._workers.receive()) is not None:
+                self._on_worker_message(self._workers, *received)
+        except StepTooLarge as fault:
+            self._begin_again(fault)
+        except (WorkerFault, ProtocolError, EngineError) as error:
+            self._lose_group(str(error))
 
-    def _on_worker_message(self, rank: int, received: Received) -> None:
+    def _on_worker_message(self, workers: WorkerGroup, rank: int, received: Received) -> None:
+        """Raises WorkerFault, EngineError: the group cannot be trusted any more."""
         match received.message:
             case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
                 self._take_from_step(self._scheduler, received)
             case Hello() as hello:
                 if hello.protocol_version != PROTOCOL_VERSION:
-                    self._workers.send_to(rank, Refused(_versions(hello)))
+                    workers.send_to(rank, Refused(_versions(hello)))
                     raise EngineError(f"worker: {_versions(hello)}")
-                self._workers.send_to(rank, Welcome(PROTOCOL_VERSION, self._config.digest))
-                self._workers.send_to(rank, Configure(FIRST_EPOCH, self._layout, self._config))
+                workers.send_to(rank, Welcome(PROTOCOL_VERSION, self._config.digest))
+                workers.send_to(rank, self._configure(workers))
             case Ready() as ready:
-                if (group := self._workers.ready(rank, ready)) is not None:
-                    self._begin(group)
-            case Heartbeat():
-                pass
+                if (group := workers.ready(rank, ready)) is not None:
+                    self._begin(workers, group)
+            case Heartbeat() as beat:
+                workers.send_to(rank, beat)
             case Fault() as fault:
-                raise (ConfigError if fault.kind == "checkpoint" else EngineError)(fault.text)
+                self._lose_group(fault.text, ends_itself=True)
             case _:
                 raise EngineError(f"unexpected {type(received.message).__name__} from the worker")
 
+    def _configure(self, workers: WorkerGroup) -> Configure:
+        """A group after the first goes on where the one before ended, with a pool of the same size."""
+        if self._scheduler is None:
+            return Configure(workers.epoch, self._layout, self._config)
+        num_blocks = self._scheduler.kv.pool.num_usable_blocks + 1
+        return Configure(workers.epoch, self._layout, self._config, self._scheduler.last_step, num_blocks)
+
     def _take_from_step(self, scheduler: Scheduler, received: Received) -> None:
-        """What cannot be right costs its steps, not the requests in them; five without a token, the engine."""
         before = scheduler.num_generated_tokens
-        try:
-            if isinstance(received.message, Proposed):
-                self._proposed = received.message  # of a step before, perhaps: then nobody asks for it
-            else:
-                scheduler.consume(received.message)
-                self._journal.consumed(0, received.frames, received.message)
-            self._give_inputs(scheduler)
-            if scheduler.num_generated_tokens > before:
-                self._faults_in_a_row = 0
-        except WorkerFault as fault:
-            self._on_fault(scheduler, fault)
+        if isinstance(received.message, Proposed):
+            self._proposed = received.message  # of a step before, perhaps: then nobody asks for it
+        else:
+            self._deadline.answered(received.message.step, self._clock())
+            scheduler.consume(received.message)
+            self._journal.consumed(0, received.frames, received.message)
+        self._give_inputs(scheduler)
+        if scheduler.num_generated_tokens > before:
+            self._num_too_large = 0
+            if self._progress_due:
+                self._say_progress()
 
-    def _on_fault(self, scheduler: Scheduler, fault: WorkerFault) -> None:
-        self._faults_in_a_row += 1
-        if self._faults_in_a_row == MAX_FAULTS_IN_A_ROW:
-            raise fault
+    def _say_progress(self) -> None:
+        self._progress_due = False
+        if self._workers is not None:
+            self._child.report(Report("progress", epoch=self._workers.epoch))
+
+    def _begin_again(self, fault: StepTooLarge) -> None:
+        """The same workers go on, with smaller steps: they have dropped their rows themselves."""
+        self._num_too_large += 1
+        if self._num_too_large == MAX_TOO_LARGE:
+            self._lose_group(str(fault))
+            return
+        assert self._scheduler is not None
+        halved = self._scheduler.halve_steps()
         log.error("%s; what runs is computed again", fault)
-        halved = isinstance(fault, StepTooLarge) and scheduler.halve_steps()
         if halved:
-            log.error("steps have at most %d tokens from now on", scheduler.config.max_num_batched_tokens)
-        self._proposed = None
-        scheduler.begin_epoch()
-        self._journal.epoch_began(halved=halved, reason=str(fault))
+            log.error("steps have at most %d tokens from now on", self._scheduler.config.max_num_batched_tokens)
+        self._begin_epoch(str(fault), halved=halved, fresh=False)
 
-    def _begin(self, ready: Ready) -> None:
-        header = TraceHeader(self._config, self._layout, min(ready.num_blocks))
-        self._scheduler = header.make_scheduler()
-        self._journal.begin(self._scheduler, header)
+    def _begin_epoch(self, reason: str, *, halved: bool, fresh: bool) -> None:
+        self._proposed = None
+        if self._scheduler is not None:
+            self._scheduler.begin_epoch(fresh=fresh)
+            self._journal.epoch_began(halved=halved, fresh=fresh, reason=reason)
+
+    def _lose_group(self, reason: str, *, ends_itself: bool = False) -> None:
+        """It died, or what it says cannot be right: nothing is asked of it any more. The supervisor ends it, if it has
+        not ended, and starts another.
+
+        Args:
+            ends_itself: the supervisor hears the reason from the worker, whose word it is.
+        """
+        workers, self._workers = self._workers, None
+        if workers is None:
+            return
+        log.error("%s; what runs is computed again by other workers", reason)
+        if not ends_itself:
+            self._child.report(Report("group_failed", " ".join(reason.split()), epoch=workers.epoch))
+        self._doors.close_group(workers)
+        self._deadline.forget()
+        self._num_too_large = 0
+        self._begin_epoch(reason, halved=False, fresh=True)
+        for client in list(self._peers):
+            self._send_to(client, EngineState("recovering" if self._scheduler is not None else "loading"))
+
+    def _expect_group(self, command: Command) -> None:
+        """The group before is gone, whether that was noticed here or not."""
+        self._lose_group(command.text)
+        self._workers = self._doors.open_group(command.epoch)
+        self._progress_due = True
+
+    def _begin(self, workers: WorkerGroup, ready: Ready) -> None:
+        """All ranks can run steps."""
+        scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks))
+        if min(ready.num_blocks) != scheduler.kv.pool.num_usable_blocks + 1:
+            raise EngineError("the workers have another number of KV blocks than those before")
+        self._child.report(Report("ready", detail=ready.timings, epoch=workers.epoch))
+        if not scheduler.table.requests:
+            self._say_progress()  # there is nobody for whom there could be a token
+        for client in list(self._peers):
+            self._send_to(client, EngineState("ready"))
+
+    def _make_scheduler(self, num_blocks: int) -> Scheduler:
+        header = TraceHeader(self._config, self._layout, num_blocks)
+        scheduler = self._scheduler = header.make_scheduler()
+        self._journal.begin(scheduler, header)
         if self._kv_events is not None:
             recorder = KVEventRecorder(self._layout, HASH_BYTES[self._config.prefix_caching_hash_algo])
-            self._scheduler.kv.pool.events = recorder
+            scheduler.kv.pool.events = recorder
             self._kv_events.follow(recorder)
         self._collector.start()
-        self._child.report(Report("ready", detail=ready.timings))
-        for client in self._peers:
-            self._send_to(client, EngineState("ready"))
+        return scheduler
 
     # ---- front ends
 
@@ -317,8 +442,11 @@ class SchedulerLoop:
         self._next_client += 1  # never one that another had: its requests may still be ending
         self._clients[received.peer] = client
         self._peers[client] = received.peer
+        self._pids[client] = hello.pid
         self._send_to(client, Welcome(PROTOCOL_VERSION, self._config.digest, self._config.max_model_len))
         self._send_to(client, EngineState("ready" if self._scheduler else "loading"))
+        if self._scheduler is not None and not (self._workers is not None and self._workers.is_ready):
+            self._send_to(client, EngineState("recovering"))
 
     def _on_client_message(self, client: int, received: FromPeer) -> None:
         match received.message:
@@ -333,8 +461,10 @@ class SchedulerLoop:
                 if isinstance(event, AddRequest) and not is_known:
                     self._hold_for_grammar(self._scheduler, event, client)
                 self._collector.after_message()
+            case Heartbeat() as beat:
+                self._send_to(client, beat)
             case _:
-                pass  # a heartbeat, or a question that only a loaded engine can answer
+                pass  # a question that only a loaded engine can answer
 
     def _hold_for_grammar(self, scheduler: Scheduler, event: AddRequest, client: int) -> None:
         """A request that has just come waits until its grammar is compiled; one that was refused does not."""
@@ -359,6 +489,7 @@ class SchedulerLoop:
     def _forget(self, client: int) -> None:
         """A front end is gone, does not read, or cannot be understood: its requests end."""
         peer = self._peers.pop(client)
+        del self._pids[client]
         self._hub.forget(peer)
         del self._clients[peer]
         if self._scheduler is not None:
@@ -370,7 +501,7 @@ class SchedulerLoop:
         written down. An error that nobody foresaw may have left anything behind: then only that is done.
         """
         reason = str(error)
-        if isinstance(error, QuireError | WorkerFault | ProtocolError):
+        if isinstance(error, QuireError):
             if self._scheduler is not None:
                 self._scheduler.fail_all("engine_fault: the engine stopped")
                 self._reply()

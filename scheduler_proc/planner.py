@@ -8,12 +8,13 @@ from quire.scheduler_proc.drafting import DraftPolicy
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.steady import SteadyBlocks
-from quire.scheduler_proc.policies import QUIRE, Policies
+from quire.scheduler_proc.policies import Policies
 from quire.scheduler_proc.reasons import Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.request import Request, RequestStatus
 from quire.scheduler_proc.request_table import RequestTable
 from quire.scheduler_proc.statistics import Counters, DecisionLog
 from quire.scheduler_proc.step import Share, StepPlan
+from quire.scheduler_proc.suspects import Suspects
 from quire.scheduler_proc.trace.tap import Hit, Tap
 
 _by_order = attrgetter("order")
@@ -42,7 +43,8 @@ class Planner:
         drafting: DraftPolicy,
         decisions: DecisionLog,
         stats: Counters,
-        policies: Policies = QUIRE,
+        policies: Policies,
+        suspects: Suspects,
     ) -> None:
         self.config = config
         self.policies = policies
@@ -53,6 +55,7 @@ class Planner:
         self._drafting = drafting
         self._decisions = decisions
         self._stats = stats
+        self._suspects = suspects
         self.tap: Tap | None = None
         self._refused: tuple[object, ...] = ()
         self._refusal: WaitReason | None = None
@@ -204,14 +207,33 @@ class Planner:
         self.kv.cache_blocks(request, min(request.num_computed_tokens + num_new_tokens, request.num_tokens))
 
     def _schedule_waiting(self, plan: StepPlan, pause: str) -> None:
+        suspect = self._suspects.alone
+        if suspect is not None:
+            self._schedule_alone(plan, pause, suspect)
+            return
         while self.table.waiting:
             request = self.table.waiting.peek_request()
             reason = WaitReason.PAUSED if pause else self._why_not(plan, request)
             if reason is not None:
-                if request.wait_reason is not reason:
-                    self._decisions.note(Decision(plan.step, "wait", request.request_id, reason))
-                    request.wait_reason = reason
+                self._waits_for(plan, request, reason)
                 return
+
+    def _waits_for(self, plan: StepPlan, request: Request, reason: WaitReason) -> None:
+        if request.wait_reason is not reason:
+            self._decisions.note(Decision(plan.step, "wait", request.request_id, reason))
+            request.wait_reason = reason
+
+    def _schedule_alone(self, plan: StepPlan, pause: str, suspect: Request) -> None:
+        """It may be what ends the workers: it runs with nobody beside it, until it has got a token."""
+        if suspect in self.table.waiting:
+            for other in list(self.table.running.values()):
+                self._preempt(other, plan, suspect)
+            reason = WaitReason.PAUSED if pause else self._admit(plan, suspect, has_the_pool=True)
+            if reason is not None:
+                self._waits_for(plan, suspect, reason)
+        first = self.table.waiting.peek_request() if self.table.waiting else suspect
+        if first is not suspect:
+            self._waits_for(plan, first, WaitReason.SUSPECT)
 
     def _why_not(self, plan: StepPlan, request: Request) -> WaitReason | None:
         """The same as ``_admit``, which is not asked again while nothing that it goes by has changed.
@@ -236,9 +258,9 @@ class Planner:
             self._refused, self._refusal = state, reason
         return reason
 
-    def _admit(self, plan: StepPlan, request: Request) -> WaitReason | None:
-        """Let the first of the queue run, or say why not."""
-        if plan.preempted:
+    def _admit(self, plan: StepPlan, request: Request, *, has_the_pool: bool = False) -> WaitReason | None:
+        """Let one of the queue run, or say why not. ``has_the_pool``: everybody else was put out for it."""
+        if plan.preempted and not has_the_pool:
             return WaitReason.PREEMPTING
         if request.num_in_flight:  # preempted a moment ago: its token in flight belongs to what is recomputed
             return WaitReason.RESULT_IN_FLIGHT
@@ -331,7 +353,9 @@ class Planner:
         plan.take_back(victim)
         plan.preempted.append(victim)
         reason = PreemptReason.ITSELF
-        if victim is not beneficiary:
+        if beneficiary is self._suspects.alone:
+            reason = PreemptReason.SUSPECT
+        elif victim is not beneficiary:
             fcfs = self.config.scheduling_policy == "fcfs"
             reason = PreemptReason.YOUNGEST if fcfs else PreemptReason.LOWEST_PRIORITY
         self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, beneficiary.request_id))

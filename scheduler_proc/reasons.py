@@ -21,6 +21,8 @@ class WaitReason(enum.StrEnum):
     """Somebody was put out in this very step; letting others in would put out more."""
     RESULT_IN_FLIGHT = "result_in_flight"
     PAUSED = "paused"
+    SUSPECT = "suspect"
+    """Another request runs alone, since it may be what ends the workers."""
     GRAMMAR = "grammar"
     REMOTE_KV = "remote_kv"
     STREAMING = "streaming"
@@ -36,6 +38,8 @@ class PreemptReason(enum.StrEnum):
     """It needed a block, and nobody was left to give one up for it."""
     BAD_PREFIX = "bad_prefix"
     """It read blocks of a request whose logits are not finite."""
+    SUSPECT = "suspect"
+    """Another one has to run alone."""
     NEW_EPOCH = "new_epoch"
     """The workers lost what they held."""
 

@@ -44,12 +44,6 @@ class RequestQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
-    def pop_request(self) -> Request:
-        request = self.peek_request()
-        heapq.heappop(self._heap)
-        del self._waiting[request.handle]
-        return request
-
     def remove_request(self, request: Request) -> None:
         """Raises KeyError when it does not wait."""
         if request not in self:

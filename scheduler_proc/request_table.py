@@ -74,8 +74,8 @@ class RequestTable:
         self.waiting.add_request(request)
 
     def begin_to_run(self, request: Request) -> None:
-        """The first of the queue is admitted."""
-        self.waiting.pop_request()
+        """It waited, and is admitted."""
+        self.waiting.remove_request(request)
         request.order = self._num_admitted = self._num_admitted + 1
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request

@@ -47,6 +47,7 @@ from quire.scheduler_proc.request_table import RequestTable
 from quire.scheduler_proc.results import Results
 from quire.scheduler_proc.statistics import Counters, DecisionLog
 from quire.scheduler_proc.step import StepPlan, build_diff
+from quire.scheduler_proc.suspects import CONDEMNED, Suspects
 from quire.scheduler_proc.trace.tap import Tap
 
 __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
@@ -103,13 +104,14 @@ class Scheduler:
         self.in_flight = StepsInFlight(config.model.vocab_size)
         self.cruise = Cruise(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
         self.table = RequestTable(config.scheduling_policy, self.cruise, self.in_flight, config.model.vocab_size)
+        self.suspects = Suspects(lambda request: self.cruise.progress(request).num_tokens)
         self.pause = ""
         """Empty, ``pause_new`` (nobody is admitted) or ``pause`` (nothing runs)."""
         self.decisions = DecisionLog()
         self._stats = Counters()
         self._drafting = make_draft_policy(config)
         self.planner = Planner(
-            config, layout, self.table, self.kv, self._drafting, self.decisions, self._stats, policies
+            config, layout, self.table, self.kv, self._drafting, self.decisions, self._stats, policies, self.suspects
         )
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self._stats, self.decisions)
         # Who cruises has blocks for its next token only, where a proposer that reads hidden states wants more.
@@ -176,13 +178,19 @@ class Scheduler:
         for request in list(self.table.requests.values()):
             self.results.finish(request, EndReason.ERROR, detail=detail)
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, *, fresh: bool = False) -> None:
         """What the workers hold is not to be trusted: everyone that runs waits again with its tokens.
 
-        Nothing in flight will be applied, and no content of the pool is found again (protocol law 6). The workers
-        are told to drop the rows that they may still have.
+        Nothing in flight will be applied, and no content of the pool is found again (protocol law 6).
+
+        Args:
+            fresh: the workers are others, which hold nothing: those before died, or were ended for what they did. Who
+                was in a step in flight is suspected of it (suspects.py). Else they are told to drop the rows that they
+                may still have.
         """
         self.results.stale_until = self._step
+        if fresh:
+            self._suspect()
         for request in [*self.table.leaving.values(), *self.table.running.values()]:
             self._note("preempt", request, PreemptReason.NEW_EPOCH)
             self.table.put_out(request)
@@ -193,6 +201,17 @@ class Scheduler:
             self.table.retire_later(record.retired)
         self.cruise.acknowledged = self._step
         self.kv.reset_prefix_cache()
+        if fresh:
+            self.table.take_removed()
+            for request in self.suspects.take_condemned():
+                self.results.finish(request, EndReason.ERROR, detail=CONDEMNED)
+
+    def _suspect(self) -> None:
+        present: dict[int, Request] = {}
+        for record in self.in_flight.records:
+            present |= record.requests() | {handle: share.request for handle, share in record.shares.items()}
+        live = [request for request in present.values() if not request.status.is_finished]
+        self.suspects.died_with(live)
 
     def halve_steps(self) -> bool:
         """From now on a step has half as many tokens at most; false when it cannot.
@@ -219,7 +238,8 @@ class Scheduler:
         return request
 
     def _add(self, event: AddRequest | OpaqueRequest, client: int) -> None:
-        limit = self.config.max_num_queued_reqs
+        is_new = not (isinstance(event, AddRequest) and event.again)
+        limit = self.config.max_num_queued_reqs if is_new else 0
         try:
             if (client, event.request_id) in self.table.requests:
                 raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
@@ -308,6 +328,11 @@ class Scheduler:
         self.kv.pool.now = now
         plan = self.planner.plan(self._step + 1, self.pause)
         return self._commit(plan) if plan.shares or self.cruise.roster else None
+
+    @property
+    def last_step(self) -> int:
+        """The number of the newest step."""
+        return self._step
 
     @property
     def is_idle(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.protocol.channel import Channel, Frames, Received
+from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import EngineError
 from quire.protocol.messages import Digest, ModelRunnerOutput, Ready
 
@@ -14,9 +15,15 @@ class WorkerGroup:
 
     Owns the channels, and what single ranks have said that the group has not yet said: who is ready, digests, and
     results of rank 0 that wait for digests. A rank alone sends none: there is nobody to disagree with.
+
+    Attributes:
+        epoch: which group of this engine it is.
+        is_ready: all ranks can run steps.
     """
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
+    def __init__(self, channels: Sequence[Channel], epoch: int = FIRST_EPOCH) -> None:
+        self.epoch = epoch
+        self.is_ready = False
         self._channels = list(channels)
         self._ready: dict[int, Ready] = {}
         self._held: deque[Received] = deque()
@@ -33,6 +40,10 @@ class WorkerGroup:
 
     def send_to(self, rank: int, message: Any) -> None:
         self._channels[rank].send(message)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
 
     def receive(self) -> tuple[int, Received] | None:
         """(rank, message) of the next message that can be acted on, without waiting.
@@ -55,8 +66,9 @@ class WorkerGroup:
     def ready(self, rank: int, ready: Ready) -> Ready | None:
         """A rank is ready; what the group as a whole is ready with, once all are."""
         self._ready[rank] = ready
-        if len(self._ready) < self.size:
+        if len(self._ready) < self.size or self.is_ready:
             return None
+        self.is_ready = True
         fewest = [min(counts) for counts in zip(*(r.num_blocks for r in self._ready.values()), strict=True)]
         slowest = max(self._ready.values(), key=lambda r: sum(r.timings.values()))
         return Ready(fewest, self._ready[0].plan, slowest.timings)

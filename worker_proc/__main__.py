@@ -1,4 +1,7 @@
-"""Start one worker process: ``python -P -m quire.worker_proc``, by the supervisor only."""
+"""Start one worker process: ``python -P -m quire.worker_proc``, by the supervisor only.
+
+It does the slow part first, the imports, and then waits to be told which group it belongs to: until then it stands by.
+"""
 
 import os
 import signal
@@ -9,18 +12,16 @@ from quire.protocol.child import Report, child_parser, enter_child
 
 def main() -> None:
     parser = child_parser(__doc__)
-    parser.add_argument("--epoch", type=int, required=True)
-    parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    child = enter_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
     try:
         import zmq
 
         from quire.protocol.channel import Link
         from quire.protocol.config import EngineConfig
         from quire.protocol.messages import SchedulerToWorker
+        from quire.protocol.worker_handshake import Calls
         from quire.protocol.zmq_channel import ZmqChannel, check_socket_directory, worker_address
         from quire.worker_proc.loop import WorkerLoop
         from quire.worker_proc.parallel.group import TensorParallel
@@ -29,17 +30,27 @@ def main() -> None:
 
         check_socket_directory(args.directory)
         child.report(Report("started"))
+
+        def say(text: str) -> None:
+            # Rank 0 speaks for the others, unless something goes wrong.
+            if not args.quiet and call is not None and call.rank == 0:
+                say_on_stderr(text)
+
+        calls = Calls(child)
+        loop = WorkerLoop(calls, os.getpid(), say, progress=not args.quiet and sys.stderr.isatty())
         context = zmq.Context()
-        link = Link(SchedulerToWorker, args.epoch)
-        channel = ZmqChannel(context, zmq.PAIR, worker_address(args.directory, args.epoch, args.rank), link, bind=False)
-        say = (lambda text: None) if args.quiet else say_on_stderr
-        progress = not args.quiet and sys.stderr.isatty()
+        while (call := calls.take()) is not None:
+            epoch, rank = call.epoch, call.rank
 
-        def join(config: EngineConfig) -> TensorParallel:
-            return join_group(config, args.rank, args.directory / f"ranks-{args.epoch}")
+            def join(config: EngineConfig, epoch: int = epoch, rank: int = rank) -> TensorParallel:
+                return join_group(config, rank, args.directory / f"ranks-{epoch}")
 
-        WorkerLoop(channel, args.rank, os.getpid(), join, say, progress=progress).run()
-        channel.close()
+            address = worker_address(args.directory, epoch, rank)
+            channel = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, epoch), bind=False)
+            channel.wake_on(calls.fileno())
+            loop.serve(channel, rank, join)
+            channel.close()
+        loop.close()
         context.term()
     except Exception as error:
         child.fail(error)

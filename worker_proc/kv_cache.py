@@ -1,5 +1,6 @@
 """The memory behind the block ids: one tensor per layer of the largest KV group, which the groups' layers share."""
 
+import mmap
 from collections.abc import Mapping
 
 import torch
@@ -28,7 +29,18 @@ def allocate_kv_caches(
             if (place, shape) not in by_place:
                 # Through bytes: not every device fills 8-bit floats.
                 size = torch.Size(shape).numel() * dtype.itemsize
-                zeroed = torch.zeros(size, dtype=torch.uint8, device=device)
-                by_place[place, shape] = zeroed.view(dtype).view(shape)
+                by_place[place, shape] = _zeros(size, device).view(dtype).view(shape)
             caches[layer] = by_place[place, shape]
     return caches
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    """uint8 ``[size]``. A CPU's comes from the kernel as zeros, page by page when first used.
+
+    To write them would take a second per gigabyte here, and as long again to take them back from a process that died:
+    a restart would wait for both.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -2,21 +2,27 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
+
+import msgspec
 
 from quire.protocol.channel import Channel, Frames, Received
 from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.messages import (
+    Configure,
     Digest,
     Fault,
+    Heartbeat,
     ModelRunnerOutput,
+    Ready,
     SampleInputs,
     SchedulerOutput,
     Shutdown,
 )
-from quire.protocol.worker_handshake import ask_configuration
+from quire.protocol.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.parallel.group import TensorParallel
@@ -27,36 +33,69 @@ JoinGroup = Callable[[EngineConfig], TensorParallel]
 DIGEST_BYTES = 8
 
 
-class WorkerLoop:
-    """Owns the channel to the scheduler and, once configured, the ModelRunner."""
+@dataclass(slots=True)
+class _Loaded:
+    """What outlives the scheduler that asked for it."""
 
-    def __init__(self, channel: Channel, rank: int, pid: int, join: JoinGroup, say: Say, *, progress: bool) -> None:
-        """``join``: meets the other ranks, once the configuration says how many there are."""
-        self._channel = channel
-        self._rank = rank
-        self._join = join
+    configure: Configure
+    runner: ModelRunner
+    ready: Ready
+    group: TensorParallel
+
+
+class WorkerLoop:
+    """Owns the ModelRunner, once it is configured, and the channel to the present scheduler.
+
+    When that one has died, the next one is served with the same model: only what was held for requests is forgotten.
+    """
+
+    def __init__(self, calls: Calls, pid: int, say: Say, *, progress: bool) -> None:
+        self._calls = calls
         self._pid = pid
         self._say = say
         self._progress = progress
+        self._loaded: _Loaded | None = None
         self._unread: Received | None = None
 
-    def run(self) -> None:
-        """Until the scheduler sends Shutdown.
+    def serve(self, channel: Channel, rank: int, join: JoinGroup) -> None:
+        """Until the scheduler sends Shutdown, or another call comes.
+
+        Args:
+            join: meets the other ranks, once the configuration says how many there are.
 
         Raises:
             ConfigError, EngineError, StepRefused, ProtocolError: also told to the scheduler as a Fault.
         """
+        self._channel, self._rank, self._unread = channel, rank, None
         try:
-            configure = ask_configuration(self._channel, self._rank, self._pid)
-            config = configure.config
-            group = self._join(config)
-            runner, ready = make_runner(config, configure.kv_layout, self._say, group=group, progress=self._progress)
-            self._channel.send(ready)
-            self._steps(runner, group)
-            group.close()
+            configure = ask_configuration(channel, rank, self._pid, self._calls)
+            loaded = self._load(configure, join)
+            loaded.runner.begin_epoch(configure.last_step)
+            channel.send(loaded.ready)
+            self._steps(loaded.runner, loaded.group)
+        except CalledAway:
+            return
         except Exception as error:
-            self._channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
+            channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
             raise
+
+    def close(self) -> None:
+        """The process is about to end, and so are the other ranks."""
+        if self._loaded is not None:
+            self._loaded.group.close()
+
+    def _load(self, configure: Configure, join: JoinGroup) -> _Loaded:
+        """The model, if it is not there already."""
+        if self._loaded is None:
+            config = configure.config
+            group = join(config)
+            if configure.num_blocks:
+                config = msgspec.structs.replace(config, num_blocks_override=configure.num_blocks - 1)
+            made = make_runner(config, configure.kv_layout, self._say, group=group, progress=self._progress)
+            self._loaded = _Loaded(configure, *made, group)
+        elif self._loaded.configure.config != configure.config:
+            raise EngineError("the scheduler wants another configuration than the one before")
+        return self._loaded
 
     def _steps(self, runner: ModelRunner, group: TensorParallel) -> None:
         """Launch each step as soon as it comes; send each result as soon as it is there.
@@ -105,7 +144,11 @@ class WorkerLoop:
 
     def _take(self, timeout: float | None) -> Received | None:
         received, self._unread = self._unread, None
-        return received or self._channel.receive(timeout)
+        if received is None and timeout is None:
+            received = wait_for_message(self._channel, self._calls)
+        elif received is None:
+            received = self._channel.receive(timeout)
+        return None if received is not None and isinstance(received.message, Heartbeat) else received
 
 
 class _Results:

@@ -224,15 +224,28 @@ class ModelRunner:
             self.steady.graphs.step.advance(sampled.tokens)
         return self._advance(launched, sampled)
 
-    def _drop_everything(self, error: BaseException) -> str:
-        """Returns why, in words for the scheduler."""
-        num_requests = int(self.batch.active[: self.batch.num_rows].sum())
-        self._dropped = set(self.batch.row_of)
+    @torch.inference_mode()
+    def begin_epoch(self, last_step: int) -> None:
+        """Nothing is held any more; the next step is the one after ``last_step``."""
+        self._clear_rows()
+        self._dropped.clear()
+        self._step = last_step
+
+    def _clear_rows(self) -> None:
         self.batch.builder.reset()
         self.batch.change_rows(list(self.batch.row_of), [], None)
         self.batch.builder.reset()
         self.history.forget()
         self.sampler.reset()
+        self._sampling_handles = NEVER_TOLD
+        if self.steady is not None:
+            self.steady.leave()
+
+    def _drop_everything(self, error: BaseException) -> str:
+        """Returns why, in words for the scheduler."""
+        num_requests = int(self.batch.active[: self.batch.num_rows].sum())
+        self._dropped = set(self.batch.row_of)
+        self._clear_rows()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         words = " ".join(str(error).split())[:300] or "the host's memory is at its end"

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,80 +22,100 @@ from quire.protocol.plugins import load_logits_processors
 from quire.protocol.zmq_channel import check_socket_directory
 
 ABORT_GRACE = 2.0
+TICK_S = 1.0
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: SIGTERM here means drain, then end."""
+    """uvicorn without its own signal handlers: the supervisor says when to end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def serve(directory: Path, listener: socket.socket, child: Child) -> None:
-    """Serve until SIGTERM; then refuse new requests, let running ones finish, abort what is left, and return.
+class FrontEnd:
+    """One front-end process: the client of the engine, the HTTP server, and what the supervisor says."""
 
-    SIGUSR1 says that the engine is gone: every stream ends with an error at once.
-    """
-    config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
-    settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=FrontEndSettings)
-    processors = load_logits_processors(config.logits_processors)
-    text_in = TextIn.load(Path(config.model_path)) if config.model_path else TextIn()
-    engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size)
-    await engine.connect()
-    app = make_app(
-        engine,
-        ServerSettings(
-            text_in=text_in,
-            processors=tuple(processors),
-            thinking=Thinking.of(config, text_in),
-            served_model_names=tuple(settings.served_model_names),
-            api_keys=tuple(settings.api_keys),
-        ),
-    )
-    server = HttpServer(
-        uvicorn.Config(app, http=BoundedHttpProtocol, log_level="warning", access_log=False, lifespan="off")
-    )
-    draining = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, draining.set)
+    def __init__(self, directory: Path, index: int, child: Child) -> None:
+        """``index``: which of the engine's front ends it is, from 0."""
+        self._config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
+        self._settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=FrontEndSettings)
+        self._child = child
+        config = self._config
+        self._engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size, index)
+        self._draining = asyncio.Event()
 
-    async def drain() -> None:
-        await draining.wait()
-        if engine.state != "failed":
-            engine.state = "draining"
-        if not await engine.wait_idle(settings.shutdown_timeout):
-            engine.abort_all()
-            await engine.wait_idle(ABORT_GRACE)
+    async def serve(self, listener: socket.socket) -> None:
+        """Until told to drain; then refuse new requests, let running ones finish, abort what is left, and return."""
+        config, settings, engine = self._config, self._settings, self._engine
+        processors = load_logits_processors(config.logits_processors)
+        text_in = TextIn.load(Path(config.model_path)) if config.model_path else TextIn()
+        app = make_app(
+            engine,
+            ServerSettings(
+                text_in=text_in,
+                processors=tuple(processors),
+                thinking=Thinking.of(config, text_in),
+                served_model_names=tuple(settings.served_model_names),
+                api_keys=tuple(settings.api_keys),
+                max_num_queued_reqs_per_key=settings.max_num_queued_reqs_per_key,
+            ),
+        )
+        server = HttpServer(
+            uvicorn.Config(app, http=BoundedHttpProtocol, log_level="warning", access_log=False, lifespan="off")
+        )
+        self._obey()
+        asyncio.get_running_loop().add_reader(self._child.fileno(), self._obey)
+        tasks = [asyncio.create_task(self._drain(server)), asyncio.create_task(self._tick())]
+        self._child.report(Report("ready"))
+        await server.serve(sockets=[listener])
+        for task in tasks:
+            task.cancel()
+        await engine.close()
+
+    def _obey(self) -> None:
+        for command in self._child.take_commands():
+            match command.kind:
+                case "scheduler":
+                    self._engine.connect(command.life)
+                case "drain" | "stop":
+                    self._draining.set()
+                case "engine_gone":
+                    self._engine.fail("the engine stopped")
+                    self._draining.set()
+
+    async def _drain(self, server: HttpServer) -> None:
+        await self._draining.wait()
+        self._engine.drain()
+        if not await self._engine.wait_idle(self._settings.shutdown_timeout):
+            self._engine.abort_all()
+            await self._engine.wait_idle(ABORT_GRACE)
         server.should_exit = True
 
-    def engine_died() -> None:
-        engine.fail("the engine stopped")
-        draining.set()
-
-    # Told by the supervisor, since a scheduler that was killed says nothing.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine_died)
-    drainer = asyncio.create_task(drain())
-    child.report(Report("ready"))
-    await server.serve(sockets=[listener])
-    drainer.cancel()
-    await engine.close()
+    async def _tick(self) -> None:
+        self._child.watch_progress(lambda: None)
+        while True:
+            self._child.progress()
+            await asyncio.sleep(TICK_S)
 
 
 def main() -> None:
     parser = child_parser(__doc__)
     parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--index", type=int, required=True, help="which of the engine's front ends it is, from 0")
     args = parser.parse_args()
     child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
     try:
         check_socket_directory(args.directory)
         child.report(Report("started"))
         listener = socket.socket(fileno=args.listen_fd)
+        front_end = FrontEnd(args.directory, args.index, child)
         run = asyncio.run
         with contextlib.suppress(ImportError):
             import uvloop
 
             run = uvloop.run
-        run(serve(args.directory, listener, child))
+        run(front_end.serve(listener))
     except Exception as error:
         child.fail(error)
 

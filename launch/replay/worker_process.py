@@ -22,6 +22,7 @@ from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import (
     Fault,
+    Heartbeat,
     MemoryPlan,
     ModelRunnerOutput,
     Ready,
@@ -29,7 +30,7 @@ from quire.protocol.messages import (
     SchedulerOutput,
     Shutdown,
 )
-from quire.protocol.worker_handshake import ask_configuration
+from quire.protocol.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
 
 SPIN_SECONDS = 0.0002
 """How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
@@ -79,10 +80,18 @@ class SimulatedWorker:
     """
 
     def __init__(
-        self, channel: Channel, cost: CostModel, clock: Clock, pid: int, say: Callable[[str], None], num_ranks: int = 1
+        self,
+        channel: Channel,
+        cost: CostModel,
+        clock: Clock,
+        pid: int,
+        say: Callable[[str], None],
+        calls: Calls,
+        num_ranks: int = 1,
     ) -> None:
         """``say``: takes each line that a person should see. ``num_ranks``: of the pretended machine."""
         self._channel = channel
+        self._calls = calls
         self._cost = cost
         self._say = say
         self._num_ranks = num_ranks
@@ -92,19 +101,22 @@ class SimulatedWorker:
         self._free_at = 0.0
 
     def run(self) -> None:
-        """Until the scheduler sends Shutdown.
+        """Until the scheduler sends Shutdown, or another call comes.
 
         Raises:
             ConfigError, EngineError, ProtocolError: also told to the scheduler as a Fault.
         """
         try:
-            configure = ask_configuration(self._channel, 0, self._pid)
+            configure = ask_configuration(self._channel, 0, self._pid, self._calls)
             plan = plan_pool(configure.config, configure.kv_layout, self._cost, self._num_ranks)
             more = " (more would fit)" if plan.num_blocks == MOST_BLOCKS else ""
             pool = f"{plan.num_blocks - 1} KV blocks{more}"
             self._say(f"SIMULATED, answers are nonsense; {self._cost.describe()}; {pool}")
-            self._channel.send(Ready([plan.num_blocks] * len(configure.kv_layout.groups), plan, {}))
+            num_blocks = configure.num_blocks or plan.num_blocks
+            self._channel.send(Ready([num_blocks] * len(configure.kv_layout.groups), plan, {}))
             self._steps(SimulatedRunner(configure.config))
+        except CalledAway:
+            return
         except Exception as error:
             kind = "checkpoint" if isinstance(error, ConfigError) else "error"
             self._channel.send(Fault(kind, " ".join(str(error).split()) or type(error).__name__))
@@ -112,7 +124,11 @@ class SimulatedWorker:
 
     def _steps(self, runner: SimulatedRunner) -> None:
         while True:
-            received = self._channel.receive(self._patience())
+            patience = self._patience()
+            if patience is None:
+                received = wait_for_message(self._channel, self._calls)
+            else:
+                received = self._channel.receive(patience)
             match received.message if received else None:
                 case SchedulerOutput() as step:
                     self._begin(runner, step)
@@ -120,8 +136,10 @@ class SimulatedWorker:
                     self._take_inputs(runner, inputs)
                 case Shutdown():
                     return
-                case None:
+                case None if patience is not None:
                     self._send_oldest()
+                case Heartbeat() | None:
+                    pass
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of a step")
 
@@ -191,14 +209,11 @@ def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks
 
 def main() -> None:
     parser = child_parser(__doc__)
-    parser.add_argument("--epoch", type=int, required=True)
-    parser.add_argument("--rank", type=int, required=True, help="always 0: it stands for all")
     parser.add_argument("--cost", required=True, help="as of quire replay")
     parser.add_argument("--ranks", type=int, required=True, help="tensor parallel ranks of the pretended machine")
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    child = enter_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
 
     def say(text: str) -> None:
         if not args.quiet:
@@ -218,10 +233,14 @@ def main() -> None:
         config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
         cost = parse_cost(args.cost, tensor_parallel_size=args.ranks, model=config.model)
         context = zmq.Context()
-        link = Link(SchedulerToWorker, args.epoch)
-        channel = ZmqChannel(context, zmq.PAIR, worker_address(args.directory, args.epoch, 0), link, bind=False)
-        SimulatedWorker(channel, cost, RealClock(), os.getpid(), say, args.ranks).run()
-        channel.close()
+        calls = Calls(child)
+        while (call := calls.take()) is not None:
+            link = Link(SchedulerToWorker, call.epoch)
+            address = worker_address(args.directory, call.epoch, call.rank)
+            channel = ZmqChannel(context, zmq.PAIR, address, link, bind=False)
+            channel.wake_on(calls.fileno())
+            SimulatedWorker(channel, cost, RealClock(), os.getpid(), say, calls, args.ranks).run()
+            channel.close()
         context.term()
     except Exception as error:
         child.fail(error)

@@ -86,8 +86,8 @@ def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
                 yield Tick(now=record.now)
             case RecordKind.DROPPED:
                 yield ClientDropped(now=record.now, client=record.client)
-            case RecordKind.EPOCH:
-                yield Epoch(now=record.now)
+            case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
+                yield Epoch(now=record.now, fresh=kind is RecordKind.RESTARTED)
             case RecordKind.HALVED | RecordKind.KEYFRAME:
                 pass
 

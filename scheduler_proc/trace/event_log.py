@@ -20,7 +20,7 @@ from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
 class RecordKind(enum.IntEnum):
     """CONSUMED: the scheduler took a message. PRODUCED: ``schedule()`` gave a diff. TICK: it was asked and gave none.
     DROPPED: a front end went away. EPOCH: what ran began again. HALVED: steps have half as many tokens from here on.
-    KEYFRAME: nobody lived, and this is what the Scheduler was like."""
+    KEYFRAME: nobody lived, and this is what the Scheduler was like. RESTARTED: as EPOCH, with other workers."""
 
     CONSUMED = 1
     PRODUCED = 2
@@ -29,6 +29,7 @@ class RecordKind(enum.IntEnum):
     EPOCH = 5
     HALVED = 6
     KEYFRAME = 7
+    RESTARTED = 8
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -80,8 +81,9 @@ class EventLog:
     def client_dropped(self, now: float, client: int) -> None:
         self._append(Record(RecordKind.DROPPED, now, client))
 
-    def epoch_began(self, now: float) -> None:
-        self._append(Record(RecordKind.EPOCH, now))
+    def epoch_began(self, now: float, *, fresh: bool = False) -> None:
+        """``fresh``: with other workers."""
+        self._append(Record(RecordKind.RESTARTED if fresh else RecordKind.EPOCH, now))
 
     def steps_halved(self, now: float) -> None:
         self._append(Record(RecordKind.HALVED, now))

@@ -270,7 +270,7 @@ class _Replay:
         self._foretell(line.hashes)
         if line.halved and not self.scheduler.halve_steps():
             raise Differs("halved", True, False)
-        self.scheduler.begin_epoch()
+        self.scheduler.begin_epoch(fresh=line.fresh)
         self._changed(line.now)
 
     def _changed(self, now: float) -> None:

@@ -86,14 +86,14 @@ class Journal:
         if self._recorder is not None:
             self._recorder.client_dropped(now, client)
 
-    def epoch_began(self, *, halved: bool, reason: str) -> None:
-        """``halved``: and steps have half as many tokens from here on."""
+    def epoch_began(self, *, halved: bool, fresh: bool, reason: str) -> None:
+        """``halved``: and steps have half as many tokens from here on. ``fresh``: and the workers are others."""
         now = self._clock()
         if halved:
             self.log.steps_halved(now)
-        self.log.epoch_began(now)
+        self.log.epoch_began(now, fresh=fresh)
         if self._recorder is not None:
-            self._recorder.epoch_began(now, halved=halved, reason=reason)
+            self._recorder.epoch_began(now, halved=halved, fresh=fresh, reason=reason)
 
     def before_step(self) -> None:
         """The Scheduler is about to be asked for a step."""

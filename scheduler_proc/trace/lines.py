@@ -196,10 +196,12 @@ class ClientDropped(Line, frozen=True, kw_only=True, tag="client_dropped"):
 
 
 class Epoch(Line, frozen=True, kw_only=True, tag="epoch"):
-    """What ran began again. ``halved``: steps have half as many tokens at most from here on."""
+    """What ran began again. ``halved``: steps have half as many tokens at most from here on. ``fresh``: with other
+    workers, which hold nothing."""
 
     now: float
     halved: bool = False
+    fresh: bool = False
     reason: str = ""
     hashes: list[tuple[int, bytes]] = []
 

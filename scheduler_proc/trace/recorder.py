@@ -99,9 +99,9 @@ class TraceRecorder:
         self._put((dropped_line, (now, client, self._tap.hashes.copy())))
         self._tap.clear()
 
-    def epoch_began(self, now: float, *, halved: bool = False, reason: str = "") -> None:
-        """After the Scheduler began it. ``halved``: and had its steps halved before."""
-        self._put((epoch_line, (now, halved, reason, self._tap.hashes.copy())))
+    def epoch_began(self, now: float, *, halved: bool = False, fresh: bool = False, reason: str = "") -> None:
+        """After the Scheduler began it. ``halved``: and had its steps halved before. ``fresh``: with other workers."""
+        self._put((epoch_line, (now, halved, fresh, reason, self._tap.hashes.copy())))
         self._tap.clear()
 
     def _arrival(self, now: float, client: int, event: AddRequest) -> None:
@@ -187,9 +187,10 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
                 recorder.client_dropped(record.now, record.client)
             case RecordKind.HALVED:
                 halved = scheduler.halve_steps()
-            case RecordKind.EPOCH:
-                scheduler.begin_epoch()
-                recorder.epoch_began(record.now, halved=halved)
+            case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
+                fresh = kind is RecordKind.RESTARTED
+                scheduler.begin_epoch(fresh=fresh)
+                recorder.epoch_began(record.now, halved=halved, fresh=fresh)
                 halved = False
             case RecordKind.PRODUCED | RecordKind.TICK:
                 recorder.before_step()

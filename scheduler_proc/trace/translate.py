@@ -132,8 +132,8 @@ def dropped_line(now: float, client: int, hashes: Names) -> ClientDropped:
     return ClientDropped(now=now, client=client, hashes=hashes)
 
 
-def epoch_line(now: float, halved: bool, reason: str, hashes: Names) -> Epoch:
-    return Epoch(now=now, halved=halved, reason=reason, hashes=hashes)
+def epoch_line(now: float, halved: bool, fresh: bool, reason: str, hashes: Names) -> Epoch:
+    return Epoch(now=now, halved=halved, fresh=fresh, reason=reason, hashes=hashes)
 
 
 def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes: Names) -> Result:

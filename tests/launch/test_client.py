@@ -35,7 +35,7 @@ def next_of(hub: ZmqHub) -> FromPeer:
 def test_priority_and_salt_arrive_and_a_full_queue_is_told(hub: ZmqHub, tmp_path: Path, finish: Any) -> None:
     async def talk() -> None:
         client = ZmqEngineClient(tmp_path, 64, 300)
-        await client.connect()
+        client.connect()
         hello = await asyncio.to_thread(next_of, hub)
         assert isinstance(hello.message, Hello)
         hub.send(hello.peer, EngineState("ready"))

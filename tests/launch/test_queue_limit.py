@@ -18,11 +18,12 @@ from quire.launch.http.app import make_app
 from quire.launch.http.errors import STATUS_OF_CODE
 from quire.launch.http.server import ServerSettings
 from quire.launch.prompts import Prompt
-from quire.launch.streams import Stream, StreamTable
+from quire.launch.session import Session
+from quire.launch.streams import Stream
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.messages import Abort, AddRequest, Message, Rejected, StepOutputs, Stop
+from quire.protocol.messages import Abort, AddRequest, EngineState, Hello, Message, Rejected, StepOutputs
 from quire.protocol.sampling_params import SamplingParams
 
 VOCAB_SIZE = 300
@@ -37,18 +38,19 @@ class ScheduledEngine(Driver):
     """
 
     state = "ready"
+    state_since = 0.0
 
     def __init__(self, refuse_from: int | None = None, **settings: Any) -> None:
         super().__init__(vocab_size=VOCAB_SIZE, **settings)
-        self.table = StreamTable()
         self.max_model_len = self.config.max_model_len
         self.vocab_size = VOCAB_SIZE
         self.refuse_from = refuse_from
         self.num_queue_full = 0
         self.arrivals: list[AddRequest] = []
         self.num_aborts = 0
-
-    # ---- as quire.launch.batch.BlockingEngine
+        self.session = Session(self.send, 1)
+        self.session.begin()
+        self.session.take(EngineState("ready"))
 
     def send(self, message: Message) -> None:
         if isinstance(message, AddRequest):
@@ -57,7 +59,13 @@ class ScheduledEngine(Driver):
                 self._reject(Rejected(message.request_id, "queue_full", "", "the queue is full"))
                 return
         self.num_aborts += isinstance(message, Abort)
-        self.consume(message)
+        if not isinstance(message, Hello):
+            self.consume(message)
+
+    # ---- as quire.launch.batch.BlockingEngine
+
+    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
+        return self.session.add(request, on_news)
 
     def receive(self) -> None:
         self.step()
@@ -67,9 +75,10 @@ class ScheduledEngine(Driver):
     async def add(
         self, request_id: str, prompt_token_ids: Any, params: SamplingParams, seed: int, priority: int, cache_salt: str
     ) -> "ScheduledSequence":
-        stream = self.table.add(request_id)
         tokens = np.asarray(prompt_token_ids, np.int32)
-        self.send(AddRequest(request_id, tokens, params, seed, priority=priority, cache_salt=cache_salt))
+        stream = self.session.add(
+            AddRequest(request_id, tokens, params, seed, priority=priority, cache_salt=cache_salt)
+        )
         return ScheduledSequence(self, stream)
 
     async def statistics(self) -> Any:
@@ -79,13 +88,13 @@ class ScheduledEngine(Driver):
         for _, message in self.scheduler.take_messages():
             match message:
                 case StepOutputs():
-                    self.table.apply(message)
+                    self.session.take(message)
                 case Rejected():
                     self._reject(message)
 
     def _reject(self, message: Rejected) -> None:
         self.num_queue_full += message.code == "queue_full"
-        self.table.reject(message)
+        self.session.take(message)
 
 
 class ScheduledSequence:
@@ -107,12 +116,10 @@ class ScheduledSequence:
             self._engine.step()
 
     def stop_at(self, num_output_tokens: int) -> None:
-        self._engine.send(Stop(self.request_id, num_output_tokens))
+        self._engine.session.stop_at(self._stream, num_output_tokens)
 
     def abort(self) -> None:
-        if not self._stream.over:
-            self._stream.muted = True
-            self._engine.send(Abort([self.request_id]))
+        self._engine.session.abort(self._stream)
 
 
 class TestOverHttp:

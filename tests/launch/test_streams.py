@@ -9,14 +9,19 @@ from hypothesis import strategies as st
 
 from quire.launch.engine_client import PromptLogprobTable
 from quire.launch.streams import Stream, StreamTable
-from quire.protocol.messages import Ended, EndReason, Introduced, PromptLogprobs, StepOutputs
+from quire.protocol.messages import AddRequest, Ended, EndReason, Introduced, PromptLogprobs, StepOutputs
+from quire.protocol.sampling_params import SamplingParams
 
 WIDTH = 3
 
 
+def request_of(request_id: str) -> AddRequest:
+    return AddRequest(request_id, np.array([1, 2], np.int32), SamplingParams(), 0)
+
+
 def table_of(*request_ids: str) -> tuple[StreamTable, list[Stream]]:
     table = StreamTable()
-    streams = [table.add(request_id) for request_id in request_ids]
+    streams = [table.add(request_of(request_id)) for request_id in request_ids]
     introduced = [Introduced(i, request_id, 0) for i, request_id in enumerate(request_ids)]
     table.apply(StepOutputs(introduced, None, None, []))
     return table, streams
@@ -104,7 +109,7 @@ def test_an_ending_before_the_first_token() -> None:
 def test_parts_that_come_again_and_in_any_width(data: st.DataObject) -> None:
     """A preempted request begins again, and its chunks may be cut otherwise; others may want more of the best."""
     num_prompt = data.draw(st.integers(2, 20))
-    stream, widths = Stream("a"), []
+    stream, widths = Stream(request_of("a")), []
     for _ in range(data.draw(st.integers(0, 2))):
         _place(data, stream, data.draw(st.integers(1, num_prompt - 1)), widths)
     _place(data, stream, num_prompt, widths)

@@ -11,10 +11,8 @@ import zmq
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, expected_tokens, make_config, make_request
 
-from quire.protocol.messages import EndReason, EngineState, ModelRunnerOutput, Refused, StepOutputs, Stop, Welcome
+from quire.protocol.messages import EndReason, ModelRunnerOutput, Refused, StepOutputs, Stop, Welcome
 from quire.protocol.zmq_channel import ZmqChannel
-from quire.scheduler_proc.loop import MAX_FAULTS_IN_A_ROW
-from quire.scheduler_proc.scheduler import WorkerFault
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -116,12 +114,49 @@ def test_a_step_too_large_for_the_worker_makes_steps_smaller(
     assert "steps have at most" in caplog.text
 
 
-def test_a_worker_that_is_never_right_ends_the_engine(loop: LoopUnderTest) -> None:
-    loop.spoil = lambda result: change(result, tokens=np.array([-1], np.int32), handles=np.array([0], np.int32))
-    loop.client.send(make_request("a", PROMPT, max_tokens=9))
-    seen: list[Any] = []
-    loop.until(lambda heard: bool(seen.append(heard)) or (isinstance(heard, EngineState) and heard.kind == "failed"))
-    ended = [end for message in seen if isinstance(message, StepOutputs) for end in message.ended]
-    assert [end.reason for end in ended] == [EndReason.ERROR]
-    loop.join()
-    assert isinstance(loop.failure, WorkerFault) and MAX_FAULTS_IN_A_ROW == 5
+def test_a_request_whose_workers_are_never_right_fails_alone(loop: LoopUnderTest) -> None:
+    """Whatever computes it gives nonsense: it is run alone, and then it is the one that ends."""
+
+    def spoil(result: ModelRunnerOutput) -> ModelRunnerOutput:
+        rows = [row for row in loop.fake.rows.values() if row.request_id == "poison"]
+        return change(result, tokens=np.array([-1], np.int32)) if rows else result
+
+    loop.spoil = spoil
+    loop.client.send(make_request("poison", PROMPT, max_tokens=9, ignore_eos=True))
+    loop.client.send(make_request("good", PROMPT, max_tokens=9, ignore_eos=True))
+    introduced: dict[int, str] = {}
+    ended: dict[str, tuple[int, str]] = {}
+    tokens: dict[str, list[int]] = {"good": [], "poison": []}
+
+    def heard(message: Any) -> bool:
+        if isinstance(message, StepOutputs):
+            introduced.update({i.handle: i.request_id for i in message.introduced})
+            if message.handles is not None and message.tokens is not None:
+                for handle, token in zip(message.handles.tolist(), message.tokens.tolist(), strict=True):
+                    tokens[introduced[handle]].append(token)
+            ended.update({introduced[end.handle]: (end.reason, end.detail) for end in message.ended})
+        return len(ended) == 2
+
+    loop.until(heard)
+    assert ended["good"] == (EndReason.LENGTH, "") and tokens["good"] == expected_tokens(PROMPT, 9)
+    assert ended["poison"][0] == EndReason.ERROR and ended["poison"][1].startswith("engine_fault: ")
+    assert loop.epoch == 4, "three deaths"
+
+
+def test_a_worker_that_dies_costs_no_token(loop: LoopUnderTest) -> None:
+    loop.client.send(make_request("a", PROMPT, max_tokens=30, ignore_eos=True))
+    tokens: list[int] = []
+
+    def heard_of(count: int) -> Any:
+        def heard(message: Any) -> bool:
+            if isinstance(message, StepOutputs) and message.tokens is not None:
+                tokens.extend(message.tokens.tolist())
+            return len(tokens) >= count
+
+        return heard
+
+    for count in (1, 7, 8, 29):
+        loop.until(heard_of(count))
+        loop.renew_worker()
+    loop.until(heard_of(30))
+    assert tokens == expected_tokens(PROMPT, 30)

@@ -11,9 +11,9 @@ import zmq
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, make_config, make_request
 
+from quire.protocol.child import Command
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import Abort, EngineState, ModelRunnerOutput, StepOutputs, Welcome
-from quire.scheduler_proc.scheduler import WorkerFault
+from quire.protocol.messages import Abort, ModelRunnerOutput, StepOutputs, Welcome
 from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.trace.lines import AnyLine, Arrival, End, Epoch, Event, Header, Result, StepDecision
@@ -53,8 +53,7 @@ def lines_in(path: Path) -> list[AnyLine]:
 
 
 def stop(loop: LoopUnderTest) -> None:
-    loop._loop.stop()
-    loop.client.send(Abort([]))
+    loop.child.put(Command("stop"))
     loop.join()
 
 
@@ -110,14 +109,14 @@ def test_an_engine_that_fails_leaves_a_trace_of_it(start: Start, tmp_path: Path)
     end_of(loop, 1)
     loop.spoil = lambda result: change(result, handles=np.array([77], np.int32), tokens=np.array([1], np.int32))
     loop.client.send(make_request("a", PROMPT, max_tokens=9))
-    loop.until(lambda heard: isinstance(heard, EngineState) and heard.kind == "failed")
+    end_of(loop, 1)
+    loop.child.put(Command("stop", text="the workers died too often"))
     loop.join()
-    assert isinstance(loop.failure, WorkerFault)
     (dump,) = (tmp_path / "dumps").iterdir()
     assert replay_lines(TraceReader(dump), check=True) is None
     lines = lines_in(dump)
-    assert sum(isinstance(line, Epoch) for line in lines) == 4
-    assert isinstance(lines[-1], End) and lines[-1].reason.startswith("WorkerFault: result of step")
+    assert [line.fresh for line in lines if isinstance(line, Epoch)] == [True] * 3
+    assert isinstance(lines[-1], End) and lines[-1].reason == "the workers died too often"
 
 
 def test_a_dump_can_be_asked_for_while_it_runs(start: Start, tmp_path: Path) -> None:

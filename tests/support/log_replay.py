@@ -50,8 +50,8 @@ def _replay_record(
             scheduler.consume(consumed.decode(record.frames).message, record.client)
         case RecordKind.DROPPED:
             scheduler.drop_client(record.client)
-        case RecordKind.EPOCH:
-            scheduler.begin_epoch()
+        case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
+            scheduler.begin_epoch(fresh=kind is RecordKind.RESTARTED)
         case RecordKind.HALVED:
             scheduler.halve_steps()
         case RecordKind.KEYFRAME if index == 0:

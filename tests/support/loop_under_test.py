@@ -1,25 +1,26 @@
 """The real scheduler loop in a thread, over real sockets: the test is its worker and its front ends."""
 
 import os
+import select
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 from fake_worker import FakeWorker
 from kv_event_ends import WAIT_MS
 
 from quire.protocol.channel import Link
-from quire.protocol.child import Child
+from quire.protocol.child import Child, Command, Report
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import QuireError
 from quire.protocol.messages import (
     PROTOCOL_VERSION,
     Configure,
-    Control,
-    FrontEndToScheduler,
     Hello,
     MemoryPlan,
     ModelRunnerOutput,
@@ -30,11 +31,10 @@ from quire.protocol.messages import (
     SchedulerToFrontEnd,
     SchedulerToWorker,
     Shutdown,
-    WorkerToScheduler,
 )
-from quire.protocol.zmq_channel import ZmqChannel, ZmqHub, frontend_address, worker_address
+from quire.protocol.zmq_channel import ZmqChannel, frontend_address, worker_address
 from quire.scheduler_proc.loop import SchedulerLoop
-from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.sockets import Sockets
 from quire.scheduler_proc.trace.event_log import EventLog
 
 
@@ -51,24 +51,19 @@ class LoopUnderTest:
 
     def __init__(self, context: "zmq.Context[Any]", folder: Path, config: EngineConfig) -> None:
         self.status, status = os.pipe()
-        hub = ZmqHub(context, frontend_address(folder), FrontEndToScheduler)
-        address = worker_address(folder, FIRST_EPOCH, 0)
-        far = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, FIRST_EPOCH), bind=True)
-        self.worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, FIRST_EPOCH), bind=False)
-        self.client = ZmqChannel(context, zmq.DEALER, frontend_address(folder), Link(SchedulerToFrontEnd), bind=False)
-        self.config = config
-        self._loop = SchedulerLoop(config, hub, [far], Child(status))
-        self.fake = FakeWorker(
-            33,
-            config.block_size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.model.vocab_size,
-            num_speculative_tokens=config.num_speculative_tokens,
-        )
-        self._sockets = [hub, far, self.worker, self.client]
-        self._fds = [self.status, status]
+        os.set_blocking(self.status, False)
+        self._reports = b""
         self._context, self._folder = context, folder
+        self.child = Child(status)
+        self._doors = Sockets(folder, 1, 1)
+        self.epoch = FIRST_EPOCH
+        self.config = config
+        self.worker = self._connect()
+        self.client = ZmqChannel(context, zmq.DEALER, frontend_address(folder), Link(SchedulerToFrontEnd), bind=False)
+        self._loop = SchedulerLoop(config, self._doors, self.child)
+        self.fake = self._make_worker()
+        self._sockets = [self.worker, self.client]
+        self._fds = [self.status, status]
         self.spoil: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda result: result
         self.propose: Callable[[SchedulerOutput], Proposed] = no_drafts
         self.inputs: list[SampleInputs | None] = []
@@ -81,13 +76,52 @@ class LoopUnderTest:
         """Of the loop: to be looked at while it is idle."""
         return self._loop._journal.log
 
+    def _connect(self) -> ZmqChannel:
+        address = worker_address(self._folder, self.epoch, 0)
+        return ZmqChannel(self._context, zmq.PAIR, address, Link(SchedulerToWorker, self.epoch), bind=False)
+
+    def _make_worker(self) -> FakeWorker:
+        config = self.config
+        return FakeWorker(
+            33,
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.model.vocab_size,
+            num_speculative_tokens=config.num_speculative_tokens,
+        )
+
     def handshake(self) -> None:
-        for channel, role in ((self.worker, "worker"), (self.client, "frontend")):
-            channel.send(Hello(PROTOCOL_VERSION, role, 0, 1))
-        while not isinstance(self._next(self.worker), Configure):
+        self.client.send(Hello(PROTOCOL_VERSION, "frontend", 0, 1))
+        self._introduce_worker()
+        while not any(report.event == "ready" for report in self._take_reports()):
+            select.select([self.status], [], [], WAIT_MS / 1000)
+
+    def _introduce_worker(self) -> None:
+        self.worker.send(Hello(PROTOCOL_VERSION, "worker", 0, 1))
+        while not isinstance(configure := self._next(self.worker), Configure):
             pass
+        self.fake.step, self.fake.first_of_epoch = configure.last_step, configure.last_step + 1
         self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}))
-        os.read(self.status, 1)
+
+    def _take_reports(self) -> list[Report]:
+        try:
+            self._reports += os.read(self.status, 65536)
+        except BlockingIOError:
+            return []
+        *lines, self._reports = self._reports.split(b"\n")
+        return [msgspec.json.decode(line, type=Report) for line in lines]
+
+    def renew_worker(self, reason: str = "it was killed") -> None:
+        """As the supervisor does when a worker is gone: another one, under the next epoch."""
+        self.epoch += 1
+        self.child.put(Command("epoch", epoch=self.epoch, text=reason))
+        self.worker.close()
+        self.worker = self._connect()
+        self._sockets.append(self.worker)
+        forced, self.fake = self.fake.forced, self._make_worker()
+        self.fake.forced = forced
+        self._introduce_worker()
 
     def another_client(self) -> ZmqChannel:
         """One more front end, which has said hello."""
@@ -101,10 +135,13 @@ class LoopUnderTest:
     def until(self, wanted: Callable[[Any], bool], client: ZmqChannel | None = None) -> None:
         """Work until a front end, the first one if not told, hears what is wanted."""
         while True:
+            if any(r.event == "group_failed" and r.epoch == self.epoch for r in self._take_reports()):
+                self.renew_worker()
             step = self.worker.receive()
             if step is not None and isinstance(step.message, SchedulerOutput):
                 self._work(step.message)
             heard = (client or self.client).receive(0.005)
+            assert heard is not None or self._thread.is_alive(), "the loop has ended"
             if heard is not None and wanted(heard.message):
                 return
 
@@ -123,8 +160,7 @@ class LoopUnderTest:
             self.worker.send(self.spoil(self.fake.execute(step)))
 
     def stop(self) -> None:
-        self._loop.stop()
-        self.client.send(Control("statistics"))
+        self.child.put(Command("stop"))
         while not isinstance(self._next(self.worker), Shutdown):
             pass
         self.close()
@@ -139,14 +175,18 @@ class LoopUnderTest:
         self.join()
         for socket in self._sockets:
             socket.close()
+        self._doors.close()
+        self.child.close()
         for fd in self._fds:
             os.close(fd)
 
     def _run(self) -> None:
         try:
             self._loop.run()
-        except (QuireError, WorkerFault) as error:
+        except Exception as error:
             self.failure = error
+            if not isinstance(error, QuireError):
+                traceback.print_exc()
 
     def _next(self, channel: ZmqChannel) -> Any:
         received = channel.receive(WAIT_MS / 1000)

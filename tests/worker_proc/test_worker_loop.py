@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_child import no_calls
 from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
 
 from quire.protocol.channel import Channel, memory_pair
@@ -56,7 +57,8 @@ class Script(Channel):
 def run(*steps: Any) -> list[Any]:
     """All messages in the order in which they came and went, from the first step on."""
     script = Script([Configure(FIRST_EPOCH, kv_layout(MODEL, 4, "float32"), CONFIG), *steps])
-    WorkerLoop(script, 0, 1, lambda config: Alone(), lambda text: None, progress=False).run()
+    with no_calls() as calls:
+        WorkerLoop(calls, 1, lambda text: None, progress=False).serve(script, 0, lambda config: Alone())
     assert isinstance(script.seen[0], Hello) and isinstance(script.seen[2], Ready)
     return script.seen[3:]
 

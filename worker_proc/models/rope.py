@@ -74,9 +74,11 @@ def rope_table(rope: RopeConfig, head_dim: int, max_position: int, device: torch
     The sines of the first half are negated, so that ``rotate`` needs no negation of its own. Yarn's and longrope's
     attention factor is in both.
     """
-    positions = torch.arange(max_position, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim, max_position).to(device))
-    table = torch.empty(2, max_position, 2 * angles.shape[1], dtype=torch.float32, device=device)
+    frequencies = inverse_frequencies(rope, head_dim, max_position)
+    table = torch.empty(2, max_position, 2 * len(frequencies), dtype=torch.float32, device=device)
+    if table.is_meta:  # arange and outer would import torch's compiler there, which takes seconds
+        return table
+    angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device=device), frequencies.to(device))
     cos, sin = angles.cos(), angles.sin()
     torch.cat((cos, cos), -1, out=table[0])
     torch.cat((-sin, sin), -1, out=table[1])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_child import no_calls
 from scheduler_driver import make_config, make_layout, make_request
 
 from quire.launch.replay.cost import ConstantCost, StepShape
@@ -96,7 +97,8 @@ def run(*told: tuple[float, Any], config: EngineConfig = CONFIG) -> list[tuple[f
     script = Script(
         [(0.0, Welcome(1, "")), (0.0, Configure(1, make_layout(config), config)), *told, (100.0, Shutdown())]
     )
-    SimulatedWorker(script, PerToken(), script, 1, lambda text: None).run()
+    with no_calls() as calls:
+        SimulatedWorker(script, PerToken(), script, 1, lambda text: None, calls).run()
     assert isinstance(script.sent[0][1], Hello) and isinstance(script.sent[1][1], Ready)
     return script.sent[2:]
 
@@ -152,7 +154,8 @@ class TestHandshake:
     def test_ready_says_the_pool(self) -> None:
         script = Script([(0.0, Configure(1, make_layout(CONFIG), CONFIG)), (0.0, Shutdown())])
         heard: list[str] = []
-        SimulatedWorker(script, ConstantCost(2.5), script, 1, heard.append).run()
+        with no_calls() as calls:
+            SimulatedWorker(script, ConstantCost(2.5), script, 1, heard.append, calls).run()
         ready = script.sent[1][1]
         assert (ready.num_blocks, ready.plan.device, ready.plan.block_size) == ([33], "simulated", 4)
         assert "nonsense" in heard[0] and "2.5 ms" in heard[0] and "32 KV blocks" in heard[0]
@@ -162,8 +165,8 @@ class TestHandshake:
     )
     def test_anything_else_is_a_fault(self, message: Any, text: str) -> None:
         script = Script([(0.0, message)])
-        with pytest.raises(EngineError, match=text):
-            SimulatedWorker(script, PerToken(), script, 1, lambda text: None).run()
+        with pytest.raises(EngineError, match=text), no_calls() as calls:
+            SimulatedWorker(script, PerToken(), script, 1, lambda text: None, calls).run()
         fault = script.sent[-1][1]
         assert isinstance(fault, Fault) and text in fault.text
 

@@ -1,0 +1,206 @@
+"""Streamed answers as a client gets them, byte for byte: over a plain socket, so that its number says whose it was."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+PROMPTS = (
+    "Once upon a time",
+    "The little dog ran",
+    "Tom and his sister found a box",
+    "One day, a girl named Lily",
+    "It was a cold night, and the moon",
+    "Where is the big red ball? It",
+    "A bird sat on the old tree. The bird",
+    "The end of the story is",
+)
+PATTERN = "(red|blue|green)( (cat|dog|bird)){20}"
+"""Of an answer whose grammar must outlive its workers: long enough to be cut in two."""
+GOOD_ENDINGS = ("stop", "length")
+CONNECT_S = 30.0
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    index: int = 0
+    text: str = ""
+    delta: Delta | None = None
+    logprobs: Any = None
+    finish_reason: str | None = None
+
+
+class Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class Event(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+class Told(msgspec.Struct):
+    """One choice of an answer, put together from its pieces."""
+
+    text: str = ""
+    tokens: list[str] = []
+    logprobs: list[float | None] = []
+    offsets: list[int] = []
+    finish_reason: str | None = None
+
+    def take(self, choice: Choice) -> None:
+        self.text += choice.text or (choice.delta.content or "" if choice.delta is not None else "")
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        if choice.logprobs and "tokens" in choice.logprobs:
+            self.tokens += choice.logprobs["tokens"]
+            self.logprobs += choice.logprobs["token_logprobs"]
+            self.offsets += choice.logprobs["text_offset"]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request brought. ``error``: why it is not whole, in words.
+
+    Attributes:
+        port: the client's own, of its connection; 0 before there was one.
+    """
+
+    choices: dict[int, Told] = field(default_factory=dict)
+    num_tokens: int = 0
+    error: str = ""
+    port: int = 0
+
+    def same_as(self, other: "Answer") -> bool:
+        return self.choices == other.choices and self.num_tokens == other.num_tokens
+
+    def contradiction(self) -> str:
+        """What in it cannot be, whatever the model says: a token that is missing, came twice or was changed later."""
+        for told in self.choices.values():
+            at = 0
+            for token, offset in zip(told.tokens, told.offsets, strict=True):
+                if offset != at:
+                    return f"a token begins at character {offset} and not at {at}"
+                at += len(token)
+            if told.tokens and "".join(told.tokens) != told.text:
+                return "the tokens are not the text"
+        counted = sum(len(told.tokens) for told in self.choices.values())
+        if counted and counted != self.num_tokens:
+            return f"{counted} tokens came, {self.num_tokens} are counted"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that has one answer, whenever and beside whomever it is made."""
+
+    path: str
+    body: Mapping[str, Any]
+
+    def encoded(self) -> bytes:
+        body = msgspec.json.encode({**self.body, "stream": True, "stream_options": {"include_usage": True}})
+        head = f"POST {self.path} HTTP/1.1\r\nHost: quire\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+
+def make_asks(count: int, seed: int, longest: int = 400) -> list[Ask]:
+    """Requests of all kinds by turns: greedy and sampled, with logprobs, penalties, a grammar, several answers, chat.
+
+    Args:
+        longest: most tokens of one answer.
+    """
+    draw = random.Random(seed)
+    kinds: Sequence[dict[str, Any]] = (
+        {"temperature": 0.0, "ignore_eos": True},
+        {"temperature": 0.8, "ignore_eos": True},
+        {"temperature": 1.0, "ignore_eos": True, "logprobs": 2, "skip_special_tokens": False},
+        {"temperature": 0.0, "ignore_eos": True, "logprobs": 1, "skip_special_tokens": False},
+        {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "ignore_eos": True},
+        {"temperature": 0.7, "n": 2, "ignore_eos": True},
+        {"temperature": 0.7, "stop": ["!", "xyz", "and then"]},
+        {"temperature": 0.5, "structured_outputs": {"regex": PATTERN}},
+        {"temperature": 0.6, "messages": True, "ignore_eos": True},
+    )
+    asks = []
+    for number in range(count):
+        kind = dict(kinds[number % len(kinds)])
+        prompt = " ".join(draw.choices(PROMPTS, k=draw.randint(1, 6)))
+        body = {"max_tokens": draw.randint(longest // 8, longest), "seed": draw.randrange(2**31), **kind}
+        if body.pop("messages", False):
+            asks.append(Ask("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": prompt}]}))
+        else:
+            asks.append(Ask("/v1/completions", {**body, "prompt": prompt}))
+    return asks
+
+
+async def stream(port: int, ask: Ask, on_piece: Callable[[Answer], None] = lambda answer: None) -> Answer:
+    """Make a request and take all of its answer in. Never raises for what the server does: that is the result.
+
+    ``on_piece`` is called with what has come so far, for each piece.
+    """
+    answer = Answer()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except (OSError, TimeoutError) as error:
+        answer.error = f"no connection: {type(error).__name__}"
+        return answer
+    answer.port = writer.get_extra_info("sockname")[1]
+    try:
+        writer.write(ask.encoded())
+        answer.error = await _take(reader, answer, on_piece)
+    except (OSError, asyncio.IncompleteReadError, ValueError, IndexError) as error:
+        answer.error = f"cut off: {type(error).__name__}"
+    finally:
+        writer.close()
+    return answer
+
+
+async def _take(reader: asyncio.StreamReader, answer: Answer, on_piece: Callable[[Answer], None]) -> str:
+    status = int((await reader.readline()).split()[1])
+    while (await reader.readline()).strip():
+        pass
+    if status != 200:
+        return f"status {status}: {(await reader.read()).decode(errors='replace')}"
+    decoder = msgspec.json.Decoder(Event)
+    async for data in _events(reader):
+        if data == b"[DONE]":
+            endings = [told.finish_reason for told in answer.choices.values()]
+            return "" if endings and all(e in GOOD_ENDINGS for e in endings) else f"ended with {endings}"
+        event = decoder.decode(data)
+        if event.error is not None:
+            return f"error event: {event.error}"
+        if event.usage is not None:
+            answer.num_tokens = event.usage.completion_tokens
+        for choice in event.choices:
+            answer.choices.setdefault(choice.index, Told()).take(choice)
+        if event.choices:
+            on_piece(answer)
+    return "the stream ended without [DONE]"
+
+
+async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each event of a chunked body."""
+    rest = b""
+    while size := int(await reader.readline(), 16):
+        *events, rest = (rest + await reader.readexactly(size)).split(b"\n\n")
+        await reader.readexactly(2)
+        for event in events:
+            yield event.removeprefix(b"data: ")
+
+
+async def get(port: int, path: str) -> tuple[int, str]:
+    """(status, body) of a GET."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        return int(head.split()[1]), body.decode(errors="replace")
+    finally:
+        writer.close()

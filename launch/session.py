@@ -1,0 +1,180 @@
+"""One front end's side of its link to the scheduler, without any I/O: what to send, what came, what to send again.
+
+The scheduler may die and be started again, and a message may be damaged on its way. Then the link begins anew, and
+every answer in flight is submitted once more, with the tokens that its client has got already: the scheduler goes on
+behind them. Whoever reads a stream notices a pause, and nothing else.
+"""
+
+import time
+from collections.abc import Callable
+
+from quire.launch.streams import Stream, StreamTable
+from quire.protocol.codec import ProtocolError
+from quire.protocol.errors import EngineError
+from quire.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AddRequest,
+    EngineState,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    Rejected,
+    Statistics,
+    StepOutputs,
+    Stop,
+    Welcome,
+)
+
+MAX_REFUSALS = 5
+"""Links in a row that the scheduler cut before it welcomed us, after which it will never have us."""
+
+
+class Session:
+    """What one front end knows of the engine. Owns the table of streams.
+
+    Attributes:
+        state: loading, ready, recovering, draining or failed.
+        since: when that state began, in seconds of ``clock``.
+        detail: why, when it failed.
+        life: which link this is; grows with each new one.
+    """
+
+    def __init__(
+        self, post: Callable[[Message], None], pid: int, index: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``post``: sends a message over the present link, in order, and does not wait."""
+        self._post = post
+        self._pid, self._index = pid, index
+        self._clock = clock
+        self.state, self.detail, self.since = "loading", "", clock()
+        self.table = StreamTable()
+        self.life = 0
+        self._accepts = False
+        self._welcomed = False
+        self._num_refusals = 0
+
+    # ---- the link
+
+    def begin(self) -> None:
+        """There is a new link, on which nothing was said yet."""
+        self.life += 1
+        self._accepts = self._welcomed = False
+        self.table.forget_handles()
+        for stream in self.table.streams:
+            if stream.muted:  # the engine that should have ended it is gone
+                self.table.drop(stream)
+        if self.state == "ready":
+            self.become("recovering")
+        self._post(Hello(PROTOCOL_VERSION, "frontend", self._index, self._pid))
+
+    def beat(self) -> None:
+        """To be called every second or so, welcomed or not: the answer, or that the link is cut, shows what was lost."""
+        if self.life:
+            self._post(Heartbeat(self._clock()))
+
+    def take(self, message: Message | ProtocolError) -> bool:
+        """What came. False: the link is broken, or was cut; the caller makes a new one and calls ``begin``."""
+        match message:
+            case StepOutputs():
+                return self._take_outputs(message)
+            case Rejected():
+                self.table.reject(message)
+            case Statistics() | Heartbeat():
+                pass  # whoever asked for it looks at it
+            case Welcome():
+                self._welcomed, self._num_refusals = True, 0
+            case EngineState(kind="failed", detail=detail):
+                self.fail(detail)
+            case EngineState():
+                self._take_state(message.kind)
+            case Refused(reason=reason):
+                return self._refused(reason)
+            case _:
+                return False
+        return True
+
+    def _take_outputs(self, message: StepOutputs) -> bool:
+        try:
+            self.table.apply(message)
+        except (KeyError, ValueError):  # of a request or a handle that this side does not know
+            return False
+        return True
+
+    def _take_state(self, kind: str) -> None:
+        if kind == "ready" and not self._accepts:
+            self._accepts = True
+            for stream in self.table.streams:
+                self._submit(stream)
+        if self.state not in ("draining", "failed"):
+            self.become(kind)
+
+    def _refused(self, reason: str) -> bool:
+        self._num_refusals += not self._welcomed
+        if self._num_refusals == MAX_REFUSALS:
+            self.fail(reason)
+            return True
+        return False
+
+    # ---- requests
+
+    def add(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> Stream:
+        """Submit it now, or as soon as the engine takes requests.
+
+        Raises:
+            InvalidRequest: its id is in use.
+            EngineError: the engine has failed.
+        """
+        self.require_alive()
+        stream = self.table.add(request, on_news)
+        if self._accepts:
+            self._submit(stream)
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        """Nobody waits for the rest."""
+        self._end(stream, Abort([stream.request_id]))
+
+    def stop_at(self, stream: Stream, num_output_tokens: int) -> None:
+        """It ends with that many tokens."""
+        self._end(stream, Stop(stream.request_id, num_output_tokens))
+
+    def abort_all(self) -> None:
+        """End every answer in flight; each reader sees its ending."""
+        sent = [stream.request_id for stream in self.table.streams if stream.life == self.life]
+        if sent:
+            self._post(Abort(sent))
+        for stream in self.table.streams:
+            if stream.life != self.life:
+                self.table.end_aborted(stream)
+
+    def _end(self, stream: Stream, message: Message) -> None:
+        if not stream.over and not stream.muted:
+            if stream.life == self.life:
+                self._post(message)
+            else:
+                self.table.drop(stream)
+        stream.muted = True
+
+    def _submit(self, stream: Stream) -> None:
+        request = stream.submission()
+        stream.life = self.life
+        self._post(request)
+
+    # ---- states
+
+    def become(self, state: str) -> None:
+        if state != self.state:
+            self.state, self.since = state, self._clock()
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone for good: every stream ends with that."""
+        self.become("failed")
+        self.detail = reason
+        self._accepts = False
+        self.table.fail(reason)
+
+    def require_alive(self) -> None:
+        if self.state == "failed":
+            raise EngineError(self.detail)

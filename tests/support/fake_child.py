@@ -1,0 +1,27 @@
+"""A child process' pipes, without a supervisor at the other end."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quire.protocol.child import Child
+from quire.protocol.worker_handshake import Calls
+
+
+@contextmanager
+def lone_child() -> Iterator[Child]:
+    """What it reports is heard by nobody; it is told what the test ``put``s."""
+    fd = os.open(os.devnull, os.O_WRONLY)
+    child = Child(fd)
+    try:
+        yield child
+    finally:
+        child.close()
+        os.close(fd)
+
+
+@contextmanager
+def no_calls() -> Iterator[Calls]:
+    """Nobody calls the worker away."""
+    with lone_child() as child:
+        yield Calls(child)
