@@ -7,6 +7,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,8 +28,8 @@ HONEST_KEY, HOSTILE_KEY = "honest", "hostile"
 OUTPUT_LEN = 24
 NUM_PREFIXES = 4
 PREFIX_LEN = 64
-HEAD_START_S = 1.5
-"""The attack has taken what it can get when the honest clients come."""
+HEAD_START_TOKENS, HEAD_START_S = 20_000, 10.0
+"""The attack has taken what it can get when the honest clients come: so many tokens, or for so long."""
 LOOK_EVERY_S = 0.25
 MIB = 2**20
 MOST = 0.1
@@ -111,7 +112,7 @@ async def _load(target: Target, name: str, args: argparse.Namespace) -> Round:
     if attack is not None:
         hostile = replace(target, api_key=HOSTILE_KEY)
         others.append(asyncio.create_task(attack(hostile, random.Random(args.seed), made.hostile)))
-        await asyncio.sleep(HEAD_START_S)
+        await _head_start(target)
     try:
         await _honest(target, args, made)
     finally:
@@ -120,6 +121,15 @@ async def _load(target: Target, name: str, args: argparse.Namespace) -> Round:
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*others, return_exceptions=True)
     return made
+
+
+async def _head_start(target: Target) -> None:
+    deadline = time.monotonic() + HEAD_START_S
+    while time.monotonic() < deadline:
+        await asyncio.sleep(LOOK_EVERY_S)
+        seen = await asyncio.to_thread(target.metrics)
+        if seen["prompt_tokens_total"] + seen["generation_tokens_total"] >= HEAD_START_TOKENS:
+            return
 
 
 async def _watch(target: Target, made: Round) -> None:
