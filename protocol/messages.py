@@ -135,6 +135,7 @@ class OpaqueRequest(Message, frozen=True, tag=14):
     priority: int = 0
     arrival: float = 0.0
     num_output_tokens: int = 0
+    tenant: int = 0
 
 
 class Hold(Message, frozen=True, tag=15):
