@@ -70,7 +70,7 @@ class Session:
         self._post(Hello(PROTOCOL_VERSION, "frontend", self._index, self._pid))
 
     def beat(self) -> None:
-        """To be called every second or so, welcomed or not: the answer, or that the link is cut, shows what was lost."""
+        """To be called every second or so, welcomed or not: the answer, or a cut link, shows what was lost."""
         if self.life:
             self._post(Heartbeat(self._clock()))
 

@@ -57,6 +57,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_prefill_share: most of ``max_num_batched_tokens`` that prefill may take of a step in which others decode.
         scheduling_policy: fcfs, or priority (the lowest number first, then the earliest arrival).
         max_num_queued_reqs: most requests that wait; further ones are refused. 0 for no such limit.
+        fair_admission: tenants take turns in the queue, and share rows, blocks and what the cache keeps.
+        num_tenants: API keys that requests come with; with fewer than two the cache keeps no account of them.
+        isolate_prefix_cache_by_key: no tenant finds what another one's requests left in the prefix cache.
         reserve_full_sequence: admit a request only when the pool has room for all that it may grow to.
         watermark: share of the pool that admission leaves free.
         prefix_caching_hash_algo: sha256 or xxh3_128.
@@ -101,6 +104,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_prefill_share: float = 0.5
     scheduling_policy: str = "fcfs"
     max_num_queued_reqs: int = 0
+    fair_admission: bool = True
+    num_tenants: int = 0
+    isolate_prefix_cache_by_key: bool = False
     reserve_full_sequence: bool = False
     watermark: float = 0.0
     prefix_caching_hash_algo: str = "sha256"

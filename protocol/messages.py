@@ -65,8 +65,9 @@ class Refused(Message, frozen=True, tag=3):
 
 
 class Heartbeat(Message, frozen=True, tag=4):
-    """From whoever only waits, every second or so; the scheduler says the same back. A message that was lost, and behind
-    which there is no other, shows as a gap before it, on either way.
+    """From whoever only waits, every second or so; the scheduler says the same back.
+
+    A message that was lost, and behind which there is no other, shows as a gap before it, on either way.
     """
 
     now: float
@@ -135,6 +136,7 @@ class OpaqueRequest(Message, frozen=True, tag=14):
     priority: int = 0
     arrival: float = 0.0
     num_output_tokens: int = 0
+    tenant: int = 0
 
 
 class Hold(Message, frozen=True, tag=15):

@@ -39,12 +39,15 @@ def admit(
     tokens: Tokens | OpaqueTokens
     if not math.isfinite(event.arrival):  # who waits is put in order by it, and nothing is before or after NaN
         raise Refusal("invalid_value", "arrival", "arrival must be a finite number")
+    if not 0 <= event.tenant < 2**31:
+        raise Refusal("invalid_value", "tenant", "tenant must be from 0 to 2147483647")
     if not -(2**31) <= event.priority < 2**31:
         raise Refusal("invalid_value", "priority", f"priority must be from {-(2**31)} to {2**31 - 1}")
     if isinstance(event, AddRequest):
         _check_add_request(event, config, kv)
         num_prompt_tokens = len(event.prompt_token_ids)
-        names = hasher.chain(event.cache_salt) if config.enable_prefix_caching else None
+        owner = event.tenant if config.isolate_prefix_cache_by_key else 0
+        names = hasher.chain(event.cache_salt, tenant=owner) if config.enable_prefix_caching else None
         tokens = Tokens(_known_tokens(event), names)
     else:
         _check_opaque_request(event, config, kv)
@@ -68,6 +71,7 @@ def admit(
         max_total_tokens=limit,
         priority=event.priority,
         arrival=event.arrival,
+        tenant=event.tenant if config.fair_admission else 0,
     )
     request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
     if sampling.repetition_detection is not None and isinstance(event, AddRequest):

@@ -15,6 +15,7 @@ from quire.scheduler_proc.request_table import RequestTable
 from quire.scheduler_proc.statistics import Counters, DecisionLog
 from quire.scheduler_proc.step import Share, StepPlan
 from quire.scheduler_proc.suspects import Suspects
+from quire.scheduler_proc.tenants import TenantShares
 from quire.scheduler_proc.trace.tap import Hit, Tap
 
 _by_order = attrgetter("order")
@@ -52,6 +53,7 @@ class Planner:
         self.cruise = table.cruise
         self.kv = kv
         self.steady = SteadyBlocks(layout, kv)
+        self.tenants = TenantShares(table, kv)
         self._drafting = drafting
         self._decisions = decisions
         self._stats = stats
@@ -71,10 +73,14 @@ class Planner:
             pause: not empty: nobody is let in.
         """
         plan = StepPlan(step, self.config.max_num_batched_tokens)
+        # Whoever waits may put out somebody who has a share, so that no share is certain before the end.
+        can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
         self._schedule_running(plan)
+        if not can_claim:
+            self._cache_shares(plan)
         if self.table.waiting:
             self._schedule_waiting(plan, pause)
-        if self.config.scheduling_policy != "fcfs":  # whoever waits may have put out somebody who had a share
+        if can_claim:
             self._cache_shares(plan)
         return plan
 
@@ -100,8 +106,6 @@ class Planner:
                 self._bound_prefill(plan)
             for request in prefills:
                 self._share_prefill(plan, request)
-        if self.config.scheduling_policy == "fcfs":
-            self._cache_shares(plan)
         self._note_evictions(plan, evicted, None)
 
     def _serve_due(self, plan: StepPlan) -> None:
@@ -190,7 +194,8 @@ class Planner:
             if share.num_drafts:
                 share.num_tokens, share.num_drafts = share.num_tokens - share.num_drafts, 0
                 continue
-            self._preempt(self._victim(), plan, request)
+            victim, reason = self._victim()
+            self._preempt(victim, plan, request, reason)
 
     def _lookahead(self, request: Request, end: int) -> int:
         """Slots for drafts after ``end``: none where the request never comes, or the last blocks could not be used."""
@@ -227,7 +232,7 @@ class Planner:
         """It may be what ends the workers: it runs with nobody beside it, until it has got a token."""
         if suspect in self.table.waiting:
             for other in list(self.table.running.values()):
-                self._preempt(other, plan, suspect)
+                self._preempt(other, plan, suspect, PreemptReason.SUSPECT)
             reason = WaitReason.PAUSED if pause else self._admit(plan, suspect, has_the_pool=True)
             if reason is not None:
                 self._waits_for(plan, suspect, reason)
@@ -246,6 +251,7 @@ class Planner:
             request.num_in_flight,
             self.kv.pool.num_changes,
             len(self.table.running),
+            self.table.num_tenants,
             plan.budget,
             plan.prefill_budget,
             len(plan.preempted),
@@ -267,7 +273,7 @@ class Planner:
         while plan.budget <= 0 or plan.prefill_budget <= 0:
             if not self._make_way_for_tokens(plan, request):
                 return WaitReason.TOKEN_BUDGET if plan.budget <= 0 else WaitReason.PREFILL_SHARE
-        if len(self.table.running) >= self.config.max_num_seqs and not self._make_way(plan, request):
+        if len(self.table.running) >= self.config.max_num_seqs and not self._make_way_for_a_row(plan, request):
             return WaitReason.MAX_NUM_SEQS
         hits, num_hit_tokens = self.kv.get_computed_blocks(request)
         missing = request.num_tokens - num_hit_tokens
@@ -279,7 +285,7 @@ class Planner:
         num_tokens = self.kv.aligned_chunk(request, num_hit_tokens, most)
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
-            if not self._make_way(plan, request):
+            if not self._make_way_for_blocks(plan, request):
                 return reason
         self._note_evictions(plan, evicted, request)
         self.table.begin_to_run(request)
@@ -288,6 +294,7 @@ class Planner:
             request.num_cached_tokens = num_hit_tokens
             self._stats.prefix_cache_queries += request.num_tokens
             self._stats.prefix_cache_hit_tokens += num_hit_tokens
+            self.table.waiting.charge(request.tenant, missing)
         if self.tap is not None:
             told = (request.handle, request.request_id, num_hit_tokens, request.num_prompt_tokens, request.num_tokens)
             self.tap.hits.append(Hit(*told))
@@ -335,29 +342,61 @@ class Planner:
         victim = max(candidates, key=self.table.waiting.key)
         if victim.priority <= request.priority:
             return False
-        self._preempt(victim, plan, request)
+        self._preempt(victim, plan, request, PreemptReason.LOWEST_PRIORITY)
         return True
 
     def _make_way_for_tokens(self, plan: StepPlan, request: Request) -> bool:
         """The same, among those whose prefill takes tokens of this step."""
         return self._make_way(plan, request, [s.request for s in plan.shares.values() if s.is_prefill])
 
-    def _victim(self) -> Request:
-        """FCFS: the last admitted, so that the oldest always gets on. Priority: the worst, among equals the latest."""
-        if self.config.scheduling_policy == "fcfs":
-            return next(reversed(self.table.running.values()))
-        return max(self.table.running.values(), key=self.table.waiting.key)
+    def _make_way_for_a_row(self, plan: StepPlan, request: Request) -> bool:
+        """The same; and whose tenant has fewer rows than its share, may have one of a tenant that has more."""
+        return self._make_way(plan, request) or self._claim(
+            plan, request, self.tenants.can_claim_row(request, self.config)
+        )
 
-    def _preempt(self, victim: Request, plan: StepPlan, beneficiary: Request) -> None:
-        """Take the victim's blocks; it waits in its old place and computes everything again, hits aside."""
+    def _make_way_for_blocks(self, plan: StepPlan, request: Request) -> bool:
+        """The same for blocks."""
+        if self._make_way(plan, request):
+            return True
+        num_blocks = self.kv.num_blocks_for(request.num_tokens)
+        return self._claim(plan, request, self.tenants.can_claim_blocks(request, num_blocks))
+
+    def _claim(self, plan: StepPlan, request: Request, victim: Request | None) -> bool:
+        if victim is None:
+            return False
+        self._preempt(victim, plan, request, PreemptReason.OVER_SHARE)
+        return True
+
+    def _victim(self) -> tuple[Request, PreemptReason]:
+        """FCFS: the last admitted, so that the oldest always gets on. Priority: the worst, among equals the latest.
+
+        Of several tenants the one with the most blocks gives way, but nobody's only request for another tenant's: the
+        oldest of all gets on.
+        """
+        running, key = self.table.running.values(), self.table.waiting.key
+        fcfs = self.config.scheduling_policy == "fcfs"
+        last = next(reversed(running)) if fcfs else max(running, key=key)
+        if len(self.table.rows) > 1:
+            equals = running if fcfs else sorted((r for r in running if r.priority == last.priority), key=key)
+            heaviest = self.tenants.heaviest(equals)
+            if heaviest is not None and heaviest is not last:
+                return heaviest, PreemptReason.OVER_SHARE
+        return last, PreemptReason.YOUNGEST if fcfs else PreemptReason.LOWEST_PRIORITY
+
+    def _preempt(self, victim: Request, plan: StepPlan, beneficiary: Request, reason: PreemptReason) -> None:
+        """Take the victim's blocks; it waits in its old place and computes everything again, hits aside.
+
+        One that was over its tenant's share keeps no place, or it would stand before those it had to give way to.
+        """
         plan.take_back(victim)
         plan.preempted.append(victim)
-        reason = PreemptReason.ITSELF
         if beneficiary is self._suspects.alone:
             reason = PreemptReason.SUSPECT
-        elif victim is not beneficiary:
-            fcfs = self.config.scheduling_policy == "fcfs"
-            reason = PreemptReason.YOUNGEST if fcfs else PreemptReason.LOWEST_PRIORITY
+        elif victim is beneficiary:
+            reason = PreemptReason.ITSELF
+        if reason is PreemptReason.OVER_SHARE:
+            victim.turn = -1
         self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, beneficiary.request_id))
         self.table.put_out(victim)
         self.kv.free(victim)

@@ -34,6 +34,8 @@ class PreemptReason(enum.StrEnum):
     YOUNGEST = "youngest"
     """Another needed a block; this one was admitted last."""
     LOWEST_PRIORITY = "lowest_priority"
+    OVER_SHARE = "over_share"
+    """Another tenant lacked a row or blocks, and this one's has the most of them."""
     ITSELF = "itself"
     """It needed a block, and nobody was left to give one up for it."""
     BAD_PREFIX = "bad_prefix"

@@ -141,6 +141,8 @@ class Request:
         order: order of admission among those that run; set anew each time.
         handle: the small integer that stands for it on every wire; -1 before the scheduler gives it one.
         client: index of the front end that it came from.
+        tenant: whose it is; those who wait take turns by it, and share rows and blocks (tenants.py).
+        turn: what its tenant had been served when it was first let in; -1 before, and once it has lost its place.
         stop_tokens: ids that end it.
         max_total_tokens: prompt and output together can never be more.
         num_acknowledged_tokens: positions whose computing was answered.
@@ -192,7 +194,9 @@ class Request:
         "status",
         "stop_tokens",
         "synced_step",
+        "tenant",
         "tokens",
+        "turn",
         "wait_reason",
     )
 
@@ -209,6 +213,7 @@ class Request:
         max_total_tokens: int,
         priority: int = 0,
         arrival: float = 0.0,
+        tenant: int = 0,
         handle: int = -1,
     ) -> None:
         self.number = self.order = 0
@@ -223,6 +228,8 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.priority = priority
         self.arrival = arrival
+        self.tenant = tenant
+        self.turn = -1
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_acknowledged_tokens = 0

@@ -1,11 +1,13 @@
 """Where each request stands, and how it gets from one place to the next."""
 
+from collections import Counter
+
 from quire.scheduler_proc.cruise import Cruise
 from quire.scheduler_proc.handles import HandlePool
 from quire.scheduler_proc.in_flight import StepsInFlight
 from quire.scheduler_proc.reasons import WaitReason
 from quire.scheduler_proc.request import OpaqueTokens, Request, RequestStatus
-from quire.scheduler_proc.request_queue import RequestQueue
+from quire.scheduler_proc.request_queue import OUTPUT_WEIGHT, RequestQueue
 from quire.scheduler_proc.step import Share
 from quire.scheduler_proc.stop_table import StopTable
 
@@ -21,6 +23,7 @@ class RequestTable:
         running: by handle, in order of admission.
         unsteady: those of ``running`` that do not cruise.
         leaving: requests whose last token is in flight: gone from the workers, but not yet ended.
+        rows: how many of ``running`` each tenant has, if any.
     """
 
     def __init__(self, policy: str, cruise: Cruise, in_flight: StepsInFlight, vocab_size: int) -> None:
@@ -34,10 +37,16 @@ class RequestTable:
         self._in_flight = in_flight
         self.stops = StopTable(vocab_size)
         self._handles = HandlePool()
+        self.rows: Counter[int] = Counter()
         self._removed: list[int] = []
         self._retired: list[int] = []
         self._num_retired_in_flight = 0
         self._num_added = self._num_admitted = 0
+
+    @property
+    def num_tenants(self) -> int:
+        """Whose requests run or wait."""
+        return len(self.rows.keys() | self.waiting.tenants)
 
     @property
     def num_waiting(self) -> int:
@@ -75,7 +84,8 @@ class RequestTable:
 
     def begin_to_run(self, request: Request) -> None:
         """It waited, and is admitted."""
-        self.waiting.remove_request(request)
+        self.waiting.take_request(request)
+        self.rows[request.tenant] += 1
         request.order = self._num_admitted = self._num_admitted + 1
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
@@ -128,6 +138,10 @@ class RequestTable:
         self._retired.append(request.handle)
         self.stops.remove(request.stop_tokens)
         del self.requests[request.client, request.request_id]
+        if self.requests:
+            self.waiting.charge(request.tenant, OUTPUT_WEIGHT * request.num_output_tokens)
+        else:
+            self.waiting.forget_service()
 
     @property
     def is_steady(self) -> bool:
@@ -170,6 +184,10 @@ class RequestTable:
     def _leave_running(self, request: Request) -> None:
         self.unsettle(request)
         del self.unsteady[request.handle], self.running[request.handle]
+        if self.rows[request.tenant] > 1:
+            self.rows[request.tenant] -= 1
+        else:
+            del self.rows[request.tenant]
         if request.on_worker:
             self._removed.append(request.handle)
             request.on_worker = request.parked = False
@@ -194,6 +212,7 @@ class RequestTable:
                 assert (handle in self.cruise.roster) == request.cruising
         assert len(self.requests) == len(self.running) + self.num_waiting + len(self.leaving)
         assert len(self.running) == len(self.unsteady) + len(self.cruise)
+        assert Counter(r.tenant for r in self.running.values()) == self.rows, "rows are miscounted"
         orders = [r.order for r in self.running.values()]
         assert orders == sorted(orders), "running is not in order of admission"
         retired = len(self._retired) + self._num_retired_in_flight

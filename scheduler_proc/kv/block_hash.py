@@ -16,6 +16,7 @@ from quire.protocol.errors import ConfigError
 
 _PLAIN = b"quire block chain 2\0"
 _SALTED = b"quire salted block chain 2\0"
+_TENANT = b"quire tenant's block chain 2\0"
 _FEATURE = b"quire block feature 2\0"
 
 CHUNK_BLOCKS = 64
@@ -89,12 +90,18 @@ class BlockHasher:
         self._new = hash_algorithm(algorithm)
         self.hash_bytes = len(self._new().digest())
 
-    def chain(self, cache_salt: str = "", adapter: str = "", features: Sequence[Feature] = ()) -> "HashChain":
-        """An empty chain; only requests with the same salt and adapter can share a hash of it."""
+    def chain(
+        self, cache_salt: str = "", adapter: str = "", features: Sequence[Feature] = (), *, tenant: int = 0
+    ) -> "HashChain":
+        """An empty chain; only requests with the same salt, adapter and tenant can share a hash of it.
+
+        ``tenant``: 0 where tenants share what they find.
+        """
         state = self._new()
-        if cache_salt or adapter:
+        if cache_salt or adapter or tenant:
             salt, name = cache_salt.encode(), adapter.encode()
-            state.update(_SALTED + len(salt).to_bytes(4, "little") + salt + name)
+            kind = _TENANT + tenant.to_bytes(4, "little") if tenant else _SALTED
+            state.update(kind + len(salt).to_bytes(4, "little") + salt + name)
             root = state.digest()  # of a fixed length, so that a salt cannot pretend to be tokens
             state = self._new()
             state.update(_SALTED + root)

@@ -197,6 +197,9 @@ class KVCacheManager:
     def free(self, request: CacheRequest) -> None:
         self.coordinator.free(request.handle)
 
+    def num_held_blocks(self, request: CacheRequest) -> int:
+        return sum(manager.num_held_blocks(request.handle) for manager in self.coordinator.managers)
+
     def block_ids(self, request: CacheRequest) -> list[list[int]]:
         """Ids of all the request's entries, per group; the null block's id where an entry is skipped."""
         return [[b.block_id for b in blocks] for blocks in self.coordinator.blocks(request.handle)]

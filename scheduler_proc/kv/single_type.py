@@ -122,6 +122,10 @@ class SingleTypeKVCacheManager(ABC):
         for key in self.keys(block_hashes, num_kept_tokens // self.block_size, end):
             self.pool.forget_content(key)
 
+    def num_held_blocks(self, handle: int) -> int:
+        """Without null ones, as far as that costs nothing to know."""
+        return len(self.req_to_blocks.get(handle, ()))
+
     def free(self, handle: int) -> None:
         """Let go of all blocks; the last ones are reused first, for prefixes are what others share."""
         self.pool.free_blocks(reversed(self.req_to_blocks.pop(handle, [])))

@@ -49,6 +49,9 @@ class SkippingManager(SingleTypeKVCacheManager):
                 found.append(block)
         return [self.pool.null_block] * first + found[::-1]
 
+    def num_held_blocks(self, handle: int) -> int:
+        return super().num_held_blocks(handle) - self.num_skipped_blocks.get(handle, 0)
+
     def _first_block(self, end: int) -> int:
         """The first block that the token after ``end`` blocks reads."""
         return self.first_read(end * self.block_size) // self.block_size

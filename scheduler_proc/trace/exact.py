@@ -232,6 +232,7 @@ class _Replay:
                 priority=line.priority,
                 arrival=line.arrival,
                 num_output_tokens=line.num_output_tokens,
+                tenant=line.tenant,
             ),
             line.client,
         )

@@ -77,6 +77,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     job_id: str = ""
     sampling: SamplingParams
     seed: int = 0
+    tenant: int = 0
     block_hashes: bytes = b""
     prompt_token_ids: list[int] | None = None
 

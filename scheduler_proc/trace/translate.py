@@ -100,6 +100,7 @@ def arrival_line(now: float, client: int, event: AddRequest, names: list[bytes],
         arrival=event.arrival,
         sampling=what_schedules(event.sampling),
         seed=event.seed,
+        tenant=event.tenant,
         block_hashes=b"".join([name[:HASH_BYTES] for name in names]),
         prompt_token_ids=_listed(event.prompt_token_ids) if prompts else None,
     )

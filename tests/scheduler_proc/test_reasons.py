@@ -196,12 +196,23 @@ def read_from_a_bad_one() -> Driver:
     return driver
 
 
+def over_share() -> Driver:
+    driver = Driver(max_num_seqs=3)
+    for name in ("many0", "many1", "many2"):
+        driver.add(name, [1, 2], max_tokens=9, tenant=1)
+    driver.step()
+    driver.add("other", [3], max_tokens=2, tenant=2)
+    driver.step()
+    return driver
+
+
 PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
     PreemptReason.YOUNGEST: (lambda: put_out("fcfs", 5), "young", "old"),
     PreemptReason.LOWEST_PRIORITY: (lambda: put_out("priority", 5), "old", "young"),
     PreemptReason.ITSELF: (itself, "young", "young"),
     PreemptReason.BAD_PREFIX: (read_from_a_bad_one, "reader", ""),
     PreemptReason.NEW_EPOCH: (new_epoch, "first", ""),
+    PreemptReason.OVER_SHARE: (over_share, "many2", "other"),
 }
 
 

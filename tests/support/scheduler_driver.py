@@ -344,26 +344,7 @@ class Driver:
 
     def _compare_mirror(self) -> None:
         """The worker has run all that was sent: then it holds what the scheduler thinks it holds (I6)."""
-        for request in self.scheduler.table.running.values():
-            row = self.worker.rows.get(request.handle)
-            assert (row is not None) == request.on_worker, f"{request!r}: on_worker {request.on_worker}"
-            if row is None:
-                continue
-            assert row.request_id == request.request_id and row.active == (not request.parked)
-            told = self.scheduler.cruise.progress(request)
-            rejected = told.num_computed_tokens - row.num_computed  # of the drafts whose result is on its way
-            assert 0 <= rejected <= request.num_drafts_in_flight, f"{request!r}: {row.num_computed} on the worker"
-            assert len(row.tokens) == told.num_tokens + told.num_output_placeholders - rejected
-            self._compare_tables(request, row)
-
-    def _compare_tables(self, request: Request, row: Row) -> None:
-        """The same entries; null ones only where the row does not read any more."""
-        for group, held in enumerate(self.scheduler.kv.block_ids(request)):
-            assert len(held) == len(row.tables[group]), f"{request!r}: other blocks in group {group}"
-            unread = first_read(self.worker.groups[group], row.num_computed) // self.worker.sizes[group]
-            for index, (block, known) in enumerate(zip(held, row.tables[group], strict=True)):
-                crossed = self.worker.groups[group].kind == "mamba" and known == 0
-                assert block == known or (block == 0 and (index < unread or crossed)), f"{request!r}: other blocks"
+        compare_mirror(self.scheduler, self.worker)
 
     def _collect(self) -> None:
         self.heard = self.scheduler.take_messages()
@@ -414,6 +395,31 @@ class Driver:
             answer = self.answers[self._clients[client, ended.handle]]
             assert answer.ended is None and answer.rejected is None, "ended twice"
             answer.ended = ended
+
+
+def compare_mirror(scheduler: Scheduler, worker: FakeWorker) -> None:
+    """``worker`` has run all that was sent: raise AssertionError unless it holds what ``scheduler`` thinks it holds."""
+    for request in scheduler.table.running.values():
+        row = worker.rows.get(request.handle)
+        assert (row is not None) == request.on_worker, f"{request!r}: on_worker {request.on_worker}"
+        if row is None:
+            continue
+        assert row.request_id == request.request_id and row.active == (not request.parked)
+        told = scheduler.cruise.progress(request)
+        rejected = told.num_computed_tokens - row.num_computed  # of the drafts whose result is on its way
+        assert 0 <= rejected <= request.num_drafts_in_flight, f"{request!r}: {row.num_computed} on the worker"
+        assert len(row.tokens) == told.num_tokens + told.num_output_placeholders - rejected
+        _compare_tables(scheduler, request, worker, row)
+
+
+def _compare_tables(scheduler: Scheduler, request: Request, worker: FakeWorker, row: Row) -> None:
+    """The same entries; null ones only where the row does not read any more."""
+    for group, held in enumerate(scheduler.kv.block_ids(request)):
+        assert len(held) == len(row.tables[group]), f"{request!r}: other blocks in group {group}"
+        unread = first_read(worker.groups[group], row.num_computed) // worker.sizes[group]
+        for index, (block, known) in enumerate(zip(held, row.tables[group], strict=True)):
+            crossed = worker.groups[group].kind == "mamba" and known == 0
+            assert block == known or (block == 0 and (index < unread or crossed)), f"{request!r}: other blocks"
 
 
 def end_of(driver: Driver, request_id: str) -> tuple[EndReason | None, list[int]]:

@@ -21,6 +21,7 @@ from quire.protocol.messages import (
     Configure,
     Ended,
     Fault,
+    Heartbeat,
     Hello,
     ModelRunnerOutput,
     NewRequestData,
@@ -100,7 +101,7 @@ def run(*told: tuple[float, Any], config: EngineConfig = CONFIG) -> list[tuple[f
     with no_calls() as calls:
         SimulatedWorker(script, PerToken(), script, 1, lambda text: None, calls).run()
     assert isinstance(script.sent[0][1], Hello) and isinstance(script.sent[1][1], Ready)
-    return script.sent[2:]
+    return [(when, message) for when, message in script.sent[2:] if not isinstance(message, Heartbeat)]
 
 
 def adding(step: int, handle: int, num_tokens: int, **extra: Any) -> SchedulerOutput:

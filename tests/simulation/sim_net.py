@@ -1,0 +1,68 @@
+"""Which wire leads where: between the scheduler and each rank, by epoch, and between front ends and schedulers."""
+
+from collections.abc import Callable
+
+from sim_events import Events
+from sim_scheduler import HubInbox
+from sim_wire import Tamper, Wire, WireChannel
+
+from quire.protocol.channel import Link
+from quire.protocol.messages import SchedulerToFrontEnd, SchedulerToWorker, WorkerToScheduler
+
+
+def _nothing() -> None:
+    pass
+
+
+class Net:
+    """Owns all links. Whatever is sent before the other end is there waits for it, as it does with ZeroMQ."""
+
+    def __init__(self, events: Events, tamper: Tamper) -> None:
+        self._events, self._tamper = events, tamper
+        self._pairs: dict[tuple[int, int], tuple[WireChannel, WireChannel]] = {}
+        self._inboxes: dict[int, HubInbox] = {}
+        self.hub_wakes: dict[int, Callable[[], None]] = {}
+        self.to_front: dict[bytes, Wire] = {}
+        self._num_peers = 0
+
+    def scheduler_end(self, epoch: int, rank: int, on_arrival: Callable[[], None]) -> WireChannel:
+        end = self._pair(epoch, rank)[0]
+        end._on_arrival = on_arrival
+        return end
+
+    def worker_end(self, epoch: int, rank: int, on_arrival: Callable[[], None]) -> WireChannel:
+        end = self._pair(epoch, rank)[1]
+        end._on_arrival = on_arrival
+        return end
+
+    def _pair(self, epoch: int, rank: int) -> tuple[WireChannel, WireChannel]:
+        if (epoch, rank) not in self._pairs:
+            near = WireChannel(Link(WorkerToScheduler, epoch), _nothing)
+            far = WireChannel(Link(SchedulerToWorker, epoch), _nothing)
+            near.out = Wire(self._events, self._tamper, "to_worker", far.arrive)
+            far.out = Wire(self._events, self._tamper, "from_worker", near.arrive)
+            self._pairs[epoch, rank] = (near, far)
+        return self._pairs[epoch, rank]
+
+    def hub_inbox(self, life: int) -> HubInbox:
+        return self._inboxes.setdefault(life, HubInbox())
+
+    def front_end(self, life: int, on_arrival: Callable[[], None]) -> tuple[bytes, WireChannel]:
+        """A new connection to the scheduler of ``life``: its name there, and its end."""
+        self._num_peers += 1
+        peer = b"peer %d" % self._num_peers
+        channel = WireChannel(Link(SchedulerToFrontEnd), on_arrival)
+        inbox = self.hub_inbox(life)
+
+        def deliver(frames: list[bytes | memoryview]) -> None:
+            inbox.append((peer, frames))
+            self.hub_wakes.get(life, _nothing)()
+
+        channel.out = Wire(self._events, self._tamper, "from_front", deliver)
+        self.to_front[peer] = Wire(self._events, self._tamper, "to_front", channel.arrive)
+        return peer, channel
+
+    def hang_up(self, peer: bytes) -> None:
+        wire = self.to_front.pop(peer, None)
+        if wire is not None:
+            wire.closed = True

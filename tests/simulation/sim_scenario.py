@@ -1,0 +1,178 @@
+"""What is asked of the engine and what befalls it, drawn from a seed: plain data, which can be cut and printed."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scheduler_load import EOS, MAX_MODEL_LEN, random_settings
+
+VOCAB_SIZE = 1000
+
+FRAME_DAMAGE = ("drop", "double", "delay", "reorder", "truncate", "flip", "replay")
+DIRECTIONS = ("to_worker", "from_worker", "to_front", "from_front")
+WORKER_FAULTS = ("die_now", "die_in_prefill", "die_in_decode", "die_all", "die_at_start", "hang", "freeze", "slow")
+WRONG_RESULTS = ("oom", "wrong", "twice", "nan", "disagree", "fault")
+OTHERS = ("scheduler_dies", "scheduler_dies_twice", "front_dies", "not_reading", "clock_jump", "pause")
+KINDS = (
+    *(f"{direction} {damage}" for direction in DIRECTIONS for damage in FRAME_DAMAGE),
+    *WORKER_FAULTS,
+    *WRONG_RESULTS,
+    *OTHERS,
+    "poison",
+)
+"""Every kind of fault, as it is counted. A poison request is counted each time that it ends a worker."""
+DEADLY = frozenset(
+    {*WORKER_FAULTS, *WRONG_RESULTS, *OTHERS, *(f"{d} {k}" for d in DIRECTIONS for k in FRAME_DAMAGE)}
+    - {"slow", "nan", "front_dies", "not_reading", "clock_jump", "pause", "oom"}
+)
+"""What may cost a life of the workers or of the scheduler: five of those with no token in between end the engine."""
+
+
+BEGIN_S = 2.5
+"""Faults come once the engine has been ready: a first start that fails is the end of it, by design."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``at``: seconds after the beginning. ``where``: of a rank or a front end, modulo how many there are."""
+
+    at: float
+    kind: str
+    where: int = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, and what its client does.
+
+    Attributes:
+        prefix, own: tokens of the shared beginning with number ``prefix[0]``, and how many; the seed and the number of
+            those behind.
+        then: abort or stop (after so many tokens), leave_at (abort after so many tenths of a second), or nothing.
+        poison: the index of the output token at which it ends its worker; -1: any step with it does; None: it is well.
+        even: a grammar allows it even tokens only.
+    """
+
+    at: float
+    name: str
+    front: int
+    prefix: tuple[int, int]
+    own: tuple[int, int]
+    max_tokens: int
+    ignore_eos: bool = True
+    priority: int = 0
+    salt: str = ""
+    then: tuple[str, int] = ("", 0)
+    poison: int | None = None
+    prompt_logprobs: int | None = None
+    even: bool = False
+
+    @property
+    def prompt(self) -> list[int]:
+        shared = random.Random(f"prefix {self.prefix[0]}")
+        rest = random.Random(f"own {self.own[0]}")
+        tokens = [shared.randrange(VOCAB_SIZE) for _ in range(self.prefix[1])]
+        tokens += [rest.randrange(VOCAB_SIZE) for _ in range(self.own[1])]
+        return tokens or [1]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``seed``: of the settings, and of all chance while it runs."""
+
+    seed: int
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+    def paste(self) -> str:
+        """As a test would write it."""
+        lines = [f"Scenario(\n    {self.seed},\n    ("]
+        lines += [f"        {ask!r}," for ask in self.asks]
+        lines += ["    ),\n    ("]
+        lines += [f"        {fault!r}," for fault in self.faults]
+        return "\n".join([*lines, "    ),\n)"])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many processes there are, and how quick; the Scheduler's settings."""
+
+    num_ranks: int
+    num_fronts: int
+    standby: bool
+    step_s: float
+    start_s: float
+    settings: dict[str, Any]
+
+
+def shape_of(seed: int) -> Shape:
+    rng = random.Random(f"shape {seed}")
+    settings = random_settings(rng)
+    settings["max_num_queued_reqs"] = rng.choice((0, 0, 0, 8))
+    settings["num_blocks"] = max(settings["num_blocks"], 10)
+    num_ranks = rng.choice((1, 1, 2))
+    return Shape(
+        num_ranks=num_ranks,
+        num_fronts=rng.choice((1, 2, 3)),
+        standby=rng.random() < 0.5,
+        step_s=rng.choice((0.02, 0.05, 0.1)),
+        start_s=rng.choice((0.05, 0.2, 0.6)),
+        settings={**settings, "tensor_parallel_size": num_ranks},
+    )
+
+
+def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
+    """Requests keep coming while faults do, one every half a second or so."""
+    rng = random.Random(f"scenario {seed}")
+    shape = shape_of(seed)
+    drafts = bool(shape.settings["num_speculative_tokens"])
+    pace = rng.choice((0.2, 0.4, 0.8))
+    faults, at = [], BEGIN_S
+    favourite = rng.choice(KINDS[:-1])
+    for _ in range(num_faults):
+        at += rng.expovariate(1 / pace)
+        kind = favourite if rng.random() < 0.15 else rng.choice(KINDS[:-1])
+        faults.append(Fault(round(at, 3), kind, rng.randrange(6)))
+    asks, at_ask, num_poison = [], rng.choice((0.0, BEGIN_S)), 0
+    while at_ask < at and len(asks) < 60:
+        poison = None
+        if num_poison < 2 and rng.random() < 0.02:
+            poison, num_poison = rng.choice((-1, 0, 2, 5)), num_poison + 1
+        asks.append(_ask(rng, len(asks), at_ask, poison, grammars=not drafts))
+        at_ask += rng.expovariate(1 / (pace * rng.choice((0.2, 1.0, 2.0))))
+    return Scenario(seed, tuple(asks), tuple(faults))
+
+
+def _ask(rng: random.Random, index: int, at: float, poison: int | None, *, grammars: bool) -> Ask:
+    prefix = (rng.randrange(3), rng.choice((0, 0, 5, 8, 16, 24)))
+    own = (rng.randrange(1000), rng.randrange(0, 12))
+    even = grammars and rng.random() < 0.1
+    return Ask(
+        at=round(at, 3),
+        name=f"r{index}" if rng.random() < 0.97 or not index else f"r{rng.randrange(index)}",
+        front=rng.randrange(6),
+        prefix=prefix,
+        own=own,
+        max_tokens=rng.choice((1, 2, 8, rng.randrange(1, 30))),
+        ignore_eos=rng.random() < 0.6 and not even,
+        priority=rng.choice((0, 0, 1, 5, -3)),
+        salt=rng.choice(("", "", "salt")),
+        then=rng.choice(
+            (("", 0),) * 7 + (("abort", rng.randrange(5)), ("stop", rng.randrange(5)), ("leave_at", rng.randrange(20)))
+        ),
+        poison=poison,
+        prompt_logprobs=rng.choice((None, None, None, None, None, 0, 2)),
+        even=even,
+    )
+
+
+def without(scenario: Scenario, *, asks: range | None = None, faults: range | None = None) -> Scenario:
+    """The same with fewer of them."""
+    return replace(
+        scenario,
+        asks=tuple(a for i, a in enumerate(scenario.asks) if asks is None or i not in asks),
+        faults=tuple(f for i, f in enumerate(scenario.faults) if faults is None or i not in faults),
+    )
+
+
+__all__ = ["EOS", "KINDS", "MAX_MODEL_LEN", "Ask", "Fault", "Scenario", "Shape", "scenario_of", "shape_of", "without"]

@@ -1,0 +1,172 @@
+"""The scheduler process without a process: the real loop, over doors, a child and a hub that are simulated."""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from sim_process import SimProcess
+from sim_wire import Wire
+
+from quire.protocol.channel import Frames, Link
+from quire.protocol.child import Command, Report
+from quire.protocol.codec import ProtocolError
+from quire.protocol.errors import QuireError
+from quire.protocol.messages import FrontEndToScheduler
+from quire.protocol.zmq_channel import FromPeer
+from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.loop import SchedulerLoop
+from quire.scheduler_proc.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from sim_world import World
+
+IDLE_S = 1.0
+
+
+class SimChild:
+    """Implements what the loop needs of a ``Child``."""
+
+    def __init__(self, process: "SimScheduler") -> None:
+        self._process = process
+        self.commands: list[Command] = []
+
+    def report(self, report: Report) -> None:
+        self._process.report(report)
+
+    def progress(self) -> None:
+        pass
+
+    def fileno(self) -> int:
+        return -1
+
+    def take_commands(self) -> list[Command]:
+        taken, self.commands = self.commands, []
+        return taken
+
+
+class SimHub:
+    """Implements ``loop.Hub``: what ZmqHub does, over wires. What came before it was there is waiting for it."""
+
+    def __init__(self, world: "World", life: int) -> None:
+        self._world = world
+        self._inbox = world.net.hub_inbox(life)
+        self._links: dict[bytes, Link] = {}
+
+    def send(self, peer: bytes, message: Any) -> Frames | None:
+        link, wire = self._links.get(peer), self._world.net.to_front.get(peer)
+        if link is None or wire is None or wire.closed or self._world.is_deaf(peer):
+            return None
+        frames = link.outgoing(message)
+        wire.send(frames)
+        return frames
+
+    def receive(self) -> FromPeer | None:
+        if not self._inbox:
+            return None
+        peer, frames = self._inbox.popleft()
+        link = self._links.setdefault(peer, Link(FrontEndToScheduler))
+        try:
+            received = link.incoming(frames)
+        except ProtocolError as error:
+            return FromPeer(peer, error, [])
+        return FromPeer(peer, received.message, received.frames)
+
+    def forget(self, peer: bytes) -> None:
+        self._links.pop(peer, None)
+
+
+class SimDoors:
+    """Implements ``loop.Doors``."""
+
+    def __init__(self, world: "World", process: "SimScheduler", life: int) -> None:
+        self._world, self._process = world, process
+        self._hub = SimHub(world, life)
+
+    @property
+    def hub(self) -> SimHub:
+        return self._hub
+
+    def open_group(self, epoch: int) -> WorkerGroup:
+        net, ranks = self._world.net, range(self._world.shape.num_ranks)
+        return WorkerGroup([net.scheduler_end(epoch, rank, self._process.wake) for rank in ranks], epoch)
+
+    def close_group(self, group: WorkerGroup) -> None:
+        group.close()
+
+    def add(self, source: Any) -> None:
+        pass
+
+    def wait(self, milliseconds: int) -> bool:
+        raise NotImplementedError("time goes by between the turns")
+
+    def open_kv_events(self, config: Any) -> KVEventPublisher:
+        raise NotImplementedError
+
+
+class SimScheduler(SimProcess):
+    """One life of it."""
+
+    role = "scheduler"
+
+    def __init__(self, world: "World", life: int, epoch: int) -> None:
+        super().__init__(world)
+        self.life, self._epoch = life, epoch
+        self.loop: SchedulerLoop | None = None
+        self.child = SimChild(self)
+        self._due = False
+        self._last_turn = 0.0
+        world.events.after(world.shape.start_s, self._started)
+
+    def _started(self) -> None:
+        if not self.alive:
+            return
+        world = self.world
+        doors = SimDoors(world, self, self.life)
+        self.loop = SchedulerLoop(world.config, doors, self.child, self._epoch, world.events)  # type: ignore[arg-type]
+        world.net.hub_wakes[self.life] = self.wake
+        self.report(Report("started"))
+        self.wake()
+        self._idle()
+
+    def hear(self, command: Command) -> None:
+        self.child.commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something came: there will be a turn."""
+        if not self._due and self.alive and self.loop is not None:
+            self._due = True
+            self.world.events.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        self._due = False
+        if not self.alive or self.frozen or self.loop is None:
+            return
+        self._last_turn = self.world.events.now
+        try:
+            self.loop.turn()
+        except QuireError as error:
+            self.report(Report("failed", str(error), 1))
+            self.die(str(error))
+            return
+        self.world.check_scheduler(self)
+
+    def _idle(self) -> None:
+        if self.alive and self.loop is not None:
+            self.world.events.after(IDLE_S, self._idle)
+            if self.world.events.now >= self._last_turn + IDLE_S - 1e-9:
+                self.loop.nothing_came()
+                self.wake()
+            else:
+                self.loop.nothing_came() if not self._due else None
+                self.wake()
+
+    @property
+    def scheduler(self) -> Any:
+        return None if self.loop is None else self.loop._scheduler
+
+
+class HubInbox(deque[tuple[bytes, Frames]]):
+    """What front ends have sent to the scheduler of one life."""
+
+
+__all__ = ["HubInbox", "SimScheduler", "Wire"]

@@ -1,0 +1,285 @@
+"""A worker process without a process: what its loop does with messages, and what befalls it."""
+
+from collections import deque
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fake_worker import FakeWorker, Row
+from scheduler_load import damaged
+from sim_grammars import EVEN_TOKENS
+from sim_process import SimProcess
+
+from quire.protocol.channel import Frames
+from quire.protocol.child import Command, Report
+from quire.protocol.codec import ProtocolError
+from quire.protocol.messages import (
+    PROTOCOL_VERSION,
+    Configure,
+    Digest,
+    Fault,
+    Heartbeat,
+    Hello,
+    MemoryPlan,
+    ModelRunnerOutput,
+    Ready,
+    Refused,
+    SampleInputs,
+    SchedulerOutput,
+    Shutdown,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from sim_world import World
+
+WAIT_S = 1.0
+
+
+class SlotModel(FakeWorker):
+    """The fake model; requests in ``even`` say the even token at or below what they would say else."""
+
+    even: frozenset[str] = frozenset()
+
+    def _answer(self, row: Row, index: int, context: int) -> int:
+        token = super()._answer(row, index, context)
+        return token & ~1 if row.request_id in self.even else token
+
+
+class SimWorker(SimProcess):
+    """One rank. Reads its next message when it has done what the one before asks."""
+
+    role = "worker"
+
+    def __init__(self, world: "World") -> None:
+        super().__init__(world)
+        self.rank = -1
+        self.epoch = 0
+        self.model: SlotModel | None = None
+        self._channel: Any = None
+        self._call: Command | None = None
+        self._loaded = False
+        self._busy = True
+        self._awaiting: tuple[SchedulerOutput, Frames] | None = None
+        self._unread: deque[Any] = deque()
+        self._dropped: set[int] = set()
+        world.events.after(world.shape.start_s, self._started)
+
+    def _started(self) -> None:
+        if self.alive and not self.frozen:
+            if self.world.take_worker_fault("die_at_start", self.rank):
+                self.die("it fails as it starts")
+                return
+            self.report(Report("started"))
+            self._busy = False
+            self.wake()
+
+    # ---- what it hears
+
+    def hear(self, command: Command) -> None:
+        self._call = command
+        self.wake()
+
+    def wake(self) -> None:
+        """Something came, or what kept it busy is done."""
+        while self.alive and not (self._busy or self.hung or self.frozen):
+            received = self._next()
+            if received is not None:
+                self._take(received.message, received.frames)
+            elif self._call is not None:
+                self._go(self._call)
+            else:
+                return
+
+    def _next(self) -> Any:
+        if self._unread:
+            return self._unread.popleft()
+        if self._channel is None or not self.alive:
+            return None
+        try:
+            return self._channel.receive()
+        except ProtocolError as error:
+            self._fail("refused", str(error))
+            return None
+
+    def _go(self, call: Command) -> None:
+        self._call, self._awaiting, self.model = None, None, None
+        self._unread.clear()
+        if call.kind != "join":
+            self.die("told to")
+            return
+        self.rank, self.epoch = call.rank, call.epoch
+        self.report(Report("joined", epoch=call.epoch))
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self.world.net.worker_end(call.epoch, call.rank, self.wake)
+        self._channel.send(Hello(PROTOCOL_VERSION, "worker", call.rank, self.pid))
+        self._wait_and_beat(self._channel)
+
+    def _wait_and_beat(self, channel: Any) -> None:
+        """Every second, unless it is busy."""
+
+        def beat() -> None:
+            if self.alive and channel is self._channel:
+                if not (self._busy or self.hung or self.frozen):
+                    channel.send(Heartbeat(self.world.events.now))
+                self._wait_and_beat(channel)
+
+        self.world.events.after(WAIT_S, beat)
+
+    def _take(self, message: Any, frames: Frames) -> None:
+        match message:
+            case Welcome() | Heartbeat():
+                pass
+            case Refused(reason=reason):
+                self._fail("error", reason)
+            case Configure():
+                self._configure(message)
+            case SchedulerOutput():
+                if self._awaiting is not None:  # nobody wants that one any more
+                    (void, diff), self._awaiting = self._awaiting, None
+                    self._answer(ModelRunnerOutput(void.step), diff)
+                self._run(message, frames)
+            case SampleInputs():
+                self._sample(message)
+            case Shutdown():
+                self.die("told to")
+
+    def _configure(self, configure: Configure) -> None:
+        if self.world.take_worker_fault("die_at_start", self.rank):
+            self.die("it fails as it loads")
+            return
+        self.world.check_configuration(configure)
+        slow = 0.0 if self._loaded else self.world.shape.start_s
+        self._occupied(slow, lambda: self._ready(configure))
+
+    def _ready(self, configure: Configure) -> None:
+        config, layout = configure.config, configure.kv_layout
+        num_blocks = configure.num_blocks or self.world.num_blocks
+        assert num_blocks == self.world.num_blocks, "another pool than the group before had"
+        self._loaded, self._dropped = True, set()
+        self.model = SlotModel(
+            num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.model.vocab_size,
+            groups=layout.groups,
+            caching=config.enable_prefix_caching,
+            num_speculative_tokens=config.num_speculative_tokens,
+        )
+        self.model.salt_of, self.model.even = self.world.salt_of, self.world.even
+        self.model.step, self.model.first_of_epoch = configure.last_step, configure.last_step + 1
+        self._channel.send(Ready([num_blocks], MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, config.block_size), {}))
+
+    # ---- steps
+
+    def _run(self, step: SchedulerOutput, frames: Frames) -> None:
+        if self.world.take_worker_fault("fault", self.rank):
+            self._fail("error", "a kernel failed")
+            return
+        phase = "die_in_prefill" if step.counts or step.new_requests else "die_in_decode"
+        if self.world.take_worker_fault(phase, self.rank):
+            self._occupied(self.world.shape.step_s / 2, lambda: self.die("killed in a step"))
+        elif self.world.take_worker_fault("hang", self.rank):
+            self.hung = True
+        elif step.awaits_sample_inputs and not self._is_void(step):
+            self._awaiting = (step, frames)
+        else:
+            self._compute(step, frames)
+
+    def _is_void(self, step: SchedulerOutput) -> bool:
+        return bool(self._dropped - set(step.removed))
+
+    def _sample(self, inputs: SampleInputs) -> None:
+        if self._awaiting is None or inputs.step != self._awaiting[0].step:
+            return
+        (step, frames), self._awaiting = self._awaiting, None
+        assert inputs.counts == [1] * len(inputs.handles)
+        if inputs.bitmask is not None:
+            assert set((inputs.bitmask & EVEN_TOKENS).tolist()) == {EVEN_TOKENS}, "a mask of another grammar"
+        self._compute(step, frames)
+
+    def _compute(self, step: SchedulerOutput, frames: Frames) -> None:
+        model, world = self.model, self.world
+        assert model is not None
+        seconds = world.shape.step_s * (10 if world.take_worker_fault("slow", self.rank) else 1)
+        if self._dropped:
+            self._dropped -= set(step.removed)
+            if self._dropped:
+                self._dropped |= {new.handle for new in step.new_requests}
+                model.step = step.step
+                self._occupied(seconds, lambda: self._answer(ModelRunnerOutput(step.step), frames))
+                return
+            step = msgspec.structs.replace(step, removed=[])
+        if world.is_out_of_memory(self.epoch, step.step):
+            self._drop_rows(step)
+            result = ModelRunnerOutput(step.step, failure="out of memory")
+        else:
+            model.draft_rng.seed(self.epoch << 32 | step.step)  # all ranks propose the same
+            result = msgspec.structs.replace(model.execute(step), seconds=seconds)
+        if any(world.is_poison(row) for row in model.rows.values() if row.active):
+            self._occupied(seconds / 2, self._killed_by_a_request)
+            return
+        self._occupied(seconds, lambda: self._answer(result, frames))
+
+    def _killed_by_a_request(self) -> None:
+        self.world.count("poison")
+        self.die("killed by a request")
+
+    def _drop_rows(self, step: SchedulerOutput) -> None:
+        model = self.model
+        assert model is not None
+        held = (set(model.rows) - set(step.removed)) | {new.handle for new in step.new_requests}
+        self._dropped = held
+        model.rows.clear()
+        model.holders.clear()
+        model.step, model.first_of_epoch = step.step, step.step + 1
+        model._last_handles = [-1]
+
+    def _answer(self, result: ModelRunnerOutput, frames: Frames) -> None:
+        digest = blake2b(digest_size=8)
+        for frame in frames:
+            digest.update(frame)
+        if result.tokens is not None:
+            digest.update(result.tokens.tobytes())
+        value, step = digest.digest(), result.step
+        if self.rank == 0:
+            result = self._spoil(result)
+            if self.alive:
+                self._channel.send(result)
+        if self.world.shape.num_ranks > 1 and self.alive:
+            if self.world.take_worker_fault("disagree", self.rank):
+                value = bytes([value[0] ^ 1, *value[1:]])
+            self._channel.send(Digest(step, value))
+        self.world.executed(self, step)
+
+    def _spoil(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """What rank 0 says wrongly, if it is to."""
+        world = self.world
+        sampled = result.tokens is not None and self.model is not None
+        if sampled and world.take_worker_fault("nan", 0):
+            handle = world.tamper.rng.choice(self.model._last_handles)  # type: ignore[union-attr]
+            world.spoiled.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
+            return msgspec.structs.replace(result, bad=[handle])
+        if sampled and world.take_worker_fault("wrong", 0):
+            return damaged(result, world.tamper.rng.randrange(4))
+        if sampled and world.take_worker_fault("twice", 0):
+            self._channel.send(result)
+        return result
+
+    def _fail(self, kind: str, text: str) -> None:
+        self._channel.send(Fault(kind, text))
+        self.report(Report("failed", text, 1))
+        self.die(text)
+
+    def _occupied(self, seconds: float, then: Any) -> None:
+        self._busy = True
+
+        def done() -> None:
+            if self.alive and not (self.hung or self.frozen):
+                self._busy = False
+                then()
+                self.wake()
+
+        self.world.events.after(seconds, done)

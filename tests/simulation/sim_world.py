@@ -1,0 +1,408 @@
+"""One engine with all its processes, its clients and its faults, in one thread and under one seed."""
+
+import contextlib
+import gc
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from fake_worker import Row
+from scheduler_driver import compare_mirror, make_config, make_layout, make_request
+from sim_answers import judge, note_update
+from sim_events import Events
+from sim_front import Reader, SimFront
+from sim_grammars import InlinePool
+from sim_net import Net
+from sim_process import SimProcess
+from sim_scenario import DEADLY, EOS, FRAME_DAMAGE, Ask, Fault, Scenario, shape_of
+from sim_scheduler import SimScheduler
+from sim_wire import Tamper
+from sim_worker import SimWorker
+
+from quire.launch.engine_client import Update
+from quire.launch.overseer import Crew, Overseer, Role
+from quire.protocol.child import Command, Report
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import QuireError
+from quire.protocol.messages import AddRequest, Configure
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc import loop as scheduler_loop
+from quire.scheduler_proc.structured import manager as grammar_manager
+
+CALM_S = 240.0
+"""After the last fault and the last request: by then everything has ended."""
+STANDSTILL_S = 90.0
+"""How long nothing at all may come while somebody waits: a first step may take a minute."""
+MOST_IN_A_ROW = 2
+"""Deadly faults with no token in between that the scenario may cause; requests that kill cause others."""
+DRAIN_S = 5.0
+
+
+class Violation(AssertionError):
+    """What must never be."""
+
+
+class NoCollector:
+    """Python's own collector is left alone: a simulation has many schedulers, one after the other."""
+
+    def __init__(self, clock: Any) -> None:
+        pass
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def after_step(self) -> None: ...
+
+    def after_message(self) -> None: ...
+
+    def idle(self) -> None: ...
+
+
+class World:
+    """Implements ``overseer.Runner``. Owns every process; looks at each invariant after each step."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.shape = shape = shape_of(scenario.seed)
+        settings = dict(shape.settings)
+        layout = settings.pop("layout")
+        self.num_blocks: int = settings.pop("num_blocks")
+        self.config: EngineConfig = make_config(**settings)
+        self.layout = layout or make_layout(self.config)
+        self.events = Events()
+        self.counts: Counter[str] = Counter()
+        self.tamper = Tamper(random.Random(f"tamper {scenario.seed}"), self._harmed)
+        self.net = Net(self.events, self.tamper)
+        self._num_pids = 100
+        self.overseer = Overseer(Crew(shape.num_ranks, shape.num_fronts, shape.standby), self)
+        self.fronts: dict[int, SimFront] = {}
+        self.schedulers: list[SimScheduler] = []
+        self.verdict: QuireError | None = None
+        self._armed: list[tuple[str, int]] = []
+        self._oom_at: tuple[int, int] | None = None
+        self._deaf: set[int] = set()
+        self.spoiled: set[str] = set()
+        self._asks = {ask.name: ask for ask in reversed(scenario.asks)}
+        self.even = frozenset(name for name, ask in self._asks.items() if ask.even)
+        self.num_requests = self.num_tokens = self.num_steps = 0
+        self.losses: list[float] = []
+        """When workers were lost."""
+        self.harm = 0
+        """Deadly things that happened since the last token."""
+        self.max_tokens: int | None = None
+        self._moved = self.events.now
+        self._begin = self.events.now
+        self._wall_jump = 0.0
+
+    # ---- the run
+
+    def run(self) -> None:
+        """Raises Violation, or AssertionError of an invariant."""
+        with self._seams():
+            self.overseer.begin(self.events.now)
+            self.overseer.admit_front_ends(self.events.now)
+            self._tend()
+            for ask in self.scenario.asks:
+                self.events.after(ask.at, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
+            for fault in self.scenario.faults:
+                self.events.after(fault.at, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
+            last = max([x.at for x in (*self.scenario.asks, *self.scenario.faults)], default=0.0)
+            self.events.after(last + 0.001, self._calm)
+            self._watch()
+            self.events.run_until(self._begin + last + 0.002, lambda: self.verdict is not None)
+            self.events.run_until(self.events.now + CALM_S, self._all_over)
+            if self.verdict is None:
+                self.events.run_until(self.events.now + DRAIN_S, lambda: self.verdict is not None)
+            self._check_end()
+
+    @contextlib.contextmanager
+    def _seams(self) -> Iterator[None]:
+        disabled, collecting = logging.root.manager.disable, gc.isenabled()
+        logging.disable(logging.CRITICAL)
+        gc.disable()
+        with (
+            mock.patch.object(scheduler_loop, "Collector", NoCollector),
+            mock.patch.object(grammar_manager, "CompilePool", InlinePool),
+            mock.patch("time.time", lambda: 1e9 + self.events.now + self._wall_jump),
+        ):
+            try:
+                yield
+            finally:
+                logging.disable(disabled)
+                if collecting:
+                    gc.enable()
+
+    def _all_over(self) -> bool:
+        return all(reader.is_over for front in self.fronts.values() for reader in front.readers)
+
+    def _ask(self, ask: Ask) -> None:
+        front = self.fronts.get(ask.front % self.shape.num_fronts)
+        if front is not None and front.alive and self.verdict is None:
+            front.ask(ask)
+
+    def _watch(self) -> None:
+        """Liveness: something happens all the time while anybody waits."""
+        if self._all_over():
+            self._moved = self.events.now
+        if self.events.now > self._moved + STANDSTILL_S:
+            raise Violation(f"nothing has happened for {STANDSTILL_S:g} s while {self._waiting()} wait")
+        for front in self.fronts.values():
+            front.let_go()
+        self.events.after(1.0, self._watch)
+
+    def _waiting(self) -> list[str]:
+        return [r.ask.name for front in self.fronts.values() for r in front.readers if not r.is_over]
+
+    def _calm(self) -> None:
+        """From here on nothing goes wrong any more."""
+        self._armed.clear()
+        self.tamper.forget()
+
+    def _check_end(self) -> None:
+        if not self._all_over():
+            raise Violation(f"{self._waiting()} have not ended {CALM_S:g} s after the last fault")
+        if self.verdict is not None:
+            return
+        self.overseer.check()
+        process = self.scheduler
+        if process is None or process.scheduler is None:
+            raise Violation("there is no scheduler at the end")
+        scheduler = process.scheduler
+        scheduler.check()
+        table, pool = scheduler.table, scheduler.kv.pool
+        assert not table.requests and not table.running and not table.num_waiting and not table.leaving, "not drained"
+        assert not len(scheduler.in_flight) and scheduler.suspects.alone is None
+        assert pool.num_free_blocks == pool.num_usable_blocks, "blocks leaked"
+        for manager in scheduler.kv.coordinator.managers:
+            assert not manager.req_to_blocks and not manager.num_cached_block, "blocks are held for nobody"
+        for front in self.fronts.values():
+            assert not front.alive or not len(front.session.table), "a stream is held for nobody"
+        if not all(m.ready for m in self.overseer.members if m.role != "worker"):
+            raise Violation("the engine is not ready at the end")
+
+    # ---- overseer.Runner
+
+    def start(self, role: Role, *, life: int, epoch: int, index: int) -> SimProcess:
+        if role == "scheduler":
+            scheduler = SimScheduler(self, life, epoch)
+            self.schedulers.append(scheduler)
+            return scheduler
+        if role == "worker":
+            return SimWorker(self)
+        front = self.fronts[index] = SimFront(self, index)
+        return front
+
+    def tell(self, process: Any, command: Command) -> None:
+        process.tell(command)
+
+    def kill(self, process: Any) -> None:
+        process.vanish()
+
+    def life_changed(self, life: int) -> None:
+        pass
+
+    def next_pid(self) -> int:
+        self._num_pids += 1
+        return self._num_pids
+
+    def reported(self, process: SimProcess, report: Report) -> None:
+        if report.event == "group_failed" and report.epoch == self.overseer.epoch:
+            self.losses.append(self.events.now)
+        self.overseer.reported(process, report, self.events.now)
+        self._tended()
+
+    def ended(self, process: SimProcess, how: str) -> None:
+        if any(m.process is process for m in self.overseer.group.values()):
+            self.losses.append(self.events.now)
+        self.overseer.ended(process, how, self.events.now)
+        self._tended()
+
+    def _tend(self) -> None:
+        self.overseer.tick(self.events.now)
+        self._tended()
+        if self.verdict is None:
+            self.events.after(min(self.overseer.next_event(self.events.now) + 0.001, 0.5), self._tend)
+
+    def _tended(self) -> None:
+        self.overseer.check()
+        if self.overseer.verdict is not None and self.verdict is None:
+            self.verdict = self.overseer.verdict
+            self.counts["engine gave up"] += 1
+            if self.harm < 5:
+                raise Violation(f"the engine gave up after {self.harm} faults: {self.verdict}")
+            for front in self.fronts.values():
+                if front.alive:
+                    front.hear(Command("engine_gone"))
+
+    # ---- faults
+
+    def count(self, kind: str) -> None:
+        """``kind`` has happened."""
+        self.counts[kind] += 1
+        if kind in DEADLY or kind == "poison":
+            self.harm += 1
+
+    def _harmed(self, kind: str) -> None:
+        self.count(kind)
+
+    def _befall(self, fault: Fault) -> None:
+        if fault.kind in DEADLY and self.harm + len(self._armed) >= MOST_IN_A_ROW:
+            return
+        direction, _, damage = fault.kind.partition(" ")
+        workers = list(self.overseer.group.values())
+        match fault.kind:
+            case _ if damage in FRAME_DAMAGE:
+                self.tamper.arm(direction, damage)
+            case "die_now" | "freeze" if workers:
+                victim: Any = workers[fault.where % len(workers)].process
+                self.count(fault.kind)
+                if fault.kind == "freeze":
+                    victim.frozen = True
+                else:
+                    victim.die("killed")
+            case "die_all" if workers:
+                self.count(fault.kind)
+                for member in workers:
+                    member.process.die("killed with the others")  # type: ignore[attr-defined]
+            case "oom":
+                scheduler = self.scheduler
+                if scheduler is not None and scheduler.scheduler is not None:
+                    self._oom_at = (self.overseer.epoch, scheduler.scheduler.last_step + 1)
+            case "scheduler_dies" | "scheduler_dies_twice":
+                self._kill_scheduler(fault.kind)
+            case "front_dies":
+                front = self.fronts[fault.where % self.shape.num_fronts]
+                if front.alive:
+                    self.count(fault.kind)
+                    front.die("killed")
+            case "not_reading":
+                self._deaf.add(fault.where % self.shape.num_fronts)
+            case "clock_jump":
+                self.count(fault.kind)
+                self._wall_jump += 3600.0 if fault.where % 2 else -3600.0
+            case "pause":
+                self._pause_scheduler()
+            case "die_now" | "freeze" | "die_all":
+                pass  # there is nobody
+            case kind:
+                self._armed.append((kind, fault.where % self.shape.num_ranks))
+
+    def _kill_scheduler(self, kind: str) -> None:
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
+        self.count(kind)
+        scheduler.die("killed")
+        if kind == "scheduler_dies_twice":
+            again = self.shape.start_s * self.tamper.rng.uniform(0.5, 2.0) + 0.01
+            self.events.after(again, lambda: self._kill_scheduler("scheduler_dies"))
+
+    def _pause_scheduler(self) -> None:
+        """For two seconds it does not get the processor; time goes on."""
+        scheduler = self.scheduler
+        if scheduler is not None and not scheduler.frozen:
+            self.count("pause")
+            scheduler.frozen = True
+
+            def go_on() -> None:
+                scheduler.frozen = False
+                scheduler.wake()
+
+            self.events.after(2.0, go_on)
+
+    @property
+    def scheduler(self) -> SimScheduler | None:
+        return next((s for s in reversed(self.schedulers) if s.alive), None)
+
+    def take_worker_fault(self, kind: str, rank: int) -> bool:
+        """Whether it happens to this rank now."""
+        wanted = next((armed for armed in self._armed if armed[0] == kind and armed[1] in (rank, 0)), None)
+        if wanted is None:
+            return False
+        self._armed.remove(wanted)
+        self.count(kind)
+        return True
+
+    def is_out_of_memory(self, epoch: int, step: int) -> bool:
+        if self._oom_at != (epoch, step):
+            return False
+        self.counts["oom"] += 1
+        return True
+
+    def is_deaf(self, peer: bytes) -> bool:
+        """Whether the front end that is ``peer`` does not take its messages now."""
+        deaf = next((i for i in self._deaf if i in self.fronts and self.fronts[i]._peer == peer), None)
+        if deaf is None:
+            return False
+        self._deaf.discard(deaf)
+        self.count("not_reading")
+        return True
+
+    def is_poison(self, row: Row) -> bool:
+        at = self._asks[row.request_id].poison
+        return at is not None and (at < 0 or len(row.tokens) - row.num_prompt_tokens > at)
+
+    # ---- requests
+
+    def salt_of(self, request_id: str) -> str:
+        return self._asks[request_id].salt
+
+    def message(self, ask: Ask) -> AddRequest:
+        ask = self._asks[ask.name]  # of one name there is only one request: the model tells them apart by it
+        return make_request(
+            ask.name,
+            ask.prompt,
+            max_tokens=ask.max_tokens,
+            ignore_eos=ask.ignore_eos,
+            priority=ask.priority,
+            cache_salt=ask.salt,
+            arrival=self.events.now,
+            prompt_logprobs=ask.prompt_logprobs,
+            structured_outputs=StructuredOutputs(regex="even") if ask.even else None,
+        )
+
+    def check_configuration(self, configure: Configure) -> None:
+        assert configure.config == self.config and configure.epoch <= self.overseer.epoch
+
+    def came(self, reader: Reader, update: Update) -> None:
+        """Something for a client."""
+        self._moved = self.events.now
+        if update.token_ids:
+            self.num_tokens += len(update.token_ids)
+            self.harm = 0
+            reader.last_token_at = self.events.now
+        note_update(self, reader, update)
+
+    def judge(self, front: SimFront, reader: Reader) -> None:
+        """A request has ended: rightly?"""
+        self._moved = self.events.now
+        judge(self, front, reader)
+
+    # ---- invariants
+
+    def check_scheduler(self, process: SimScheduler) -> None:
+        """After each turn of the scheduler's loop."""
+        scheduler = process.scheduler
+        if scheduler is not None:
+            self.max_tokens = scheduler.kv.max_tokens
+            scheduler.check()
+
+    def executed(self, worker: SimWorker, step: int) -> None:
+        """``worker`` has answered ``step``; where that was the newest one, it holds what the scheduler thinks (I6)."""
+        self.num_steps += 1
+        self._moved = self.events.now
+        process = self.scheduler
+        if process is None or process.scheduler is None or worker.model is None or worker.epoch != self.overseer.epoch:
+            return
+        workers = process.loop._workers  # type: ignore[union-attr]
+        if workers is None or workers.epoch != worker.epoch or process.scheduler.last_step != step or worker._dropped:
+            return
+        if process.scheduler.results.stale_until < step and len(process.scheduler.in_flight):
+            compare_mirror(process.scheduler, worker.model)
+
+
+__all__ = ["EOS", "Violation", "World"]
