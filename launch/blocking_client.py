@@ -94,19 +94,19 @@ class BlockingClient:
             self.session.fail(str(self._engine.failure))
             raise self._engine.failure
         if not is_whole or self._engine.life != self._life:
-            self._life = self._engine.life
-            self._relink()
+            died, self._life = self._engine.life != self._life, self._engine.life
+            self._relink(after_death=died)
         elif time.monotonic() > self._beat_at:
             self._beat_at = time.monotonic() + BEAT_S
             self.session.beat()
 
-    def _relink(self) -> None:
+    def _relink(self, *, after_death: bool = False) -> None:
         if self._channel is not None:
             self._channel.close()
         address = frontend_address(self._directory, self._life)
         self._channel = ZmqChannel(zmq.Context.instance(), zmq.DEALER, address, Link(SchedulerToFrontEnd), bind=False)
         self._channel.wake_on(self._engine.fileno())
-        self.session.begin()
+        self.session.begin(after_death=after_death)
 
     def _post(self, message: Message) -> None:
         self._check_open()

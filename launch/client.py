@@ -93,8 +93,8 @@ class ZmqEngineClient:
         for task in self._tasks[1:]:
             task.cancel()
         del self._tasks[1:]
-        self._scheduler_life = life
-        self._relink()
+        again, self._scheduler_life = self._scheduler_life > 0, life
+        self._relink(after_death=again)
         self._tasks.append(asyncio.create_task(self._receive()))
 
     async def close(self) -> None:
@@ -177,12 +177,12 @@ class ZmqEngineClient:
         if self._channel is not None:
             self._channel.post(message)
 
-    def _relink(self) -> None:
+    def _relink(self, *, after_death: bool = False) -> None:
         if self._channel is not None:
             self._channel.close()
         address = frontend_address(self._directory, self._scheduler_life)
         self._channel = AsyncZmqChannel(self._context, address, Link(SchedulerToFrontEnd))
-        self._session.begin()
+        self._session.begin(after_death=after_death)
         self._settle()
 
     async def _receive(self) -> None:

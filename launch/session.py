@@ -6,6 +6,7 @@ behind them. Whoever reads a stream notices a pause, and nothing else.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from quire.launch.streams import Stream, StreamTable
@@ -27,6 +28,10 @@ from quire.protocol.messages import (
     Welcome,
 )
 
+TRIED_AFTER = 2
+"""Deaths of the scheduler after which an answer that got no token in between is submitted with no other such beside
+it; one more, and it is held to be the reason."""
+CONDEMNED = "engine_fault: the scheduler died each time that this request was given to it"
 MAX_REFUSALS = 5
 """Links in a row that the scheduler cut before it welcomed us, after which it will never have us."""
 
@@ -54,11 +59,18 @@ class Session:
         self._accepts = False
         self._welcomed = False
         self._num_refusals = 0
+        self._suspects: deque[Stream] = deque()
+        self._tried: Stream | None = None
+        """The one of them that is submitted."""
 
     # ---- the link
 
-    def begin(self) -> None:
-        """There is a new link, on which nothing was said yet."""
+    def begin(self, *, after_death: bool = False) -> None:
+        """There is a new link, on which nothing was said yet. ``after_death``: to another scheduler."""
+        if after_death:
+            self._blame()
+        self._suspects.clear()
+        self._tried = None
         self.life += 1
         self._accepts = self._welcomed = False
         self.table.forget_handles()
@@ -100,13 +112,38 @@ class Session:
             self.table.apply(message)
         except (KeyError, ValueError):  # of a request or a handle that this side does not know
             return False
+        if self._tried is not None:
+            self._try_next()
         return True
+
+    def _blame(self) -> None:
+        """One of those that the dead scheduler had may be why it died, and would end the next one as well."""
+        for stream in self.table.streams:
+            if stream.life == self.life:
+                stream.note_death()
+        tried = self._tried
+        if tried is not None and not tried.over and tried.num_deaths > TRIED_AFTER:
+            self.table.end_failed(tried, CONDEMNED)
+
+    def _try_next(self) -> None:
+        """Once the suspect that is submitted has got on, the next one is."""
+        while self._tried is None or self._tried.over or not self._tried.num_deaths:
+            if not self._suspects:
+                self._tried = None
+                return
+            self._tried = self._suspects.popleft()
+            if not self._tried.over:
+                self._submit(self._tried)
 
     def _take_state(self, kind: str) -> None:
         if kind == "ready" and not self._accepts:
             self._accepts = True
             for stream in self.table.streams:
-                self._submit(stream)
+                if stream.num_deaths < TRIED_AFTER:
+                    self._submit(stream)
+                else:
+                    self._suspects.append(stream)
+            self._try_next()
         if self.state not in ("draining", "failed"):
             self.become(kind)
 

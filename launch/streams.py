@@ -32,6 +32,7 @@ class Stream:
         self.request_id = request.request_id
         self.tokens = array("i")
         self.life = 0
+        self._num_deaths = self._num_tokens_at_death = 0
         self._on_news = on_news
         self.handle: int | None = None
         self.num_output_tokens = 0
@@ -59,6 +60,14 @@ class Stream:
             return self.request
         delivered = np.array(self.tokens, np.int32) if self.tokens else None
         return msgspec.structs.replace(self.request, output_token_ids=delivered, again=True)
+
+    @property
+    def num_deaths(self) -> int:
+        """How many schedulers died with it since it last got a token."""
+        return self._num_deaths if len(self.tokens) == self._num_tokens_at_death else 0
+
+    def note_death(self) -> None:
+        self._num_deaths, self._num_tokens_at_death = self.num_deaths + 1, len(self.tokens)
 
     def notify(self) -> None:
         """Tell whoever waits that something came."""
@@ -115,8 +124,16 @@ class StreamTable:
 
     def end_aborted(self, stream: Stream) -> None:
         """The scheduler does not know it: it ends here."""
+        self._end_here(stream, EndReason.ABORTED, "")
+
+    def end_failed(self, stream: Stream, detail: str) -> None:
+        """No scheduler is to have it again."""
+        self._end_here(stream, EndReason.ERROR, detail)
+
+    def _end_here(self, stream: Stream, reason: EndReason, detail: str) -> None:
         self.drop(stream)
-        stream.pending().ended = EndReason.ABORTED
+        update = stream.pending()
+        update.ended, update.detail = reason, detail
         stream.notify()
 
     def apply(self, message: StepOutputs) -> None:

@@ -1,0 +1,199 @@
+"""A front end's side of the link: what is submitted again, and to whom, when schedulers die and links break."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.launch.session import MAX_REFUSALS, Session
+from quire.launch.streams import Stream
+from quire.protocol.codec import ProtocolError
+from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.messages import (
+    Abort,
+    AddRequest,
+    Ended,
+    EndReason,
+    EngineState,
+    Hello,
+    Introduced,
+    Refused,
+    Rejected,
+    StepOutputs,
+    Stop,
+    Welcome,
+)
+from quire.protocol.sampling_params import SamplingParams
+
+
+class Link:
+    """A session, all that it sent on its present link, and the scheduler's words."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.session = Session(self.sent.append, 7)
+        self.begin()
+
+    def begin(self, *, after_death: bool = False, ready: bool = True) -> None:
+        self.sent.clear()
+        self.session.begin(after_death=after_death)
+        assert isinstance(self.sent.pop(0), Hello)
+        assert self.session.take(Welcome(1, "")) and self.session.take(EngineState("loading"))
+        assert not self.sent
+        if ready:
+            self.session.take(EngineState("ready"))
+
+    def die(self) -> None:
+        self.begin(after_death=True)
+
+    def add(self, name: str) -> Stream:
+        return self.session.add(AddRequest(name, np.array([1, 2, 3], np.int32), SamplingParams(), 5))
+
+    def give(self, stream: Stream, *tokens: int, ended: EndReason | None = None) -> None:
+        """Handles are the streams' numbers in the table."""
+        handle = int(stream.request_id)
+        introduced = [Introduced(handle, stream.request_id, 4)] if stream.handle is None else []
+        endings = [] if ended is None else [Ended(handle, int(ended), len(stream.tokens) + len(tokens))]
+        for token in tokens[:-1]:
+            self.session.take(StepOutputs(introduced, np.array([handle], np.int32), np.array([token], np.int32), []))
+            introduced = []
+        last = (np.array([handle], np.int32), np.array(tokens[-1:], np.int32)) if tokens else (None, None)
+        assert self.session.take(StepOutputs(introduced, *last, endings))
+
+    def submitted(self) -> list[tuple[str, list[int]]]:
+        """(request, tokens that it came with)."""
+        adds = [message for message in self.sent if isinstance(message, AddRequest)]
+        return [(a.request_id, [] if a.output_token_ids is None else a.output_token_ids.tolist()) for a in adds]
+
+
+def test_what_is_in_flight_goes_to_the_next_scheduler_with_its_tokens() -> None:
+    link = Link()
+    one, two, done = link.add("1"), link.add("2"), link.add("3")
+    link.give(one, 10, 11)
+    link.give(done, 12, ended=EndReason.LENGTH)
+    link.die()
+    assert link.submitted() == [("1", [10, 11]), ("2", [])]
+    link.give(one, 13, ended=EndReason.STOPPED)
+    update = one.take()
+    assert update is not None
+    assert (update.token_ids, update.num_output_tokens, update.num_cached_tokens) == ([10, 11, 13], 3, 4)
+    assert two.take() is None and len(link.session.table) == 1
+
+
+def test_requests_that_come_while_there_is_no_scheduler_wait_for_it() -> None:
+    link = Link()
+    link.begin(after_death=True, ready=False)
+    assert link.session.state == "loading"
+    stream = link.add("1")
+    assert not link.sent
+    link.session.take(EngineState("ready"))
+    assert link.submitted() == [("1", [])]
+    link.session.take(EngineState("recovering"))
+    link.session.take(EngineState("ready"))
+    assert link.submitted() == [("1", [])], "the same scheduler, with other workers, has it still"
+    link.give(stream, 5)
+
+
+def test_who_does_not_read_any_more_is_not_submitted_again() -> None:
+    link = Link()
+    aborted, stopped = link.add("1"), link.add("2")
+    link.give(stopped, 1, 2, 3)
+    link.session.abort(aborted)
+    link.session.stop_at(stopped, 2)
+    assert link.sent[-2:] == [Abort(["1"]), Stop("2", 2)]
+    link.die()
+    assert not link.submitted() and not len(link.session.table)
+
+
+def test_an_abort_without_a_scheduler_needs_none() -> None:
+    link = Link()
+    link.begin(after_death=True, ready=False)
+    stream = link.add("1")
+    link.session.abort(stream)
+    link.session.take(EngineState("ready"))
+    assert not link.sent
+
+
+def test_all_are_aborted_submitted_or_not() -> None:
+    link = Link()
+    link.add("1")
+    link.begin(after_death=True, ready=False)
+    waiting = link.add("2")
+    link.session.abort_all()
+    update = waiting.take()
+    assert update is not None and update.ended is EndReason.ABORTED and not len(link.session.table)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ProtocolError("crc", "checksum does not match"),
+        Refused("a message was damaged"),
+        StepOutputs([], np.array([77], np.int32), np.array([1], np.int32), []),
+        StepOutputs([], None, None, [Ended(77, 1, 1)]),
+    ],
+    ids=["damaged", "cut", "unknown handle", "unknown ending"],
+)
+def test_a_broken_link_is_made_again(message: Any) -> None:
+    link = Link()
+    stream = link.add("1")
+    link.give(stream, 9)
+    assert not link.session.take(message)
+    link.begin()
+    assert link.submitted() == [("1", [9])] and stream.num_deaths == 0
+
+
+def test_a_scheduler_that_never_welcomes_is_given_up() -> None:
+    session = Session(lambda message: None, 1)
+    for _ in range(MAX_REFUSALS - 1):
+        session.begin()
+        assert not session.take(Refused("protocol version 1 does not match the scheduler's 2"))
+    session.begin()
+    assert session.take(Refused("protocol version 1 does not match the scheduler's 2"))
+    assert session.state == "failed"
+    with pytest.raises(EngineError, match="protocol version"):
+        session.add(AddRequest("1", np.array([1], np.int32), SamplingParams(), 0))
+
+
+def test_a_request_that_ends_each_scheduler_is_found_and_fails_alone() -> None:
+    link = Link()
+    streams = [link.add(str(i)) for i in range(4)]
+    poison = streams[2]
+    for _ in range(2):
+        assert len(link.submitted()) == 4
+        link.die()
+    # From here on one after the other is tried; who gets a token is cleared.
+    assert link.submitted() == [("0", [])]
+    link.give(streams[0], 1)
+    link.give(streams[1], 1)
+    assert link.submitted() == [("0", []), ("1", []), ("2", [])]
+    link.die()
+    assert link.submitted() == [("0", [1]), ("1", [1]), ("3", [])]
+    update = poison.take()
+    assert update is not None and update.ended is EndReason.ERROR and update.detail.startswith("engine_fault: ")
+    for stream in (streams[0], streams[1], streams[3]):
+        link.give(stream, 1)
+    link.die()
+    assert [name for name, _ in link.submitted()] == ["0", "1", "3"]
+
+
+def test_a_suspect_that_is_given_up_makes_way() -> None:
+    link = Link()
+    first, second = link.add("1"), link.add("2")
+    link.die()
+    link.die()
+    assert link.submitted() == [("1", [])]
+    link.session.abort(first)
+    link.give(first, ended=EndReason.ABORTED)
+    assert link.submitted() == [("1", []), ("2", [])]
+    assert not second.over
+
+
+def test_refusals_reach_their_reader() -> None:
+    link = Link()
+    stream = link.add("1")
+    link.session.take(Rejected("1", "queue_full", "", "too many wait"))
+    with pytest.raises(InvalidRequest, match="too many wait"):
+        stream.take()
+    with pytest.raises(InvalidRequest, match="in use"):
+        link.add("2"), link.add("2")
