@@ -71,6 +71,7 @@ class ZmqEngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
+        self._was_ready = asyncio.Event()
 
     @property
     def state(self) -> str:
@@ -144,6 +145,10 @@ class ZmqEngineClient:
         finally:
             del self._queries[query]
 
+    async def wait_ready(self) -> None:
+        """Until the engine takes requests for the first time."""
+        await self._was_ready.wait()
+
     async def wait_idle(self, timeout: float) -> bool:
         """Wait until no answer is in flight; False when that took longer than ``timeout`` seconds."""
         self._settle()
@@ -207,6 +212,8 @@ class ZmqEngineClient:
             answer.set_result(statistics)
 
     def _settle(self) -> None:
+        if self.state == "ready":
+            self._was_ready.set()
         if not len(self._session.table):
             self._idle.set()
 

@@ -20,10 +20,10 @@ from quire.protocol.errors import ConfigError
 
 Role = Literal["scheduler", "worker", "frontend"]
 
-MODULES: dict[Role, str] = {
-    "scheduler": "quire.scheduler_proc",
-    "worker": "quire.worker_proc",
-    "frontend": "quire.launch.http",
+MODULES: dict[Role, tuple[str, ...]] = {
+    "scheduler": ("quire.scheduler_proc",),
+    "worker": ("quire.worker_proc", "quire.launch.replay.worker_process"),
+    "frontend": ("quire.launch.http",),
 }
 SHARED_MEMORY = Path("/dev/shm")
 READY = re.compile(r"http://[\d.]+:(\d+) \(ready")
@@ -45,8 +45,10 @@ class FaultServer:
     parent.
     """
 
-    def __init__(self, flags: Sequence[str], *, num_ranks: int = 1) -> None:
-        """Waits until the server is ready.
+    def __init__(self, flags: Sequence[str], *, num_ranks: int = 1, wait: bool = True) -> None:
+        """
+        Args:
+            wait: until the server is ready.
 
         Raises:
             ConfigError: it did not get ready; with the last line that it said.
@@ -69,8 +71,9 @@ class FaultServer:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
         self._reader.start()
-        self._ready.wait()
-        if not self.port:
+        if wait:
+            self._ready.wait()
+        if wait and not self.port:
             self.close()
             raise ConfigError(f"the server did not start: {self.log[-1].text if self.log else 'it said nothing'}")
 
@@ -96,7 +99,7 @@ class FaultServer:
         """Those of one role that live, oldest first: a worker that stands by is younger than those that work."""
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(self.process.pid).children()
-            found = [(p.create_time(), p.pid, p) for p in children if MODULES[role] in _command(p)]
+            found = [(p.create_time(), p.pid, p) for p in children if _module(p) in MODULES[role]]
             return [process for _, _, process in sorted(found, key=lambda entry: entry[:2])]
         return []
 
@@ -173,6 +176,12 @@ def _command(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
+
+
+def _module(process: psutil.Process) -> str:
+    """That it runs: ``python -P -m MODULE ...``."""
+    words = _command(process).split()
+    return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 
 
 def _variable(process: psutil.Process, name: str) -> str | None:

@@ -66,8 +66,7 @@ class FrontEnd:
         )
         self._obey()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._obey)
-        tasks = [asyncio.create_task(self._drain(server)), asyncio.create_task(self._tick())]
-        self._child.report(Report("ready"))
+        tasks = [asyncio.create_task(work) for work in (self._drain(server), self._tick(), self._say_ready())]
         await server.serve(sockets=[listener])
         for task in tasks:
             task.cancel()
@@ -91,6 +90,11 @@ class FrontEnd:
             self._engine.abort_all()
             await self._engine.wait_idle(ABORT_GRACE)
         server.should_exit = True
+
+    async def _say_ready(self) -> None:
+        """Only then does a request that comes get more than a refusal."""
+        await self._engine.wait_ready()
+        self._child.report(Report("ready"))
 
     async def _tick(self) -> None:
         self._child.watch_progress(lambda: None)

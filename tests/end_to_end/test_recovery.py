@@ -1,0 +1,236 @@
+"""Processes of a real server die under streaming clients; who streams notices a pause, and nothing else."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from chaos import HUNG_S, asking, client_ports, disturbed, held_recovery, is_empty, streams, until, within
+
+from quire.launch.bench.fault_server import FaultServer, Role, wait_until
+from quire.launch.bench.live_streams import Answer, Ask, get, make_asks, stream
+from quire.launch.cli import main
+
+CANARY = asking(12, temperature=0.0)
+FLAGS = ("--dtype", "float32", "--deterministic", "--num-gpu-blocks-override", "2000")
+SIMULATED = ("--simulate", "constant:20", "--num-gpu-blocks-override", "500")
+ASKS = make_asks(18, seed=5, longest=160)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultServer]:
+    with FaultServer([*FLAGS, "--api-server-count", "2"]) as server:
+        yield server
+        assert server.stop() == 0
+        assert not any("Traceback" in line.text for line in server.log), server.log
+        assert server.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: FaultServer) -> list[Answer]:
+    """Of ASKS and, last, of the canary."""
+    answers = asyncio.run(streams(server.port, [*ASKS, CANARY]))
+    assert [answer.error or answer.contradiction() for answer in answers] == [""] * len(answers)
+    return answers
+
+
+@pytest.fixture(autouse=True)
+def canary(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test with the shared server it answers as before, and holds nothing."""
+    yield
+    if "server" in request.fixturenames:
+        server, undisturbed = request.getfixturevalue("server"), request.getfixturevalue("undisturbed")
+        assert asyncio.run(stream(server.port, CANARY)).same_as(undisturbed[-1])
+        assert asyncio.run(until(lambda: is_empty(server.port), within(5)))
+
+
+def check_same(answers: Sequence[Answer], references: Sequence[Answer], asks: Sequence[Ask] = ASKS) -> None:
+    for answer, reference, ask in zip(answers, references, asks, strict=False):
+        assert answer.error == "", ask.body
+        assert answer.choices == reference.choices and answer.num_tokens == reference.num_tokens, ask.body
+
+
+class TestAnswersOutliveProcesses:
+    """Greedy, sampled, with logprobs, penalties, a stop string, a grammar, two answers at once, chat."""
+
+    @pytest.mark.parametrize("after", [1, 300])
+    @pytest.mark.parametrize("role", ["worker", "scheduler"])
+    def test_kill(self, server: FaultServer, undisturbed: list[Answer], role: Role, after: int) -> None:
+        """At the first piece of all, when most prompts are not computed yet; and among the tokens."""
+        answers = asyncio.run(disturbed(server.port, ASKS, lambda: server.victims(role)[0].kill(), after))
+        check_same(answers, undisturbed)
+
+    def test_a_stopped_worker(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        victim = server.victims("worker")[0]
+        check_same(asyncio.run(disturbed(server.port, ASKS, victim.suspend, 200)), undisturbed)
+        assert not victim.is_running()
+        assert any("have not finished a step in time" in line.text for line in server.log)
+
+    def test_scheduler_and_worker_at_once(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        def kill_both() -> None:
+            for role in ("worker", "scheduler"):
+                server.victims(role)[0].kill()
+
+        check_same(asyncio.run(disturbed(server.port, ASKS, kill_both, 200)), undisturbed)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", range(20))
+    def test_kill_at_random(self, server: FaultServer, undisturbed: list[Answer], seed: int) -> None:
+        draw = random.Random(seed)
+        role: Role = draw.choice(["worker", "scheduler"])
+        victim = server.victims(role)[0]
+        act = draw.choice([victim.kill, victim.suspend]) if role == "worker" else victim.kill
+        check_same(asyncio.run(disturbed(server.port, ASKS, act, draw.randrange(1, 800))), undisturbed)
+
+
+class TestFrontEnds:
+    def test_the_streams_of_the_other_one_go_on(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        """And those of the dead one are given up by the engine at once."""
+        ask = asking(700, temperature=0.9, seed=3)
+
+        async def run() -> None:
+            (reference,) = await streams(server.port, [ask])
+            answers: list[Answer] = []
+            tasks = []
+            while not all(client_ports(front_end) for front_end in server.victims("frontend")):
+                began = asyncio.Event()
+                tasks.append(asyncio.create_task(stream(server.port, ask, lambda answer, at=began: at.set())))
+                await began.wait()
+                assert len(tasks) < 100
+            victim = server.victims("frontend")[0]
+            victim.suspend()
+            doomed = client_ports(victim)
+            victim.kill()
+            answers = await asyncio.gather(*tasks)
+            assert {answer.port for answer in answers if answer.error} <= doomed
+            whole = [answer for answer in answers if not answer.error]
+            assert whole
+            check_same(whole, [reference] * len(whole), [ask] * len(whole))
+            assert await until(lambda: two_front_ends(server), HUNG_S)
+
+        asyncio.run(run())
+
+    def test_the_requests_of_the_dead_one_end(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        async def run() -> None:
+            began = asyncio.Event()
+            task = asyncio.create_task(stream(server.port, asking(2000), lambda answer: began.set()))
+            await began.wait()
+            victim = next(front_end for front_end in server.victims("frontend") if client_ports(front_end))
+            victim.kill()
+            assert await until(lambda: is_empty(server.port), within(1))
+            assert (await task).error.startswith(("cut off", "the stream ended"))
+            assert await until(lambda: two_front_ends(server), HUNG_S)
+
+        asyncio.run(run())
+
+
+async def two_front_ends(server: FaultServer) -> bool:
+    return len(server.victims("frontend")) == 2
+
+
+class TestDuringRecovery:
+    def test_what_clients_do_meanwhile(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        """Scrapes are answered, who gives up is gone afterwards, who comes is served afterwards."""
+
+        async def run() -> None:
+            begun = asyncio.Event()
+            given_up = asyncio.create_task(stream(server.port, asking(2000), lambda answer: begun.set()))
+            await begun.wait()
+            with held_recovery(server):
+                assert await until(lambda: says(server, "/ready", 503, "recovering"), within(2))
+                assert await says(server, "/health", 200, "recovering")
+                assert (await get(server.port, "/metrics"))[0] == 200
+                came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
+                await asyncio.sleep(0.1)
+                given_up.cancel()
+                assert not any(task.done() for task in came)
+            check_same(await asyncio.gather(*came), undisturbed)
+            assert await says(server, "/ready", 200, "ready")
+
+        asyncio.run(run())
+
+
+async def says(server: FaultServer, path: str, status: int, state: str) -> bool:
+    return await get(server.port, path) == (status, f'{{"status":"{state}"}}')
+
+
+class TestTheEnd:
+    """Each with a server of its own; its worker is simulated."""
+
+    @pytest.mark.parametrize("stopped", [None, "scheduler", "worker", "frontend"])
+    def test_nothing_outlives_the_supervisor(self, stopped: Role | None) -> None:
+        with FaultServer([*SIMULATED, "--api-server-count", "2"]) as server:
+            if stopped is not None:
+                server.victims(stopped)[0].suspend()
+            began = time.monotonic()
+            server.process.kill()
+            server.process.wait()
+            assert wait_until(lambda: not server.leftovers(), HUNG_S) is not None, server.leftovers()
+            assert time.monotonic() - began < within(2)
+
+    def test_a_signal_to_all_drains_in_order(self) -> None:
+        with FaultServer(SIMULATED) as server:
+            ask = asking(60)
+
+            async def run() -> list[Answer]:
+                return await disturbed(
+                    server.port, [ask] * 8, lambda: os.killpg(server.process.pid, signal.SIGTERM), 10
+                )
+
+            answers = asyncio.run(run())
+            assert [(answer.error, answer.num_tokens) for answer in answers] == [("", 60)] * 8
+            assert server.process.wait(within(5)) == 0
+            assert server.leftovers() == []
+
+    def test_a_second_signal_ends_at_once(self) -> None:
+        with FaultServer(SIMULATED) as server:
+
+            async def insist() -> None:
+                os.killpg(server.process.pid, signal.SIGINT)
+                await asyncio.sleep(0.3)
+                assert server.process.poll() is None
+                os.killpg(server.process.pid, signal.SIGINT)
+                began = time.monotonic()
+                assert await asyncio.to_thread(server.process.wait, HUNG_S) == 0
+                assert time.monotonic() - began < within(2)
+
+            answers = asyncio.run(disturbed(server.port, [asking(2000)] * 4, insist, 10))
+            assert all(answer.error for answer in answers)
+            assert server.leftovers() == []
+
+    @pytest.mark.parametrize("first", [True, False], ids=["at-start", "under-a-stream"])
+    def test_workers_that_never_live_end_the_engine(self, first: bool) -> None:
+        with FaultServer([*SIMULATED, "--no-standby-workers"], wait=not first) as server:
+
+            async def kill_all() -> None:
+                def kill_one() -> bool:
+                    for worker in server.members("worker"):
+                        worker.kill()
+                    return server.process.poll() is not None
+
+                assert await asyncio.to_thread(wait_until, kill_one, HUNG_S) is not None
+
+            if first:
+                asyncio.run(kill_all())
+            else:
+                (answer,) = asyncio.run(disturbed(server.port, [asking(2000)], kill_all, 3))
+                assert "engine_unavailable" in answer.error
+            assert server.process.wait() == 1
+            assert wait_until(lambda: "quire: error:" in server.log[-1].text, HUNG_S) is not None
+            assert "killed by SIGKILL (5 times in a row, with no token in between)" in server.log[-1].text
+            assert server.leftovers() == []
+
+
+class TestTheBenchmark:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("ranks", ["1", "2"])
+    def test_all_kinds_of_deaths(self, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+        settings = ["--count", "6", "--streams", "12", "--deterministic", "--tensor-parallel-size", ranks]
+        main(["bench", "faults", *settings])
+        results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+        assert results["problems"] == results["failed"] == results["changed"] == 0 < results["completed"]
+        assert "gone_ms" in results["supervisor"]

@@ -1,0 +1,96 @@
+"""What the tests of deaths share: streams of all kinds, an act in their midst, and what a scrape says."""
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import psutil
+
+from quire.launch.bench.fault_server import FaultServer, has_settled, wait_until
+from quire.launch.bench.live_streams import Answer, Ask, get, stream
+
+HUNG_S = 60.0
+"""Whatever takes longer has failed, on any machine."""
+
+
+def within(seconds: float) -> float:
+    """As many seconds where cores are free; more where others have them, since this process waits for them too."""
+    return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def asking(max_tokens: int, **fields: object) -> Ask:
+    return Ask(
+        "/v1/completions", {"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True, **fields}
+    )
+
+
+async def streams(port: int, asks: Sequence[Ask]) -> list[Answer]:
+    async with asyncio.timeout(HUNG_S):
+        return await asyncio.gather(*(stream(port, ask) for ask in asks))
+
+
+async def disturbed(
+    port: int, asks: Sequence[Ask], act: Callable[[], Awaitable[None] | None], after: int
+) -> list[Answer]:
+    """The answers; ``act`` was done when so many pieces had come, of all together, and none had ended."""
+    seen = 0
+    reached = asyncio.Event()
+
+    def on_piece(answer: Answer) -> None:
+        nonlocal seen
+        seen += 1
+        if seen >= after:
+            reached.set()
+
+    async with asyncio.timeout(HUNG_S):
+        tasks = [asyncio.create_task(stream(port, ask, on_piece)) for ask in asks]
+        await reached.wait()
+        assert not all(task.done() for task in tasks), "too late: they have all ended"
+        if (doing := act()) is not None:
+            await doing
+        return await asyncio.gather(*tasks)
+
+
+async def gauges(port: int) -> dict[str, float]:
+    """The engine's own figures, by name; empty while it does not say."""
+    _, text = await get(port, "/metrics")
+    return {name: float(value) for name, value in re.findall(r"^quire:(num_\w+)\{[^},]*\} ([\d.e+-]+)$", text, re.M)}
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.01)
+    return True
+
+
+async def is_empty(port: int) -> bool:
+    """Nothing runs, nothing waits, and every block is free."""
+    found = await gauges(port)
+    idle = found.get("num_requests_running") == found.get("num_requests_waiting") == 0
+    return idle and found["num_free_blocks"] == found["num_usable_blocks"]
+
+
+@contextlib.contextmanager
+def held_recovery(server: FaultServer) -> Iterator[None]:
+    """The worker is dead, and the one that takes over is stopped until the end of the block."""
+    ready = lambda: len(server.standbys()) == 1 and has_settled(server.standbys()[0])  # noqa: E731
+    assert wait_until(ready, HUNG_S) is not None, "no standby"
+    standby = server.standbys()[0]
+    standby.suspend()
+    try:
+        began = time.monotonic()
+        server.victims("worker")[0].kill()
+        assert wait_until(lambda: server.noticed(began) is not None, HUNG_S) is not None
+        yield
+    finally:
+        standby.resume()
+
+
+def client_ports(front_end: psutil.Process) -> set[int]:
+    return {c.raddr.port for c in psutil.net_connections("tcp") if c.pid == front_end.pid and c.raddr}
