@@ -29,7 +29,7 @@ NO_TOKENIZER = "this model has no tokenizer: give the prompt as token ids"
 NO_TEMPLATE = "this model has no chat template: use completions"
 # Of longer texts first a beginning is tokenized, of so many characters per token of context, then four times more.
 PROBED_CHARS_PER_TOKEN = 16
-# About 4 ms of work. Shorter texts are not worth a hand-over to a pool of threads.
+# About 4 ms of work, which other streams should not wait for; shorter texts are not worth a hand-over to a thread.
 LONG_TEXT_CHARS = 8192
 LONG_IDS = 8192
 

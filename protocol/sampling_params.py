@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         presence_penalty, frequency_penalty: taken off the logits of tokens of the answer so far: once, and once per
             occurrence; from -2 to 2.
         repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied
-            (Keskar et al., 2019); above 0 and at most 10.
+            (Keskar et al., 2019); from 0.01 to 10.
         logit_bias: token id → what is added to its logit, from -100 to 100.
         allowed_token_ids: only these are ever sampled.
         bad_words: texts that the answer never contains, as far as the tokenizer spells them so; the front end turns
@@ -123,7 +123,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_penalties(self) -> None:
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        # Not down to zero: what a logit is divided by must leave it finite in float32.
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
 
     def _check_tokens(self) -> None:
         """What names single tokens; whether they are the model's, ``check_params`` knows."""

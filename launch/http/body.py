@@ -72,11 +72,10 @@ def parse_body(body: bytes, parse: Callable[[dict[str, Any]], T]) -> T:
     """What ``parse`` makes of the JSON object in the body. Its Content-Type is not looked at.
 
     Raises:
-        ApiError: 413, its values weigh more than MAX_BODY_WEIGHT.
-        InvalidRequest: no JSON, no object, or ``parse`` refuses it.
+        InvalidRequest: no JSON, no object, too many values in it, or ``parse`` refuses it.
     """
     if _weight(body) > MAX_BODY_WEIGHT:
-        raise ApiError(413, TOO_MANY, None, "payload_too_large")
+        raise InvalidRequest(TOO_MANY)
     try:
         raw = _decode(body)
     except InvalidRequest:

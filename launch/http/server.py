@@ -13,14 +13,11 @@ from quire.launch.http.lanes import ConversationLanes
 from quire.launch.http.metrics import Metrics
 from quire.launch.http.schema import Parser
 from quire.launch.http.thinking import Thinking
-from quire.launch.text_in import TextIn
+from quire.launch.text_in import LONG_TEXT_CHARS, TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
 from quire.protocol.logits_processors import LogitsProcessor
 from quire.version import __version__
-
-# Longer texts are tokenized off the event loop: about 4 ms of work, which other streams should not wait for.
-LONG_TEXT_CHARS = 8192
 
 T = TypeVar("T")
 

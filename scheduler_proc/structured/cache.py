@@ -41,5 +41,10 @@ class GrammarCache:
         if self._outcomes.pop(source, None) is not None:
             self.num_bytes -= len(source[1])
 
+    def forget_grammars(self) -> None:
+        """What was built goes, but for what answers still hold. Refusals stay: they are small, and cost to find."""
+        for source in [source for source, found in self._outcomes.items() if not isinstance(found, GrammarRefused)]:
+            self.discard(source)
+
     def __len__(self) -> int:
         return len(self._outcomes)

@@ -1,6 +1,7 @@
 """Grammars of live requests: compiled beside the loop, advanced and asked for masks between steps."""
 
 import json
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from quire.scheduler_proc.structured.compile_pool import Check, CompilePool
 from quire.scheduler_proc.structured.drafts import drafts_of
 from quire.scheduler_proc.structured.guard import Guard
 from quire.scheduler_proc.structured.make import backend_maker
+from quire.scheduler_proc.structured.shares import MemoryWatch, SlowSteps, is_over, resident_bytes
 
 WAIT_SECONDS = 2.0
 """How long a request waits at most while no grammar begins to be compiled, its own or another's."""
@@ -47,11 +49,17 @@ class _Wait(NamedTuple):
 
 @dataclass(slots=True)
 class _Constrained:
-    """A request whose grammar is there. ``answer``: since it first sampled."""
+    """A request whose grammar is there.
+
+    Attributes:
+        answer: since it first sampled.
+        seconds: CPU time of the loop that its matching took, as far as that was watched.
+    """
 
     source: Source
     grammar: CompiledGrammar
     answer: ConstrainedAnswer | None = None
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -59,6 +67,7 @@ class _Positions:
     """One request's rows of the masks: ``first`` and one more for each of ``drafts``."""
 
     request: Request
+    constrained: _Constrained
     answer: Reading
     first: int
     drafts: list[int]
@@ -81,10 +90,12 @@ class GrammarManager:
         clock: Callable[[], float],
         make_backend: Callable[[], GrammarBackend] | None = None,
         make_check: Callable[[], Check] | None = None,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """
         Args:
             make_backend, make_check: instead of what ``config`` names, and of a Guard.
+            cpu_clock: CPU seconds of the calling thread.
 
         Raises:
             ConfigError: the library that ``config`` names is not there.
@@ -93,6 +104,9 @@ class GrammarManager:
         self._thoughts = _all_but(config.model.eos_token_ids, config.model.vocab_size)
         self._clock = clock
         self._pool = CompilePool(make_backend or backend_maker(config), make_check or (lambda: Guard(config)), clock)
+        self._cpu_clock = cpu_clock
+        self._slow_steps = SlowSteps()
+        self._memory = MemoryWatch(resident_bytes)
         self._cache = GrammarCache()
         self._compiling: dict[Source, list[Key]] = {}
         self._waiting: dict[Key, _Wait] = {}
@@ -142,6 +156,8 @@ class GrammarManager:
         for source, outcome in self._pool.take():
             if not isinstance(outcome, GrammarBusy):
                 self._cache.put(source, outcome)
+            if self._memory.has_grown():
+                self._cache.forget_grammars()
             told += [
                 self._tell(key, source, outcome) for key in self._compiling.pop(source) if self._waits(key, source)
             ]
@@ -190,19 +206,18 @@ class GrammarManager:
         for request in record.constrained:
             if request.status.is_finished:
                 continue
-            reading = self._caught_up(request)
+            constrained = self._constrained[request.client, request.request_id]
+            reading = self._caught_up(constrained, request)
             if reading is None:
                 failures.append(self._fail(request, "the grammar does not allow a token that was sampled"))
                 continue
-            found.append(_Positions(request, reading, num_rows, drafts.get(request.handle, [])))
+            found.append(_Positions(request, constrained, reading, num_rows, drafts.get(request.handle, [])))
             num_rows += 1 + len(found[-1].drafts)
         masks = np.full((num_rows, (self._config.model.vocab_size + 31) // 32), -1, np.int32)
         self._fill(found, masks)
-        dead_ends = set(np.flatnonzero(~masks.any(axis=1)).tolist())
-        stuck = [positions for positions in found if positions.first in dead_ends]
-        for positions in stuck:
-            failures.append(self._fail(positions.request, "the grammar allows nothing that the model could write here"))
-        told = [positions for positions in found if positions not in stuck] if stuck else found
+        told = self._that_go_on(found, masks, failures)
+        if self._memory.has_grown():
+            self._cache.forget_grammars()
         return _message(record.step, told, masks), failures
 
     def prune(self, live: Collection[Key]) -> None:
@@ -211,12 +226,29 @@ class GrammarManager:
             self._constrained = {key: value for key, value in self._constrained.items() if key in live}
             self._prune_from = max(64, 2 * len(self._constrained))
 
-    def _caught_up(self, request: Request) -> Reading | None:
+    def _that_go_on(self, found: list[_Positions], masks: Masks, failures: Failures) -> list[_Positions]:
+        """Those that may; the others are added to ``failures``."""
+        dead_ends = set(np.flatnonzero(~masks.any(axis=1)).tolist())
+        going = []
+        for positions in found:
+            request, constrained = positions.request, positions.constrained
+            if positions.first in dead_ends:
+                failures.append(self._fail(request, "the grammar allows nothing that the model could write here"))
+            elif is_over(constrained.seconds, request.num_output_tokens):
+                failures.append(self._fail(request, "the grammar takes too long to match"))
+                self._cache.put(constrained.source, GrammarRefused("structured_outputs take too long to match"))
+            else:
+                going.append(positions)
+        return going
+
+    def _caught_up(self, constrained: _Constrained, request: Request) -> Reading | None:
         """Its reading of all known tokens; None where the grammar does not allow one of them."""
-        constrained = self._constrained[request.client, request.request_id]
+        began = self._cpu_clock()
         if constrained.answer is None:
             constrained.answer = ConstrainedAnswer(constrained.grammar.matcher(), request, self._config)
-        return constrained.answer.reading if constrained.answer.catch_up(request) else None
+        allowed = constrained.answer.catch_up(request)
+        constrained.seconds += self._cpu_clock() - began
+        return constrained.answer.reading if allowed else None
 
     def _fill(self, found: list[_Positions], masks: Masks) -> None:
         """Draft by draft for all of them, so that those of one round are filled in parallel.
@@ -225,9 +257,7 @@ class GrammarManager:
         """
         going, offset = found, 0
         while going:
-            batch = [(p.reading.matcher, p.first + offset) for p in going if not p.reading.is_free]
-            if batch:
-                self._pool.backend().fill(batch, masks)
+            self._fill_rows([p for p in going if not p.reading.is_free], offset, masks)
             for positions in going:
                 if positions.reading.is_free:  # a thought may be anything but the end of an answer that is yet to come
                     masks[positions.first + offset] = self._thoughts
@@ -236,6 +266,20 @@ class GrammarManager:
         for positions in found:
             if positions.drafts:
                 positions.reading.undo()
+
+    def _fill_rows(self, batch: list[_Positions], offset: int, masks: Masks) -> None:
+        """All of them together, or each by itself, where its time is to be known."""
+        if not batch:
+            return
+        backend, began = self._pool.backend(), self._clock()
+        if not self._slow_steps.are_watched:
+            backend.fill([(p.reading.matcher, p.first + offset) for p in batch], masks)
+        else:
+            for p in batch:
+                before = self._cpu_clock()
+                backend.fill([(p.reading.matcher, p.first + offset)], masks)
+                p.constrained.seconds += self._cpu_clock() - before
+        self._slow_steps.took(self._clock() - began)
 
     def _fail(self, request: Request, why: str) -> tuple[int, Fail]:
         """What was built for its grammar may be at a limit, for all that share it: later requests begin anew."""

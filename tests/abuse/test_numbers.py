@@ -85,7 +85,7 @@ RANGES = [
     real("min_p", 0, 1),
     real("presence_penalty", -2, 2),
     real("frequency_penalty", -2, 2),
-    real("repetition_penalty", 0, 10, open_low=True),
+    real("repetition_penalty", 0.01, 10),
 ]
 
 
@@ -222,3 +222,19 @@ def test_repetition_detection(server: AbusedServer, looked_at: Callable[[], None
         error = assert_refused(server.complete(repetition_detection=value), 400, says=says)
         assert error["param"].startswith("repetition_detection")
         looked_at()
+
+
+TINY = ("5e-324", "1e-300", "1e-45", "1e-40", "1.2e-38", "1e-30", "1e-10", "1e-6")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"])
+def test_numbers_next_to_nothing(server: AbusedServer, looked_at: Callable[[], None], name: str) -> None:
+    """They are taken, and nothing is divided by what has become zero, not even where logits are made large."""
+    for value in TINY:
+        for beside in ("", ', "logit_bias": {"5": 100, "6": -100}', ', "repetition_penalty": 0.01, "top_k": 3'):
+            fields = f'"seed": 3, "logprobs": 2, "max_tokens": 3, "{name}": {value}{beside}'
+            response = server.post(COMPLETIONS, content=f'{{"prompt": [5, 6, 7], {fields}}}'.encode())
+            assert response.status_code == 200, response.text
+            logprobs = response.json()["choices"][0]["logprobs"]["token_logprobs"]
+            assert all(-10_000 < value <= 0 for value in logprobs), logprobs
+            looked_at()

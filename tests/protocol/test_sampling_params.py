@@ -29,7 +29,7 @@ GOOD: dict[str, list[Any]] = {
     "min_tokens": [0, 1, 16],
     "presence_penalty": [-2, 0.5, 2.0],
     "frequency_penalty": [-2.0, 0, 2],
-    "repetition_penalty": [1e-6, 1, 10.0],
+    "repetition_penalty": [0.01, 1, 10.0],
     "logit_bias": [{}, {0: -100, 2**31 - 1: 100.0}, dict.fromkeys(range(1024), 1)],
     "allowed_token_ids": [None, [0], [5, 3], list(range(65_536))],
     "bad_words": [[], ["x"], ["x" * 256] * 1024],
@@ -68,7 +68,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "frequency_penalty": ([-3, 2.01, *NOT_NUMBERS], "frequency_penalty must be a number from -2 to 2"),
     "repetition_penalty": (
         [0, -1, 10.5, *NOT_NUMBERS],
-        "repetition_penalty must be a number above 0 and at most 10",
+        "repetition_penalty must be a number from 0.01 to 10",
     ),
     "logit_bias": (
         [5, None, [1], {-1: 1}, {2**31: 1}, {"1": 1}, {1.0: 1}, {1: math.nan}, {1: math.inf}, {1: 101}, {1: "2"}],

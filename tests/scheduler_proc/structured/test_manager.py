@@ -21,6 +21,15 @@ from quire.scheduler_proc.structured.backend import GrammarRefused
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.make import backend_maker
 from quire.scheduler_proc.structured.manager import START_SECONDS, WAIT_SECONDS, GrammarManager
+from quire.scheduler_proc.structured.shares import (
+    LOOK_EVERY,
+    MAX_GROWN_BYTES,
+    NUM_WATCHED,
+    SLOW_SECONDS,
+    MemoryWatch,
+    SlowSteps,
+    resident_bytes,
+)
 
 PROMPT = [3, 4, 5]
 
@@ -45,13 +54,43 @@ class Gate:
         pass
 
 
+class SlowBackend:
+    """The demo's, but a row of a regular expression that holds a z takes a while by the case's clock."""
+
+    def __init__(self, case: "Case") -> None:
+        self._case = case
+        self._slow: set[int] = set()
+
+    def compile(self, wanted: StructuredOutputs) -> Any:
+        compiled = demo_backend().compile(wanted)
+        if "z" in (wanted.regex or ""):
+            made = compiled.matcher
+
+            def matcher() -> Any:
+                self._slow.add(id(found := made()))
+                return found
+
+            compiled.matcher = matcher  # type: ignore[method-assign]
+        return compiled
+
+    def fill(self, matchers: Any, masks: Any) -> None:
+        self._case.now += 0.05 * sum(id(matcher) in self._slow for matcher, _ in matchers)
+        demo_backend().fill(matchers, masks)
+
+
 class Case:
     """A manager with a clock of its own."""
 
     def __init__(self, *, opened: bool = True, **settings: Any) -> None:
         self.now = 0.0
         self.gate = Gate(opened=opened)
-        self.manager = GrammarManager(demo_config(**settings), lambda: self.now, demo_backend, lambda: self.gate)
+        self.manager = GrammarManager(
+            demo_config(**settings),
+            lambda: self.now,
+            lambda: SlowBackend(self),
+            lambda: self.gate,
+            cpu_clock=lambda: self.now,
+        )
 
     def told(self) -> list[tuple[int, Any]]:
         """What ``poll`` tells when the pipe says that there is something."""
@@ -262,6 +301,53 @@ class TestMasks:
         assert (inputs.handles, inputs.counts, failures) == ([2], [1], []) and inputs.bitmask is not None
         allowed = np.unpackbits(inputs.bitmask.view(np.uint8), bitorder="little")[: demo_config().model.vocab_size]
         assert np.flatnonzero(allowed == 0).tolist() == list(demo_config().model.eos_token_ids)
+
+
+class TestShares:
+    def test_whose_matching_takes_too_long_fails_alone_and_is_refused_from_then_on(
+        self, make_case: Callable[..., Case]
+    ) -> None:
+        case = make_case()
+        good, bad, other = constrained("1", regex="a+"), constrained("2", regex="z+"), constrained("3", regex="[ab]+")
+        ready(case, good, bad, other)
+        steps = 0
+        failures: Any = []
+        while not failures:
+            inputs, failures = case.manager.sample_inputs(step_of(good, bad, other))
+            steps += 1
+        assert inputs.handles == [1, 3] and [fail.request_id for _, fail in failures] == ["2"]
+        assert failures[0][1].detail == "request_failed: the grammar takes too long to match"
+        assert 5 <= steps <= 8, "a quarter of a second by steps of 50 ms, the first of them nobody's"
+        assert case.manager.begin(0, arrival("4", regex="z+"))
+        ((_, refuse),) = case.manager.poll()
+        assert isinstance(refuse, Refuse) and refuse.message == "structured_outputs take too long to match"
+        for _ in range(100):
+            inputs, failures = case.manager.sample_inputs(step_of(good, other))
+            assert inputs.handles == [1, 3] and not failures
+
+    def test_rows_are_filled_together_again_when_steps_are_quick(self) -> None:
+        steps = SlowSteps()
+        steps.took(SLOW_SECONDS)
+        assert not steps.are_watched
+        steps.took(2 * SLOW_SECONDS)
+        for _ in range(NUM_WATCHED):
+            assert steps.are_watched
+            steps.took(0.0)
+        assert not steps.are_watched
+
+    def test_memory_is_looked_at_once_in_a_while(self) -> None:
+        sizes = iter([100, 100 + MAX_GROWN_BYTES, 101 + MAX_GROWN_BYTES, 102 + MAX_GROWN_BYTES])
+        watch = MemoryWatch(lambda: next(sizes))
+        told = [watch.has_grown() for _ in range(4 * LOOK_EVERY)]
+        assert [i for i, has_grown in enumerate(told) if has_grown] == [3 * LOOK_EVERY - 1]
+        assert resident_bytes() > 2**20
+
+    def test_what_was_built_goes_and_refusals_stay(self) -> None:
+        cache = GrammarCache()
+        cache.put(("regex", "a"), demo_backend().compile(StructuredOutputs(regex="a")))
+        cache.put(("regex", "["), GrammarRefused("x"))
+        cache.forget_grammars()
+        assert len(cache) == 1 == cache.num_bytes and cache.get(("regex", "[")) is not None
 
 
 class TestCache:

@@ -1,0 +1,154 @@
+"""Who is compiled next, where: hard grammars wait among themselves, and owners take turns."""
+
+import select
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.structured.backend import GrammarBusy, GrammarRefused, GrammarTooSlow
+from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED, MAX_QUEUED_SLOW, CompilePool
+from quire.scheduler_proc.structured.fair_queue import FairQueue
+from quire.scheduler_proc.structured.guard import COMPILE_SECONDS
+
+
+class Checks:
+    """Instead of guards. Expressions with an h are hard, and those with an x fail; each lane waits for its gate."""
+
+    def __init__(self) -> None:
+        self.quick, self.patient = threading.Semaphore(0), threading.Semaphore(0)
+        self.tried: list[tuple[str, bool]] = []
+        """(expression, whether patiently)."""
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
+        patient = cpu_seconds == COMPILE_SECONDS
+        (self.patient if patient else self.quick).acquire()
+        regex = str(wanted.regex)
+        self.tried.append((regex, patient))
+        if "h" in regex and (not patient or "x" in regex):
+            raise GrammarTooSlow(cpu_seconds)
+
+
+class Backend:
+    def compile(self, wanted: StructuredOutputs) -> Any:
+        return wanted.regex
+
+    def fill(self, matchers: Any, masks: Any) -> None: ...
+
+
+class Case:
+    def __init__(self) -> None:
+        self.checks = Checks()
+        self.pool = CompilePool(Backend, lambda: self.checks, lambda: 0.0)
+        self.outcomes: dict[str, Any] = {}
+
+    def submit(self, regex: str, owner: int = 0) -> bool:
+        return self.pool.submit(("regex", regex), StructuredOutputs(regex=regex), owner)
+
+    def wait_for(self, count: int) -> None:
+        while len(self.outcomes) < count:
+            select.select([self.pool], [], [])
+            self.outcomes |= {source[1]: outcome for source, outcome in self.pool.take()}
+
+    def close(self) -> None:
+        for gate in (self.checks.quick, self.checks.patient):
+            gate.release(10_000)
+        self.pool.close()
+
+
+@pytest.fixture
+def case() -> Iterator[Case]:
+    case = Case()
+    yield case
+    case.close()
+
+
+def test_easy_ones_pass_hard_ones_by(case: Case) -> None:
+    assert all(case.submit(f"h{i}") for i in range(5)) and all(case.submit(f"e{i}") for i in range(5))
+    case.checks.quick.release(10)
+    case.wait_for(5)
+    assert set(case.outcomes) == {f"e{i}" for i in range(5)}, "while the hard ones have not had their second try"
+    case.checks.patient.release(5)
+    case.wait_for(10)
+    assert case.outcomes["h3"] == "h3"
+    assert [regex for regex, patient in case.checks.tried if patient] == [f"h{i}" for i in range(5)]
+
+
+def test_what_is_too_hard_is_given_up(case: Case) -> None:
+    case.submit("hx")
+    case.checks.quick.release()
+    case.checks.patient.release()
+    case.wait_for(1)
+    assert isinstance(case.outcomes["hx"], GrammarTooSlow) and len(case.checks.tried) == 2
+
+
+def test_an_owner_of_many_keeps_no_other_waiting(case: Case) -> None:
+    assert all(case.submit(f"a{i}", owner=1) for i in range(500))
+    assert case.submit("b", owner=2) and case.submit("c", owner=3)
+    case.checks.quick.release(4)
+    case.wait_for(4)
+    assert {"b", "c"} <= set(case.outcomes)
+
+
+def test_an_owner_has_only_so_many(case: Case) -> None:
+    taken = [case.submit(f"a{i}", owner=1) for i in range(MAX_QUEUED + 10)]
+    assert sum(taken) in (MAX_QUEUED, MAX_QUEUED + 1), "one may be in a thread already"
+    assert case.submit("b", owner=2)
+
+
+def test_hard_ones_beyond_those_that_may_wait_are_refused_for_now(case: Case) -> None:
+    count = MAX_QUEUED_SLOW + 5
+    assert all(case.submit(f"h{i}") for i in range(count))
+    case.checks.quick.release(count)
+    case.wait_for(4)
+    assert all(isinstance(outcome, GrammarBusy) for outcome in case.outcomes.values())
+
+
+def test_what_nobody_waits_for_is_not_compiled(case: Case) -> None:
+    assert case.submit("first") and case.submit("second") and case.submit("last")
+    assert case.pool.withdraw(("regex", "second")) and not case.pool.withdraw(("regex", "second"))
+    case.checks.quick.release(3)
+    case.wait_for(2)
+    assert set(case.outcomes) == {"first", "last"}
+    assert case.submit("second")
+    case.wait_for(3)
+
+
+def test_a_crash_is_one_grammars(case: Case) -> None:
+    def crash(wanted: StructuredOutputs, cpu_seconds: float) -> None:
+        case.checks.check = type(case.checks).check.__get__(case.checks)  # type: ignore[method-assign]
+        raise SystemError("a library's words")
+
+    case.checks.check = crash  # type: ignore[method-assign]
+    case.submit("one")
+    case.wait_for(1)
+    assert isinstance(case.outcomes["one"], GrammarRefused) and "library" not in str(case.outcomes["one"])
+    case.submit("two")
+    case.checks.quick.release()
+    case.wait_for(2)
+    assert case.outcomes["two"] == "two"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_owners_take_turns_and_keep_their_own_order(items: list[tuple[int, int]]) -> None:
+    queue: FairQueue[int] = FairQueue(most=20)
+    taken = [(owner, item) for owner, item in items if queue.put(owner, item)]
+    assert len(queue) == len(taken)
+    popped = list(iter(queue.pop, None))
+    left = {owner: sum(o == owner for o, _ in taken) for owner, _ in taken}
+    for owner in left:
+        assert [item for o, item in popped if o == owner] == [item for o, item in taken if o == owner][:20]
+    while popped:  # in each round, each who still has something is served once
+        served = [owner for owner, _ in popped[: len(left)]]
+        assert set(served) == set(left) and len(served) == len(left)
+        popped = popped[len(left) :]
+        left = {owner: count - 1 for owner, count in left.items() if count > 1}
