@@ -32,9 +32,29 @@ class DiffCheck:
         """Raises StepRefused: the step names what is not held, or would write where it may not, or does not add up."""
         if not _changes(step):
             return
+        if _only_appends(step):
+            self._require_appends(step)
+            return
         after = _After(self._batch, step, self._max_tokens)
         self._require_new(step, after)
         self._require_blocks(step, after)
+
+    def _require_appends(self, step: SchedulerOutput) -> None:
+        """What most steps of a steady batch bring: blocks for those few whose next token begins one."""
+        rows, groups, ids = _appended(step, self._batch)
+        _require_groups(groups, len(self._tables.tables))
+        batch = self._batch
+        computed, runs = batch.num_computed[: batch.num_rows], batch.active[: batch.num_rows]
+        for group, table in enumerate(self._tables.tables):
+            span = table.span * table.ratio
+            mine = groups == group
+            _require_appended(table, ids[mine])
+            given = np.bincount(rows[mine], minlength=batch.num_rows)
+            held = table.num_blocks_per_row[: batch.num_rows] // table.ratio + given
+            table.require_room(int(held.max(initial=0)) * table.ratio)
+            if ((held * span <= computed) & runs).any():
+                raise StepRefused("a token has no block to be written to")
+        self._tables.require_free(ids, ())
 
     def _require_new(self, step: SchedulerOutput, after: "_After") -> None:
         tokens = NOTHING if step.token_ids is None else step.token_ids
@@ -51,8 +71,7 @@ class DiffCheck:
         """Every position that runs has a block, which nobody else writes to or reads."""
         given = _split(step.new_requests, step.block_ids, len(self._tables.tables))
         rows, groups, ids = _appended(step, after)
-        if len(groups) and not 0 <= groups.min() <= groups.max() < len(self._tables.tables):
-            raise StepRefused(f"KV group {int(groups.min() if groups.min() < 0 else groups.max())} does not exist")
+        _require_groups(groups, len(self._tables.tables))
         claimed: list[Ints] = [ids]
         for group, table in enumerate(self._tables.tables):
             own = groups == group
@@ -170,6 +189,16 @@ def _changes(step: SchedulerOutput) -> bool:
     return bool(lists) or any(array is not None for array in arrays)
 
 
+def _only_appends(step: SchedulerOutput) -> bool:
+    lists = step.removed or step.parked or step.new_requests or step.unparked or step.counts or step.drafts
+    return not lists and step.token_ids is None and step.block_ids is None
+
+
+def _require_groups(groups: Ints, num_groups: int) -> None:
+    if len(groups) and not 0 <= groups.min() <= groups.max() < num_groups:
+        raise StepRefused(f"KV group {int(groups.min() if groups.min() < 0 else groups.max())} does not exist")
+
+
 def _once(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     if len({handle for handle, _ in pairs}) != len(pairs):
         raise StepRefused("a handle is told twice how many tokens it computes")
@@ -189,15 +218,15 @@ def _split(new: Sequence[NewRequestData], block_ids: Int32 | None, num_groups: i
     return [pieces[start : start + num_groups] for start in range(0, len(pieces), num_groups)]
 
 
-def _appended(step: SchedulerOutput, after: _After) -> tuple[Ints, Ints, Ints]:
-    """Row, group and id of each appended block; rows as in ``_After``."""
+def _appended(step: SchedulerOutput, held: "_After | InputBatch") -> tuple[Ints, Ints, Ints]:
+    """Row, group and id of each appended block; rows as ``held`` has them."""
     handles, ids, groups = step.appended_handles, step.appended_block_ids, step.appended_groups
     handles = NOTHING if handles is None else handles
     ids = NOTHING if ids is None else ids
     groups = np.zeros_like(handles) if groups is None else groups
     if not len(handles) == len(ids) == len(groups):
         raise StepRefused("the appended blocks do not add up")
-    return np.array([after.row(handle) for handle in handles.tolist()], np.int64), groups, ids
+    return np.array([held.row(handle) for handle in handles.tolist()], np.int64), groups, ids
 
 
 def _require_new_blocks(table: BlockTable, ids: Int32, num_computed: int) -> Int32:

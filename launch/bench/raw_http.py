@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 LIMIT = 1 << 22
 
 

@@ -16,7 +16,7 @@ from quire.scheduler_proc.structured.make import make_backend
 
 COMPILE_SECONDS = 1.0
 """CPU time that a grammar may take."""
-WALL_SECONDS = 8.0
+WALL_SECONDS = 15.0
 """For the same, where the machine is busy, or something has stopped the guard."""
 MAX_COMPILE_BYTES = 192 * 2**20
 MAX_ADDRESS_BYTES = 1024 * 2**20

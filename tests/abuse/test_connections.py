@@ -1,5 +1,6 @@
 """Clients that send what is no request, send too much, send too slowly, or leave (A16, A17, A18, A47, F13)."""
 
+import contextlib
 import json
 import random
 import re
@@ -86,6 +87,7 @@ UNFINISHED_BODIES = [
     ONE_CHUNK + b"0\r\n",
     ONE_CHUNK + b"0\r\nx: ",
 ]
+GET_HEALTH = b"GET /health HTTP/1.1\r\n\r\n"
 # A request that is answered, and what then never ends: the answer has ended no clock.
 AFTER_ANSWERS = [
     (200, post(COMPLETIONS, GOOD)),
@@ -114,13 +116,31 @@ class TestSlowSenders:
             check_words(told)
         hasty.until(lambda: hasty.num_connections == 0)
 
-    @pytest.mark.parametrize("data", [b"GET /health HTTP/1.1\r\nx: ", b"\r\n", HEAD + b"content-length: 999\r\n\r\n"])
-    def test_a_byte_now_and_then_does_not_help(self, hasty: FrontEnd, data: bytes) -> None:
-        with hasty.connect(data) as connection:
-            begun = time.monotonic()
-            while not select.select([connection], [], [], 0.01)[0]:
-                connection.send(b"\n" if data == b"\r\n" else b"x")
-                assert time.monotonic() < begun + WAIT_S
+    @pytest.mark.parametrize(
+        ("data", "byte"),
+        [
+            (b"", b"\n"),
+            (b"GET /", b"x"),
+            (b"GET /health HTTP/1.1\r\nx: ", b"x"),
+            (GET_HEALTH, b"\n"),  # between two requests
+            (GET_HEALTH + b"GET /", b"x"),
+            (HEAD + b"content-length: 999\r\n\r\n", b"x"),
+            (SAYS_CHUNKED + b"5;", b"x"),
+            (ONE_CHUNK + b"0\r\nx:", b"x"),
+            (HEAD + b"content-length: 99999999999\r\n\r\n", b"x"),  # answered already
+            (b"GET /none HTTP/1.1\r\ncontent-length: 99999\r\n\r\n", b"x"),
+            (b"GET /none HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5;", b"x"),
+        ],
+        ids=short,
+    )
+    def test_a_byte_now_and_then_does_not_help(self, hasty: FrontEnd, data: bytes, byte: bytes) -> None:
+        begun = time.monotonic()
+        with hasty.connect(data) as connection, contextlib.suppress(ConnectionError):
+            while True:
+                if select.select([connection], [], [], 0.01)[0] and not connection.recv(65536):
+                    break
+                connection.send(byte)
+                assert time.monotonic() < begun + WAIT_S / 2
 
     def test_a_body_that_comes_steadily_is_waited_for(self) -> None:
         front_end = FrontEnd(body_s=0.1, body_bytes_per_s=10)

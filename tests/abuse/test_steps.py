@@ -401,3 +401,45 @@ def test_a_step_that_brings_nothing_is_not_looked_at(monkeypatch: pytest.MonkeyP
     looked: Callable[..., None] = unwanted
     monkeypatch.setattr("quire.worker_proc.diff_check._After", looked)
     held.run(SchedulerOutput(4))
+
+
+APPENDS: dict[str, tuple[dict[str, Any], str]] = {
+    "right ones": (more([0], [7]), ""),
+    "right ones in a group": (more([0], [7], [0]), ""),
+    "for a parked one": (more([2], [7]), ""),
+    "several": (more([0, 1, 0], [7, 8, 9]), ""),
+    "nothing": (more([], []), ""),
+    "another's": (more([0], [4]), "slot overlap"),
+    "one that is read": (more([0], [1]), "slot overlap"),
+    "twice": (more([0, 1], [7, 7]), "slot overlap"),
+    "the null block": (more([0], [0]), "block id"),
+    "a negative one": (more([0], [-7]), "block id"),
+    "past the pool": (more([0], [NUM_BLOCKS]), "block id"),
+    "too many": (more([0] * 7, list(range(7, 14))), "8 are the most"),
+    "for nobody": (more([9], [7]), "not held"),
+    "for a negative handle": (more([-2], [7]), "not held"),
+    "of no group": (more([0], [7], [1]), "group 1"),
+    "of a negative group": (more([0], [7], [-1]), "group -1"),
+    "fewer handles": (more([0], [7, 8]), "do not add up"),
+    "fewer blocks": (more([0, 1], [7]), "do not add up"),
+    "fewer groups": (more([0, 1], [7, 8], [0]), "do not add up"),
+    "handles alone": ({"appended_handles": ints(0)}, "do not add up"),
+}
+
+
+@pytest.mark.parametrize(("fields", "told"), APPENDS.values(), ids=APPENDS)
+def test_a_step_that_only_gives_blocks(held: Held, fields: dict[str, Any], told: str) -> None:
+    """The most frequent one has a shorter way, which must see the same."""
+    step = SchedulerOutput(3, **fields)
+    if told:
+        assert told in held.refuses(step)
+    else:
+        Held().runner.execute(step).result()
+
+
+def test_blocks_for_another_do_not_help_who_has_none() -> None:
+    held = Held()
+    for step in (3, 4, 5):
+        held.runner.execute(SchedulerOutput(step)).result()
+    assert "no block" in held.refuses(SchedulerOutput(6, **more([1], [7])))
+    assert held.runner.execute(SchedulerOutput(6, **more([0, 1], [7, 8]))).result().tokens is not None

@@ -116,7 +116,7 @@ class FrontEnd:
         self.uvicorn = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self._listener]})
+        self._thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self._listener]}, daemon=True)
         self._thread.start()
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
         alone = httpx.Limits(max_keepalive_connections=0)  # a test's limits may close an idle connection at any time

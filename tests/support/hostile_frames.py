@@ -242,6 +242,41 @@ def damaged(frames: Frames, rng: random.Random, *, sealed: bool) -> Frames:
     return seal(body, *rest) if sealed else [frames[0][:4] + body, *rest]
 
 
+VALUES: list[Any] = [
+    -(2**63), -(2**31) - 1, -(2**31), -1, 0, 1, 2, 3, 5, 7, 64, 255, 1000, 2**31 - 1, 2**31, 2**63, 2**64 - 1,
+    float("nan"), float("inf"), -0.0, 0.5, 1e308, True, False, None, "", "a", "r1", "x" * 300, "\ud7ff\n\x1b",
+    b"", b"1234", [], {},
+]  # fmt: skip
+
+
+def altered(frames: Frames, rng: random.Random) -> Frames:
+    """A real message with one or two of its values others, gone or doubled: most such can be decoded."""
+    content = msgspec.msgpack.decode(frames[0][4:])
+    for _ in range(rng.randint(1, 2)):
+        _alter(content, rng)
+    return seal(msgspec.msgpack.encode(content), *frames[1:])
+
+
+def _alter(content: Any, rng: random.Random) -> None:
+    """Somewhere within a list or a map."""
+    keys = list(range(len(content))) if isinstance(content, list) else list(content)
+    if not keys:
+        return
+    key = rng.choice(keys[2:] if len(keys) == 3 and isinstance(content[keys[2]], list) else keys)
+    value = content[key]
+    if isinstance(value, list | dict) and value and rng.random() < 0.85:
+        _alter(value, rng)
+    elif isinstance(value, bytes) and value and rng.random() < 0.8:
+        place = rng.randrange(len(value))
+        content[key] = value[:place] + bytes([rng.randrange(256)]) + value[place + 1 :]
+    elif isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.4:
+        content[key] = min(max(value + rng.choice((-1, 1)), -(2**63)), 2**64 - 1)
+    elif isinstance(content, list) and rng.random() < 0.2:
+        content[key : key + 1] = rng.choice(([], [value, value]))
+    else:
+        content[key] = rng.choice(VALUES)
+
+
 def every_flip(frames: Frames, rng: random.Random) -> Iterator[Frames]:
     """For every byte of a short message, and for some of a long one, the message with one bit of it turned."""
     for index, frame in enumerate(frames):

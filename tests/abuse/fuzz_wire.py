@@ -1,0 +1,224 @@
+"""Random damage to real messages, in each direction of each link, by somebody who knows checksums; for hours if wanted.
+
+    python -P tests/abuse/fuzz_wire.py --seconds 3600 --seed 1
+
+What is refused must change nothing; what can be decoded is given to the real scheduler or worker, which must refuse or
+take it. After each round a request of somebody else must get the right tokens. A round that fails is printed with what
+repeats it, and the exit status is 1. The last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+
+from fake_worker import FakeWorker
+from hostile_frames import altered, damaged, directions, frames_of
+from runner_steps import CONFIG, MODEL, adding, appending
+from scheduler_driver import expected_tokens, make_config, make_request, scheduler_of
+
+from quire.protocol import messages as m
+from quire.protocol.channel import Link
+from quire.protocol.codec import ProtocolError
+from quire.protocol.kv_layout import kv_layout
+from quire.scheduler_proc.scheduler import WorkerFault
+from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.setup import make_runner
+
+SETTINGS = {"max_model_len": 64, "max_num_seqs": 4, "async_scheduling": True}
+EVIL, GOOD = 9, 0
+CANARY, NUM_TOKENS = [5, 6, 7, 8, 9], 6
+ROUND = 60
+Tally = Counter[str]
+
+
+def receive(union: Any, message: Any, rng: random.Random, tally: Tally) -> Any:
+    """``message`` as it comes out after damage; None when it is refused, which leaves the link as it was."""
+    link = Link(union)
+    real = frames_of(message)
+    frames = altered(real, rng) if rng.random() < 0.6 else damaged(real, rng, sealed=rng.random() < 0.95)
+    tally["messages"] += 1
+    try:
+        taken = link.incoming(frames).message
+    except ProtocolError as error:
+        tally[f"refused: {error.kind}"] += 1
+        assert link.incoming(frames_of(message)) is not None, "what is right is not taken any more"
+        return None
+    tally["decoded"] += 1
+    return taken
+
+
+class Engine:
+    """A scheduler and a worker that distrusts it; one front end means well."""
+
+    def __init__(self) -> None:
+        self.scheduler = scheduler_of(num_blocks=40, **SETTINGS)
+        config = self.scheduler.config
+        self.worker = FakeWorker(
+            40, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.model.vocab_size
+        )
+        self.salts: dict[str, str] = {}
+        self.worker.salt_of = lambda request_id: self.salts.get(request_id, "")
+        self.tokens: list[int] = []
+        self.has_ended = False
+
+    def consume(self, message: Any, client: int) -> None:
+        if isinstance(message, m.AddRequest) and (client, message.request_id) not in self.scheduler.table.requests:
+            self.salts[message.request_id] = message.cache_salt
+        self.scheduler.consume(message, client)
+        self.scheduler.check()
+        self._listen()
+
+    def step(self) -> m.ModelRunnerOutput | None:
+        """The result of one step, not delivered; None: nothing runs."""
+        step = self.scheduler.schedule() if self.scheduler.can_schedule else None
+        return None if step is None else self.worker.execute(step)
+
+    def deliver(self, result: m.ModelRunnerOutput) -> None:
+        self.scheduler.consume(result)
+        self.scheduler.check()
+        self._listen()
+
+    def check_canary(self) -> None:
+        self.consume(make_request("canary", CANARY, max_tokens=NUM_TOKENS, ignore_eos=True), GOOD)
+        for _ in range(2000):
+            if self.has_ended:
+                break
+            result = self.step()
+            assert result is not None, "the canary waits for ever"
+            self.deliver(result)
+        assert self.tokens == expected_tokens(CANARY, NUM_TOKENS), "the canary's tokens are wrong"
+
+    def _listen(self) -> None:
+        for client, message in self.scheduler.take_messages():
+            if client == GOOD and isinstance(message, m.StepOutputs):
+                self.tokens += [] if message.tokens is None else message.tokens.tolist()
+                self.has_ended = self.has_ended or bool(message.ended)
+
+
+def to_scheduler(rng: random.Random, tally: Tally) -> None:
+    union, messages = directions(make_config())["front end to scheduler"]
+    engine = Engine()
+    for _ in range(ROUND):
+        taken = receive(union, rng.choice(messages), rng, tally)
+        asked = taken.sampling if isinstance(taken, m.AddRequest) else None
+        if isinstance(taken, m.Hello | m.Heartbeat) or (asked is not None and asked.structured_outputs is not None):
+            continue  # not the scheduler's, or after its grammar only
+        if isinstance(taken, m.Control) and taken.kind in ("pause", "pause_new"):
+            continue  # which the canary would wait for
+        if taken is not None:
+            engine.consume(taken, EVIL)
+        for _ in range(rng.randrange(3)):
+            if (result := engine.step()) is not None:
+                engine.deliver(result)
+    engine.scheduler.drop_client(EVIL)
+    engine.check_canary()
+
+
+def from_worker(rng: random.Random, tally: Tally) -> None:
+    engine = Engine()
+    for index in range(4):
+        engine.consume(make_request(f"r{index}", [index, 1, 2], max_tokens=40, ignore_eos=True), EVIL)
+    for _ in range(ROUND):
+        result = engine.step()
+        if result is None:
+            break
+        other = receive(m.WorkerToScheduler, result, rng, tally)
+        if isinstance(other, m.ModelRunnerOutput) and not other.failure:
+            try:
+                engine.scheduler.consume(other)
+            except WorkerFault:
+                tally["refused by the scheduler"] += 1
+            else:
+                tally["taken"] += 1
+                engine.scheduler.check()
+                if other.step > engine.scheduler.results.stale_until:
+                    return  # it could have been: from here on the worker knows other tokens
+        engine.deliver(result)
+    engine.scheduler.drop_client(EVIL)
+    engine.check_canary()
+
+
+def to_worker(rng: random.Random, tally: Tally) -> None:
+    config = msgspec.structs.replace(CONFIG, max_num_seqs=4)
+    runner, _ = make_runner(config, kv_layout(MODEL, 4, "float32"), lambda text: None, progress=False)
+    first = m.SchedulerOutput(1, **adding((0, [5, 9, 2, 7], [1]), (2, [3], [2])))
+    runner.execute(first).result()
+    rows = {name: value for name, value in adding((3, [8, 6, 4, 1, 2], [5, 6])).items() if name != "counts"}
+    good = m.SchedulerOutput(2, removed=[2], counts=[(3, 5)], **rows, **appending(0, 0, [3]))
+    for _ in range(ROUND):
+        other = receive(m.SchedulerToWorker, good, rng, tally)
+        if not isinstance(other, m.SchedulerOutput) or other.awaits_sample_inputs:
+            continue
+        before = runner.batch.num_computed.copy()
+        try:
+            runner.execute(other).result()
+        except StepRefused:
+            tally["refused by the worker"] += 1
+            assert np.array_equal(before, runner.batch.num_computed)
+        else:
+            tally["taken"] += 1
+            runner.check()
+            return
+    runner.execute(good).result()
+    runner.check()
+
+
+def to_front_end(rng: random.Random, tally: Tally) -> None:
+    union, messages = directions(make_config())["scheduler to front end"]
+    for _ in range(ROUND):
+        receive(union, rng.choice(messages), rng, tally)
+
+
+DIRECTIONS: dict[str, Callable[[random.Random, Tally], None]] = {
+    "front end to scheduler": to_scheduler,
+    "worker to scheduler": from_worker,
+    "scheduler to worker": to_worker,
+    "scheduler to front end": to_front_end,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long (60)")
+    parser.add_argument("--seed", type=int, default=0, help="of all chance (0)")
+    parser.add_argument("--first-round", type=int, default=0, help="begin here, to repeat a failure (0)")
+    args = parser.parse_args()
+    tallies = {name: Counter[str]() for name in DIRECTIONS}
+    failures, number, began = 0, args.first_round, time.monotonic()
+    while time.monotonic() < began + args.seconds and failures < 10:
+        name = list(DIRECTIONS)[number % len(DIRECTIONS)]
+        try:
+            DIRECTIONS[name](random.Random(f"{args.seed} {number}"), tallies[name])
+        except Exception:
+            failures += 1
+            traceback.print_exc()
+            print(f"{name}: repeat with --seed {args.seed} --first-round {number}", file=sys.stderr)
+        number += 1
+    print(
+        json.dumps(
+            {
+                "seed": args.seed,
+                "rounds": number - args.first_round,
+                "seconds": round(time.monotonic() - began, 1),
+                "failures": failures,
+                "directions": {name: dict(sorted(tally.items())) for name, tally in tallies.items()},
+            }
+        )
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""The fuzzers, for a moment: they find nothing, and say what they did."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def fuzzed(program: str) -> dict[str, Any]:
+    command = [sys.executable, "-P", str(HERE / program), "--seconds", "2", "--seed", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert told["failures"] == 0
+    return told
+
+
+def test_messages_in_all_directions() -> None:
+    directions = fuzzed("fuzz_wire.py")["directions"]
+    assert len(directions) == 4
+    for name, tally in directions.items():
+        assert tally["messages"] > 20 and tally["decoded"] and tally["refused: decode"], name
+
+
+def test_checkpoints() -> None:
+    told = fuzzed("fuzz_safetensors.py")
+    assert told["refused"] > 20 and told["opened"]
