@@ -78,9 +78,8 @@ class ZmqEngineClient:
         return self._session.state
 
     @property
-    def state_since(self) -> float:
-        """Monotonic seconds."""
-        return self._session.since
+    def seconds_without_progress(self) -> float:
+        return self._session.seconds_without_progress
 
     @property
     def num_in_flight(self) -> int:

@@ -149,8 +149,8 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def state_since(self) -> float:
-        """When it began, in monotonic seconds."""
+    def seconds_without_progress(self) -> float:
+        """How long no token has come although an answer is in flight, or the engine recovers already."""
         ...
 
     async def add(

@@ -29,6 +29,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, Help("answers of one API key that may wait for their first token; beyond, 429; 0: no limit")
     ] = 0
     shutdown_timeout: Annotated[float, Help("seconds that running requests may take once it is told to stop")] = 30.0
+    health_timeout: Annotated[
+        float, Help("seconds without a token, where one is waited for, after which /health is 503")
+    ] = 60.0
     api_server_count: Annotated[int, Help("front-end processes that share the port")] = 1
     standby_workers: Annotated[bool, Help("keep a started process per worker, to take over when one dies")] = True
     simulate: Annotated[
@@ -44,6 +47,7 @@ class FrontEndSettings(msgspec.Struct):
     api_keys: list[str]
     shutdown_timeout: float
     max_num_queued_reqs_per_key: int = 0
+    health_timeout: float = 60.0
 
 
 class _Signals:
@@ -99,6 +103,7 @@ def _write_settings(directory: Path, options: ServeOptions, model_name: str) -> 
         api_keys=keys,
         shutdown_timeout=options.shutdown_timeout,
         max_num_queued_reqs_per_key=options.max_num_queued_reqs_per_key,
+        health_timeout=options.health_timeout,
     )
     path = directory / "frontend"
     path.touch(mode=0o600)
@@ -111,6 +116,8 @@ def _listen(options: ServeOptions) -> socket.socket:
         raise ConfigError(f"--port must be from 0 to 65535, not {options.port}")
     if not 0 <= options.shutdown_timeout <= 86400:
         raise ConfigError(f"--shutdown-timeout must be from 0 to 86400, not {options.shutdown_timeout}")
+    if not 0.1 <= options.health_timeout <= 86400:
+        raise ConfigError(f"--health-timeout must be from 0.1 to 86400, not {options.health_timeout}")
     if not 1 <= options.api_server_count <= 64:
         raise ConfigError(f"--api-server-count must be from 1 to 64, not {options.api_server_count}")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET

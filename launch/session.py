@@ -42,6 +42,7 @@ class Session:
     Attributes:
         state: loading, ready, recovering, draining or failed.
         since: when that state began, in seconds of ``clock``.
+        progress_at: when a token, or an ending, came last, or the first of those in flight was added.
         detail: why, when it failed.
         life: which link this is; grows with each new one.
     """
@@ -54,6 +55,7 @@ class Session:
         self._pid, self._index = pid, index
         self._clock = clock
         self.state, self.detail, self.since = "loading", "", clock()
+        self.progress_at = self.since
         self.table = StreamTable()
         self.life = 0
         self._accepts = False
@@ -112,6 +114,7 @@ class Session:
             self.table.apply(message)
         except (KeyError, ValueError):  # of a request or a handle that this side does not know
             return False
+        self.progress_at = self._clock()
         if self._tried is not None:
             self._try_next()
         return True
@@ -164,6 +167,8 @@ class Session:
             EngineError: the engine has failed.
         """
         self.require_alive()
+        if not len(self.table):
+            self.progress_at = self._clock()
         stream = self.table.add(request, on_news)
         if self._accepts:
             self._submit(stream)
@@ -200,6 +205,13 @@ class Session:
         self._post(request)
 
     # ---- states
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """How long nothing has come although something is in flight, or the engine recovers already."""
+        now = self._clock()
+        waiting = now - self.progress_at if len(self.table) else 0.0
+        return max(waiting, now - self.since if self.state == "recovering" else 0.0)
 
     def become(self, state: str) -> None:
         if state != self.state:

@@ -59,6 +59,7 @@ class FrontEnd:
                 served_model_names=tuple(settings.served_model_names),
                 api_keys=tuple(settings.api_keys),
                 max_num_queued_reqs_per_key=settings.max_num_queued_reqs_per_key,
+                health_timeout=settings.health_timeout,
             ),
         )
         server = HttpServer(

@@ -57,15 +57,18 @@ async def show_model(server: Server, request: Request) -> Response:
 
 
 async def health(server: Server, request: Request) -> Response:
-    """200 while the engine makes progress, recovery included; not before it is up, and not once it has failed."""
+    """200 while the engine makes progress, recovery included; not before it is up, and not once it has failed, or has
+    brought nobody a token for too long."""
     state = server.engine.state
-    return _json(Status(state), 200 if state in ("ready", "recovering", "draining") else 503)
+    lives = state in ("ready", "recovering", "draining") and not server.is_stuck
+    return _json(Status("stuck" if server.is_stuck else state), 200 if lives else 503)
 
 
 async def ready(server: Server, request: Request) -> Response:
-    """200 while new requests should be sent here."""
+    """200 while new requests should be sent here: a recovery that does not take long makes them wait, no more."""
     state = server.engine.state
-    return _json(Status(state), 200 if state == "ready" else 503)
+    takes = state in ("ready", "recovering") and not server.is_stuck
+    return _json(Status("stuck" if server.is_stuck else state), 200 if takes else 503)
 
 
 async def version(server: Server, request: Request) -> Response:

@@ -32,6 +32,7 @@ class ServerSettings:
         thinking: the engine's markers.
         api_keys: any of them opens every route; with none, everything is open.
         max_num_queued_reqs_per_key: answers of one key that may wait for their first token; 0: any number.
+        health_timeout: seconds without progress from which on the engine counts as stuck.
     """
 
     text_in: TextIn
@@ -40,6 +41,7 @@ class ServerSettings:
     thinking: Thinking = field(default_factory=Thinking)
     api_keys: tuple[str, ...] = ()
     max_num_queued_reqs_per_key: int = 0
+    health_timeout: float = 60.0
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -64,6 +66,11 @@ class Server:
         self.parser = Parser(served_names=settings.served_model_names, limits=engine, processors=settings.processors)
         self.metrics = Metrics(settings.served_model_names[0])
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
+
+    @property
+    def is_stuck(self) -> bool:
+        """No token has come for too long although one is waited for, or the engine has been recovering for so long."""
+        return self.engine.seconds_without_progress > self.settings.health_timeout
 
     def require_serving(self) -> None:
         """Raises ApiError 503 unless new requests are taken. A recovering engine takes them and lets them wait."""

@@ -154,7 +154,7 @@ class FakeEngine:
     on_abort: Callable[[], None] = lambda: None
     on_hang: Callable[[], None] = lambda: None
     state: str = "ready"
-    state_since: float = 0.0
+    seconds_without_progress: float = 0.0
     max_model_len: int = 256
     vocab_size: int = 420
     added: list[FakeSequence] = field(default_factory=list)

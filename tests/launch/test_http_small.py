@@ -45,7 +45,7 @@ class TestModels:
     [
         ("loading", 503, 503),
         ("ready", 200, 200),
-        ("recovering", 200, 503),
+        ("recovering", 200, 200),
         ("draining", 200, 503),
         ("failed", 503, 503),
     ],
@@ -54,6 +54,15 @@ def test_health_and_readiness(client: Any, engine: Any, state: str, health: int,
     engine.state = state
     assert (client.get("/health").status_code, client.get("/ready").status_code) == (health, ready)
     assert client.get("/health").json() == {"status": state}
+
+
+@pytest.mark.parametrize("state", ["ready", "recovering", "draining"])
+def test_an_engine_without_progress_is_stuck(client: Any, engine: Any, state: str) -> None:
+    engine.state, engine.seconds_without_progress = state, 59.0
+    assert client.get("/health").status_code == 200
+    engine.seconds_without_progress = 61.0
+    assert (client.get("/health").status_code, client.get("/ready").status_code) == (503, 503)
+    assert client.get("/health").json() == {"status": "stuck"}
 
 
 class TestTokens:

@@ -38,7 +38,7 @@ class ScheduledEngine(Driver):
     """
 
     state = "ready"
-    state_since = 0.0
+    seconds_without_progress = 0.0
 
     def __init__(self, refuse_from: int | None = None, **settings: Any) -> None:
         super().__init__(vocab_size=VOCAB_SIZE, **settings)

@@ -197,3 +197,41 @@ def test_refusals_reach_their_reader() -> None:
         stream.take()
     with pytest.raises(InvalidRequest, match="in use"):
         link.add("2"), link.add("2")
+
+
+class TestProgress:
+    """What /health goes by."""
+
+    @pytest.fixture
+    def now(self) -> list[float]:
+        return [100.0]
+
+    @pytest.fixture
+    def session(self, now: list[float]) -> Session:
+        session = Session(lambda message: None, 7, clock=lambda: now[0])
+        session.begin()
+        session.take(EngineState("ready"))
+        return session
+
+    def test_an_idle_engine_need_not_get_on(self, session: Session, now: list[float]) -> None:
+        now[0] += 1000
+        assert session.seconds_without_progress == 0
+
+    def test_from_the_first_request_on_a_token_is_due(self, session: Session, now: list[float]) -> None:
+        now[0] += 1000
+        session.add(AddRequest("1", np.array([1], np.int32), SamplingParams(), 0))
+        now[0] += 5
+        session.add(AddRequest("2", np.array([1], np.int32), SamplingParams(), 0))
+        now[0] += 5
+        assert session.seconds_without_progress == 10
+        session.take(StepOutputs([Introduced(0, "1", 0)], np.array([0], np.int32), np.array([3], np.int32), []))
+        assert session.seconds_without_progress == 0
+
+    def test_a_recovery_counts_from_its_beginning(self, session: Session, now: list[float]) -> None:
+        session.take(EngineState("recovering"))
+        now[0] += 7
+        session.take(EngineState("recovering"))
+        now[0] += 7
+        assert session.seconds_without_progress == 14
+        session.take(EngineState("ready"))
+        assert session.seconds_without_progress == 0
