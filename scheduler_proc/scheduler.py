@@ -211,7 +211,7 @@ class Scheduler:
         for record in self.in_flight.records:
             present |= record.requests() | {handle: share.request for handle, share in record.shares.items()}
         live = [request for request in present.values() if not request.status.is_finished]
-        self.suspects.died_with(live)
+        self.suspects.died_with(live, self._stats.generation_tokens)
 
     def halve_steps(self) -> bool:
         """From now on a step has half as many tokens at most; false when it cannot.

@@ -2,7 +2,8 @@
 
 A worker that dies takes nothing with it, so its requests run again; but one of them may be why it died, and would end
 the next worker as well. Who was in a step in flight at a death, and has got no token since, is counted. At two deaths
-it is a *suspect*: it runs with nobody beside it until it gets a token. The worker's death at that is a proof.
+it is a *suspect*: it runs with nobody beside it until it gets a token. The worker's death at that is a proof, unless
+somebody has got a token since the death before: then it may have been chance, and it is tried alone once more.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +24,13 @@ class Suspects:
         self._counts: dict[int, tuple[Request, int, int]] = {}
         """By handle: the request, deaths with it in a step, and how many tokens it had then."""
         self._condemned: list[Request] = []
+        self._total = -1
+        """Tokens that all requests had got at the last death."""
 
-    def died_with(self, present: Sequence[Request]) -> None:
-        """The workers died with these in a step."""
-        alone = self.alone if len(present) == 1 else None
+    def died_with(self, present: Sequence[Request], total: int) -> None:
+        """The workers died with these in a step. ``total``: tokens that all requests have ever got."""
+        alone = self.alone if len(present) == 1 and total == self._total else None
+        self._total = total
         counts = {}
         for request in present:
             num_tokens = self._num_tokens_of(request)

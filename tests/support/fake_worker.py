@@ -149,6 +149,14 @@ class FakeWorker:
         self.num_accepted_drafts = self.num_rejected_drafts = 0
         self._last_handles: list[int] = []
 
+    def forget_everything(self, last_step: int) -> None:
+        """It is another process now; the next step is the one after ``last_step``."""
+        self.rows.clear()
+        self.holders.clear()
+        self.slots = [[_NOTHING] * len(self.slots[0]) for _ in range(self.num_blocks)]
+        self.step, self.first_of_epoch = last_step, last_step + 1
+        self._last_handles = []
+
     # ---- the diff
 
     def execute(self, diff: SchedulerOutput) -> ModelRunnerOutput:

@@ -219,6 +219,19 @@ class Driver:
         self.scheduler.check()
         self._collect()
 
+    def restart_worker(self) -> None:
+        """The worker dies with all that was on its way, both ways; another one comes, which holds nothing."""
+        self._to_run.clear()
+        self._held_back.clear()
+        while self.down.receive() is not None:
+            pass
+        self._num_stale = len(self.diffs)
+        self.worker.forget_everything(self.scheduler.last_step)
+        self.log.epoch_began(0.0, fresh=True)
+        self.scheduler.begin_epoch(fresh=True)
+        self.scheduler.check()
+        self._collect()
+
     def drop_client(self, client: int) -> None:
         self.log.client_dropped(0.0, client)
         self.scheduler.drop_client(client)

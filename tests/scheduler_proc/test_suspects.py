@@ -1,0 +1,156 @@
+"""Workers that die: nobody loses a token, and a request that always ends them is found and fails alone."""
+
+import random
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver, end_of, expected_tokens
+
+from quire.protocol.messages import EndReason, SchedulerOutput
+from quire.scheduler_proc.reasons import PreemptReason, WaitReason
+
+BOTH = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+class Mortal(Driver):
+    """A worker that dies of some requests: at their first step, or when they would say their n-th token."""
+
+    def __init__(self, poison: dict[str, int], **settings: Any) -> None:
+        super().__init__(**({"max_num_seqs": 4} | settings))
+        self.poison = poison
+        self.num_deaths = 0
+        self.died_with: list[list[str]] = []
+
+    def execute(self) -> bool:
+        if self._to_run:
+            step: SchedulerOutput = self._to_run[0].message
+            names = [row.request_id for row in self.worker.rows.values() if row.handle not in step.removed]
+            names += [new.request_id for new in step.new_requests]
+            for name in names:
+                if name in self.poison and len(self.answers[name].tokens) >= self.poison[name]:
+                    self.num_deaths += 1
+                    self.died_with.append(sorted(set(names)))
+                    self.restart_worker()
+                    return True
+        return super().execute()
+
+
+def check(driver: Mortal, names: str, poisoned: set[str], n: int) -> None:
+    driver.run()
+    driver.check_drained()
+    for index, name in enumerate(names):
+        prompt = [index, 7, 8, 9, 10]
+        if name in poisoned:
+            ended = driver.answers[name].ended
+            assert ended is not None and ended.reason == EndReason.ERROR and ended.detail.startswith("engine_fault: ")
+            assert driver.answers[name].tokens == expected_tokens(prompt, driver.poison[name])
+        else:
+            assert end_of(driver, name) == (EndReason.LENGTH, expected_tokens(prompt, n))
+
+
+def add_all(driver: Mortal, names: str, n: int) -> None:
+    for index, name in enumerate(names):
+        driver.add(name, [index, 7, 8, 9, 10], max_tokens=n, ignore_eos=True, client=index % 2)
+
+
+@BOTH
+@pytest.mark.parametrize("after", [0, 1, 6])
+def test_a_poisonous_request_fails_alone(asynchronous: bool, after: int) -> None:
+    driver = Mortal({"b": after}, async_scheduling=asynchronous)
+    add_all(driver, "abcdef", 12)
+    check(driver, "abcdef", {"b"}, 12)
+    assert driver.num_deaths == 3 and driver.died_with[-1] == ["b"]
+    assert driver.replay_lines() is None
+
+
+@BOTH
+def test_two_of_them_are_found_one_after_the_other(asynchronous: bool) -> None:
+    driver = Mortal({"b": 0, "d": 3}, async_scheduling=asynchronous)
+    add_all(driver, "abcdef", 12)
+    check(driver, "abcdef", {"b", "d"}, 12)
+    assert driver.num_deaths <= 7
+    assert driver.replay_lines() is None
+
+
+def test_one_that_only_ever_runs_alone_is_found_too() -> None:
+    driver = Mortal({"a": 2}, max_num_seqs=1)
+    add_all(driver, "a", 12)
+    check(driver, "a", {"a"}, 12)
+    assert driver.num_deaths == 3
+
+
+def test_while_one_is_suspected_nobody_else_is_let_in() -> None:
+    driver = Mortal({"a": 0})
+    add_all(driver, "abc", 6)
+    while driver.num_deaths < 2:
+        driver.step()
+    driver.add("late", [9, 9], max_tokens=3)
+    diff = driver.schedule()
+    assert diff is not None and [new.request_id for new in diff.new_requests] == ["a"]
+    reasons = {r.request_id: r.wait_reason for r in driver.scheduler.table.requests.values()}
+    assert reasons["b"] is WaitReason.SUSPECT
+    driver.run()
+    assert end_of(driver, "late")[0] is EndReason.LENGTH
+
+
+def test_a_suspect_that_gets_a_token_is_cleared_and_the_next_one_has_the_pool() -> None:
+    driver = Mortal({})
+    add_all(driver, "ab", 40)
+    driver.schedule()
+    driver.restart_worker()
+    driver.schedule()
+    driver.restart_worker()  # both were there, twice: a runs alone, then b
+    while not driver.answers["b"].tokens:
+        driver.step()
+    assert driver.scheduler.decisions.preemptions[PreemptReason.SUSPECT] == 1, "a gave way"
+    check(driver, "ab", set(), 40)
+    assert driver.replay_lines() is None
+
+
+def test_deaths_with_a_token_in_between_are_nobodys_fault() -> None:
+    driver = Mortal({})
+    add_all(driver, "abc", 80)
+    for _ in range(12):
+        known = {name: len(answer.tokens) for name, answer in driver.answers.items()}
+        while any(len(driver.answers[name].tokens) == known[name] for name in "abc"):
+            driver.step()
+        driver.restart_worker()
+        assert driver.scheduler.suspects.alone is None
+    check(driver, "abc", set(), 80)
+
+
+def test_who_only_waited_is_not_suspected() -> None:
+    driver = Mortal({"a": 0}, max_num_seqs=1)
+    add_all(driver, "ab", 5)
+    check(driver, "ab", {"a"}, 5)
+    assert driver.died_with == [["a"]] * 3
+
+
+def test_a_suspect_that_is_given_up_makes_way() -> None:
+    driver = Mortal({"a": 0})
+    add_all(driver, "abc", 6)
+    while driver.num_deaths < 2:
+        driver.step()
+    driver.abort("a")
+    driver.run()
+    assert end_of(driver, "b")[0] is end_of(driver, "c")[0] is EndReason.LENGTH
+    assert driver.num_deaths == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_deaths_at_random_change_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    settings: dict[str, Any] = {"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    driver = Mortal({}, async_scheduling=rng.random() < 0.7, **settings)
+    names = "abcdefgh"
+    add_all(driver, names, 15)
+    progress, deaths = 0, 0
+    while driver.scheduler.table.requests:
+        driver.random_step(rng)
+        told = sum(len(answer.tokens) for answer in driver.answers.values())
+        if rng.random() < 0.05 and told > progress:  # deaths with no token at all in between are another test's
+            progress, deaths = told, deaths + 1
+            driver.restart_worker()
+    assert deaths > 3
+    check(driver, names, set(), 15)
+    assert driver.replay_lines() is None
