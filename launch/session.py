@@ -39,6 +39,7 @@ class Session:
         since: when that state began, in seconds of ``clock``.
         detail: why, when it failed.
         life: which link this is; grows with each new one.
+        was_ready: the engine has been ready before, on whichever link: what loads now, recovers.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Session:
         self.state, self.detail, self.since = "loading", "", clock()
         self.table = StreamTable()
         self.life = 0
+        self.was_ready = False
         self._accepts = False
         self._welcomed = False
         self._num_refusals = 0
@@ -107,8 +109,9 @@ class Session:
             self._accepts = True
             for stream in self.table.streams:
                 self._submit(stream)
+        self.was_ready |= kind == "ready"
         if self.state not in ("draining", "failed"):
-            self.become(kind)
+            self.become("recovering" if kind == "loading" and self.was_ready else kind)
 
     def _refused(self, reason: str) -> bool:
         self._num_refusals += not self._welcomed
