@@ -14,6 +14,7 @@ from quire.scheduler_proc.repetition import RepetitionWatch
 from quire.scheduler_proc.request import OpaqueTokens, Request, Tokens
 
 MAX_REQUEST_ID = 256
+MAX_CACHE_SALT = 1024
 
 
 class Refusal(Exception):
@@ -97,6 +98,8 @@ def _check_add_request(event: AddRequest, config: EngineConfig, kv: KVCacheManag
     prompt = event.prompt_token_ids
     if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
         raise Refusal("invalid_value", "request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
+    if len(event.cache_salt) > MAX_CACHE_SALT:
+        raise Refusal("invalid_value", "cache_salt", f"cache_salt must have at most {MAX_CACHE_SALT} characters")
     _check_length(len(prompt), config, kv)
     vocab_size = config.model.vocab_size
     for known in (prompt, event.output_token_ids):
