@@ -15,7 +15,7 @@ PORT ?= 8000
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-slow test-browser lint install install-dev gpu-wheels gpu-check clean
+.PHONY: serve test test-slow test-browser simulate lint install install-dev gpu-wheels gpu-check clean
 
 # What serving needs; developing needs more (transformers as the reference, Triton's interpreter and compiler).
 install: $(VENV)/.installed
@@ -40,6 +40,10 @@ test: install-dev lint
 
 test-slow: install-dev
 	$(BIN)/pytest -m slow
+
+# The engine under seeded faults, in one process: tests/simulation/README.md. ARGS="--first SEED --seeds N --seconds S".
+simulate: install-dev
+	$(BIN)/python tests/simulation/run.py --jobs 2 $(ARGS)
 
 # The page of `quire replay --html` in a real browser: Debian's chromium, unless there is one already.
 test-browser: install-dev

@@ -16,7 +16,7 @@ from quire.launch.streams import Stream
 from quire.protocol.channel import Link
 from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import AddRequest, Control, Message, SchedulerToFrontEnd, Statistics
+from quire.protocol.messages import AddRequest, Control, EngineState, Message, SchedulerToFrontEnd, Statistics
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.zmq_channel import AsyncZmqChannel, frontend_address
 
@@ -71,6 +71,7 @@ class ZmqEngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
+        self._told = asyncio.Event()
         self._was_ready = asyncio.Event()
 
     @property
@@ -94,6 +95,7 @@ class ZmqEngineClient:
             task.cancel()
         del self._tasks[1:]
         again, self._scheduler_life = self._scheduler_life > 0, life
+        self._session.was_ready |= life > 1  # of the scheduler before, at least
         self._relink(after_death=again)
         self._tasks.append(asyncio.create_task(self._receive()))
 
@@ -144,6 +146,10 @@ class ZmqEngineClient:
         finally:
             del self._queries[query]
 
+    async def wait_told(self) -> None:
+        """Until the scheduler has said how the engine is."""
+        await self._told.wait()
+
     async def wait_ready(self) -> None:
         """Until the engine takes requests for the first time."""
         await self._was_ready.wait()
@@ -169,6 +175,7 @@ class ZmqEngineClient:
     def fail(self, reason: str) -> None:
         """The engine is gone for good: every stream and query ends with that."""
         self._session.fail(reason)
+        self._told.set()
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(EngineError(reason))
@@ -199,10 +206,12 @@ class ZmqEngineClient:
             if not self._session.take(message):
                 await asyncio.sleep(RELINK_S)
                 self._relink()
-            elif isinstance(message, Statistics):
-                self._answer(message)
             elif self.state == "failed":
                 self.fail(self._session.detail)
+            elif isinstance(message, Statistics):
+                self._answer(message)
+            elif isinstance(message, EngineState):
+                self._told.set()
             self._settle()
 
     def _answer(self, statistics: Statistics) -> None:

@@ -45,6 +45,7 @@ class Session:
         progress_at: when a token, or an ending, came last, or the first of those in flight was added.
         detail: why, when it failed.
         life: which link this is; grows with each new one.
+        was_ready: the engine has been ready before, on whichever link: what loads now, recovers.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Session:
         self.progress_at = self.since
         self.table = StreamTable()
         self.life = 0
+        self.was_ready = False
         self._accepts = False
         self._welcomed = False
         self._num_refusals = 0
@@ -147,8 +149,9 @@ class Session:
                 else:
                     self._suspects.append(stream)
             self._try_next()
+        self.was_ready |= kind == "ready"
         if self.state not in ("draining", "failed"):
-            self.become(kind)
+            self.become("recovering" if kind == "loading" and self.was_ready else kind)
 
     def _refused(self, reason: str) -> bool:
         self._num_refusals += not self._welcomed

@@ -261,8 +261,25 @@ class Planner:
             return self._refusal
         reason = self._admit(plan, request)
         if reason in _LASTING:
+            if self.table.num_tenants > 1 and self._admit_claimant(plan, request, reason):
+                return None
             self._refused, self._refusal = state, reason
         return reason
+
+    def _admit_claimant(self, plan: StepPlan, head: Request, reason: WaitReason) -> bool:
+        """Whoever is next, but has its share already, lets those go before it that have less; whether somebody did."""
+        lacks_row = reason is WaitReason.MAX_NUM_SEQS
+        if not self.tenants.has_its_share(head, self.config if lacks_row else None):
+            return False
+        for request in self.table.waiting.heads():
+            if request is not head and not request.num_in_flight:
+                if lacks_row:
+                    victim = self.tenants.can_claim_row(request, self.config)
+                else:
+                    victim = self.tenants.can_claim_blocks(request, self.kv.num_blocks_for(request.num_tokens))
+                if victim is not None and self._admit(plan, request) is None:
+                    return True
+        return False
 
     def _admit(self, plan: StepPlan, request: Request, *, has_the_pool: bool = False) -> WaitReason | None:
         """Let one of the queue run, or say why not. ``has_the_pool``: everybody else was put out for it."""

@@ -86,8 +86,8 @@ class RequestQueue:
     the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024), in which start-time
     fair queueing counts tokens. Positions of a prompt that are computed count when it is let in, tokens of an answer
     OUTPUT_WEIGHT times when it ends. Whoever had nothing to wait for is not given credit for it: a tenant that comes
-    to wait counts as served as much as the least of those that wait. A request that was put out keeps the count that
-    it was let in with, and so its place.
+    to wait counts as served as much as the least of those that waited when the last request was let in. A request that
+    was put out keeps the count that it was let in with, and so its place.
 
     Each operation costs O(log n). With no request alive, all counts are forgotten (``forget_service``).
     """
@@ -111,6 +111,10 @@ class RequestQueue:
             return (request.number,)
         return (request.priority, request.arrival, request.number)
 
+    def heads(self) -> list[Request]:
+        """The first of each tenant, in the order of their turns. O(tenants)."""
+        return sorted((line.head for line in self._lines.values()), key=self._rank)
+
     @property
     def tenants(self) -> KeysView[int]:
         """Those with requests here."""
@@ -121,7 +125,7 @@ class RequestQueue:
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = _Line()
-            self._served[tenant] = max(self._served.get(tenant, 0), self._least_served())
+            self._served[tenant] = max(self._served.get(tenant, 0), self._floor)
             self._least.put(tenant, (self._served[tenant],))
         line.requests[request.handle] = request
         line.order.put(request.handle, self.key(request))
@@ -152,7 +156,7 @@ class RequestQueue:
 
     def take_request(self, request: Request) -> None:
         """It is let in: ``remove_request``, and its place is kept for when it comes back."""
-        self._floor = self._least_served()
+        self._floor = max(self._floor, int(self._least.first()[0][0]))
         if request.turn < 0:
             request.turn = self._served[request.tenant]
         self.remove_request(request)
@@ -176,10 +180,6 @@ class RequestQueue:
         if self.policy == "fcfs":
             return (turn, head.number)
         return (head.priority, turn, head.arrival, head.number)
-
-    def _least_served(self) -> int:
-        """Of those that wait; while nobody does, as of the last one that was let in."""
-        return max(self._floor, int(self._least.first()[0][0])) if self._least else self._floor
 
     def __contains__(self, request: Request) -> bool:
         line = self._lines.get(request.tenant)

@@ -37,6 +37,7 @@ from quire.scheduler_proc.drafting import make_draft_policy
 from quire.scheduler_proc.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.fair_pool import FairBlockPool
 from quire.scheduler_proc.kv.fifo_pool import FifoBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.planner import Planner
@@ -51,6 +52,13 @@ from quire.scheduler_proc.suspects import CONDEMNED, Suspects
 from quire.scheduler_proc.trace.tap import Tap
 
 __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
+
+
+def _pool_class(config: EngineConfig, policies: Policies) -> type[BlockPool]:
+    if not policies.uncached_blocks_first:
+        return FifoBlockPool
+    several = config.fair_admission and config.num_tenants > 1
+    return FairBlockPool if several else BlockPool
 
 
 class Scheduler:
@@ -99,7 +107,7 @@ class Scheduler:
             max_model_len=config.max_model_len,
             max_step_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
-            pool_class=BlockPool if policies.uncached_blocks_first else FifoBlockPool,
+            pool_class=_pool_class(config, policies),
         )
         self.in_flight = StepsInFlight(config.model.vocab_size)
         self.cruise = Cruise(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
@@ -113,6 +121,7 @@ class Scheduler:
         self.planner = Planner(
             config, layout, self.table, self.kv, self._drafting, self.decisions, self._stats, policies, self.suspects
         )
+        self.kv.pool.share_by(self.planner.tenants.blocks)
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self._stats, self.decisions)
         # Who cruises has blocks for its next token only, where a proposer that reads hidden states wants more.
         self._cruising_allowed = cruise and not (config.num_speculative_tokens and config.drop_last_cached_block)

@@ -30,6 +30,12 @@ class TenantShares:
             held[request.tenant] += self._kv.num_held_blocks(request)
         return held
 
+    def has_its_share(self, request: Request, config: EngineConfig | None) -> bool:
+        """Whether its tenant has a share of the rows that ``config`` allows; of blocks, where that is None."""
+        if config is not None:
+            return self._table.rows[request.tenant] >= self._share(config.max_num_seqs)
+        return self.blocks()[request.tenant] > self._share(self._kv.pool.num_usable_blocks)
+
     def can_claim_row(self, request: Request, config: EngineConfig) -> Request | None:
         """Whom ``request``, which finds no row, may put out for one; None: nobody."""
         rows, share = self._table.rows, self._share(config.max_num_seqs)

@@ -68,6 +68,7 @@ class FrontEnd:
         self._obey()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._obey)
         tasks = [asyncio.create_task(work) for work in (self._drain(server), self._tick(), self._say_ready())]
+        await self._wait_told()
         await server.serve(sockets=[listener])
         for task in tasks:
             task.cancel()
@@ -91,6 +92,13 @@ class FrontEnd:
             self._engine.abort_all()
             await self._engine.wait_idle(ABORT_GRACE)
         server.should_exit = True
+
+    async def _wait_told(self) -> None:
+        """Before that, a front end that was started again would refuse what the others take: they have it meanwhile."""
+        told, draining = (asyncio.create_task(wait) for wait in (self._engine.wait_told(), self._draining.wait()))
+        await asyncio.wait((told, draining), return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        draining.cancel()
 
     async def _say_ready(self) -> None:
         """Only then does a request that comes get more than a refusal."""

@@ -1,6 +1,6 @@
 """All blocks: which are free, which are held, and which contents can be found again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import itemgetter
 
@@ -144,10 +144,23 @@ class BlockPool:
         self.metrics = BlockMetrics(num_blocks)
         self.num_evicted_blocks = self.num_evictable_blocks = self.num_changes = 0
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
-        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
+        self.free_block_queue = self._make_queue()
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
+
+    def _make_queue(self) -> FreeKVCacheBlockQueue:
+        return FreeKVCacheBlockQueue(self.blocks)
+
+    def act_for(self, tenant: int) -> None:
+        """Whose request the next calls are for. It makes no difference here, but to a pool that is shared fairly."""
+
+    def share_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
+        """How to learn what each tenant's requests hold, for a pool that is shared fairly."""
+
+    def left_by_tenant(self) -> list[tuple[int, int, int]]:
+        """What a pool that is shared fairly has to be told to be ``restore``d, besides its contents; else nothing."""
+        return []
 
     @property
     def num_usable_blocks(self) -> int:
@@ -284,12 +297,15 @@ class BlockPool:
             pairs = [pair for pair in pairs if pair[0] not in ids] + several
         return pairs
 
-    def restore(self, free: Sequence[int], cached: Sequence[tuple[int, bytes]]) -> None:
+    def restore(
+        self, free: Sequence[int], cached: Sequence[tuple[int, bytes]], tenants: Sequence[tuple[int, int, int]] = ()
+    ) -> None:
         """For a pool of which nothing is held: other contents, and another order of reuse.
 
         Args:
             free: every block but the null block, the next to be reused first.
             cached: (block, key) of each content; of equal keys the block that is to be found first, first.
+            tenants: what ``left_by_tenant`` said.
 
         Raises:
             ValueError: they are no blocks of this pool, or something is held.
@@ -299,9 +315,15 @@ class BlockPool:
         if (cached and not self.enable_caching) or any(not 0 < block < self.num_blocks for block, _ in cached):
             raise ValueError("contents of blocks that can have none")
         self.free_block_queue.popleft_n(self.num_usable_blocks)
-        self.free_block_queue.append_n([self.blocks[block] for block in free])
+        self._restore_free([self.blocks[block] for block in free], tenants)
         self.cache_full_blocks([self.blocks[block] for block, _ in cached], [key for _, key in cached])
         self.num_evictable_blocks = len(cached)
+
+    def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
+        """The queue is empty. Raises ValueError where ``tenants`` cannot be."""
+        if tenants:
+            raise ValueError("blocks of tenants in a pool that does not know any")
+        self.free_block_queue.append_n(free)
 
     def _evict(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Forget what these blocks cache, for they are needed. A key is gone only with its last block."""

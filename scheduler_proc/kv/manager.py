@@ -25,6 +25,7 @@ class CacheRequest(Protocol):
         num_acknowledged_tokens: positions whose computing was answered, cache hits included; never more than the
             computed ones, and 0 again with them.
         skip_reading_prefix_cache: it must compute everything itself.
+        tenant: whose it is; 0: nobody's.
     """
 
     @property
@@ -39,6 +40,8 @@ class CacheRequest(Protocol):
     def num_acknowledged_tokens(self) -> int: ...
     @property
     def skip_reading_prefix_cache(self) -> bool: ...
+    @property
+    def tenant(self) -> int: ...
 
 
 class KVCacheManager:
@@ -168,6 +171,7 @@ class KVCacheManager:
         hits = coordinator.no_blocks if computed is None else computed
         if not coordinator.begins_block(extent, hits):
             return coordinator.no_blocks
+        self.pool.act_for(request.tenant)
         if coordinator.skips:
             acknowledged = request.num_acknowledged_tokens
             assert acknowledged <= num_computed, f"handle {request.handle}: more acknowledged than computed"
@@ -195,6 +199,7 @@ class KVCacheManager:
         self.coordinator.forget_content(request.block_hashes, num_kept_tokens)
 
     def free(self, request: CacheRequest) -> None:
+        self.pool.act_for(request.tenant)
         self.coordinator.free(request.handle)
 
     def num_held_blocks(self, request: CacheRequest) -> int:

@@ -24,6 +24,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         retired: handles that cannot be given again before that one is answered.
         free_blocks: all blocks but the null block, the next to be reused first.
         cached: (block, key) of each content that can be found; of equal keys the block that is found first, first.
+        tenants: of a pool that is shared fairly: whose the last of the free blocks are; see ``FairFreeQueue.tenants``.
     """
 
     step: int
@@ -35,6 +36,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     retired: list[int] = []
     free_blocks: list[int]
     cached: list[tuple[int, bytes]] = []
+    tenants: list[tuple[int, int, int]] = []
 
 
 _decoder = msgspec.msgpack.Decoder(IdleState)
@@ -56,6 +58,7 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
         retired=retired,
         free_blocks=[block.block_id for block in pool.free_block_queue.blocks()],
         cached=pool.contents(),
+        tenants=pool.left_by_tenant(),
     )
 
 
@@ -78,7 +81,7 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
     scheduler.results.stale_until = state.stale_until
     scheduler.in_flight.tell_handles(np.array(state.rows, np.int32))
     scheduler.table.restore(state.removed, state.retired)
-    scheduler.kv.pool.restore(state.free_blocks, state.cached)
+    scheduler.kv.pool.restore(state.free_blocks, state.cached, state.tenants)
     scheduler.go_on_after(state.step)
 
 

@@ -127,6 +127,25 @@ class TestFrontEnds:
 
         asyncio.run(run())
 
+    def test_a_new_one_turns_nobody_away(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        async def run() -> None:
+            assert await until(lambda: two_front_ends(server), HUNG_S)
+            victim, other = server.victims("frontend")
+            victim.kill()
+            idle = []
+
+            async def has_new_one() -> bool:
+                idle.append((await asyncio.open_connection("127.0.0.1", server.port))[1])
+                check_same(await streams(server.port, [CANARY] * 4), [undisturbed[-1]] * 4)
+                young = [p for p in server.victims("frontend") if p.pid not in (victim.pid, other.pid)]
+                return bool(young) and bool(client_ports(young[0]))
+
+            assert await until(has_new_one, HUNG_S)
+            for connection in idle:
+                connection.close()
+
+        asyncio.run(run())
+
 
 async def two_front_ends(server: FaultServer) -> bool:
     return len(server.victims("frontend")) == 2
@@ -150,6 +169,23 @@ class TestDuringRecovery:
                 assert not any(task.done() for task in came)
             check_same(await asyncio.gather(*came), undisturbed)
             assert await says(server, "/ready", 200, "ready")
+
+        asyncio.run(run())
+
+    def test_while_the_scheduler_is_gone(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        """The new one is held up by a worker that does not come to it."""
+
+        async def run() -> None:
+            worker = server.victims("worker")[0]
+            worker.suspend()
+            server.victims("scheduler")[0].kill()
+            assert await until(lambda: says(server, "/ready", 503, "recovering"), within(2))
+            came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
+            while not all(task.done() for task in came):
+                assert (await get(server.port, "/health"))[0] == (await get(server.port, "/metrics"))[0] == 200
+                await asyncio.sleep(0.05)
+            check_same([task.result() for task in came], undisturbed)
+            assert not worker.is_running()
 
         asyncio.run(run())
 

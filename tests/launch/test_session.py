@@ -83,7 +83,7 @@ def test_what_is_in_flight_goes_to_the_next_scheduler_with_its_tokens() -> None:
 def test_requests_that_come_while_there_is_no_scheduler_wait_for_it() -> None:
     link = Link()
     link.begin(after_death=True, ready=False)
-    assert link.session.state == "loading"
+    assert link.session.state == "recovering"
     stream = link.add("1")
     assert not link.sent
     link.session.take(EngineState("ready"))

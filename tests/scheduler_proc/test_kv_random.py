@@ -39,6 +39,7 @@ class Running:
     size: int
     num_encoder_tokens: int
     skip_reading_prefix_cache: bool = False
+    tenant: int = 0
     num_computed_tokens: int = 0
     num_acknowledged_tokens: int = 0
     num_hits: int = 0

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sim_process import SimProcess
@@ -118,8 +119,7 @@ class SimFront(SimProcess):
                 going_on = self.session.take(received.message)
             if not going_on:
                 self._relinking = True
-                life = self._life
-                self.world.events.after(RELINK_S, lambda: self._link_again(life))
+                self.world.events.after(RELINK_S, partial(self._link_again, self._life))
         if self.session.state == "ready" and not self._is_ready:
             self._is_ready = True
             self.report(Report("ready"))

@@ -114,6 +114,7 @@ class SimScheduler(SimProcess):
         self.child = SimChild(self)
         self._due = False
         self._last_turn = 0.0
+        self.num_generated = 0
         world.events.after(world.shape.start_s, self._started)
 
     def _started(self) -> None:

@@ -12,7 +12,7 @@ from quire.protocol.channel import Frames, Link, Received
 LATENCY_S = 0.002
 HOLD_S = 0.4
 """How long a frame is held back that the next one is to overtake."""
-LAST_KEPT = 40
+LAST_KEPT = 200
 """Frames of each direction that may come again."""
 
 
@@ -24,7 +24,7 @@ class Tamper:
         self.rng = rng
         self._on_fault = on_fault
         self._armed: dict[str, deque[str]] = {}
-        self._seen: dict[str, deque[Frames]] = {}
+        self._seen: dict[str, deque[tuple[Wire, int, Frames]]] = {}
 
     def arm(self, direction: str, kind: str) -> None:
         self._armed.setdefault(direction, deque()).append(kind)
@@ -42,12 +42,14 @@ class Tamper:
         self._on_fault(f"{direction} {kind}")
         return kind
 
-    def remember(self, direction: str, frames: Frames) -> None:
-        self._seen.setdefault(direction, deque(maxlen=LAST_KEPT)).append(frames)
+    def remember(self, wire: "Wire", direction: str, frames: Frames) -> None:
+        self._seen.setdefault(direction, deque(maxlen=LAST_KEPT)).append((wire, wire.num_sent, frames))
 
-    def old_frames(self, direction: str) -> Frames:
-        """Of this epoch, or of one before; there is one at least."""
-        return self.rng.choice(self._seen[direction])
+    def old_frames(self, wire: "Wire", direction: str) -> Frames:
+        """Those of an epoch before that have the number which is expected now, if there are any: the most dangerous."""
+        seen = self._seen[direction]
+        same = [frames for other, number, frames in seen if other is not wire and number == wire.num_sent]
+        return self.rng.choice(same or [frames for _, _, frames in seen])
 
 
 class Wire:
@@ -59,11 +61,13 @@ class Wire:
         self._deliver = deliver
         self._free_at = 0.0
         self._held: Frames | None = None
+        self.num_sent = 0
         self.closed = False
 
     def send(self, frames: Frames) -> None:
         frames = [bytes(frame) for frame in frames]
-        self._tamper.remember(self._direction, frames)
+        self.num_sent += 1
+        self._tamper.remember(self, self._direction, frames)
         kind, rng = self._tamper.take(self._direction), self._tamper.rng
         held, self._held = self._held, None
         match kind:
@@ -82,7 +86,7 @@ class Wire:
             case "flip":
                 self._put(_flipped(frames, rng))
             case "replay":
-                self._put(self._tamper.old_frames(self._direction))
+                self._put(self._tamper.old_frames(self, self._direction))
                 self._put(frames)
             case _:
                 self._put(frames)

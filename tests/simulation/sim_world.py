@@ -92,7 +92,8 @@ class World:
         self.losses: list[float] = []
         """When workers were lost."""
         self.harm = 0
-        """Deadly things that happened since the last token."""
+        """Deadly things that happened since the last token that was committed."""
+        self.num_deadly = 0
         self.max_tokens: int | None = None
         self._moved = self.events.now
         self._begin = self.events.now
@@ -117,6 +118,7 @@ class World:
             self.events.run_until(self.events.now + CALM_S, self._all_over)
             if self.verdict is None:
                 self.events.run_until(self.events.now + DRAIN_S, lambda: self.verdict is not None)
+                self.events.run_until(self.events.now + STANDSTILL_S, self._nothing_in_flight)
             self._check_end()
 
     @contextlib.contextmanager
@@ -138,6 +140,12 @@ class World:
 
     def _all_over(self) -> bool:
         return all(reader.is_over for front in self.fronts.values() for reader in front.readers)
+
+    def _nothing_in_flight(self) -> bool:
+        """Steps whose requests have all gone may still have to be found overdue."""
+        process = self.scheduler
+        ready = all(m.ready for m in self.overseer.members if m.role != "worker")
+        return ready and process is not None and process.scheduler is not None and not process.scheduler.in_flight
 
     def _ask(self, ask: Ask) -> None:
         front = self.fronts.get(ask.front % self.shape.num_fronts)
@@ -167,6 +175,8 @@ class World:
             raise Violation(f"{self._waiting()} have not ended {CALM_S:g} s after the last fault")
         if self.verdict is not None:
             return
+        if self.losses and not self.num_deadly:
+            raise Violation(f"workers were lost at {self.losses[0] - self._begin:.3f} s for nothing")
         self.overseer.check()
         process = self.scheduler
         if process is None or process.scheduler is None:
@@ -243,8 +253,9 @@ class World:
     def count(self, kind: str) -> None:
         """``kind`` has happened."""
         self.counts[kind] += 1
-        if kind in DEADLY or kind == "poison":
+        if kind in DEADLY:
             self.harm += 1
+            self.num_deadly += 1
 
     def _harmed(self, kind: str) -> None:
         self.count(kind)
@@ -333,6 +344,11 @@ class World:
         self.counts["oom"] += 1
         return True
 
+    def has_heard_of(self, step: int) -> bool:
+        """Whether the scheduler knows that the workers have dropped their rows in ``step``."""
+        process = self.scheduler
+        return process is not None and process.scheduler is not None and process.scheduler.results.stale_until >= step
+
     def is_deaf(self, peer: bytes) -> bool:
         """Whether the front end that is ``peer`` does not take its messages now."""
         deaf = next((i for i in self._deaf if i in self.fronts and self.fronts[i]._peer == peer), None)
@@ -373,7 +389,6 @@ class World:
         self._moved = self.events.now
         if update.token_ids:
             self.num_tokens += len(update.token_ids)
-            self.harm = 0
             reader.last_token_at = self.events.now
         note_update(self, reader, update)
 
@@ -390,6 +405,9 @@ class World:
         if scheduler is not None:
             self.max_tokens = scheduler.kv.max_tokens
             scheduler.check()
+            if scheduler.num_generated_tokens > process.num_generated:
+                self.harm = 0
+            process.num_generated = scheduler.num_generated_tokens
 
     def executed(self, worker: SimWorker, step: int) -> None:
         """``worker`` has answered ``step``; where that was the newest one, it holds what the scheduler thinks (I6)."""

@@ -104,6 +104,10 @@ EVENTS = {
 """Methods of Load, and how often each comes in a run without hypothesis."""
 
 
+FLOOD = (0, 0, 0, 1, 0, 2, 0, 1)
+"""Whose requests come, in turn, where there are several tenants."""
+
+
 class Load:
     """One Driver, or two that must not differ, under the same events.
 
@@ -124,6 +128,7 @@ class Load:
             driver.worker.step_seconds = lambda tokens, drafts: fixed + each * tokens + drafted * (drafts > 0)
             driver.worker.draft_quality = quality
         self.fixed_budget = False
+        self.num_tenants = 1
         self.num_epochs = self.num_damaged = 0
 
     # ---- events
@@ -156,6 +161,7 @@ class Load:
         grammar = StructuredOutputs(regex="a*") if not ignore_eos and rng.random() < 0.2 else None
         self.asked[request_id] = asked
         priority, salt = rng.choice((0, 0, 1, 5, -3)), rng.choice(("", "", "salt"))
+        tenant = FLOOD[len(self.asked) % len(FLOOD)] % self.num_tenants
         for driver in self.drivers:
             if asked.bad is not None:
                 (driver.worker.failed_at if fails else driver.worker.bad_from)[request_id] = asked.bad
@@ -174,6 +180,7 @@ class Load:
                 prompt_logprobs=asked.prompt_logprobs,
                 repetition_detection=asked.repetition,
                 structured_outputs=grammar,
+                tenant=tenant,
             )
 
     def abort(self) -> None:
@@ -300,8 +307,9 @@ class Load:
         table = self.driver.scheduler.table
         if diff.new_requests and table.waiting:
             by_handle = {r.handle: r for r in table.running.values()}
-            admitted = [table.waiting.key(by_handle[new.handle]) for new in diff.new_requests]
-            assert max(admitted) < table.waiting.key(table.waiting.peek_request()), "somebody was overtaken"
+            for request in [by_handle[new.handle] for new in diff.new_requests]:
+                behind = [table.waiting.key(r) for r in table.waiting if r.tenant == request.tenant]
+                assert all(table.waiting.key(request) < key for key in behind), "somebody was overtaken"
         assert 0 not in [block for _, group, block in appended_blocks(diff) if self._is_full(group)]
 
     def _is_full(self, group: int) -> bool:

@@ -1,0 +1,346 @@
+"""Tenants take turns, and none takes more than its share from another: queue, rows, blocks and budget, counted."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from log_replay import replay
+from scheduler_driver import Driver, expected_tokens
+from scheduler_load import Load, random_settings
+
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.reasons import PreemptReason
+from quire.scheduler_proc.request import Request, Tokens
+from quire.scheduler_proc.request_queue import OUTPUT_WEIGHT, RequestQueue
+
+POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
+BOTH = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+def waiting_request(number: int, tenant: int, priority: int = 0, arrival: float = 0.0) -> Request:
+    request = Request(
+        client=0,
+        request_id=f"r{number}",
+        tokens=Tokens(np.zeros(1, np.int32), None),
+        num_prompt_tokens=1,
+        sampling=SamplingParams(),
+        seed=0,
+        stop_tokens=frozenset(),
+        max_total_tokens=9,
+        priority=priority,
+        arrival=arrival,
+        tenant=tenant,
+        handle=number,
+    )
+    request.number = number
+    return request
+
+
+@dataclass
+class PlainQueue:
+    """The same rules, looked up afresh each time: O(n) for everything."""
+
+    policy: str
+    waiting: list[Request] = field(default_factory=list)
+    served: dict[int, int] = field(default_factory=dict)
+    floor: int = 0
+
+    def least(self) -> int:
+        return max([self.floor, min((self.served[r.tenant] for r in self.waiting), default=0)])
+
+    def add(self, request: Request) -> None:
+        if all(r.tenant != request.tenant for r in self.waiting):
+            self.served[request.tenant] = max(self.served.get(request.tenant, 0), self.floor)
+        self.waiting.append(request)
+
+    def own(self, request: Request) -> tuple[float, ...]:
+        return (request.number,) if self.policy == "fcfs" else (request.priority, request.arrival, request.number)
+
+    def next(self) -> Request:
+        firsts = [
+            min((r for r in self.waiting if r.tenant == tenant), key=self.own)
+            for tenant in {r.tenant for r in self.waiting}
+        ]
+        return min(firsts, key=self.rank)
+
+    def rank(self, first: Request) -> tuple[float, ...]:
+        turn = first.turn if first.turn >= 0 else self.served[first.tenant]
+        return (turn, first.number) if self.policy == "fcfs" else (first.priority, turn, first.arrival, first.number)
+
+    def take(self, request: Request) -> None:
+        self.floor = self.least()
+        self.waiting.remove(request)
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "take", "take", "remove", "put_back", "lose_place", "charge"]),
+        st.integers(0, 3),
+        st.integers(-1, 1),
+        st.integers(0, 40),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(["fcfs", "priority"]), OPERATIONS)
+def test_the_queue_is_the_plain_one(policy: str, operations: list[tuple[str, int, int, int]]) -> None:
+    queue, plain = RequestQueue(policy), PlainQueue(policy)
+    taken: list[Request] = []
+    for number, (kind, tenant, priority, amount) in enumerate(operations):
+        match kind:
+            case "add":
+                request = waiting_request(number, tenant, priority, float(amount))
+                plain.add(request)
+                queue.add_request(request)
+            case "take" if plain.waiting:
+                request = queue.peek_request()
+                plain.take(request)
+                queue.take_request(request)
+                if request not in taken:
+                    taken.append(request)
+            case "remove" if plain.waiting:
+                request = plain.waiting.pop(amount % len(plain.waiting))
+                queue.remove_request(request)
+            case "put_back" | "lose_place" if taken:
+                request = taken.pop(amount % len(taken))
+                if kind == "lose_place":
+                    request.turn = -1
+                plain.add(request)
+                queue.add_request(request)
+            case "charge":
+                plain.served[tenant] = plain.served.get(tenant, 0) + amount
+                queue.charge(tenant, amount)
+        queue.check()
+        assert len(queue) == len(plain.waiting)
+        if plain.waiting:
+            assert queue.peek_request() is plain.next()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(["fcfs", "priority"]), st.integers(0, 2), OPERATIONS)
+def test_for_one_tenant_only_the_policy_counts(
+    policy: str, tenant: int, operations: list[tuple[str, int, int, int]]
+) -> None:
+    queue, waiting, taken = RequestQueue(policy), set[Request](), list[Request]()
+    for number, (kind, _, priority, amount) in enumerate(operations):
+        if kind == "add":
+            request = waiting_request(number, tenant, priority, float(amount))
+            waiting.add(request)
+            queue.add_request(request)
+        elif kind == "take" and waiting:
+            taken.append(queue.peek_request())
+            waiting.remove(taken[-1])
+            queue.take_request(taken[-1])
+        elif kind in ("put_back", "lose_place") and taken:
+            waiting.add(taken[0])
+            queue.add_request(taken.pop(0))
+        elif kind == "charge":
+            queue.charge(tenant, amount)
+        assert list(queue) == sorted(waiting, key=queue.key)
+        if waiting:
+            assert queue.peek_request() is min(waiting, key=queue.key)
+
+
+# ---- turns
+
+
+def admission_order(driver: Driver) -> list[str]:
+    """Runs all that is there; who is let in from now on, in order."""
+    before = len(driver.diffs)
+    driver.run()
+    return [row.request_id for diff in driver.diffs[before:] for row in diff.new_requests]
+
+
+@POLICIES
+@BOTH
+def test_an_arrival_goes_before_the_many_of_who_floods(policy: str, asynchronous: bool) -> None:
+    driver = Driver(max_num_seqs=1, scheduling_policy=policy, async_scheduling=asynchronous)
+    for i in range(60):
+        driver.add(f"flood{i:02}", [1, 2, 3], max_tokens=2, tenant=1)
+    for _ in range(6):
+        driver.step()
+    driver.add("late", [4, 5], max_tokens=2, tenant=2)
+    order = admission_order(driver)
+    assert order.index("late") <= 1, order[:4]
+    order.remove("late")
+    assert order == sorted(order) and len(order) > 50
+    driver.check_drained()
+
+
+def test_without_fair_admission_it_waits_for_all_of_them() -> None:
+    driver = Driver(max_num_seqs=1, fair_admission=False)
+    for i in range(20):
+        driver.add(f"flood{i}", [1, 2, 3], max_tokens=2, tenant=1)
+    driver.add("late", [4, 5], max_tokens=2, tenant=2)
+    assert admission_order(driver)[-1] == "late"
+
+
+def test_a_better_priority_still_goes_first() -> None:
+    driver = Driver(max_num_seqs=1, scheduling_policy="priority")
+    driver.add("runs", [1], max_tokens=4, tenant=1, priority=-9)
+    driver.step()
+    for i in range(5):
+        driver.add(f"urgent{i}", [1, 2, 3], max_tokens=2, tenant=1, priority=-1)
+    driver.add("other", [4, 5], max_tokens=2, tenant=2)
+    assert admission_order(driver)[-1] == "other"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_always_waits_is_served_alike(seed: int) -> None:
+    """The theorem of the virtual token counter: two tenants that wait all the time differ by two requests at most."""
+    rng = random.Random(seed)
+    driver = Driver(num_blocks=200, max_num_seqs=rng.choice((1, 2, 4)), enable_prefix_caching=False)
+    served, largest = {1: 0, 2: 0}, 0
+    sizes: dict[str, tuple[int, int]] = {}
+    for i in range(20):
+        for tenant in (1, 2):
+            prompt, answer = (rng.randrange(1, 9), rng.randrange(1, 9)) if tenant == 1 else (30, 20)
+            sizes[f"{tenant}:{i}"] = (prompt, answer)
+            largest = max(largest, prompt + OUTPUT_WEIGHT * answer)
+            driver.add(f"{tenant}:{i}", [i + 1] * prompt, max_tokens=answer, ignore_eos=True, tenant=tenant)
+    while len({r.tenant for r in driver.scheduler.table.waiting}) == 2:
+        driver.step()
+        for diff in driver.diffs[-1:]:
+            for row in diff.new_requests:
+                if row.request_id in sizes:
+                    prompt, answer = sizes.pop(row.request_id)
+                    served[int(row.request_id[0])] += prompt + OUTPUT_WEIGHT * answer
+        assert abs(served[1] - served[2]) <= 2 * largest * driver.config.max_num_seqs, served
+
+
+# ---- shares of rows and blocks
+
+
+@BOTH
+@POLICIES
+def test_long_answers_of_one_tenant_give_up_rows_for_another(policy: str, asynchronous: bool) -> None:
+    driver = Driver(
+        num_blocks=200, max_num_seqs=6, max_model_len=200, scheduling_policy=policy, async_scheduling=asynchronous
+    )
+    for i in range(9):
+        driver.add(f"flood{i}", [i + 1] * 5, max_tokens=100, ignore_eos=True, tenant=1)
+    for _ in range(20):
+        driver.step()
+    for i in range(5):
+        driver.add(f"other{i}", [50 + i] * 3, max_tokens=20, ignore_eos=True, tenant=2)
+    for _ in range(12):
+        driver.step()
+    assert driver.scheduler.table.rows == {1: 3, 2: 3}
+    for _ in range(50):
+        driver.step()
+    assert all(driver.answers[f"other{i}"].ended for i in range(5))
+    assert driver.scheduler.statistics().preemptions_by_reason["over_share"] <= 5
+    driver.run()
+    driver.check_drained()
+    for i in range(9):
+        assert driver.answers[f"flood{i}"].tokens == expected_tokens([i + 1] * 5, 100)
+
+
+def test_what_was_claimed_is_not_claimed_back() -> None:
+    driver = Driver(num_blocks=90, max_num_seqs=4)
+    for tenant in (1, 2):
+        for i in range(6):
+            driver.add(f"{tenant}:{i}", [tenant, i], max_tokens=30, ignore_eos=True, tenant=tenant)
+    driver.run()
+    driver.check_drained()
+    assert driver.scheduler.statistics().num_preemptions == 0
+
+
+def test_blocks_are_claimed_up_to_a_share() -> None:
+    driver = Driver(num_blocks=33, max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=False)
+    for i in range(4):
+        driver.add(f"flood{i}", [i + 1] * 30, max_tokens=2 + 40 * (i == 0), ignore_eos=True, tenant=1)
+    driver.step()
+    assert driver.scheduler.kv.pool.num_free_blocks < 10
+    driver.add("other", [9] * 40, max_tokens=4, ignore_eos=True, tenant=2)
+    driver.step()
+    driver.step()
+    decisions = [d for d in driver.scheduler.decisions.take() if d.kind == "preempt"]
+    assert {(d.reason, d.beneficiary) for d in decisions} == {(PreemptReason.OVER_SHARE, "other")}
+    assert "flood0" not in {d.request_id for d in decisions}
+    driver.run()
+    driver.check_drained()
+
+
+def test_the_only_request_of_a_tenant_is_not_put_out_for_others() -> None:
+    """It has nearly the whole pool, and gets on although others come all the time."""
+    driver = Driver(num_blocks=33, max_num_seqs=8, max_model_len=128, enable_prefix_caching=False)
+    driver.add("giant", [7] * 100, max_tokens=20, ignore_eos=True, tenant=1)
+    for _ in range(4):
+        driver.step()
+    for i in range(40):
+        driver.add(f"small{i}", [i] * 12, max_tokens=6, ignore_eos=True, tenant=2)
+        driver.step()
+    assert driver.answers["giant"].ended is not None
+    driver.run()
+    driver.check_drained()
+
+
+def test_who_lacks_a_block_takes_it_from_the_tenant_with_the_most() -> None:
+    driver = Driver(num_blocks=25, max_num_seqs=8, enable_prefix_caching=False)
+    for i in range(4):
+        driver.add(f"many{i}", [i + 1] * 15, max_tokens=40, ignore_eos=True, tenant=1)
+    driver.step()
+    driver.add("one", [9] * 7, max_tokens=40, ignore_eos=True, tenant=2)
+    driver.run()
+    decisions = [d for d in driver.scheduler.decisions.take() if d.kind == "preempt"]
+    assert [d.request_id for d in decisions[:2]] == ["many3", "many2"], "one is the last admitted, but not the heaviest"
+    assert driver.answers["many0"].tokens == expected_tokens([1] * 15, 40)
+    driver.check_drained()
+
+
+# ---- counted: a hostile tenant beside a well-behaved one
+
+
+def steps_of_victim(flood: bool, **settings: object) -> list[int]:
+    """Steps that each of six requests of tenant 2 takes from its arrival to its end."""
+    driver = Driver(num_blocks=300, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, **settings)
+    taken = []
+    for i in range(6):
+        if flood:
+            for k in range(6):
+                size = (5, 60, 180)[(i + k) % 3]
+                driver.add(f"flood{i}:{k}", [i, k] * (size // 2), max_tokens=60, ignore_eos=True, tenant=1)
+        for _ in range(3):
+            driver.step()
+        begun = len(driver.diffs)
+        driver.add(f"good{i}", [100 + i] * 20, max_tokens=30, ignore_eos=True, tenant=2)
+        while driver.answers[f"good{i}"].ended is None:
+            driver.step()
+        taken.append(len(driver.diffs) - begun)
+    return taken
+
+
+@BOTH
+def test_a_flood_of_another_tenant_costs_a_request_few_steps(asynchronous: bool) -> None:
+    alone = steps_of_victim(False, async_scheduling=asynchronous)
+    beside = steps_of_victim(True, async_scheduling=asynchronous)
+    unfair = steps_of_victim(True, async_scheduling=asynchronous, fair_admission=False)
+    assert sum(beside) <= 1.1 * sum(alone)
+    assert sum(unfair) > 1.5 * sum(alone), "a flood that costs nothing shows nothing"
+
+
+# ---- all of it together
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))])
+def test_random_runs_of_several_tenants(seed: int) -> None:
+    """Cruising or not, every decision is the same; every answer is right; a replay without tokens decides the same."""
+    rng = random.Random(seed)
+    chosen = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 1) | {"num_tenants": seed % 4}
+    drivers = Driver(**chosen), Driver(cruise=False, **chosen)
+    load = Load(rng, *drivers)
+    load.num_tenants, load.fixed_budget = 3, True
+    while len(drivers[0].diffs) < 60:
+        load.random_event()
+    load.drain()
+    load.check_answers()
+    assert drivers[0].answers == drivers[1].answers
+    assert drivers[0].scheduler.statistics() == drivers[1].scheduler.statistics()
+    assert replay(drivers[0].header, list(drivers[0].log), check=True) is None
+    assert drivers[0].replay_lines() is None

@@ -1,0 +1,260 @@
+"""What a tenant may learn of another's prompts, and lose to another: nothing, and no more than its share."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from log_replay import replay
+from scheduler_driver import Answer, Driver, make_request
+from scheduler_load import Load, random_settings
+
+from quire.protocol.messages import Rejected
+from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
+from quire.scheduler_proc.kv.block_hash import BlockHasher
+from quire.scheduler_proc.kv.fair_pool import FairBlockPool, FairFreeQueue
+from quire.scheduler_proc.trace.keyframe import idle_state, restore
+
+PROMPT = list(range(1, 30))
+NUM_HIT_TOKENS = 28
+
+
+def found(driver: Driver, request_id: str, prompt: list[int] = PROMPT, **extra: Any) -> int:
+    """Tokens that a request finds in the cache; the worker is told what it must not share."""
+    owner = extra.get("tenant", 0) if driver.config.isolate_prefix_cache_by_key else 0
+    driver.salts[request_id] = f"{extra.get('cache_salt', '')}/{owner}"
+    driver.answers[request_id] = Answer()
+    driver.consume(make_request(request_id, prompt, max_tokens=2, ignore_eos=True, **extra))
+    driver.run()
+    return driver.answers[request_id].num_cached_tokens
+
+
+def isolated(**settings: Any) -> Driver:
+    return Driver(isolate_prefix_cache_by_key=True, num_tenants=3, **settings)
+
+
+# ---- who finds what
+
+
+@pytest.mark.parametrize("salt", ["", "s"])
+@pytest.mark.parametrize("fair", [False, True])
+def test_two_tenants_share_no_hit(salt: str, fair: bool) -> None:
+    driver = isolated(fair_admission=fair)
+    for tenant in (0, 1, 2, 3):
+        assert found(driver, f"first{tenant}", tenant=tenant, cache_salt=salt) == 0
+    for tenant in (3, 1, 0, 2):
+        assert found(driver, f"again{tenant}", tenant=tenant, cache_salt=salt) == NUM_HIT_TOKENS
+    driver.check_drained()
+
+
+def test_unless_asked_for_tenants_share_what_they_find() -> None:
+    driver = Driver(num_tenants=2)
+    assert found(driver, "first", tenant=1) == 0
+    assert found(driver, "second", tenant=2) == NUM_HIT_TOKENS
+
+
+def test_no_salt_is_spelt_like_a_tenant() -> None:
+    """Roots of all tenants, salts and adapters differ: a salt cannot pretend to be another tenant's, or none's."""
+    hasher = BlockHasher("sha256", 4)
+    salts = ["", "a", "\x01", "\x01\x00\x00\x00", "quire tenant's block chain 2\0", "a\0", "1", "é"]
+    names = set()
+    for salt in salts:
+        for adapter in ("", "a", "lora"):
+            for tenant in (0, 1, 2, 256, 2**31 - 1):
+                chain = hasher.chain(salt, adapter, tenant=tenant)
+                chain.extend(b"\1\0\0\0" * 4)
+                names.add(chain.hashes[0])
+    assert len(names) == len(salts) * 3 * 5
+
+
+def test_a_replay_knows_tenants_apart() -> None:
+    driver = isolated(fair_admission=True)
+    for i, tenant in enumerate((1, 2, 1, 2)):
+        found(driver, f"r{i}", tenant=tenant)
+    assert replay(driver.header, list(driver.log), check=True) is None
+    assert driver.replay_lines() is None
+
+
+@pytest.mark.parametrize("tenant", [-1, 2**31, 2**40, -(2**63)])
+def test_a_tenant_that_cannot_be_is_refused(tenant: int) -> None:
+    driver = Driver()
+    driver.add("odd", [1], max_tokens=1, tenant=tenant)
+    refused = driver.answers["odd"].rejected
+    assert isinstance(refused, Rejected) and refused.param == "tenant"
+
+
+LONG_SALTS = [letter * size for letter in ("s", "é", "\0", "\U0001f600") for size in (1025, 2000, 5000, 65_536, 2**20)]
+
+
+@pytest.mark.parametrize("salt", LONG_SALTS, ids=lambda s: f"{len(s)}x{ord(s[0]):x}")
+def test_a_salt_that_is_too_long_is_refused_by_the_scheduler_too(salt: str) -> None:
+    driver = Driver()
+    driver.add("long", [1], max_tokens=1, cache_salt=salt)
+    refused = driver.answers["long"].rejected
+    assert isinstance(refused, Rejected) and refused.param == "cache_salt" and len(refused.message) < 100
+    assert found(driver, "canary") == 0 and driver.answers["canary"].tokens
+
+
+# ---- A39: what a probe of another's cache sees
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_probe_with_another_salt_takes_the_steps_of_a_miss(seed: int) -> None:
+    """Whether the victim's prompt is cached or not: as many steps, tokens computed and blocks for the prober."""
+    rng = random.Random(seed)
+    length = rng.randrange(5, 60)
+    prompt = [rng.randrange(1000) for _ in range(length)]
+    for probe in ({"cache_salt": "prober"}, {"tenant": 2}):
+        seen = []
+        for cached in (prompt, [token + 1000 for token in prompt]):
+            driver = isolated(vocab_size=2000, max_num_batched_tokens=8, max_num_seqs=4)
+            found(driver, "victim", cached, tenant=1)
+            before = len(driver.diffs)
+            num_hit_tokens = found(driver, "probe", prompt, **probe)
+            steps = driver.diffs[before:]
+            seen.append((len(steps), [d.counts for d in steps], num_hit_tokens))
+        assert seen[0] == seen[1] and seen[0][2] == 0
+
+
+# ---- A40: what a flood evicts
+
+
+def hit_rate(*, flood: int, fair: bool = True, prompts: int = 5, size: int = 24, **settings: Any) -> float:
+    """Of a tenant that comes back to ``prompts`` prompts again and again, while another floods with new ones."""
+    driver = Driver(num_blocks=101, max_num_seqs=4, num_tenants=2, fair_admission=fair, **settings)
+    rng = random.Random(7)
+    asked = got = 0
+    own = [[500 + i] * size for i in range(prompts)]
+    for turn in range(6):
+        for i, prompt in enumerate(own):
+            for k in range(flood):
+                driver.add(f"f{turn}:{i}:{k}", [rng.randrange(400) for _ in range(30)], max_tokens=2, tenant=1)
+            driver.add(f"v{turn}:{i}", prompt, max_tokens=2, ignore_eos=True, tenant=2)
+            while driver.answers[f"v{turn}:{i}"].ended is None:
+                driver.step()
+            if turn:
+                asked += size
+                got += driver.answers[f"v{turn}:{i}"].num_cached_tokens
+    driver.run()
+    driver.check_drained()
+    return got / asked
+
+
+def test_a_flood_leaves_a_tenant_four_fifths_of_its_hits() -> None:
+    solo, beside, unfair = hit_rate(flood=0), hit_rate(flood=5), hit_rate(flood=5, fair=False)
+    assert beside >= 0.8 * solo, (solo, beside)
+    assert unfair < 0.8 * solo, "a flood that evicts nothing shows nothing"
+
+
+def test_one_tenant_may_have_all_of_the_cache() -> None:
+    """Nobody else is there: nothing is kept back."""
+    assert hit_rate(flood=0, prompts=15) == hit_rate(flood=0, prompts=15, fair=False) > 0.8
+
+
+def test_who_is_long_gone_makes_room() -> None:
+    queue = FairFreeQueue(blocks(9))
+    leave(queue, 1, queue.popleft_n(6))
+    leave(queue, 2, queue.popleft_n(3))
+    assert {b.block_id for b in queue.popleft_n(2)} == {0, 1}, "the tenant with the most, what it left first"
+    queue.count_held = lambda: {2: 9}
+    for _ in range(40 * 9):
+        leave(queue, 2, queue.popleft_n(1))
+    assert queue.tenants()[0][0] == 2 and len(queue.tenants()) == 1, "one that does nothing loses all in the end"
+
+
+# ---- the queue itself
+
+
+def blocks(count: int) -> list[KVCacheBlock]:
+    return [KVCacheBlock(i) for i in range(count)]
+
+
+def leave(queue: FairFreeQueue, tenant: int, left: Sequence[KVCacheBlock]) -> None:
+    for block in left:
+        block.block_hash = b"%d" % block.block_id
+    queue.tenant = tenant
+    queue.append_n(left)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_for_one_tenant_it_is_the_plain_queue(seed: int) -> None:
+    rng = random.Random(seed)
+    fair, plain = FairFreeQueue(blocks(20)), FreeKVCacheBlockQueue(blocks(20))
+    queues: list[FreeKVCacheBlockQueue] = [fair, plain]
+    out: list[list[KVCacheBlock]] = [[], []]
+    for _ in range(120):
+        kind, n = rng.choice(["take", "leave", "drop", "hit", "hit"]), rng.randrange(1, 6)
+        at = [rng.randrange(1000) for _ in range(n)]
+        for queue, held in zip(queues, out, strict=True):
+            if kind == "take" and n <= queue.num_free_blocks:
+                held += queue.popleft_n(n)
+                for block in held[-n:]:
+                    block.block_hash = None
+            elif kind == "hit":
+                cached = [b for b in queue.blocks() if b.block_hash is not None]
+                hits = list({i % len(cached): cached[i % len(cached)] for i in at}.values()) if cached else []
+                queue.remove_n(hits)
+                held += hits
+            elif kind == "leave":
+                for block in held[-n:]:
+                    block.block_hash = b"x"
+                queue.append_n(held[-n:])
+                del held[-n:]
+            elif kind == "drop":
+                queue.prepend_n([b for b in held[-n:] if b.block_hash is None])
+                held[-n:] = [b for b in held[-n:] if b.block_hash is not None]
+            queue.check()
+        assert [b.block_id for b in fair.blocks()] == [b.block_id for b in plain.blocks()]
+
+
+def test_the_check_of_the_queue_bites() -> None:
+    queue = FairFreeQueue(blocks(6))
+    leave(queue, 1, queue.popleft_n(3))
+    queue.check()
+    queue._owners[queue.blocks()[-1].block_id] = 2
+    with pytest.raises(AssertionError, match="another queue"):
+        queue.check()
+
+
+# ---- keyframes
+
+
+def tenants_at_rest(seed: int) -> Driver:
+    rng = random.Random(seed)
+    chosen = random_settings(rng, drafts=False) | {"num_tenants": 3, "enable_prefix_caching": True, "num_blocks": 40}
+    load = Load(rng, Driver(**chosen))
+    load.num_tenants = 3
+    for _ in range(25):
+        load.random_event()
+    load.drain()
+    return load.driver
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_idle_state_has_what_each_tenant_left(seed: int) -> None:
+    driver = tenants_at_rest(seed)
+    state = idle_state(driver.scheduler)
+    assert state is not None and isinstance(driver.scheduler.kv.pool, FairBlockPool)
+    other = driver.header.make_scheduler()
+    restore(other, state)
+    other.check()
+    assert idle_state(other) == state
+
+
+ODD_TENANTS = [
+    [(1, 0, 10_000)],
+    [(1, 0, 0)],
+    [(1, 0, -3)],
+    [(1, 0, 2), (1, 0, 2)],
+    [(1, 0, 30), (2, 0, 30)],
+]
+
+
+@pytest.mark.parametrize("odd", ODD_TENANTS, ids=str)
+def test_an_idle_state_that_cannot_be_is_refused(odd: list[tuple[int, int, int]]) -> None:
+    driver = tenants_at_rest(1)
+    state = idle_state(driver.scheduler)
+    assert state is not None
+    with pytest.raises(ValueError, match="tenants"):
+        restore(driver.header.make_scheduler(), msgspec.structs.replace(state, tenants=odd))

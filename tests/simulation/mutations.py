@@ -1,0 +1,229 @@
+"""Guards of the engine, taken out one at a time: each must make the simulation fail.
+
+A mutation patches one thing of the engine while it lasts. ``bug`` is the number of the recurring bug of the peers that
+the guard keeps out (faults list, 1 to 25), or the fault (F) or invariant (I) that it is for.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import msgspec
+
+from quire.launch import overseer, session, streams
+from quire.protocol import channel, codec
+from quire.scheduler_proc import loop as scheduler_loop
+from quire.scheduler_proc import planner, request_table, results, scheduler, step, suspects, worker_group
+from quire.scheduler_proc.kv import block_pool, manager
+from quire.scheduler_proc.request import RequestStatus
+
+
+class Mutation(NamedTuple):
+    name: str
+    bug: str
+    patch: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _link_without(check: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A link that does not look at ``epoch``, or at ``seq``."""
+
+    def incoming(self: Any, frames: Any) -> Any:
+        envelope = self._codec.decode(frames)
+        if check != "epoch" and envelope.epoch != self.epoch:
+            raise codec.ProtocolError("epoch", "of another epoch")
+        if check != "seq" and envelope.seq != self._accepted + 1:
+            raise codec.ProtocolError("gap", "a gap")
+        self._accepted = envelope.seq
+        return channel.Received(envelope.message, list(frames))
+
+    return lambda: mock.patch.object(channel.Link, "incoming", incoming)
+
+
+@contextlib.contextmanager
+def _no_crc() -> Iterator[None]:
+    real = codec.Codec.decode
+
+    def decode(self: Any, frames: Any) -> Any:
+        first = bytes(frames[0])
+        crc = codec.crc32(first[4:])
+        for frame in frames[1:]:
+            crc = codec.crc32(frame, crc)
+        return real(self, [crc.to_bytes(4, "little") + first[4:], *frames[1:]])
+
+    with mock.patch.object(codec.Codec, "decode", decode):
+        yield
+
+
+def _agreed_anyway(self: Any) -> Any:
+    if not self._held:
+        return None
+    digests = self._digests.get(self._held[0].message.step, {})
+    return (0, self._held.popleft()) if len(digests) == self.size else None
+
+
+def _first_submission(self: Any) -> Any:
+    return self.request
+
+
+def _never_again(self: Any) -> Any:
+    if not self.tokens:
+        return self.request
+    return msgspec.structs.replace(self.request, output_token_ids=streams.np.array(self.tokens, streams.np.int32))
+
+
+@contextlib.contextmanager
+def _cache_survives() -> Iterator[None]:
+    """What the workers hold is believed after an epoch as before it."""
+    real = scheduler.Scheduler.begin_epoch
+
+    def begin_epoch(self: Any, *, fresh: bool = False) -> None:
+        with mock.patch.object(manager.KVCacheManager, "reset_prefix_cache", lambda self: True):
+            real(self, fresh=fresh)
+
+    with mock.patch.object(scheduler.Scheduler, "begin_epoch", begin_epoch):
+        yield
+
+
+@contextlib.contextmanager
+def _rows_survive() -> Iterator[None]:
+    """New workers are told to remove what they never held."""
+    real = scheduler.Scheduler.begin_epoch
+    with mock.patch.object(scheduler.Scheduler, "begin_epoch", lambda self, *, fresh=False: real(self, fresh=False)):
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def _bad_results_pass() -> Iterator[None]:
+    """Results are applied without a look at whose tokens they hold, and which."""
+    with (
+        mock.patch("quire.scheduler_proc.in_flight.StepsInFlight._check_handles", _nothing),
+        mock.patch("quire.scheduler_proc.in_flight._check_counts", _nothing),
+        mock.patch.object(scheduler.StepsInFlight, "_expected", lambda self, step: self.records[0]),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _resumed_without_answer() -> Iterator[None]:
+    """A request that is put out forgets that its answer is known."""
+    real = request_table.RequestTable.put_out
+
+    def put_out(self: Any, request: Any) -> None:
+        real(self, request)
+        request.tokens = type(request.tokens)(request.tokens.array()[: request.num_prompt_tokens].copy(), None)
+
+    with mock.patch.object(request_table.RequestTable, "put_out", put_out):
+        yield
+
+
+@contextlib.contextmanager
+def _double_free() -> Iterator[None]:
+    real = block_pool.BlockPool.free_blocks
+
+    def free_blocks(self: Any, blocks: Any) -> Any:
+        blocks = list(blocks)
+        return real(self, [*blocks, *blocks[:1]])
+
+    with mock.patch.object(block_pool.BlockPool, "free_blocks", free_blocks):
+        yield
+
+
+@contextlib.contextmanager
+def _leak_on_end() -> Iterator[None]:
+    """Blocks of an aborted request stay its own."""
+    real = manager.KVCacheManager.free
+
+    def free(self: Any, request: Any) -> None:
+        if request.status is not RequestStatus.RUNNING or request.num_output_tokens % 5 != 3:
+            real(self, request)
+
+    with mock.patch.object(manager.KVCacheManager, "free", free):
+        yield
+
+
+def _client_stays(self: Any, command: Any) -> None:
+    if command.kind == "stop":
+        self._open = False
+    elif command.kind == "epoch":
+        self._expect_group(command)
+
+
+MUTATIONS = (
+    Mutation("a link takes messages of any epoch", "I10, F16", _link_without("epoch")),
+    Mutation("a link takes messages out of order, twice, or with a gap", "F15", _link_without("seq")),
+    Mutation("checksums are not looked at", "F15", _no_crc),
+    Mutation(
+        "ranks need not agree",
+        "F9",
+        lambda: mock.patch.object(worker_group.WorkerGroup, "_agreed", _agreed_anyway),
+    ),
+    Mutation(
+        "a new scheduler is not told what was delivered",
+        "F10, I7",
+        lambda: mock.patch.object(streams.Stream, "submission", _first_submission),
+    ),
+    Mutation(
+        "a full queue turns away what is submitted again",
+        "F10, I9",
+        lambda: mock.patch.object(streams.Stream, "submission", _never_again),
+    ),
+    Mutation("cached contents outlive the workers", "F1, I5", _cache_survives),
+    Mutation("new workers are told of rows that the old ones held", "F1, I6", _rows_survive),
+    Mutation(
+        "results of steps before the epoch are applied",
+        "2, F16",
+        lambda: mock.patch.object(results.Results, "_is_stale", lambda self, step: False),
+    ),
+    Mutation("results are not checked", "A51, F9", _bad_results_pass),
+    Mutation(
+        "nobody is suspected",
+        "F4",
+        lambda: mock.patch.object(suspects.Suspects, "died_with", _nothing),
+    ),
+    Mutation(
+        "a suspect is not run alone",
+        "F4",
+        lambda: mock.patch.object(planner.Planner, "_schedule_alone", lambda self, plan, pause, suspect: None),
+    ),
+    Mutation(
+        "the engine never gives up",
+        "F3",
+        lambda: mock.patch.object(overseer.Overseer, "_count_death", lambda self, role, reason: True),
+    ),
+    Mutation(
+        "the engine gives up at the second death",
+        "F3",
+        lambda: mock.patch.object(overseer, "MAX_DEATHS", 2),
+    ),
+    Mutation(
+        "no step is ever overdue",
+        "F5",
+        lambda: mock.patch.object(scheduler_loop.StepDeadline, "remaining", _nothing),
+    ),
+    Mutation(
+        "silence is no sign of death",
+        "F5",
+        lambda: mock.patch.multiple(overseer, SILENT_S=1e9, START_S=1e9, ADOPTION_S=1e9),
+    ),
+    Mutation("front ends say no heartbeats", "F15, I9", lambda: mock.patch.object(session.Session, "beat", _nothing)),
+    Mutation(
+        "the requests of a front end that died go on",
+        "F12, I13",
+        lambda: mock.patch.multiple(scheduler_loop.SchedulerLoop, _obey=_client_stays, _forget=_nothing),
+    ),
+    Mutation(
+        "workers that do not find their new scheduler are left alone",
+        "F10",
+        lambda: mock.patch.object(overseer.Overseer, "_call_group", _nothing),
+    ),
+    Mutation("a resumed request forgets its answer", "1", _resumed_without_answer),
+    Mutation("a block is freed twice", "12, 24, I1", _double_free),
+    Mutation("blocks of some requests are not freed", "13, I13", _leak_on_end),
+)
+
+__all__ = ["MUTATIONS", "Mutation", "step"]
