@@ -180,6 +180,7 @@ async def start_answers(
     priority: int = 0,
     cache_salt: str = "",
     prompt_only: bool = False,
+    tenant: int = 0,
 ) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
 
@@ -203,6 +204,7 @@ async def start_answers(
                     seed_for_sample(seed, sample),
                     priority,
                     cache_salt,
+                    tenant,
                 )
                 answers.append(StreamedAnswer(sequence, text_in, prompt, params, prompt_only=prompt_only))
     except BaseException:  # a cancelled request, too, must leave nothing running

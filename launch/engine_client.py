@@ -161,10 +161,12 @@ class EngineClient(Protocol):
         seed: int,
         priority: int,
         cache_salt: str,
+        tenant: int = 0,
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
 
         ``priority``: from MIN_PRIORITY to MAX_PRIORITY; the lowest runs first, if the engine schedules by it.
+        ``tenant``: whose it is, from 1; 0: nobody's. Tenants take turns at what is scarce.
 
         Raises:
             InvalidRequest: refused; may also surface from ``Sequence.updates``.

@@ -94,7 +94,8 @@ class TemplateHelper:
 
     def prepare(self) -> None:
         """Start what the first conversation would otherwise wait for."""
-        self._short.prepare()
+        for lane in (self._short, self._long):
+            lane.prepare()
 
     def close(self) -> None:
         for lane in (self._short, self._long):

@@ -189,6 +189,9 @@ def serve(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int
         make: from the hello to what is said to it, and what answers; nobody, where that is already why not.
         extra_bytes: memory that a child may take beyond what it begins with; what allocates more fails or aborts.
     """
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # what the caller blocks or ignores is inherited
+    for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGABRT):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer

@@ -51,7 +51,11 @@ class Sockets:
 
     def open_kv_events(self, config: EngineConfig) -> KVEventPublisher:
         publisher = KVEventPublisher(
-            self._context, config.kv_events_endpoint, config.kv_events_replay_endpoint, secrets.randbits(64)
+            self._context,
+            config.kv_events_endpoint,
+            config.kv_events_replay_endpoint,
+            secrets.randbits(64),
+            curve_dir=config.kv_events_curve_dir,
         )
         if publisher.replay_socket is not None:
             self._waiter.add(publisher.replay_socket)

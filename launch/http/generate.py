@@ -173,6 +173,7 @@ class Generation:
             priority=request.priority,
             cache_salt=request.cache_salt,
             prompt_only=request.prompt_only,
+            tenant=self._tenant,
         )
 
     async def _follow(self, answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, Piece]], None]:

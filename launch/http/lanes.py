@@ -22,7 +22,7 @@ class ConversationLanes:
         """Has ``text_in`` prepare itself meanwhile."""
         self._short = ThreadPoolExecutor(1, "conversations")
         self._long = ThreadPoolExecutor(NUM_LONG, "long conversations")
-        self._short.submit(text_in.prepare)
+        self._long.submit(text_in.prepare)
 
     async def run(self, num_bytes: int, options: ChatOptions, work: Callable[[], T]) -> T:
         """``work()``, about a conversation that came in a body of so many bytes."""

@@ -143,7 +143,7 @@ class GrammarManager:
             self._refused.append((key, source, outcome))
         elif source in self._compiling:
             self._compiling[source].append(key)
-        elif self._pool.submit(source, wanted, owner=client):
+        elif self._pool.submit(source, wanted, owner=request.tenant):
             self._compiling[source] = [key]
         else:
             self._refused.append((key, source, GrammarBusy()))

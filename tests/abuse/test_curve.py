@@ -11,6 +11,8 @@ import pytest
 import zmq
 from curve_files import make_keys, with_keys
 from kv_event_ends import WAIT_MS, keys_of, layout_of
+from loop_under_test import LoopUnderTest
+from scheduler_driver import make_config
 from zmq.auth import create_certificates
 from zmq.utils.monitor import recv_monitor_message
 
@@ -143,6 +145,23 @@ def test_bytes_that_are_no_handshake(context: "zmq.Context[Any]", place: Place) 
         with socket.create_connection((host, int(port))) as raw:
             raw.sendall(sent)
     test_a_key_that_is_let_in_hears_everything(context, place, "other")
+
+
+def test_the_schedulers_loop_has_the_keys(context: "zmq.Context[Any]", place: Place, tmp_path: Path) -> None:
+    """As the flags tell it; a client without a key is there all the time."""
+    replay = f"tcp://127.0.0.1:{free_port()}"
+    told = {"kv_events_endpoint": f"ipc://{tmp_path}/events", "kv_events_replay_endpoint": replay}
+    loop = LoopUnderTest(context, tmp_path, make_config(kv_events_curve_dir=str(place.keys), **told))
+    loop.handshake()
+    nobody, router = ask(context, place, WRONG["no key"]), ask(context, place, key("router"))
+    for dealer in (nobody, router):
+        dealer.connect(replay)
+        dealer.send(ZERO)
+    assert router.poll(WAIT_MS) and router.recv_multipart()[0] == TOPIC
+    assert not nobody.poll(0)
+    nobody.close()
+    router.close()
+    loop.stop()
 
 
 # ---- folders of keys

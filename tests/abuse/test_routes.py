@@ -216,6 +216,15 @@ class TestKeys:
     def test_a_right_one_however_it_is_spaced(self, locked: FrontEnd, key: str, scheme: str) -> None:
         assert ask(locked, "GET", "/v1/models", f"Authorization: {scheme}{key} ")[0] == 200
 
+    def test_the_engine_is_told_whose_a_request_is(self, locked: FrontEnd, unlocked: FrontEnd) -> None:
+        body = {"prompt": [1], "max_tokens": 1, "n": 2}
+        for front_end, told in ((locked, (1, 2, 3)), (unlocked, (0, 0, 0))):
+            for key, tenant in zip(KEYS, told, strict=True):
+                front_end.engine.tenants.clear()
+                headers = {b"authorization": f"Bearer {key}".encode()}
+                assert front_end.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+                assert front_end.engine.tenants == [tenant] * 2
+
     @pytest.mark.parametrize(
         "headers",
         [

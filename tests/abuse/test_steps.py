@@ -368,7 +368,7 @@ def _everything(held: Held) -> SchedulerOutput:
     return msgspec.structs.replace(held.good(), **more([0, 2], [7, 8], [0, 0]))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_altered_is_refused_whole_or_runs(seed: int) -> None:
     """No other exception, no half-applied step, and what runs leaves every invariant whole."""
     rng = random.Random(seed)

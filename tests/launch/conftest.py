@@ -166,7 +166,14 @@ class FakeEngine:
     )
 
     async def add(
-        self, request_id: str, prompt_token_ids: Any, params: SamplingParams, seed: int, priority: int, cache_salt: str
+        self,
+        request_id: str,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        seed: int,
+        priority: int,
+        cache_salt: str,
+        tenant: int,
     ) -> FakeSequence:
         if self.refuse is not None:
             raise self.refuse

@@ -73,7 +73,14 @@ class ScheduledEngine(Driver):
     # ---- as quire.launch.engine_client.EngineClient
 
     async def add(
-        self, request_id: str, prompt_token_ids: Any, params: SamplingParams, seed: int, priority: int, cache_salt: str
+        self,
+        request_id: str,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        seed: int,
+        priority: int,
+        cache_salt: str,
+        tenant: int,
     ) -> "ScheduledSequence":
         tokens = np.asarray(prompt_token_ids, np.int32)
         stream = self.session.add(

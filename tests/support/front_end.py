@@ -86,11 +86,20 @@ class EndlessEngine:
     vocab_size: int = 200
     added: list[EndlessSequence] = field(default_factory=list)
     live: set[EndlessSequence] = field(default_factory=set)
+    tenants: list[int] = field(default_factory=list)
     num_queries: int = 0
 
     async def add(
-        self, request_id: str, prompt_token_ids: Any, params: SamplingParams, *rest: Any, **more: Any
+        self,
+        request_id: str,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        seed: int,
+        priority: int,
+        cache_salt: str,
+        tenant: int,
     ) -> EndlessSequence:
+        self.tenants.append(tenant)
         sequence = EndlessSequence(request_id, self, np.asarray(prompt_token_ids).tolist(), params)
         self.added.append(sequence)
         self.live.add(sequence)

@@ -240,7 +240,7 @@ def _some_value(chance: random.Random, depth: int = 0) -> Any:
 
 def _nested(chance: random.Random) -> Any:
     value: Any = chance.choice((None, 1, "x", {}))
-    for _ in range(chance.choice((5, 50, 500))):
+    for _ in range(chance.choice((5, 50, 150))):  # four of them, one in the other, can still be written
         value = [value] if chance.random() < 0.5 else {"items": value}
     return value
 

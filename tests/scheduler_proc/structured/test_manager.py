@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from grammar_cases import demo_backend, demo_config, tokens_of
@@ -19,6 +20,7 @@ from quire.scheduler_proc.request import Request, RequestStatus, Tokens
 from quire.scheduler_proc.step import Share
 from quire.scheduler_proc.structured.backend import GrammarRefused
 from quire.scheduler_proc.structured.cache import GrammarCache
+from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED
 from quire.scheduler_proc.structured.make import backend_maker
 from quire.scheduler_proc.structured.manager import START_SECONDS, WAIT_SECONDS, GrammarManager
 from quire.scheduler_proc.structured.shares import (
@@ -159,6 +161,46 @@ class TestCompiling:
         assert case.told() == [(0, Release("1")), (1, Release("1"))]
         assert not case.manager.begin(2, arrival("1", regex="ab")) and not case.manager.is_waited_for
         assert len(case.gate.checked) == 1
+
+    def test_tenants_take_turns(self, make_case: Callable[..., Case]) -> None:
+        case = make_case(opened=False)
+        for index in range(200):
+            case.manager.begin(
+                0, msgspec.structs.replace(arrival(f"flood{index}", regex=f"a{{{index + 1}}}"), tenant=1)
+            )
+        case.manager.begin(0, msgspec.structs.replace(arrival("other", regex="b"), tenant=2))
+        case.gate.waiting.release(3)
+        told: list[Any] = []
+        while len(told) < 3:
+            told += case.told()
+        assert (0, Release("other")) in told
+
+    def test_what_nobody_waits_for_any_more_is_not_compiled(self, make_case: Callable[..., Case]) -> None:
+        case = make_case(opened=False)
+        for index in range(50):
+            case.manager.begin(0, arrival(str(index), regex=f"a{{{index + 1}}}"))
+        while case.manager._pool.ready_at is None:
+            os.sched_yield()
+        case.now = 2 * WAIT_SECONDS
+        assert len(case.manager.poll()) == 50 and not case.manager.is_waited_for
+        case.manager.begin(0, arrival("last", regex="b"))
+        case.gate.waiting.release(1000)
+        while case.manager.is_waited_for:
+            case.told()
+        assert [wanted.regex for wanted in case.gate.checked] == ["a{1}", "b"]
+
+    def test_more_than_may_wait_are_told_to_come_again(self, make_case: Callable[..., Case]) -> None:
+        case = make_case(opened=False)
+        for index in range(MAX_QUEUED + 5):
+            assert case.manager.begin(0, arrival(str(index), regex=f"a{{{index + 1}}}"))
+        told = case.manager.poll()
+        assert 4 <= len(told) <= 5
+        assert all(isinstance(refuse, Refuse) and refuse.code == "queue_full" for _, refuse in told)
+        assert not len(case.manager._cache), "nothing of that is remembered"
+        while case.manager._pool.ready_at is None:
+            os.sched_yield()
+        case.now = 2 * WAIT_SECONDS
+        case.manager.poll()
 
     def test_a_refusal_is_remembered_too(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
