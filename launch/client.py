@@ -15,7 +15,7 @@ from quire.launch.session import Session
 from quire.launch.streams import Stream
 from quire.protocol.channel import Link
 from quire.protocol.codec import ProtocolError
-from quire.protocol.errors import EngineError
+from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.messages import AddRequest, Control, EngineState, Message, SchedulerToFrontEnd, Statistics
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.zmq_channel import AsyncZmqChannel, frontend_address
@@ -117,6 +117,8 @@ class ZmqEngineClient:
         cache_salt: str,
         tenant: int = 0,
     ) -> ZmqSequence:
+        if self._channel is not None and self._channel.is_full:
+            raise InvalidRequest("the engine does not keep up; try again soon", None, "queue_full")
         news = asyncio.Event()
         request = AddRequest(
             request_id=request_id,

@@ -293,8 +293,10 @@ class Overseer:
         return BACKOFF_S[min(self._deaths[role], len(BACKOFF_S)) - 1]
 
     def _is_final(self, member: Member) -> bool:
-        """A first start that fails with a reason of its own would fail again."""
-        return not self._was_ready and member.failure is not None
+        """A first start that fails with a reason of its own would fail again, and so would a front end's settings."""
+        if member.failure is None:
+            return False
+        return not self._was_ready or (member.role == "frontend" and member.failure.exit_status == EX_CONFIG)
 
     def _give_up(self, member: Member, reason: str) -> None:
         refused = member.failure is not None and member.failure.exit_status == EX_CONFIG

@@ -29,6 +29,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from quire.protocol.errors import ConfigError, QuireError
+from quire.protocol.log_stream import survive_without_stderr
 
 EX_CONFIG = 78
 LOG_LEVEL_VARIABLE = "QUIRE_LOG_LEVEL"
@@ -215,6 +216,7 @@ def enter_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_sign
         death_signal: from the kernel, when the parent is gone: SIGCONT wakes a process that was stopped, so that it can
             end by itself; SIGKILL is for one that may be stuck in native code and has nothing to clean up.
     """
+    survive_without_stderr()
     logging.basicConfig(level=_log_level(), format="quire %(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -211,23 +211,30 @@ class AsyncZmqChannel:
         _configure(self.socket)
         self.socket.connect(address)
         self.link = link
+        self._num_unsent = 0
+
+    @property
+    def is_full(self) -> bool:
+        """As many messages wait for the socket as it holds itself: the other side does not keep up."""
+        return self._num_unsent >= HIGH_WATER_MARK
 
     def post(self, message: Any) -> None:
         """Send without waiting; the socket keeps the order of calls."""
+        self._num_unsent += 1
         future = asyncio.ensure_future(self.socket.send_multipart(self.link.outgoing(message)))
-        future.add_done_callback(_retrieve)
+        future.add_done_callback(self._sent)
+
+    def _sent(self, future: "asyncio.Future[Any]") -> None:
+        """A send that fails (the socket was closed) concerns nobody any more."""
+        self._num_unsent -= 1
+        if not future.cancelled():
+            future.exception()
 
     async def receive(self) -> Any:
         return self.link.incoming(await self.socket.recv_multipart()).message
 
     def close(self) -> None:
         self.socket.close()
-
-
-def _retrieve(future: "asyncio.Future[Any]") -> None:
-    """A send that fails (the socket was closed) concerns nobody any more."""
-    if not future.cancelled():
-        future.exception()
 
 
 def connect_hello(channel: ZmqChannel, hello: Any, deadline: float) -> Any:

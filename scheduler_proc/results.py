@@ -22,6 +22,10 @@ class _Ending(NamedTuple):
     detail: str = ""
 
 
+MAX_REASON = 300
+"""Characters of what a worker says of a request, which its client may read."""
+
+
 class _Faults(NamedTuple):
     """What is wrong, by handle: ``bad`` logits may have left anything in the cache; ``failed`` is the request's own."""
 
@@ -32,7 +36,7 @@ class _Faults(NamedTuple):
     def of(cls, bad: dict[int, str], failed: list[tuple[int, str]]) -> "_Faults":
         if not bad and not failed:
             return NO_FAULTS
-        return cls(bad, {handle: f"request_failed: {why}" for handle, why in failed})
+        return cls(bad, {handle: f"request_failed: {why[:MAX_REASON]}" for handle, why in failed})
 
 
 NO_FAULTS = _Faults({}, {})

@@ -63,7 +63,14 @@ class FrontEnd:
             ),
         )
         server = HttpServer(
-            uvicorn.Config(app, http=BoundedHttpProtocol, log_level="warning", access_log=False, lifespan="off")
+            uvicorn.Config(
+                app,
+                http=BoundedHttpProtocol,
+                log_level="error",  # a warning for each malformed request would let strangers fill the disk
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+            )
         )
         self._obey()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._obey)
@@ -73,6 +80,7 @@ class FrontEnd:
         for task in tasks:
             task.cancel()
         await engine.close()
+        text_in.close()
 
     def _obey(self) -> None:
         for command in self._child.take_commands():
