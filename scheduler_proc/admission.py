@@ -7,14 +7,13 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import AddRequest, Int32, OpaqueRequest, Rejected
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.repetition import RepetitionWatch
 from quire.scheduler_proc.request import OpaqueTokens, Request, Tokens
 
 MAX_REQUEST_ID = 256
-MAX_CACHE_SALT = 1024
 
 
 class Refusal(Exception):
@@ -39,10 +38,9 @@ def admit(
         Refusal: it could never run to one token, or its fields are out of range.
     """
     tokens: Tokens | OpaqueTokens
-    if not 0 <= event.tenant < 2**31:
-        raise Refusal("invalid_value", "tenant", "tenant must be from 0 to 2147483647")
     if not -(2**31) <= event.priority < 2**31:
         raise Refusal("invalid_value", "priority", f"priority must be from {-(2**31)} to {2**31 - 1}")
+    _check_tenant(event, config)
     if isinstance(event, AddRequest):
         _check_add_request(event, config, kv)
         num_prompt_tokens = len(event.prompt_token_ids)
@@ -98,8 +96,8 @@ def _check_add_request(event: AddRequest, config: EngineConfig, kv: KVCacheManag
     prompt = event.prompt_token_ids
     if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
         raise Refusal("invalid_value", "request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
-    if len(event.cache_salt) > MAX_CACHE_SALT:
-        raise Refusal("invalid_value", "cache_salt", f"cache_salt must have at most {MAX_CACHE_SALT} characters")
+    if len(event.cache_salt) > MAX_SALT_LENGTH:
+        raise Refusal("invalid_value", "cache_salt", f"cache_salt must have at most {MAX_SALT_LENGTH} characters")
     _check_length(len(prompt), config, kv)
     vocab_size = config.model.vocab_size
     for known in (prompt, event.output_token_ids):
@@ -131,6 +129,16 @@ def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
             "thinking_token_budget",
             "thinking_token_budget needs thinking markers, which this engine has none of",
         )
+
+
+def _check_tenant(event: AddRequest | OpaqueRequest, config: EngineConfig) -> None:
+    """Whose it is, and what that one may ask for."""
+    if not 0 <= event.tenant < 2**31:
+        raise Refusal("invalid_value", "tenant", f"tenant must be from 0 to {2**31 - 1}")
+    if config.priority_range is not None:
+        low, high = config.priority_range
+        if not low <= event.priority <= high:
+            raise Refusal("priority_not_allowed", "priority", f"this server allows a priority from {low} to {high}")
 
 
 def _check_opaque_request(event: OpaqueRequest, config: EngineConfig, kv: KVCacheManager) -> None:

@@ -21,6 +21,7 @@ STATUS_OF_CODE = {
     "context_length_exceeded": 400,
     "kv_pool_too_small": 400,
     "invalid_structured_outputs": 400,
+    "priority_not_allowed": 403,
     "model_not_found": 404,
     "duplicate_request_id": 409,
     "queue_full": 503,
@@ -32,6 +33,7 @@ STATUS_OF_FAILURE = {"request_failed": 422, "numerical_error": 500, "engine_faul
 RETRY_AFTER_S = {"queue_full": 1}
 TYPE_OF_STATUS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     500: "internal_error",
     503: "service_unavailable_error",
