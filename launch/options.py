@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quire.launch.engine_client import MAX_PRIORITY, MIN_PRIORITY
 from quire.launch.sampling_options import (
     check_grammar_library,
     check_processor_names,
@@ -115,6 +116,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], Help("who goes first: the earliest, or the lowest priority number")
     ] = "fcfs"
+    priority_range: Annotated[
+        str | None,
+        Help("LOW:HIGH, the priorities that requests may have; others get 403 (any; with API keys 0 and up)"),
+    ] = None
+    fair_admission: Annotated[bool, Help("API keys take turns, and share rows, blocks and cache")] = True
+    isolate_prefix_cache_by_key: Annotated[bool, Help("no API key finds what another one's requests cached")] = False
     max_num_queued_reqs: Annotated[int, Help("most requests that wait; further ones get 503; 0: no limit")] = 0
     reserve_full_sequence: Annotated[bool, Help("admit only what has room for its longest possible answer")] = False
     watermark: Annotated[float, Help("share of the KV blocks that admission leaves free")] = 0.0
@@ -232,6 +239,9 @@ def make_engine_config(
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         max_prefill_share=options.max_prefill_share,
         scheduling_policy=options.scheduling_policy,
+        priority_range=parse_priority_range(options.priority_range),
+        fair_admission=options.fair_admission,
+        isolate_prefix_cache_by_key=options.isolate_prefix_cache_by_key,
         max_num_queued_reqs=options.max_num_queued_reqs,
         reserve_full_sequence=options.reserve_full_sequence,
         watermark=options.watermark,
@@ -255,6 +265,28 @@ def make_engine_config(
         crash_dump_dir=crash_dump_dir(options.crash_dump_dir),
         version=__version__,
     )
+
+
+def parse_priority_range(text: str | None) -> tuple[int, int] | None:
+    """Of ``LOW:HIGH``. Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(-?[0-9]{1,10}):(-?[0-9]{1,10})", text)
+    low, high = (int(match[1]), int(match[2])) if match else (1, 0)
+    if not MIN_PRIORITY <= low <= high <= MAX_PRIORITY:
+        raise ConfigError(
+            f"--priority-range must be LOW:HIGH, from {MIN_PRIORITY} to {MAX_PRIORITY}, not {text[:64]!r} "
+            f"(as --priority-range=-5:5, where it begins with a dash)"
+        )
+    return low, high
+
+
+def with_keys(config: EngineConfig, num_keys: int) -> EngineConfig:
+    """``config`` for a server that so many API keys open: whoever has one may not go before all others by a number."""
+    allowed = config.priority_range
+    if allowed is None and num_keys:
+        allowed = (0, MAX_PRIORITY)
+    return msgspec.structs.replace(config, num_tenants=num_keys, priority_range=allowed)
 
 
 def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[SpeculativeConfig | None, int]:

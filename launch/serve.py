@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from quire.launch.options import Help
+from quire.launch.options import Help, with_keys
 from quire.launch.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
@@ -72,11 +72,13 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     """
     started = time.monotonic()
     listener = _listen(options)
+    keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
+    config = with_keys(config, len(keys))
     fd = listener.fileno()
     front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
     with Supervisor(config, worker=worker, front_end=front_end, standby=options.standby_workers) as supervisor:
         signals = _Signals(supervisor)
-        _write_settings(supervisor.directory, options, model_name)
+        _write_settings(supervisor.directory, options, keys, model_name)
         supervisor.start_engine()
         supervisor.start_front_ends()
         while not supervisor.is_ready and not signals.count:
@@ -96,8 +98,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
             supervisor.kill_all()
 
 
-def _write_settings(directory: Path, options: ServeOptions, model_name: str) -> None:
-    keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
+def _write_settings(directory: Path, options: ServeOptions, keys: list[str], model_name: str) -> None:
     settings = FrontEndSettings(
         served_model_names=options.served_model_name or [model_name],
         api_keys=keys,

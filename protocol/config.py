@@ -60,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         fair_admission: tenants take turns in the queue, and share rows, blocks and what the cache keeps.
         num_tenants: API keys that requests come with; with fewer than two the cache keeps no account of them.
         isolate_prefix_cache_by_key: no tenant finds what another one's requests left in the prefix cache.
+        priority_range: (lowest, highest) priority that a request may have; None: any.
         reserve_full_sequence: admit a request only when the pool has room for all that it may grow to.
         watermark: share of the pool that admission leaves free.
         prefix_caching_hash_algo: sha256 or xxh3_128.
@@ -107,6 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fair_admission: bool = True
     num_tenants: int = 0
     isolate_prefix_cache_by_key: bool = False
+    priority_range: tuple[int, int] | None = None
     reserve_full_sequence: bool = False
     watermark: float = 0.0
     prefix_caching_hash_algo: str = "sha256"

@@ -43,6 +43,7 @@ def admit(
         raise Refusal("invalid_value", "tenant", "tenant must be from 0 to 2147483647")
     if not -(2**31) <= event.priority < 2**31:
         raise Refusal("invalid_value", "priority", f"priority must be from {-(2**31)} to {2**31 - 1}")
+    _check_tenant(event, config)
     if isinstance(event, AddRequest):
         _check_add_request(event, config, kv)
         num_prompt_tokens = len(event.prompt_token_ids)
@@ -125,6 +126,16 @@ def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
             "thinking_token_budget",
             "thinking_token_budget needs thinking markers, which this engine has none of",
         )
+
+
+def _check_tenant(event: AddRequest | OpaqueRequest, config: EngineConfig) -> None:
+    """Whose it is, and what that one may ask for."""
+    if not 0 <= event.tenant < 2**31:
+        raise Refusal("invalid_value", "tenant", f"tenant must be from 0 to {2**31 - 1}")
+    if config.priority_range is not None:
+        low, high = config.priority_range
+        if not low <= event.priority <= high:
+            raise Refusal("priority_not_allowed", "priority", f"this server allows a priority from {low} to {high}")
 
 
 def _check_opaque_request(event: OpaqueRequest, config: EngineConfig, kv: KVCacheManager) -> None:

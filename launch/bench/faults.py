@@ -71,7 +71,11 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     busy = os.getloadavg()[0]
-    outcome = asyncio.run(strike(args))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server ends as well
+    try:
+        outcome = asyncio.run(strike(args))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     report = make_report(args, outcome)
     report.results["load_before"] = round(busy, 2)
     report.publish(args.json)

@@ -22,6 +22,7 @@ STATUS_OF_CODE = {
     "context_length_exceeded": 400,
     "kv_pool_too_small": 400,
     "invalid_structured_outputs": 400,
+    "priority_not_allowed": 403,
     "model_not_found": 404,
     "duplicate_request_id": 409,
     "rate_limit_exceeded": 429,
@@ -41,6 +42,7 @@ RETRY_AFTER_S = {
 MAX_LOGGED_CHARS = 1000
 TYPE_OF_STATUS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",

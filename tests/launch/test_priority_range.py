@@ -1,0 +1,72 @@
+"""Which priorities a server allows: a key does not buy a place before everybody else's."""
+
+import pytest
+from scheduler_driver import Driver, expected_tokens, make_config
+
+from quire.launch.http.errors import as_api_error
+from quire.launch.options import make_engine_config, parse_options, with_keys
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, InvalidRequest
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+MODEL = make_config().model
+
+
+def config_of(**options: str) -> EngineConfig:
+    return make_engine_config(parse_options(options, "LLM"), MODEL)
+
+
+GOOD = {
+    "0:0": (0, 0),
+    "-5:5": (-5, 5),
+    "0:2147483647": (0, HIGHEST),
+    "-2147483648:2147483647": (LOWEST, HIGHEST),
+    "-9:-3": (-9, -3),
+    "007:10": (7, 10),
+}
+BAD = [
+    "", ":", "0", "0:", ":0", "5:4", "a:b", "0:1:2", "0-5", "0:5 ", " 0:5", "0:5\n", "+0:5", "0.0:5", "1e3:9e9",
+    "-2147483649:0", "0:2147483648", "--1:2", "0:-1", "٣:٤", "0x1:0x2", "99999999999:1", "-:-", "0;5", "\0:1",
+    "9" * 999,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_a_range_is_understood(text: str) -> None:
+    assert config_of(priority_range=text).priority_range == GOOD[text]
+
+
+@pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--priority-range must be LOW:HIGH, from -2147483648 to 2147483647") as told:
+        config_of(priority_range=text)
+    assert len(str(told.value)) < 300
+
+
+def test_keys_bring_a_range_unless_one_is_given() -> None:
+    assert with_keys(config_of(), 0).priority_range is None
+    assert with_keys(config_of(), 2).priority_range == (0, HIGHEST)
+    assert with_keys(config_of(priority_range="-7:7"), 2).priority_range == (-7, 7)
+    assert [with_keys(config_of(), count).num_tenants for count in (0, 1, 5)] == [0, 1, 5]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("tenant", [0, 1, 9])
+@pytest.mark.parametrize("priority", [LOWEST, LOWEST + 1, -1_000_000, -10, -6, 6, 7, 1000, HIGHEST - 1, HIGHEST])
+def test_a_priority_out_of_the_range_is_forbidden(priority: int, tenant: int, policy: str) -> None:
+    driver = Driver(scheduling_policy=policy, priority_range=(-5, 5))
+    driver.add("pushy", [1], max_tokens=1, priority=priority, tenant=tenant)
+    refused = driver.answers["pushy"].rejected
+    assert refused is not None
+    error = as_api_error(InvalidRequest(refused.message, refused.param, refused.code))
+    assert (error.status, error.param, error.code) == (403, "priority", "priority_not_allowed")
+    assert error.message == "this server allows a priority from -5 to 5"
+    driver.add("canary", [2], max_tokens=3, ignore_eos=True, priority=-5, tenant=tenant)
+    assert driver.run()["canary"].tokens == expected_tokens([2], 3)
+
+
+@pytest.mark.parametrize("priority", [LOWEST, HIGHEST])
+def test_without_a_range_any_number_will_do(priority: int) -> None:
+    driver = Driver(scheduling_policy="priority")
+    driver.add("any", [1], max_tokens=1, priority=priority)
+    assert driver.run()["any"].rejected is None
