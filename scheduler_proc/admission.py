@@ -39,8 +39,6 @@ def admit(
     tokens: Tokens | OpaqueTokens
     if not math.isfinite(event.arrival):  # who waits is put in order by it, and nothing is before or after NaN
         raise Refusal("invalid_value", "arrival", "arrival must be a finite number")
-    if not 0 <= event.tenant < 2**31:
-        raise Refusal("invalid_value", "tenant", "tenant must be from 0 to 2147483647")
     if not -(2**31) <= event.priority < 2**31:
         raise Refusal("invalid_value", "priority", f"priority must be from {-(2**31)} to {2**31 - 1}")
     _check_tenant(event, config)
