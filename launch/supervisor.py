@@ -8,6 +8,7 @@ it reports, and *lifeline*, on which it is told what to do, and whose end tells 
 import contextlib
 import fcntl
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -250,6 +251,7 @@ class Supervisor:
     # ---- what the Overseer can do (overseer.Runner)
 
     def start(self, role: Role, *, life: int, epoch: int, index: int) -> ChildProcess:
+        self._sweep(life, epoch)
         place = ["--directory", str(self.directory)]
         fds: tuple[int, ...] = ()
         environment = None
@@ -277,6 +279,13 @@ class Supervisor:
 
     def life_changed(self, life: int) -> None:
         self._on_life(life)
+
+    def _sweep(self, life: int, epoch: int) -> None:
+        """Sockets and shared memory of schedulers and groups that are no more. Who still has one open, keeps it."""
+        for file in self.directory.iterdir():
+            found = re.match(r"(frontend|worker|ranks)-(\d+)", file.name)
+            if found and int(found[2]) < (life if found[1] == "frontend" else epoch):
+                file.unlink(missing_ok=True)
 
     def _let_go(self, child: ChildProcess) -> None:
         if child.status >= 0:

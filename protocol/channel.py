@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from quire.protocol.codec import Codec, ProtocolError
+from quire.protocol.errors import EngineError
 
 Frames = list[bytes | memoryview]
 
@@ -20,11 +21,19 @@ class Received(NamedTuple):
     frames: Frames
 
 
+class NotTaken(EngineError):
+    """The other process is gone, or does not take messages any more: ``frames`` did not go out."""
+
+    def __init__(self, frames: Frames) -> None:
+        super().__init__("the other process does not take messages any more")
+        self.frames = frames
+
+
 class Channel(Protocol):
     """What a loop needs of a link."""
 
     def send(self, message: Any) -> Frames:
-        """Number, encode and send; returns the frames that went out."""
+        """Number, encode and send; returns the frames that went out. Raises NotTaken."""
         ...
 
     def receive(self, timeout: float | None = 0.0) -> Received | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.asyncio
 
-from quire.protocol.channel import Frames, Link, Received
+from quire.protocol.channel import Frames, Link, NotTaken, Received
 from quire.protocol.codec import MAX_FRAME_BYTES, ProtocolError
 from quire.protocol.errors import EngineError
 
@@ -74,7 +74,7 @@ class ZmqChannel:
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
-            raise EngineError("the other process does not take messages any more") from None
+            raise NotTaken(frames) from None
         return frames
 
     def receive(self, timeout: float | None = 0.0) -> Received | None:

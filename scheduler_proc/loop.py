@@ -179,6 +179,8 @@ class SchedulerLoop:
         self._take_from_front_ends()
         self._take_grammars()
         self._send_steps()
+        if self._workers is not None and self._workers.is_broken:
+            self._lose_group("a worker does not take messages any more")
         self._reply()
         self._serve_kv_events()
 

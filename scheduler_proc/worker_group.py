@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from quire.protocol.channel import Channel, Frames, Received
+from quire.protocol.channel import Channel, Frames, NotTaken, Received
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import EngineError
 from quire.protocol.messages import Digest, ModelRunnerOutput, Ready
@@ -19,11 +19,13 @@ class WorkerGroup:
     Attributes:
         epoch: which group of this engine it is.
         is_ready: all ranks can run steps.
+        is_broken: a rank did not take a message.
     """
 
     def __init__(self, channels: Sequence[Channel], epoch: int = FIRST_EPOCH) -> None:
         self.epoch = epoch
         self.is_ready = False
+        self.is_broken = False
         self._channels = list(channels)
         self._ready: dict[int, Ready] = {}
         self._held: deque[Received] = deque()
@@ -34,12 +36,17 @@ class WorkerGroup:
         return len(self._channels)
 
     def send(self, message: Any) -> Frames:
-        """To all ranks; returns what rank 0 is sent."""
-        sent = [channel.send(message) for channel in self._channels]
+        """To all ranks; returns what rank 0 is sent, or would be."""
+        sent = [self.send_to(rank, message) for rank in range(self.size)]
         return sent[0]
 
-    def send_to(self, rank: int, message: Any) -> None:
-        self._channels[rank].send(message)
+    def send_to(self, rank: int, message: Any) -> Frames:
+        """A rank that does not take it makes the group ``is_broken``: what was decided stands, for the next one."""
+        try:
+            return self._channels[rank].send(message)
+        except NotTaken as error:
+            self.is_broken = True
+            return error.frames
 
     def close(self) -> None:
         for channel in self._channels:

@@ -160,3 +160,20 @@ def test_a_worker_that_dies_costs_no_token(loop: LoopUnderTest) -> None:
         loop.renew_worker()
     loop.until(heard_of(30))
     assert tokens == expected_tokens(PROMPT, 30)
+
+
+def test_a_step_that_no_worker_takes_is_computed_by_another(loop: LoopUnderTest) -> None:
+    """Its socket is gone before anybody has said that it is."""
+    loop.worker.close()
+    loop.client.send(make_request("a", PROMPT, max_tokens=5, ignore_eos=True))
+    loop.wait_for_report("group_failed")
+    loop.renew_worker()
+    tokens: list[int] = []
+
+    def heard(message: Any) -> bool:
+        if isinstance(message, StepOutputs) and message.tokens is not None:
+            tokens.extend(message.tokens.tolist())
+        return len(tokens) == 5
+
+    loop.until(heard)
+    assert tokens == expected_tokens(PROMPT, 5)

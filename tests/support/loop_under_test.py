@@ -94,8 +94,11 @@ class LoopUnderTest:
     def handshake(self) -> None:
         self.client.send(Hello(PROTOCOL_VERSION, "frontend", 0, 1))
         self._introduce_worker()
-        while not any(report.event == "ready" for report in self._take_reports()):
-            select.select([self.status], [], [], WAIT_MS / 1000)
+        self.wait_for_report("ready")
+
+    def wait_for_report(self, event: str) -> None:
+        while not any(report.event == event for report in self._take_reports()):
+            assert select.select([self.status], [], [], WAIT_MS / 1000)[0], f"no {event}"
 
     def _introduce_worker(self) -> None:
         self.worker.send(Hello(PROTOCOL_VERSION, "worker", 0, 1))
