@@ -322,7 +322,7 @@ class SchedulerLoop:
                 if (group := workers.ready(rank, ready)) is not None:
                     self._begin(workers, group)
             case Heartbeat() as beat:
-                workers.send_to(rank, beat)
+                workers.send(beat)  # to all: a step's digest covers the number that it has on each link
             case Fault() as fault:
                 self._lose_group(fault.text, ends_itself=True)
             case _:

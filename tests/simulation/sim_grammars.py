@@ -52,7 +52,7 @@ class InlinePool:
     def fileno(self) -> int:
         return -1
 
-    def submit(self, source: Source, wanted: StructuredOutputs) -> None:
+    def submit(self, source: Source, wanted: StructuredOutputs, owner: object = None) -> None:
         self._outcomes.append((source, self._backend.compile(wanted)))
 
     def take(self) -> list[tuple[Source, Outcome]]:

@@ -24,7 +24,7 @@ KINDS = (
 DEADLY = frozenset(
     {*WORKER_FAULTS, *WRONG_RESULTS, "scheduler_dies", "scheduler_dies_twice", "poison"}
     | {f"{direction} {damage}" for direction in ("to_worker", "from_worker") for damage in FRAME_DAMAGE}
-) - {"slow", "nan", "oom", "to_worker delay", "from_worker delay"}
+) - {"slow", "nan", "oom"}
 """What may cost a life of the workers or of the scheduler: five of those with no token in between end the engine."""
 
 

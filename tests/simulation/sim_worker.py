@@ -208,7 +208,7 @@ class SimWorker(SimProcess):
         if self._dropped:
             self._dropped -= set(step.removed)
             # A step that was decided before anybody knew goes by what was never computed; its result is stale.
-            if self._dropped or not world.has_heard_of(self._lost_in):
+            if self._dropped or world.is_stale(step.step, self._lost_in):
                 self._dropped |= {new.handle for new in step.new_requests}
                 model.step = step.step
                 self._occupied(seconds, lambda: self._answer(ModelRunnerOutput(step.step), frames))

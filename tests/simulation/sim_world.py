@@ -17,7 +17,7 @@ from sim_front import Reader, SimFront
 from sim_grammars import InlinePool
 from sim_net import Net
 from sim_process import SimProcess
-from sim_scenario import DEADLY, EOS, FRAME_DAMAGE, Ask, Fault, Scenario, shape_of
+from sim_scenario import DEADLY, EOS, FRAME_DAMAGE, WRONG_RESULTS, Ask, Fault, Scenario, shape_of
 from sim_scheduler import SimScheduler
 from sim_wire import Tamper
 from sim_worker import SimWorker
@@ -83,7 +83,8 @@ class World:
         self.schedulers: list[SimScheduler] = []
         self.verdict: QuireError | None = None
         self._armed: list[tuple[str, int]] = []
-        self._oom_at: tuple[int, int] | None = None
+        self._oom_at: set[tuple[int, int]] = set()
+        """(epoch, step): on all ranks, whenever each of them comes to it."""
         self._deaf: set[int] = set()
         self.spoiled: set[str] = set()
         self._asks = {ask.name: ask for ask in reversed(scenario.asks)}
@@ -282,7 +283,7 @@ class World:
             case "oom":
                 scheduler = self.scheduler
                 if scheduler is not None and scheduler.scheduler is not None:
-                    self._oom_at = (self.overseer.epoch, scheduler.scheduler.last_step + 1)
+                    self._oom_at.add((self.overseer.epoch, scheduler.scheduler.last_step + 1))
             case "scheduler_dies" | "scheduler_dies_twice":
                 self._kill_scheduler(fault.kind)
             case "front_dies":
@@ -300,7 +301,10 @@ class World:
             case "die_now" | "freeze" | "die_all":
                 pass  # there is nobody
             case kind:
-                self._armed.append((kind, fault.where % self.shape.num_ranks))
+                # Only rank 0 gives results; others can fail, and disagree by being right.
+                rank = 0 if kind in WRONG_RESULTS else fault.where % self.shape.num_ranks
+                if kind != "disagree" or self.shape.num_ranks > 1:
+                    self._armed.append((kind, rank))
 
     def _kill_scheduler(self, kind: str) -> None:
         scheduler = self.scheduler
@@ -331,7 +335,7 @@ class World:
 
     def take_worker_fault(self, kind: str, rank: int) -> bool:
         """Whether it happens to this rank now."""
-        wanted = next((armed for armed in self._armed if armed[0] == kind and armed[1] in (rank, 0)), None)
+        wanted = next((armed for armed in self._armed if armed[0] == kind and (armed[1] == rank or rank < 0)), None)
         if wanted is None:
             return False
         self._armed.remove(wanted)
@@ -339,15 +343,18 @@ class World:
         return True
 
     def is_out_of_memory(self, epoch: int, step: int) -> bool:
-        if self._oom_at != (epoch, step):
+        if (epoch, step) not in self._oom_at:
             return False
         self.counts["oom"] += 1
         return True
 
-    def has_heard_of(self, step: int) -> bool:
-        """Whether the scheduler knows that the workers have dropped their rows in ``step``."""
+    def is_stale(self, step: int, lost_in: int) -> bool:
+        """Whether ``step`` was decided before the scheduler knew that the workers had dropped their rows in another."""
         process = self.scheduler
-        return process is not None and process.scheduler is not None and process.scheduler.results.stale_until >= step
+        if process is None or process.scheduler is None:
+            return True
+        stale_until: int = process.scheduler.results.stale_until
+        return stale_until < lost_in or step <= stale_until
 
     def is_deaf(self, peer: bytes) -> bool:
         """Whether the front end that is ``peer`` does not take its messages now."""

@@ -4,6 +4,9 @@ import pytest
 from sim_run import play
 from sim_scenario import Ask, Fault, Scenario
 
+LATER = Fault(9.0, "clock_jump")
+"""Until then what was to happen to a frame may happen."""
+
 KEPT = {
     # A result that came twice took the answer time of a step that was not there: IndexError, the scheduler died.
     "an answer that comes twice": Scenario(
@@ -13,7 +16,7 @@ KEPT = {
     ),
     # The last message to a front end was lost, and nothing came behind it: its client waited for ever.
     "the last message is lost": Scenario(
-        2, (Ask(3.0, "a", 0, (0, 8), (1, 5), 1),), (Fault(2.9, "to_front drop"), Fault(2.95, "to_front drop"))
+        2, (Ask(3.0, "a", 0, (0, 8), (1, 5), 1),), (Fault(3.0, "to_front drop"), Fault(3.0, "to_front drop"), LATER)
     ),
     # A scheduler that could not answer a front end's Hello forgot it, and the front end never asked again.
     "a front end is not welcomed": Scenario(
@@ -25,12 +28,12 @@ KEPT = {
     "a worker's hello is lost": Scenario(
         17,
         tuple(Ask(2.6 + i / 10, f"r{i}", i, (0, 16), (i, 10), 8) for i in range(4)),
-        (Fault(3.0, "die_now"), Fault(3.01, "from_worker drop")),
+        (Fault(3.0, "die_now"), Fault(3.01, "from_worker drop"), LATER),
     ),
     "a worker's configuration is lost": Scenario(
         17,
         tuple(Ask(2.6 + i / 10, f"r{i}", i, (0, 16), (i, 10), 8) for i in range(4)),
-        (Fault(3.0, "die_now"), Fault(3.01, "to_worker drop"), Fault(3.02, "to_worker drop")),
+        (Fault(3.0, "die_now"), Fault(3.01, "to_worker drop"), Fault(3.02, "to_worker drop"), LATER),
     ),
     # Whoever was submitted again to a new scheduler found its queue full, and was refused in the middle of its answer.
     "a full queue after a death": Scenario(
