@@ -165,9 +165,10 @@ class ZmqEngineClient:
             return False
         return True
 
-    def abort_all(self) -> None:
-        """End every answer in flight; each reader sees its ending."""
-        self._session.abort_all()
+    def shut_down(self, detail: str) -> None:
+        """End every answer in flight with an error; each reader sees it."""
+        self._session.shut_down(detail)
+        self._settle()
 
     def drain(self) -> None:
         """New requests are not taken any more."""

@@ -185,14 +185,13 @@ class Session:
         """It ends with that many tokens."""
         self._end(stream, Stop(stream.request_id, num_output_tokens))
 
-    def abort_all(self) -> None:
-        """End every answer in flight; each reader sees its ending."""
+    def shut_down(self, detail: str) -> None:
+        """End every answer in flight with an error, for whoever still reads."""
         sent = [stream.request_id for stream in self.table.streams if stream.life == self.life]
         if sent:
             self._post(Abort(sent))
         for stream in self.table.streams:
-            if stream.life != self.life:
-                self.table.end_aborted(stream)
+            self.table.end_failed(stream, detail)
 
     def _end(self, stream: Stream, message: Message) -> None:
         if not stream.over and not stream.muted:

@@ -122,18 +122,11 @@ class StreamTable:
         stream.over = True
         del self._by_id[stream.request_id]
 
-    def end_aborted(self, stream: Stream) -> None:
-        """The scheduler does not know it: it ends here."""
-        self._end_here(stream, EndReason.ABORTED, "")
-
     def end_failed(self, stream: Stream, detail: str) -> None:
-        """No scheduler is to have it again."""
-        self._end_here(stream, EndReason.ERROR, detail)
-
-    def _end_here(self, stream: Stream, reason: EndReason, detail: str) -> None:
+        """It ends here, whatever the scheduler still says of it."""
         self.drop(stream)
         update = stream.pending()
-        update.ended, update.detail = reason, detail
+        update.ended, update.detail = EndReason.ERROR, detail
         stream.notify()
 
     def apply(self, message: StepOutputs) -> None:

@@ -21,7 +21,8 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.plugins import load_logits_processors
 from quire.protocol.zmq_channel import check_socket_directory
 
-ABORT_GRACE = 2.0
+LAST_WORDS_S = 0.5
+"""For what still lies in sockets when the time is over."""
 TICK_S = 1.0
 
 
@@ -97,8 +98,8 @@ class FrontEnd:
         await self._draining.wait()
         self._engine.drain()
         if not await self._engine.wait_idle(self._settings.shutdown_timeout):
-            self._engine.abort_all()
-            await self._engine.wait_idle(ABORT_GRACE)
+            self._engine.shut_down("server_shutdown: the server is shutting down")
+            await asyncio.sleep(LAST_WORDS_S)
         server.should_exit = True
 
     async def _wait_told(self) -> None:

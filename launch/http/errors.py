@@ -30,7 +30,7 @@ STATUS_OF_CODE = {
     "loading": 503,
 }
 # Of what an engine's ERROR begins with, where the request failed by itself; any other failure is ours.
-STATUS_OF_FAILURE = {"request_failed": 422, "numerical_error": 500, "engine_fault": 500}
+STATUS_OF_FAILURE = {"request_failed": 422, "numerical_error": 500, "engine_fault": 500, "server_shutdown": 503}
 # After how many seconds a client may try again, where that can help.
 RETRY_AFTER_S = {
     "queue_full": 1,

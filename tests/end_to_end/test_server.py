@@ -231,6 +231,18 @@ class TestCommandLine:
         with pytest.raises(OSError):
             urllib.request.urlopen(f"{served.url}/health")
 
+    def test_what_does_not_end_in_time_is_told_that_the_server_goes(self) -> None:
+        served = Served("--num-gpu-blocks-override", "300", "--shutdown-timeout", "0.1")
+        body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            *_, last = [line for line in lines if line]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["code"], error["message"]) == ("server_shutdown", "the server is shutting down")
+        assert served.stop() == 0
+
     def test_a_second_signal_ends_at_once(self) -> None:
         served = Served("--num-gpu-blocks-override", "300")
         body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}

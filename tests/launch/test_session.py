@@ -114,14 +114,18 @@ def test_an_abort_without_a_scheduler_needs_none() -> None:
     assert not link.sent
 
 
-def test_all_are_aborted_submitted_or_not() -> None:
+@pytest.mark.parametrize("ready", [True, False])
+def test_all_end_when_the_server_does_submitted_or_not(ready: bool) -> None:
     link = Link()
-    link.add("1")
-    link.begin(after_death=True, ready=False)
-    waiting = link.add("2")
-    link.session.abort_all()
-    update = waiting.take()
-    assert update is not None and update.ended is EndReason.ABORTED and not len(link.session.table)
+    streams = [link.add("1")]
+    link.begin(after_death=True, ready=ready)
+    streams.append(link.add("2"))
+    link.session.shut_down("server_shutdown: the server is shutting down")
+    for stream in streams:
+        update = stream.take()
+        assert update is not None and update.ended is EndReason.ERROR and update.detail.startswith("server_shutdown")
+    assert not len(link.session.table)
+    assert [message for message in link.sent if isinstance(message, Abort)] == ([Abort(["1", "2"])] if ready else [])
 
 
 @pytest.mark.parametrize(
