@@ -282,6 +282,10 @@ class Statistics(Message, frozen=True, tag=22):
     num_accepted_tokens: int = 0
     num_trace_lines_lost: int = 0
     """Because the disk was too slow, or failed."""
+    num_worker_restarts: int = 0
+    """Groups of workers that were lost, and whose work others did again."""
+    num_slow_steps: int = 0
+    """Steps that took five times as long as is usual for their size, and half a second at least."""
 
 
 class EngineState(Message, frozen=True, tag=23):

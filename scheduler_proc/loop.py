@@ -242,7 +242,8 @@ class SchedulerLoop:
             self._journal.dump_aside("somebody asked")
 
     def _with_losses(self, statistics: Statistics) -> Statistics:
-        return msgspec.structs.replace(statistics, num_trace_lines_lost=self._journal.num_lost_lines)
+        lost, slow = self._journal.num_lost_lines, self._deadline.num_slow
+        return msgspec.structs.replace(statistics, num_trace_lines_lost=lost, num_slow_steps=slow)
 
     def _say_reasons(self, scheduler: Scheduler) -> None:
         decisions = scheduler.decisions.take()

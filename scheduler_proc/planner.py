@@ -1,5 +1,6 @@
 """What the next step computes: everyone that runs gets on first, then who waits, under one token budget."""
 
+from collections import Counter
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
@@ -15,7 +16,7 @@ from quire.scheduler_proc.request_table import RequestTable
 from quire.scheduler_proc.statistics import Counters, DecisionLog
 from quire.scheduler_proc.step import Share, StepPlan
 from quire.scheduler_proc.suspects import Suspects
-from quire.scheduler_proc.tenants import TenantShares
+from quire.scheduler_proc.tenants import TenantShares, equal_parts
 from quire.scheduler_proc.trace.tap import Hit, Tap
 
 _by_order = attrgetter("order")
@@ -59,7 +60,7 @@ class Planner:
         self._stats = stats
         self._suspects = suspects
         self.tap: Tap | None = None
-        self._refused: tuple[object, ...] = ()
+        self._refused: tuple[object, ...] = (None,)
         self._refusal: WaitReason | None = None
         # A proposer that reads hidden states writes the KV of its drafts in the step that makes them.
         self._num_lookahead_tokens = config.num_speculative_tokens if config.drop_last_cached_block else 0
@@ -104,8 +105,7 @@ class Planner:
             self._share_decodes(plan, decodes)
             if prefills or self.table.waiting:
                 self._bound_prefill(plan)
-            for request in prefills:
-                self._share_prefill(plan, request)
+            self._share_prefills(plan, prefills)
         self._note_evictions(plan, evicted, None)
 
     def _serve_due(self, plan: StepPlan) -> None:
@@ -153,7 +153,7 @@ class Planner:
         self._bound_prefill(plan)
         for request in sorted(self.table.unsteady.values(), key=_by_order):
             if request.num_tokens_to_compute > 1:
-                self._share_prefill(plan, request)
+                self._share_prefill(plan, request, plan.prefill_budget)
             else:
                 self._share_decodes(plan, [request])
 
@@ -165,8 +165,28 @@ class Planner:
             drafts = max(min(most_drafts, ahead - 1), 0)
             self._share(plan, Share(request, 1 + drafts, None, drafts))
 
-    def _share_prefill(self, plan: StepPlan, request: Request) -> None:
-        most = min(request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
+    def _share_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
+        """In order of admission; of several tenants none gets more than its part, as far as the others want theirs."""
+        if self.table.num_tenants < 2:
+            for request in prefills:
+                self._share_prefill(plan, request, plan.prefill_budget)
+            return
+        wanted = Counter({request.tenant: 0 for request in prefills})
+        for request in prefills:
+            wanted[request.tenant] += request.num_tokens_to_compute
+        if self.table.waiting and prefills:  # whoever is next may begin in this step
+            first = self.table.waiting.peek_request()
+            if first is not self._refused[0]:
+                wanted[first.tenant] += first.num_tokens
+        parts = equal_parts(plan.prefill_budget, wanted)
+        for request in prefills:
+            self._share_prefill(plan, request, parts[request.tenant])
+            if request.handle in plan.shares:
+                parts[request.tenant] -= plan.shares[request.handle].num_tokens
+
+    def _share_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
+        """At most ``most`` positions."""
+        most = min(most, request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
         most = min(most, self.config.long_prefill_token_threshold or most)
         if most > 0:
             num_tokens = self.kv.aligned_chunk(request, request.num_computed_tokens, most)
@@ -380,7 +400,8 @@ class Planner:
         return self._claim(plan, request, self.tenants.can_claim_blocks(request, num_blocks))
 
     def _claim(self, plan: StepPlan, request: Request, victim: Request | None) -> bool:
-        if victim is None:
+        """Whoever was let in in this very step stays: its content is named already, and must be written."""
+        if victim is None or (victim.handle in plan.shares and plan.shares[victim.handle].new_blocks is None):
             return False
         self._preempt(victim, plan, request, PreemptReason.OVER_SHARE)
         return True

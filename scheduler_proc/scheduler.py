@@ -199,6 +199,7 @@ class Scheduler:
         """
         self.results.stale_until = self._step
         if fresh:
+            self._stats.num_worker_restarts += 1
             self._suspect()
         for request in [*self.table.leaving.values(), *self.table.running.values()]:
             self._note("preempt", request, PreemptReason.NEW_EPOCH)

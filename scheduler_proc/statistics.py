@@ -21,6 +21,7 @@ class Counters:
         self.num_stray_messages = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        self.num_worker_restarts = 0
 
     def as_dict(self) -> dict[str, int]:
         return dict(vars(self))

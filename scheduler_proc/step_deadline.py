@@ -1,11 +1,17 @@
 """How long a step may take before its workers count as hung."""
 
+import logging
 from collections import deque
+
+log = logging.getLogger(__name__)
 
 FLOOR_S = 2.0
 TIMES_USUAL = 10.0
 FIRST_STEPS_S = 60.0
 """For steps of a size that was not seen yet: kernels are compiled, memory is touched for the first time."""
+TIMES_SLOW = 5.0
+SLOW_S = 0.5
+"""What is slower than that and ``TIMES_SLOW`` as slow as usual is worth a warning."""
 NUM_KEPT = 100
 """Of the steps of one size: the longest of them is what 99 of 100 do not exceed."""
 
@@ -22,6 +28,8 @@ class StepDeadline:
         """(step, size, when it was sent)."""
         self._seconds: dict[int, deque[float]] = {}
         self._answered = 0.0
+        self.num_slow = 0
+        """Steps that took ``TIMES_SLOW`` as long as the longest of the last ones of their size."""
 
     def sent(self, step: int, num_tokens: int, now: float) -> None:
         self._in_flight.append((step, num_tokens.bit_length(), now))
@@ -34,7 +42,11 @@ class StepDeadline:
         seconds = self._seconds.get(size)
         if seconds is None:
             seconds = self._seconds[size] = deque(maxlen=NUM_KEPT)
-        seconds.append(now - max(began, self._answered))  # a worker does one after the other
+        took = now - max(began, self._answered)  # a worker does one after the other
+        if took > SLOW_S and seconds and took > TIMES_SLOW * max(seconds):
+            self.num_slow += 1
+            log.warning("step %d took %.1f s, %.0f times as long as is usual", step, took, took / max(seconds))
+        seconds.append(took)
         self._answered = now
 
     def forget(self) -> None:

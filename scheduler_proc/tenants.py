@@ -1,7 +1,7 @@
 """What each tenant has of rows and blocks, and who gives some up for whom."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -78,3 +78,14 @@ class TenantShares:
 
     def _may_give_way(self, request: Request, claimant: Request) -> bool:
         return self._table.waiting.policy == "fcfs" or request.priority >= claimant.priority
+
+
+def equal_parts(total: int, wanted: Mapping[int, int]) -> dict[int, int]:
+    """``total`` cut into equal parts, by tenant; what one does not want, the others get. At least 1 for each."""
+    parts: dict[int, int] = {}
+    left = total
+    for count, (tenant, amount) in enumerate(sorted(wanted.items(), key=lambda item: (item[1], item[0]))):
+        part = max(left // (len(wanted) - count), 1)
+        parts[tenant] = min(amount, part)
+        left = max(left - parts[tenant], 0)
+    return parts

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ MODULES: dict[Role, tuple[str, ...]] = {
     "worker": ("quire.worker_proc", "quire.launch.replay.worker_process"),
     "frontend": ("quire.launch.http",),
 }
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm/"
 READY = re.compile(r"http://[\d.]+:(\d+) \(ready")
 NOTICED = re.compile(r"started again|again by other workers")
 STOP_S = 60.0
@@ -55,7 +55,7 @@ class FaultServer:
         """
         self.num_ranks = num_ranks
         self.directory = Path(tempfile.mkdtemp(prefix="faults-"))
-        self._shared_before = _names(SHARED_MEMORY)
+        self._shared: set[Path] = set()
         self.log: list[Line] = []
         command = [sys.executable, "-P", "-m", "quire.launch.cli", "serve", "--port", "0", *flags]
         self.process = subprocess.Popen(
@@ -99,6 +99,7 @@ class FaultServer:
         """Those of one role that live, oldest first: a worker that stands by is younger than those that work."""
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(self.process.pid).children()
+            self._remember_shared(children)
             found = [(p.create_time(), p.pid, p) for p in children if _module(p) in MODULES[role]]
             return [process for _, _, process in sorted(found, key=lambda entry: entry[:2])]
         return []
@@ -126,16 +127,21 @@ class FaultServer:
         """What is there and should not be, once the server has ended: processes, files, shared memory."""
         left = [f"process {p.pid}: {_command(p)}" for p in self.orphans()]
         left += [f"file {path.relative_to(self.directory)}" for path in self.directory.rglob("*")]
-        left += [f"shared memory {name}" for name in _names(SHARED_MEMORY) - self._shared_before]
-        return left
+        return left + [f"shared memory {path.name}" for path in sorted(self._shared) if path.exists()]
 
     def orphans(self) -> list[psutil.Process]:
         """Processes of this server, whoever their parent is now, besides the first."""
-        return [
-            process
-            for process in psutil.process_iter()
-            if process.pid != self.process.pid and _variable(process, "TMPDIR") == str(self.directory)
-        ]
+        others = (process for process in psutil.process_iter() if process.pid != self.process.pid)
+        found = [process for process in others if _variable(process, "TMPDIR") == str(self.directory)]
+        self._remember_shared(found)
+        return found
+
+    def _remember_shared(self, processes: Iterable[psutil.Process]) -> None:
+        """What of the machine's shared memory they have mapped: other programs have theirs beside it."""
+        for process in processes:
+            with contextlib.suppress(OSError):
+                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                self._shared |= {Path(line.split(maxsplit=5)[5]) for line in lines if SHARED_MEMORY in line}
 
     def close(self) -> None:
         """End whatever lives, and remove the directory."""
@@ -191,7 +197,3 @@ def _variable(process: psutil.Process, name: str) -> str | None:
             value: str | None = process.environ().get(name)
             return value
     return None
-
-
-def _names(folder: Path) -> set[str]:
-    return set(os.listdir(folder)) if folder.is_dir() else set()  # noqa: PTH208 - names only

@@ -230,8 +230,9 @@ async def _lose_supervisor(
             if not await slots.flow(0.0, RECOVERY_S):
                 outcome.problems.append("the streams did not begin")
             await asyncio.sleep(draw.uniform(*CALM_S))
+            children = server.orphans()
             if draw.random() < 0.5:
-                draw.choice(server.orphans()).suspend()
+                draw.choice(children).suspend()
             began = time.monotonic()
             server.process.kill()
             server.process.wait()

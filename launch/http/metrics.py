@@ -45,6 +45,8 @@ COUNTERS = (
     ("num_requests_refused", "Sequences that the scheduler did not accept.", "num_requests_refused"),
     ("spec_decode_num_draft_tokens", "Tokens that were drafted.", "num_draft_tokens"),
     ("spec_decode_num_accepted_tokens", "Drafted tokens that the model agreed with.", "num_accepted_tokens"),
+    ("num_worker_restarts", "Groups of workers that were lost and replaced.", "num_worker_restarts"),
+    ("num_slow_steps", "Steps that took five times the usual, and half a second at least.", "num_slow_steps"),
     ("num_trace_lines_lost", "Lines of the trace that the disk was too slow for.", "num_trace_lines_lost"),
 )
 HISTOGRAMS = (

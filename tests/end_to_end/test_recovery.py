@@ -1,6 +1,7 @@
 """Processes of a real server die under streaming clients; who streams notices a pause, and nothing else."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
+import psutil
 import pytest
 from chaos import HUNG_S, asking, client_ports, disturbed, held_recovery, is_empty, streams, until, within
 
@@ -17,7 +19,7 @@ from quire.launch.cli import main
 
 CANARY = asking(12, temperature=0.0)
 FLAGS = ("--dtype", "float32", "--deterministic", "--num-gpu-blocks-override", "2000")
-SIMULATED = ("--simulate", "constant:20", "--num-gpu-blocks-override", "500")
+SIMULATED = ("--simulate", "constant:10", "--num-gpu-blocks-override", "500")
 ASKS = make_asks(18, seed=5, longest=160)
 
 
@@ -57,8 +59,15 @@ def check_same(answers: Sequence[Answer], references: Sequence[Answer], asks: Se
 class TestAnswersOutliveProcesses:
     """Greedy, sampled, with logprobs, penalties, a stop string, a grammar, two answers at once, chat."""
 
-    @pytest.mark.parametrize("after", [1, 300])
-    @pytest.mark.parametrize("role", ["worker", "scheduler"])
+    @pytest.mark.parametrize(
+        ("role", "after"),
+        [
+            ("worker", 300),
+            ("scheduler", 1),
+            pytest.param("worker", 1, marks=pytest.mark.slow),
+            pytest.param("scheduler", 300, marks=pytest.mark.slow),
+        ],
+    )
     def test_kill(self, server: FaultServer, undisturbed: list[Answer], role: Role, after: int) -> None:
         """At the first piece of all, when most prompts are not computed yet; and among the tokens."""
         answers = asyncio.run(disturbed(server.port, ASKS, lambda: server.victims(role)[0].kill(), after))
@@ -70,6 +79,7 @@ class TestAnswersOutliveProcesses:
         assert not victim.is_running()
         assert any("have not finished a step in time" in line.text for line in server.log)
 
+    @pytest.mark.slow
     def test_scheduler_and_worker_at_once(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         def kill_both() -> None:
             for role in ("worker", "scheduler"):
@@ -90,7 +100,7 @@ class TestAnswersOutliveProcesses:
 class TestFrontEnds:
     def test_the_streams_of_the_other_one_go_on(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         """And those of the dead one are given up by the engine at once."""
-        ask = asking(700, temperature=0.9, seed=3)
+        ask = asking(300, temperature=0.9, seed=3)
 
         async def run() -> None:
             (reference,) = await streams(server.port, [ask])
@@ -181,11 +191,12 @@ class TestDuringRecovery:
             server.victims("scheduler")[0].kill()
             assert await until(lambda: says(server, "/ready", 503, "recovering"), within(2))
             came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
-            while not all(task.done() for task in came):
+            for _ in range(10):
                 assert (await get(server.port, "/health"))[0] == (await get(server.port, "/metrics"))[0] == 200
-                await asyncio.sleep(0.05)
-            check_same([task.result() for task in came], undisturbed)
-            assert not worker.is_running()
+                await asyncio.sleep(0.02)
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that waits for too long is replaced
+                worker.resume()
+            check_same(await asyncio.gather(*came), undisturbed)
 
         asyncio.run(run())
 
@@ -197,11 +208,11 @@ async def says(server: FaultServer, path: str, status: int, state: str) -> bool:
 class TestTheEnd:
     """Each with a server of its own; its worker is simulated."""
 
-    @pytest.mark.parametrize("stopped", [None, "scheduler", "worker", "frontend"])
-    def test_nothing_outlives_the_supervisor(self, stopped: Role | None) -> None:
+    @pytest.mark.parametrize("stopped", [(), ("scheduler", "worker", "frontend")], ids=["all-run", "all-stopped"])
+    def test_nothing_outlives_the_supervisor(self, stopped: Sequence[Role]) -> None:
         with FaultServer([*SIMULATED, "--api-server-count", "2"]) as server:
-            if stopped is not None:
-                server.victims(stopped)[0].suspend()
+            for victim in [victim for role in stopped for victim in server.victims(role)]:
+                victim.suspend()
             began = time.monotonic()
             server.process.kill()
             server.process.wait()
@@ -238,7 +249,7 @@ class TestTheEnd:
             assert all(answer.error for answer in answers)
             assert server.leftovers() == []
 
-    @pytest.mark.parametrize("first", [True, False], ids=["at-start", "under-a-stream"])
+    @pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow, id="at-start"), False])
     def test_workers_that_never_live_end_the_engine(self, first: bool) -> None:
         with FaultServer([*SIMULATED, "--no-standby-workers"], wait=not first) as server:
 

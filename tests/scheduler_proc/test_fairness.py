@@ -15,6 +15,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.reasons import PreemptReason
 from quire.scheduler_proc.request import Request, Tokens
 from quire.scheduler_proc.request_queue import OUTPUT_WEIGHT, RequestQueue
+from quire.scheduler_proc.tenants import equal_parts
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -279,6 +280,38 @@ def test_the_only_request_of_a_tenant_is_not_put_out_for_others() -> None:
     assert driver.answers["giant"].ended is not None
     driver.run()
     driver.check_drained()
+
+
+def test_a_long_prompt_of_one_tenant_leaves_a_part_of_each_step() -> None:
+    driver = Driver(num_blocks=300, max_model_len=900, max_num_batched_tokens=20, max_num_seqs=4)
+    driver.add("long", [1] * 800, max_tokens=1, tenant=1)
+    for _ in range(3):
+        driver.step()
+    driver.add("short", [2] * 30, max_tokens=1, tenant=2)
+    begun = len(driver.diffs)
+    while driver.answers["short"].ended is None:
+        driver.step()
+    assert len(driver.diffs) - begun == 3, "ten tokens in each step"
+    assert driver.counts(driver.diffs[-1])["long"] >= 10
+    driver.run()
+    driver.check_drained()
+    assert len(driver.diffs) == (800 + 30) // 20 + 1, "none of a step was left unused"
+
+
+@pytest.mark.parametrize(
+    ("total", "wanted", "parts"),
+    [
+        (12, {1: 100}, {1: 12}),
+        (12, {1: 100, 2: 100}, {1: 6, 2: 6}),
+        (12, {1: 100, 2: 2}, {1: 10, 2: 2}),
+        (13, {1: 100, 2: 2, 3: 5}, {1: 6, 2: 2, 3: 5}),
+        (1, {1: 5, 2: 5}, {1: 1, 2: 1}),
+        (0, {1: 5}, {1: 1}),
+        (7, {}, {}),
+    ],
+)
+def test_equal_parts(total: int, wanted: dict[int, int], parts: dict[int, int]) -> None:
+    assert equal_parts(total, wanted) == parts
 
 
 def test_who_lacks_a_block_takes_it_from_the_tenant_with_the_most() -> None:

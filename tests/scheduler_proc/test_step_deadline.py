@@ -58,6 +58,18 @@ def test_what_was_long_ago_does_not_count() -> None:
     assert deadline.remaining(now) == pytest.approx(FLOOR_S)
 
 
+def test_a_slow_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    deadline = StepDeadline()
+    now = one_step(deadline, 1, 8, 0.0, 0.1)
+    now = one_step(deadline, 2, 8, now, 0.45)
+    now = one_step(deadline, 3, 8, now, 2.0)
+    assert deadline.num_slow == 0 and not caplog.text
+    now = one_step(deadline, 4, 4096, now, 30.0)
+    assert deadline.num_slow == 0, "nobody knows what is usual"
+    now = one_step(deadline, 5, 8, now, 11.0)
+    assert deadline.num_slow == 1 and "step 5 took 11.0 s, 6 times as long as is usual" in caplog.text
+
+
 def test_other_workers_begin_anew() -> None:
     deadline = StepDeadline()
     now = one_step(deadline, 1, 8, 0.0, 0.01)

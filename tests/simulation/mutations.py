@@ -14,15 +14,18 @@ import msgspec
 from quire.launch import overseer, session, streams
 from quire.protocol import channel, codec
 from quire.scheduler_proc import loop as scheduler_loop
-from quire.scheduler_proc import planner, request_table, results, scheduler, step, suspects, worker_group
+from quire.scheduler_proc import planner, request_table, results, scheduler, suspects, worker_group
 from quire.scheduler_proc.kv import block_pool, manager
 from quire.scheduler_proc.request import RequestStatus
 
 
 class Mutation(NamedTuple):
+    """``patch`` lasts while it is entered; ``seed``: of a scenario that fails with it, as seeds are drawn today."""
+
     name: str
     bug: str
     patch: Callable[[], contextlib.AbstractContextManager[Any]]
+    seed: int = 0
 
 
 def _link_without(check: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -62,8 +65,8 @@ def _agreed_anyway(self: Any) -> Any:
     return (0, self._held.popleft()) if len(digests) == self.size else None
 
 
-def _first_submission(self: Any) -> Any:
-    return self.request
+def _from_the_start(self: Any) -> Any:
+    return msgspec.structs.replace(self.request, again=self.life > 0)
 
 
 def _never_again(self: Any) -> Any:
@@ -146,6 +149,47 @@ def _leak_on_end() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _cached_before_written() -> Iterator[None]:
+    """Contents are found before any step writes them."""
+    real = manager.KVCacheManager.cache_blocks
+
+    def cache_blocks(self: Any, request: Any, num_tokens: int) -> None:
+        real(self, request, min(num_tokens + 2 * self.block_size, request.num_tokens))
+
+    with mock.patch.object(manager.KVCacheManager, "cache_blocks", cache_blocks):
+        yield
+
+
+@contextlib.contextmanager
+def _refused_for_ever() -> Iterator[None]:
+    """Who could not be let in once is not looked at again."""
+    real = planner.Planner._why_not
+    refused: dict[int, Any] = {}
+
+    def why_not(self: Any, plan: Any, request: Any) -> Any:
+        reason = refused.get(id(request)) or real(self, plan, request)
+        if reason is not None:
+            refused[id(request)] = reason
+        return reason
+
+    with mock.patch.object(planner.Planner, "_why_not", why_not):
+        yield
+
+
+@contextlib.contextmanager
+def _order_of_handles() -> Iterator[None]:
+    """A handle is given to the next request before the workers have let go of it."""
+    real = request_table.RequestTable.end
+
+    def end(self: Any, request: Any, status: Any) -> None:
+        real(self, request, status)
+        self._handles.give_back(self._retired.pop())
+
+    with mock.patch.object(request_table.RequestTable, "end", end):
+        yield
+
+
 def _client_stays(self: Any, command: Any) -> None:
     if command.kind == "stop":
         self._open = False
@@ -165,7 +209,7 @@ MUTATIONS = (
     Mutation(
         "a new scheduler is not told what was delivered",
         "F10, I7",
-        lambda: mock.patch.object(streams.Stream, "submission", _first_submission),
+        lambda: mock.patch.object(streams.Stream, "submission", _from_the_start),
     ),
     Mutation(
         "a full queue turns away what is submitted again",
@@ -189,11 +233,6 @@ MUTATIONS = (
         "a suspect is not run alone",
         "F4",
         lambda: mock.patch.object(planner.Planner, "_schedule_alone", lambda self, plan, pause, suspect: None),
-    ),
-    Mutation(
-        "the engine never gives up",
-        "F3",
-        lambda: mock.patch.object(overseer.Overseer, "_count_death", lambda self, role, reason: True),
     ),
     Mutation(
         "the engine gives up at the second death",
@@ -221,9 +260,15 @@ MUTATIONS = (
         "F10",
         lambda: mock.patch.object(overseer.Overseer, "_call_group", _nothing),
     ),
+    Mutation(
+        "removals are not told to the workers",
+        "5, I4",
+        lambda: mock.patch.object(request_table.RequestTable, "take_removed", lambda self: []),
+    ),
+    Mutation("a handle is given out again at once", "2, 23, I6", _order_of_handles),
+    Mutation("contents are found before they are written", "15, I5", _cached_before_written),
+    Mutation("who could not be let in once never is", "19, I9", _refused_for_ever),
     Mutation("a resumed request forgets its answer", "1", _resumed_without_answer),
     Mutation("a block is freed twice", "12, 24, I1", _double_free),
     Mutation("blocks of some requests are not freed", "13, I13", _leak_on_end),
 )
-
-__all__ = ["MUTATIONS", "Mutation", "step"]

@@ -100,6 +100,7 @@ class SimFront(SimProcess):
         assert self._channel is not None
         if isinstance(message, AddRequest):
             self.submitted[message.request_id] += 1
+            self.world.num_submissions[message.request_id] += 1
         self._channel.send(message)
 
     def _wake(self) -> None:

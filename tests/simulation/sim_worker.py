@@ -1,6 +1,7 @@
 """A worker process without a process: what its loop does with messages, and what befalls it."""
 
 from collections import deque
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -220,14 +221,15 @@ class SimWorker(SimProcess):
         else:
             model.draft_rng.seed(self.epoch << 32 | step.step)  # all ranks propose the same
             result = msgspec.structs.replace(model.execute(step), seconds=seconds)
-        if any(world.is_poison(row) for row in model.rows.values() if row.active):
-            self._occupied(seconds / 2, self._killed_by_a_request)
+        killer = next((row.request_id for row in model.rows.values() if row.active and world.is_poison(row)), None)
+        if killer is not None:
+            self._occupied(seconds / 2, partial(self._killed_by, killer))
             return
         self._occupied(seconds, lambda: self._answer(result, frames))
 
-    def _killed_by_a_request(self) -> None:
-        self.world.count("poison")
+    def _killed_by(self, killer: str) -> None:
         self.die("killed by a request")
+        self.world.killed_by(killer, self.epoch)
 
     def _drop_rows(self, step: SchedulerOutput) -> None:
         model = self.model

@@ -39,6 +39,7 @@ STANDSTILL_S = 90.0
 MOST_IN_A_ROW = 2
 """Deadly faults with no token in between that the scenario may cause; requests that kill cause others."""
 DRAIN_S = 5.0
+MOST_KILLS = 4
 
 
 class Violation(AssertionError):
@@ -95,6 +96,10 @@ class World:
         self.harm = 0
         """Deadly things that happened since the last token that was committed."""
         self.num_deadly = 0
+        self.most_in_a_row = MOST_IN_A_ROW
+        self.num_submissions: Counter[str] = Counter()
+        self._kills: dict[str, set[int]] = {}
+        """Epochs that a request has ended."""
         self.max_tokens: int | None = None
         self._moved = self.events.now
         self._begin = self.events.now
@@ -262,7 +267,7 @@ class World:
         self.count(kind)
 
     def _befall(self, fault: Fault) -> None:
-        if fault.kind in DEADLY and self.harm + len(self._armed) >= MOST_IN_A_ROW:
+        if fault.kind in DEADLY and self.harm + len(self._armed) >= self.most_in_a_row:
             return
         direction, _, damage = fault.kind.partition(" ")
         workers = list(self.overseer.group.values())
@@ -364,6 +369,15 @@ class World:
         self._deaf.discard(deaf)
         self.count("not_reading")
         return True
+
+    def killed_by(self, name: str, epoch: int) -> None:
+        """A request has ended a worker: it does so three times at most, and a fourth time behind a last token (F4)."""
+        kills = self._kills.setdefault(name, set())
+        if epoch not in kills:  # else of another rank
+            kills.add(epoch)
+            self.count("poison")
+        if len(kills) > MOST_KILLS * self.num_submissions[name]:
+            raise Violation(f"{name} has ended the workers {len(kills)} times")
 
     def is_poison(self, row: Row) -> bool:
         at = self._asks[row.request_id].poison

@@ -1,0 +1,51 @@
+"""Scenarios that random ones do not come to: the end of an engine, and requests that kill."""
+
+from unittest import mock
+
+import pytest
+from sim_run import Outcome, play
+from sim_scenario import Ask, Fault, Scenario
+from sim_world import World
+
+from quire.launch.overseer import Overseer
+
+ASKS = tuple(Ask(2.6 + i / 10, f"r{i}", i, (0, 8), (i, 6), 12) for i in range(5))
+
+
+def relentless(world: World) -> None:
+    """Faults come although nothing was committed since the last one."""
+    world.most_in_a_row = 1000
+
+
+def deaths_in_a_row(kind: str) -> Outcome:
+    faults = (Fault(2.62, "die_now"), *(Fault(2.65 + i * 0.05, kind) for i in range(400)))
+    return play(Scenario(47, ASKS, faults), relentless)
+
+
+@pytest.mark.parametrize("kind", ["die_now", "die_at_start", "die_in_prefill", "fault", "from_worker flip"])
+def test_five_deaths_in_a_row_are_the_end_and_everybody_hears_of_it(kind: str) -> None:
+    outcome = deaths_in_a_row(kind)
+    assert not outcome.failure and outcome.num_given_up == 1
+
+
+def test_else_it_would_go_on_for_ever() -> None:
+    with mock.patch.object(Overseer, "_count_death", lambda self, role, reason: True):
+        outcome = deaths_in_a_row("die_now")
+    assert outcome.failure or not outcome.num_given_up
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("at", [-1, 0, 3])
+def test_a_request_that_kills_costs_only_itself(seed: int, at: int) -> None:
+    killer = Ask(2.75, "killer", 1, (0, 8), (77, 3), 12, poison=at)
+    outcome = play(Scenario(seed, (*ASKS[:2], killer, *ASKS[2:]), ()))
+    assert not outcome.failure and not outcome.num_given_up
+    assert outcome.faults["poison"] >= 3
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_both_at_once(seed: int) -> None:
+    """The scheduler dies while the workers do."""
+    faults = (Fault(2.9, "die_all"), Fault(2.9, "scheduler_dies"), Fault(5.0, "clock_jump"))
+    outcome = play(Scenario(seed, ASKS, faults))
+    assert not outcome.failure and outcome.faults["scheduler_dies"] == outcome.faults["die_all"] == 1
