@@ -4,6 +4,7 @@ Both ends of it. What it tells is only whether a grammar will do: a compiled one
 compile pool as ``python -P -m quire.scheduler_proc.structured.guard``, and ends with its standard input.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -118,6 +119,11 @@ def main() -> None:
 
 
 def _serve(questions: IO[bytes], answers: IO[bytes]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
+        _answer_all(questions, answers)
+
+
+def _answer_all(questions: IO[bytes], answers: IO[bytes]) -> None:
     frame = _read(questions)
     if frame is None:
         return
