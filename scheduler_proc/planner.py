@@ -396,6 +396,8 @@ class Planner:
         """The same for blocks."""
         if self._make_way(plan, request):
             return True
+        if self.table.num_tenants < 2:
+            return False
         num_blocks = self.kv.num_blocks_for(request.num_tokens)
         return self._claim(plan, request, self.tenants.can_claim_blocks(request, num_blocks))
 

@@ -99,7 +99,7 @@ class RequestQueue:
         self._lines: dict[int, _Line] = {}
         self._num_waiting = 0
         self._turns = RankedSet()
-        """Tenants that wait, by their first request's rank."""
+        """Tenants that wait, by their first request's rank; empty where there is one, who needs none."""
         self._least = RankedSet()
         """The same, by what they were served."""
         self._served: dict[int, int] = {}
@@ -126,15 +126,17 @@ class RequestQueue:
         if line is None:
             line = self._lines[tenant] = _Line()
             self._served[tenant] = max(self._served.get(tenant, 0), self._floor)
-            self._least.put(tenant, (self._served[tenant],))
         line.requests[request.handle] = request
         line.order.put(request.handle, self.key(request))
         self._num_waiting += 1
-        if line.head is request:
-            self._turns.put(tenant, self._rank(request))
+        if len(self._lines) > 1 and line.head is request:
+            for each in (tenant,) if self._turns else tuple(self._lines):
+                self._take_turn(each)
 
     def peek_request(self) -> Request:
         """Who is next. Raises IndexError when nobody waits."""
+        if len(self._lines) == 1:
+            return next(iter(self._lines.values())).head
         return self._lines[self._turns.first()[1]].head
 
     def remove_request(self, request: Request) -> None:
@@ -149,30 +151,35 @@ class RequestQueue:
         self._num_waiting -= 1
         if not line.requests:
             del self._lines[tenant]
-            self._turns.discard(tenant)
-            self._least.discard(tenant)
-        elif was_first:
-            self._turns.put(tenant, self._rank(line.head))
+            for other in (tenant, *self._lines) if len(self._lines) == 1 else (tenant,):
+                self._turns.discard(other)
+                self._least.discard(other)
+        elif was_first and self._turns:
+            self._take_turn(tenant)
 
     def take_request(self, request: Request) -> None:
         """It is let in: ``remove_request``, and its place is kept for when it comes back."""
-        self._floor = max(self._floor, int(self._least.first()[0][0]))
+        least = int(self._least.first()[0][0]) if self._least else self._served[request.tenant]
+        self._floor = max(self._floor, least)
         if request.turn < 0:
             request.turn = self._served[request.tenant]
         self.remove_request(request)
 
     def charge(self, tenant: int, num_tokens: int) -> None:
         """``tenant`` was given so much."""
-        self._served[tenant] = served = self._served.get(tenant, 0) + num_tokens
-        line = self._lines.get(tenant)
-        if line is not None:
-            self._least.put(tenant, (served,))
-            self._turns.put(tenant, self._rank(line.head))
+        self._served[tenant] = self._served.get(tenant, 0) + num_tokens
+        if self._turns and tenant in self._lines:
+            self._take_turn(tenant)
 
     def forget_service(self) -> None:
         """For a queue in which nobody waits, and no request lives: nobody has been served anything."""
         self._served.clear()
         self._floor = 0
+
+    def _take_turn(self, tenant: int) -> None:
+        """One of several that wait: rank it anew."""
+        self._least.put(tenant, (self._served[tenant],))
+        self._turns.put(tenant, self._rank(self._lines[tenant].head))
 
     def _rank(self, head: Request) -> _Key:
         """Of its tenant, among tenants."""
@@ -198,10 +205,13 @@ class RequestQueue:
         assert sum(len(line.requests) for line in self._lines.values()) == self._num_waiting, "who waits is miscounted"
         self._turns.check()
         self._least.check()
-        assert self._turns.members() == self._lines.keys() == self._least.members(), "a tenant has no turn"
+        several = self._lines.keys() if len(self._lines) > 1 else set()
+        assert self._turns.members() == several == self._least.members(), "a tenant has no turn"
         for tenant, line in self._lines.items():
             line.order.check()
             assert line.order.members() == line.requests.keys(), "the queue and its heap disagree"
             assert all(request.tenant == tenant for request in line.requests.values()), "in another one's line"
-            assert self._turns.rank(tenant) == self._rank(line.head), f"tenant {tenant} has a wrong turn"
+        for tenant in several:
+            first = self._lines[tenant].head
+            assert self._turns.rank(tenant) == self._rank(first), f"tenant {tenant} has a wrong turn"
             assert self._least.rank(tenant) == (self._served[tenant],), f"tenant {tenant} is wrongly ranked"

@@ -46,7 +46,8 @@ class RequestTable:
     @property
     def num_tenants(self) -> int:
         """Whose requests run or wait."""
-        return len(self.rows.keys() | self.waiting.tenants)
+        waiting = self.waiting.tenants
+        return len(self.rows.keys() | waiting) if len(self.rows) + len(waiting) > 1 else len(self.rows) + len(waiting)
 
     @property
     def num_waiting(self) -> int:

@@ -28,7 +28,8 @@ def server() -> Iterator[FaultServer]:
     with FaultServer([*FLAGS, "--api-server-count", "2"]) as server:
         yield server
         assert server.stop() == 0
-        assert not any("Traceback" in line.text for line in server.log), server.log
+        said = "\n".join(line.text for line in server.log)
+        assert "Traceback" not in said, said
         assert server.leftovers() == []
 
 

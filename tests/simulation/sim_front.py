@@ -97,7 +97,8 @@ class SimFront(SimProcess):
         self.session.begin()
 
     def _post(self, message: Message) -> None:
-        assert self._channel is not None
+        if self._channel is None:
+            return  # as without a link; what is to be said again, will be
         if isinstance(message, AddRequest):
             self.submitted[message.request_id] += 1
             self.world.num_submissions[message.request_id] += 1
@@ -151,7 +152,7 @@ class SimFront(SimProcess):
             stream = self.session.add(self.world.message(ask), news)
         except InvalidRequest as error:
             assert error.code == "duplicate_request_id", f"{ask.name} was refused: {error}"
-            assert any(r.ask.name == ask.name and not r.stream.over for r in self.readers)
+            assert any(stream.request_id == ask.name for stream in self.session.table.streams)
             return
         except EngineError:
             assert self.world.verdict is not None, "refused as if the engine had failed"

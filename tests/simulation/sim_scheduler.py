@@ -113,7 +113,6 @@ class SimScheduler(SimProcess):
         self.loop: SchedulerLoop | None = None
         self.child = SimChild(self)
         self._due = False
-        self._last_turn = 0.0
         self.num_generated = 0
         world.events.after(world.shape.start_s, self._started)
 
@@ -142,7 +141,6 @@ class SimScheduler(SimProcess):
         self._due = False
         if not self.alive or self.frozen or self.loop is None:
             return
-        self._last_turn = self.world.events.now
         try:
             self.loop.turn()
         except QuireError as error:
@@ -154,11 +152,8 @@ class SimScheduler(SimProcess):
     def _idle(self) -> None:
         if self.alive and self.loop is not None:
             self.world.events.after(IDLE_S, self._idle)
-            if self.world.events.now >= self._last_turn + IDLE_S - 1e-9:
+            if not (self.frozen or self._due):
                 self.loop.nothing_came()
-                self.wake()
-            else:
-                self.loop.nothing_came() if not self._due else None
                 self.wake()
 
     @property

@@ -23,7 +23,7 @@ from sim_wire import Tamper
 from sim_worker import SimWorker
 
 from quire.launch.engine_client import Update
-from quire.launch.overseer import Crew, Overseer, Role
+from quire.launch.overseer import MAX_DEATHS, Crew, Overseer, Role
 from quire.protocol.child import Command, Report
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import QuireError
@@ -248,7 +248,7 @@ class World:
         if self.overseer.verdict is not None and self.verdict is None:
             self.verdict = self.overseer.verdict
             self.counts["engine gave up"] += 1
-            if self.harm < 5:
+            if self.harm < MAX_DEATHS - 1:  # a fault may be noticed right after the token that came with it
                 raise Violation(f"the engine gave up after {self.harm} faults: {self.verdict}")
             for front in self.fronts.values():
                 if front.alive:

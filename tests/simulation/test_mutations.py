@@ -10,7 +10,7 @@ MOST_SEEDS = 60
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_without_this_guard_it_fails(mutation: Mutation) -> None:
-    """At the seed that is known to, or else at one of the first: another seed may do after a change of what is drawn."""
+    """At the seed that is known to, or else at one of the first, should other things be drawn by now."""
     for seed in (mutation.seed, *range(MOST_SEEDS)):
         with mutation.patch():
             if play(scenario_of(seed)).failure:

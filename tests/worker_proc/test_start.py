@@ -1,0 +1,26 @@
+"""What a worker does before it can run steps: every bit of it is time for which streams pause when one has died."""
+
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import resource, sys
+from quire.launch.options import EngineOptions, find_model, make_engine_config
+from quire.protocol.kv_layout import kv_layout
+from quire.worker_proc.setup import make_runner
+config = make_engine_config(EngineOptions(dtype="float32", device="cpu"), folder=find_model(None))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
+runner, ready = make_runner(config, layout, lambda text: None)
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+assert "torch._dynamo" not in sys.modules, "the compiler was imported: seconds"
+assert grown < ready.plan.kv_cache // 4, f"the KV cache was written: {grown} bytes"
+"""
+
+
+@pytest.mark.slow
+def test_no_compiler_is_imported_and_no_cache_is_written() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", START], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
