@@ -14,8 +14,6 @@ import numpy.typing as npt
 from quire.protocol.messages import EndReason, Statistics
 from quire.protocol.sampling_params import SamplingParams
 
-MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
-
 
 @dataclass(slots=True)
 class TokenLogprobs:
@@ -165,7 +163,7 @@ class EngineClient(Protocol):
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
 
-        ``priority``: from MIN_PRIORITY to MAX_PRIORITY; the lowest runs first, if the engine schedules by it.
+        ``priority``: an int32; the lowest runs first, if the engine schedules by it.
         ``tenant``: whose it is, from 1; 0: nobody's. Tenants take turns at what is scarce.
 
         Raises:

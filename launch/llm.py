@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from quire.launch.batch import Batch, BatchRequest
 from quire.launch.blocking_client import BlockingClient
-from quire.launch.engine_client import MAX_PRIORITY, MIN_PRIORITY
 from quire.launch.engine_thread import EngineThread
 from quire.launch.options import find_model, make_engine_config, parse_options
 from quire.launch.prompts import (
@@ -29,7 +28,7 @@ from quire.launch.supervisor import Supervisor
 from quire.launch.text_in import ChatOptions, TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol import plugins
-from quire.protocol.config import EngineConfig
+from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.messages import Control, Statistics
 from quire.protocol.sampling_params import SamplingParams, check_int

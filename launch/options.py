@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.launch.engine_client import MAX_PRIORITY, MIN_PRIORITY
 from quire.launch.sampling_options import (
     check_grammar_library,
     check_processor_names,
@@ -22,7 +21,7 @@ from quire.launch.sampling_options import (
 from quire.launch.speculative import parse_speculative
 from quire.launch.trace_options import crash_dump_dir, trace_path
 from quire.protocol.checkpoint import check_sizes, stored_tensors
-from quire.protocol.config import EngineConfig, SpeculativeConfig
+from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.kv_events import check_endpoints
 from quire.protocol.model_config import ModelConfig, load_model_config

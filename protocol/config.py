@@ -6,6 +6,7 @@ import msgspec
 
 from quire.protocol.model_config import ModelConfig
 
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 FIRST_EPOCH = 1
 """The worker group's first life; a restart counts on."""
 

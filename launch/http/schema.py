@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from quire.launch.chat_template import Message
-from quire.launch.engine_client import MAX_PRIORITY, MIN_PRIORITY
 from quire.launch.http.errors import shorten
 from quire.launch.http.fields import (
     Check,
@@ -28,6 +27,7 @@ from quire.launch.http.tools import ToolUse, parse_tools
 from quire.launch.prompts import ModelLimits, check_messages, check_params, check_template_variables, split_prompts
 from quire.launch.text_in import ChatOptions
 from quire.protocol import plugins
+from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.logits_processors import LogitsProcessor
 from quire.protocol.sampling_params import (

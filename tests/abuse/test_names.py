@@ -149,6 +149,7 @@ class NoEngine:
     """Has no figures to give."""
 
     state, max_model_len, vocab_size = "failed", 1, 1
+    seconds_without_progress = 0.0
 
     async def add(self, *args: Any) -> Any:
         raise EngineError("gone")

@@ -171,7 +171,7 @@ class TestDuringRecovery:
             given_up = asyncio.create_task(stream(server.port, asking(2000), lambda answer: begun.set()))
             await begun.wait()
             with held_recovery(server):
-                assert await until(lambda: says(server, "/ready", 503, "recovering"), within(2))
+                assert await until(lambda: says(server, "/ready", 200, "recovering"), within(2))
                 assert await says(server, "/health", 200, "recovering")
                 assert (await get(server.port, "/metrics"))[0] == 200
                 came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
@@ -190,7 +190,7 @@ class TestDuringRecovery:
             worker = server.victims("worker")[0]
             worker.suspend()
             server.victims("scheduler")[0].kill()
-            assert await until(lambda: says(server, "/ready", 503, "recovering"), within(2))
+            assert await until(lambda: says(server, "/ready", 200, "recovering"), within(2))
             came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
             for _ in range(10):
                 assert (await get(server.port, "/health"))[0] == (await get(server.port, "/metrics"))[0] == 200

@@ -180,9 +180,9 @@ BAD_MESSAGES = [
     ({"role": "user"}, "messages[0].content"),
     ({"role": "user", "content": 7}, "messages[0].content"),
     ({"role": "user", "content": []}, "messages[0].content"),
-    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
-    ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
-    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0].type"),
+    ({"role": "user", "content": ["x"]}, "messages[0].content[0].type"),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].type"),
     ({"role": "user", "content": "x", "name": 7}, "messages[0].name"),
     ({"role": "assistant", "content": "x", "tool_calls": [7]}, "messages[0].tool_calls"),
     ({"role": "user", "content": "x", "rôle": 1}, "messages[0].rôle"),
@@ -224,7 +224,7 @@ class TestFields:
     def test_tools(self, client: Any, fields: dict[str, Any], param: str, says: str) -> None:
         refused(client.chat(**fields), 400, param, says)
 
-    @pytest.mark.parametrize("depth", [100, 3_000])
+    @pytest.mark.parametrize("depth", [20, 3_000])
     def test_schemas_that_are_nested_deeply(self, client: Any, engine: Any, depth: int) -> None:
         engine.max_model_len = 10_000
         text = '{"items":' * depth + "{}" + "}" * depth
@@ -235,7 +235,7 @@ class TestFields:
         ):
             body = f'{{"messages": [{{"role": "user", "content": "x"}}], {field}}}'
             status = client.post("/v1/chat/completions", content=body.encode()).status_code
-            assert status == (200 if depth == 100 else 400)
+            assert status == (200 if depth == 20 else 400)
 
     @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
     def test_biases_that_are_no_numbers(self, client: Any, value: str) -> None:

@@ -121,6 +121,7 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
     WaitReason.PREEMPTING: preempting,
     WaitReason.RESULT_IN_FLIGHT: result_in_flight,
     WaitReason.PAUSED: paused,
+    WaitReason.SUSPECT: lambda: suspect(),
     **{reason: held(reason) for reason in HOLD_REASONS},
 }
 
@@ -185,6 +186,23 @@ def new_epoch() -> Driver:
     return driver
 
 
+def suspect() -> Driver:
+    """Both were there when the workers died, twice: the first one runs alone."""
+    driver = pair()
+    for _ in range(2):
+        driver.schedule()
+        driver.restart_worker()
+    driver.schedule()
+    return driver
+
+
+def suspect_after_suspect() -> Driver:
+    driver = suspect()
+    while not driver.scheduler.decisions.preemptions[PreemptReason.SUSPECT]:
+        driver.step()
+    return driver
+
+
 def read_from_a_bad_one() -> Driver:
     driver = Driver()
     driver.add("writer", list(range(20)), max_tokens=9)
@@ -212,6 +230,7 @@ PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
     PreemptReason.ITSELF: (itself, "young", "young"),
     PreemptReason.BAD_PREFIX: (read_from_a_bad_one, "reader", ""),
     PreemptReason.NEW_EPOCH: (new_epoch, "first", ""),
+    PreemptReason.SUSPECT: (suspect_after_suspect, "first", "second"),
     PreemptReason.OVER_SHARE: (over_share, "many2", "other"),
 }
 

@@ -225,7 +225,7 @@ def test_handles_are_needed_only_when_they_change() -> None:
 def test_logprobs_reach_the_client_whose_token_they_are_of() -> None:
     driver = Driver()
     for client, name in enumerate("ab"):
-        driver.add(name, [1, client], client=client, max_tokens=9)
+        driver.add(name, [1, client], client=client, max_tokens=9, logprobs=client or None)
     driver.schedule()
     driver.scheduler.consume(change(GOOD, **LOGPROBS))
     told = dict(driver.scheduler.take_messages())

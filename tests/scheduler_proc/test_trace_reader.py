@@ -66,10 +66,11 @@ def some_lines_without_crc() -> list[Any]:
 def test_a_zstd_file_is_read_over_all_its_frames(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     raw = raw_lines()
-    packed = b"".join(zstandard.ZstdCompressor().compress(line + b"\n") for line in raw)
+    frames = [zstandard.ZstdCompressor().compress(line + b"\n") for line in raw]
+    packed, middle = b"".join(frames), sum(map(len, frames[:9]))
     assert replay_lines(TraceReader(written(tmp_path, packed))) is None
     assert len(list(TraceReader(written(tmp_path, packed)))) == len(raw)
-    for bad in (packed[:2000] + b"xxxxxxx" + packed[2007:], packed[:-3]):
+    for bad in (packed[:middle] + b"xxxxxxx" + packed[middle + 7 :], packed[:-3]):
         path = written(tmp_path, bad)
         with pytest.raises(ConfigError, match=r":\d+: the packed data is damaged or cut short"):
             list(TraceReader(path))

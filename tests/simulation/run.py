@@ -5,11 +5,15 @@ Pieces of a long run: each ends with the line of JSON that says which seed is th
 
 import argparse
 import json
-import multiprocessing
+import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
+
+import msgspec
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
@@ -18,13 +22,38 @@ PIECE = 5
 """Seeds that a process plays before it looks at the clock."""
 
 
-def _play(seeds: range) -> "Total":  # type: ignore[name-defined]  # noqa: F821
+class _Player:
+    """A process that plays ranges of seeds, one after the other."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, "--play"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def play(self, seeds: range) -> "Total":  # type: ignore[name-defined]  # noqa: F821
+        from sim_run import Total
+
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(seeds.start, seeds.stop, file=self._process.stdin, flush=True)
+        return msgspec.json.decode(self._process.stdout.readline(), type=Total)
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def _play() -> int:
+    """The other end of a _Player."""
     from sim_run import play_seeds
 
-    return play_seeds(seeds)
+    for line in sys.stdin:
+        first, stop = line.split()
+        print(msgspec.json.encode(play_seeds(range(int(first), int(stop)))).decode(), flush=True)
+    return 0
 
 
 def main() -> int:
+    if sys.argv[1:] == ["--play"]:
+        return _play()
     from sim_run import Total, shrink
     from sim_scenario import KINDS, scenario_of
 
@@ -39,21 +68,28 @@ def main() -> int:
     total, began = Total(), time.monotonic()
     end = args.first + args.seeds
     done = args.first
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+    players: Queue[_Player] = Queue()
+    for _ in range(args.jobs):
+        players.put(_Player())
+
+    def play(seeds: range) -> Total:
+        player = players.get()
+        try:
+            return player.play(seeds)
+        finally:
+            players.put(player)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
         while done < end and time.monotonic() - began < args.seconds:
             pieces = [
                 range(first, min(first + PIECE, end))
                 for first in range(done, min(done + PIECE * args.jobs * 4, end), PIECE)
             ]
-            for piece in pool.map(_play, pieces, chunksize=1):
-                total.num_seeds += piece.num_seeds
-                total.faults += piece.faults
-                total.num_requests += piece.num_requests
-                total.num_tokens += piece.num_tokens
-                total.num_steps += piece.num_steps
-                total.num_given_up += piece.num_given_up
-                total.failures.update(piece.failures)
+            for piece in pool.map(play, pieces):
+                total.join(piece)
             done = pieces[-1].stop
+    for _ in range(args.jobs):
+        players.get().close()
     seconds = time.monotonic() - began
     _print(total.faults, KINDS)
     for seed, failure in total.failures.items():

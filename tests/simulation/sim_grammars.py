@@ -52,8 +52,12 @@ class InlinePool:
     def fileno(self) -> int:
         return -1
 
-    def submit(self, source: Source, wanted: StructuredOutputs, owner: object = None) -> None:
+    def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> bool:
         self._outcomes.append((source, self._backend.compile(wanted)))
+        return True
+
+    def withdraw(self, source: Source) -> bool:
+        return False  # it has its outcome
 
     def take(self) -> list[tuple[Source, Outcome]]:
         taken, self._outcomes = self._outcomes, []

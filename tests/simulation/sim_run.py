@@ -47,6 +47,16 @@ class Total:
         if outcome.failure:
             self.failures[seed] = outcome.failure
 
+    def join(self, part: "Total") -> None:
+        """Other seeds' total."""
+        self.num_seeds += part.num_seeds
+        self.faults += part.faults
+        self.num_requests += part.num_requests
+        self.num_tokens += part.num_tokens
+        self.num_steps += part.num_steps
+        self.num_given_up += part.num_given_up
+        self.failures.update(part.failures)
+
 
 def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: None) -> Outcome:
     """``prepare`` may change the world before it begins."""

@@ -4,6 +4,7 @@ import re
 from typing import Any, ClassVar
 
 import httpx
+from engine_processes import SHARED
 from served import Served
 
 COMPLETIONS = "/v1/completions"
@@ -33,6 +34,7 @@ class AbusedServer:
 
     def __init__(self, *flags: str) -> None:
         self.served = Served("--dtype", "float32", *flags)
+        SHARED.add(self.served.process.pid)
         self.client = httpx.Client(base_url=self.served.url, timeout=30)
         # The first grammar starts a process of its own.
         self.client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1, "structured_outputs": {"regex": "a"}})

@@ -82,6 +82,7 @@ class EndlessEngine:
 
     pause: Callable[[], Any] = lambda: asyncio.sleep(0)
     state: str = "ready"
+    seconds_without_progress: float = 0.0
     max_model_len: int = 10**6
     vocab_size: int = 200
     added: list[EndlessSequence] = field(default_factory=list)
