@@ -35,8 +35,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 serve: install
 	$(BIN)/quire serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
+# Two processes, each with whole files: fixtures that start a server are for one file.
 test: install-dev lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: install-dev
 	$(BIN)/pytest -m slow

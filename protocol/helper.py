@@ -210,6 +210,11 @@ def on_a_large_stack(work: Callable[[], None], name: str) -> threading.Thread:
 
 
 def _serve(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int, answers: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # whoever asked is gone, and so is this process soon
+        _answer_all(make, extra_bytes, answers)
+
+
+def _answer_all(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int, answers: int) -> None:
     state = mmap.mmap(-1, 4)  # the question that a child is at, which outlives it
     question = _next_question(state)
     if question is None:

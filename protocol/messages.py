@@ -137,6 +137,7 @@ class OpaqueRequest(Message, frozen=True, tag=14):
     arrival: float = 0.0
     num_output_tokens: int = 0
     tenant: int = 0
+    again: bool = False
 
 
 class Hold(Message, frozen=True, tag=15):

@@ -248,8 +248,7 @@ class Scheduler:
         return request
 
     def _add(self, event: AddRequest | OpaqueRequest, client: int) -> None:
-        is_new = not (isinstance(event, AddRequest) and event.again)
-        limit = self.config.max_num_queued_reqs if is_new else 0
+        limit = 0 if event.again else self.config.max_num_queued_reqs
         try:
             if (client, event.request_id) in self.table.requests:
                 raise Refusal("duplicate_request_id", "request_id", "request_id is in use")

@@ -233,6 +233,7 @@ class _Replay:
                 arrival=line.arrival,
                 num_output_tokens=line.num_output_tokens,
                 tenant=line.tenant,
+                again=line.again,
             ),
             line.client,
         )

@@ -78,6 +78,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     sampling: SamplingParams
     seed: int = 0
     tenant: int = 0
+    again: bool = False
     block_hashes: bytes = b""
     prompt_token_ids: list[int] | None = None
 

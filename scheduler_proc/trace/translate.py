@@ -101,6 +101,7 @@ def arrival_line(now: float, client: int, event: AddRequest, names: list[bytes],
         sampling=what_schedules(event.sampling),
         seed=event.seed,
         tenant=event.tenant,
+        again=event.again,
         block_hashes=b"".join([name[:HASH_BYTES] for name in names]),
         prompt_token_ids=_listed(event.prompt_token_ids) if prompts else None,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, check_error, short
-from engine_processes import engine_processes
+from engine_processes import engine_processes, processes_of
 from grammar_cases import DEMO
 
 from quire.launch.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
@@ -256,8 +256,9 @@ def test_odd_variables_are_harmless(kwargs: Any, server: AbusedServer) -> None:
 
 def helper_of(server: AbusedServer) -> Any:
     """The one for short conversations, of the only front end."""
-    fathers = [p for p in engine_processes(HELPER) if HELPER not in " ".join(p.parent().cmdline())]  # type: ignore[union-attr]
-    return min((p for p in fathers if p.ppid() != os.getpid()), key=lambda process: process.create_time())
+    helpers = processes_of(server.served.process.pid, HELPER)
+    fathers = [p for p in helpers if p.ppid() not in {helper.pid for helper in helpers}]
+    return min(fathers, key=lambda process: process.create_time())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])

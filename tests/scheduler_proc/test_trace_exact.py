@@ -329,3 +329,15 @@ def test_a_further_header_must_be_of_the_same_engine() -> None:
 def test_what_cannot_be_replayed_is_refused(broken: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         replayed(broken(small()))
+
+
+def test_what_is_submitted_again_passes_a_full_queue_in_a_replay_too() -> None:
+    driver = Driver(max_num_seqs=1, max_num_queued_reqs=1)
+    for name in "abc":
+        driver.add(name, [1, 2, 3], max_tokens=4)
+        driver.schedule()
+    assert driver.answers["c"].rejected is not None
+    driver.add("d", [1, 2, 3], max_tokens=4, again=True)
+    driver.run()
+    assert driver.answers["d"].reason is EndReason.LENGTH
+    assert driver.replay_lines() is None

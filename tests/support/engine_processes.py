@@ -17,6 +17,11 @@ def engine_processes(module: str = "quire.") -> list[psutil.Process]:
     return [process for process in found if process.pid not in kept]
 
 
+def processes_of(server: int, module: str) -> list[psutil.Process]:
+    """Those of one server, whoever else uses it, that run ``module``."""
+    return [process for process in _family(server) if _runs(process, module)]
+
+
 def _runs(process: psutil.Process, module: str) -> bool:
     try:
         words = process.cmdline()
