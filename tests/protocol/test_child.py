@@ -1,0 +1,176 @@
+"""A child's two pipes: what it says, what it is told, and that it ends when nobody is at their other ends."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.protocol import child as child_module
+from quire.protocol.child import EX_CONFIG, Child, Command, Report
+from quire.protocol.errors import ConfigError
+
+WAIT_S = 10.0
+
+
+class Ends:
+    """A Child, and the supervisor's ends of its pipes."""
+
+    def __init__(self) -> None:
+        self._status, status = os.pipe()
+        lifeline, self._lifeline = os.pipe()
+        self._fds = [self._status, status, lifeline]
+        self._partial = b""
+        self.child = Child(status, lifeline)
+
+    def tell(self, *commands: Command) -> None:
+        os.write(self._lifeline, b"".join(msgspec.json.encode(command) + b"\n" for command in commands))
+
+    def hear(self) -> Report:
+        """The next report."""
+        while b"\n" not in self._partial:
+            assert select.select([self._status], [], [], WAIT_S)[0], "nothing was said"
+            self._partial += os.read(self._status, 65536)
+        line, self._partial = self._partial.split(b"\n", 1)
+        return msgspec.json.decode(line, type=Report)
+
+    def commands(self, count: int) -> list[Command]:
+        taken: list[Command] = []
+        while len(taken) < count:
+            assert select.select([self.child.fileno()], [], [], WAIT_S)[0], "no command came"
+            taken += self.child.take_commands()
+        return taken
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    """The thread of the child would end the process with its lifeline: here it ends alone."""
+    monkeypatch.setattr(child_module, "BEAT_S", 0.01)
+    ended = threading.Event()
+
+    listen = Child._listen
+
+    def end(self: Child) -> None:
+        ended.set()
+        raise SystemExit
+
+    def listen_to_the_end(self: Child) -> None:
+        with contextlib.suppress(SystemExit):
+            listen(self)
+
+    monkeypatch.setattr(Child, "_end_with_parent", end)
+    monkeypatch.setattr(Child, "_listen", listen_to_the_end)
+    ends = Ends()
+    yield ends
+    os.close(ends._lifeline)
+    assert ended.wait(WAIT_S)
+    ends.child.close()
+    for fd in ends._fds:
+        os.close(fd)
+
+
+def test_commands_come_in_order_and_wake_whoever_waits(ends: Ends) -> None:
+    told = [Command("join", epoch=epoch, rank=epoch % 2) for epoch in range(50)]
+    ends.tell(*told[:20])
+    assert ends.commands(20) == told[:20]
+    assert not ends.child.take_commands()
+    ends.tell(*told[20:])
+    ends.child.put(Command("stop"))
+    rest = ends.commands(31)
+    assert [command for command in rest if command.kind == "join"] == told[20:]
+    assert not select.select([ends.child.fileno()], [], [], 0)[0], "nothing is left to be taken"
+
+
+def test_it_says_that_it_lives(ends: Ends) -> None:
+    assert [ends.hear().event for _ in range(3)] == ["alive"] * 3
+    ends.child.report(Report("joined", epoch=7))
+    while (report := ends.hear()).event == "alive":
+        pass
+    assert (report.event, report.epoch) == ("joined", 7)
+
+
+def test_a_main_loop_that_hangs_is_told_once_and_the_signs_of_life_end(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(child_module, "HANG_S", -1.0)
+    hung: list[int] = []
+    told = threading.Event()
+
+    def on_hang() -> None:
+        hung.append(1)
+        told.set()
+
+    ends.child.watch_progress(on_hang)
+    assert told.wait(WAIT_S)
+    while ends.child._on_hang is not None:
+        pass
+    while select.select([ends._status], [], [], 0)[0]:  # what was said before
+        os.read(ends._status, 65536)
+    assert not select.select([ends._status], [], [], 0.1)[0] and hung == [1]
+    assert "most recent call first" in capfd.readouterr().err
+    monkeypatch.setattr(child_module, "HANG_S", 60.0)
+    ends.child.progress()
+    assert ends.hear().event == "alive"
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "status"),
+    [
+        (ConfigError("no such\nfile"), "no such file", EX_CONFIG),
+        (ValueError("oh"), "ValueError: oh", 1),
+    ],
+)
+def test_why_it_fails_is_one_line(ends: Ends, error: Exception, text: str, status: int) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ends.child.fail(error)
+    assert ended.value.code == status
+    while (report := ends.hear()).event == "alive":
+        pass
+    assert (report.event, report.text, report.exit_status) == ("failed", text, status)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("death_signal", [signal.SIGCONT, signal.SIGKILL])
+def test_it_ends_with_its_parent_and_its_sockets_directory_goes(
+    tmp_path: Path, death_signal: int, stopped: bool
+) -> None:
+    """Its parent is a process of its own here, which is killed; the child may be stopped at that moment."""
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    child = (
+        "import sys, pathlib, time, os\n"
+        "from quire.protocol.child import enter_child\n"
+        f"place = pathlib.Path({str(directory)!r})\n"
+        f"enter_child(int(sys.argv[1]), int(sys.argv[2]), place, death_signal={death_signal})\n"
+        "os.write(1, b'up')\n"
+        "time.sleep(600)"
+    )
+    parent = (
+        "import os, subprocess, sys, time\n"
+        "status, lifeline = os.pipe(), os.pipe()\n"
+        f"made = subprocess.Popen([sys.executable, '-P', '-c', {child!r}, str(status[1]), str(lifeline[0])],"
+        " pass_fds=(status[1], lifeline[0]), stdout=subprocess.PIPE)\n"
+        "made.stdout.read(2)\n"
+        "print(made.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    watched = os.pidfd_open(pid)
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    assert select.select([watched], [], [], 2.0)[0], "it outlives its parent by two seconds"
+    os.close(watched)
+    process.stdout.close()
+    if death_signal == signal.SIGCONT:
+        assert not directory.exists()
