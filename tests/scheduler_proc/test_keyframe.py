@@ -18,9 +18,10 @@ from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
 from scheduler_load import Load, random_settings
 
+from quire.protocol.child import Command
 from quire.protocol.errors import ConfigError
 from quire.protocol.kv_layout import KVGroup
-from quire.protocol.messages import EngineState, StepOutputs
+from quire.protocol.messages import StepOutputs
 from quire.scheduler_proc import loop as scheduler_loop
 from quire.scheduler_proc.trace import journal
 from quire.scheduler_proc.trace.event_log import KEYFRAMES_PER_RING, EventLog, Record, RecordKind
@@ -334,7 +335,8 @@ def test_an_engine_that_fails_late_leaves_a_trace_that_replays(quick_loop: LoopU
         assert loop.client.receive(0.02) is None, "it is idle"
     loop.spoil = lambda result: change(result, handles=np.array([77], np.int32), tokens=np.array([1], np.int32))
     loop.client.send(make_request("last", [0, 1, 4, 1, 5], max_tokens=9))
-    loop.until(lambda heard: isinstance(heard, EngineState) and heard.kind == "failed")
+    loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended))
+    loop.child.put(Command("stop", text="the workers died too often"))
     loop.join()
     assert loop.log.dropped and loop.log.complete
     (path,) = (tmp_path / "dumps").iterdir()

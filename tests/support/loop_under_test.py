@@ -3,6 +3,7 @@
 import os
 import select
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -137,7 +138,9 @@ class LoopUnderTest:
 
     def until(self, wanted: Callable[[Any], bool], client: ZmqChannel | None = None) -> None:
         """Work until a front end, the first one if not told, hears what is wanted."""
+        deadline = time.monotonic() + 6 * WAIT_MS / 1000
         while True:
+            assert time.monotonic() < deadline, "nothing that is wanted comes"
             if any(r.event == "group_failed" and r.epoch == self.epoch for r in self._take_reports()):
                 self.renew_worker()
             step = self.worker.receive()
