@@ -127,7 +127,7 @@ class TestStructured:
 
     def test_no_token_is_left(self, llm: LLM) -> None:
         stuck = SamplingParams(allowed_token_ids=[65], structured_outputs=StructuredOutputs(regex="[0-9]{3}"))
-        failed, fine = llm.generate(["x", "x"], [stuck, SamplingParams(max_tokens=4)])
+        failed, fine = llm.generate(["x", "x"], [stuck, SamplingParams(max_tokens=4, ignore_eos=True)])
         assert failed.outputs[0].finish_reason == "error"
         assert failed.outputs[0].error == "request_failed: no token is allowed by the request's constraints"
         assert len(fine.outputs[0].token_ids) == 4 and fine.outputs[0].error is None
