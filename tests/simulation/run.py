@@ -35,7 +35,9 @@ class _Player:
 
         assert self._process.stdin is not None and self._process.stdout is not None
         print(seeds.start, seeds.stop, file=self._process.stdin, flush=True)
-        return msgspec.json.decode(self._process.stdout.readline(), type=Total)
+        told = json.loads(self._process.stdout.readline())
+        failures = {int(seed): failure for seed, failure in told["failures"].items()}
+        return Total(**{**told, "faults": Counter(told["faults"]), "failures": failures})
 
     def close(self) -> None:
         self._process.communicate()
