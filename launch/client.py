@@ -82,11 +82,6 @@ class ZmqEngineClient:
     def seconds_without_progress(self) -> float:
         return self._session.seconds_without_progress
 
-    @property
-    def num_in_flight(self) -> int:
-        """Sequences that have not ended."""
-        return len(self._session.table)
-
     def connect(self, life: int = 1) -> None:
         """Say hello to the scheduler of this ``life``, which need not be up yet, and submit to it what is in flight."""
         if not self._tasks:

@@ -106,7 +106,6 @@ class Overseer:
         """By rank."""
         self.standbys: list[Member] = []
         self.verdict: QuireError | None = None
-        self.num_restarts: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
         self._deaths: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
         self._due: dict[tuple[Role, int], float] = {}
         """(role, index) of whoever is to be started, and when."""
@@ -283,7 +282,6 @@ class Overseer:
     def _count_death(self, role: Role, reason: str) -> bool:
         """False when that was one too many."""
         self._deaths[role] += 1
-        self.num_restarts[role] += 1
         if self._deaths[role] < MAX_DEATHS:
             return True
         self.verdict = EngineError(f"{reason} ({MAX_DEATHS} times in a row, with no token in between)")

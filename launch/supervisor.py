@@ -31,7 +31,6 @@ from quire.protocol.config import EngineConfig
 # default of the OpenMP library that torch brings, takes the core from whoever is waited for: the scheduler, the front
 # end, another program. Docs: the log of 2026-11-21.
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
-START_DEADLINE = 60.0
 STOP_DEADLINE = 5.0
 KILL_DEADLINE = 10.0
 PREFIX = "quire-"
@@ -193,7 +192,7 @@ class Supervisor:
         self.stop()
 
     def start_engine(self) -> None:
-        """Spawn scheduler and workers; ``wait_ready`` tells when they can serve."""
+        """Spawn scheduler and workers; ``is_ready`` tells when they can serve."""
         (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
         self.overseer.begin(time.monotonic())
 
@@ -203,15 +202,6 @@ class Supervisor:
     @property
     def is_ready(self) -> bool:
         return self.overseer.is_ready
-
-    def wait_ready(self) -> None:
-        """Until all can serve. Loading may take as long as it takes; starting may not.
-
-        Raises:
-            ConfigError, EngineError: a child failed (with its own reason) or did not even start in time.
-        """
-        while not self.is_ready:
-            self.watch(0.5)
 
     @property
     def wakeup_fd(self) -> int:

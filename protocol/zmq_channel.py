@@ -7,7 +7,6 @@ lingers for long: a process that ends does not wait for a peer that is gone.
 import asyncio
 import os
 import stat
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -235,16 +234,3 @@ class AsyncZmqChannel:
 
     def close(self) -> None:
         self.socket.close()
-
-
-def connect_hello(channel: ZmqChannel, hello: Any, deadline: float) -> Any:
-    """Send ``hello`` and wait for the answer until ``deadline`` (monotonic seconds).
-
-    Raises:
-        EngineError: nobody answered in time.
-    """
-    channel.send(hello)
-    received = channel.receive(max(0.0, deadline - time.monotonic()))
-    if received is None:
-        raise EngineError("the scheduler did not answer in time")
-    return received.message

@@ -133,7 +133,7 @@ class TestWorkers:
         assert house.one("scheduler").told == [Command("epoch", epoch=2, text="killed by SIGKILL")]
         assert not house.overseer.is_ready
         house.become_ready()
-        assert house.overseer.is_ready and house.overseer.num_restarts["worker"] == 1
+        assert house.overseer.is_ready and house.overseer.epoch == 2
 
     def test_a_standby_takes_over_at_once_and_another_one_stands_by(self) -> None:
         house = House(standby=True)

@@ -22,7 +22,6 @@ from quire.protocol.messages import (
     SchedulerToFrontEnd,
     SchedulerToWorker,
     Shutdown,
-    Welcome,
     WorkerToScheduler,
 )
 from quire.protocol.zmq_channel import (
@@ -31,7 +30,6 @@ from quire.protocol.zmq_channel import (
     ZmqChannel,
     ZmqHub,
     check_socket_directory,
-    connect_hello,
     frontend_address,
     worker_address,
 )
@@ -144,17 +142,6 @@ def test_damage_from_one_peer_is_counted_and_leaves_the_others_alone(
     assert next_of(hub).message == Abort(["a"])
     good.close()
     evil.close()
-
-
-def test_a_hello_is_answered_or_the_silence_has_an_end(
-    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
-) -> None:
-    peer = connect(context, tmp_path)
-    with pytest.raises(EngineError, match="in time"):
-        connect_hello(peer, HELLO, time.monotonic() + 0.02)
-    hub.send(next_of(hub).peer, Welcome(1, "digest"))
-    assert connect_hello(peer, HELLO, time.monotonic() + WAIT) == Welcome(1, "digest")
-    peer.close()
 
 
 def test_an_asyncio_front_end_speaks_the_same(context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path) -> None:
