@@ -75,7 +75,7 @@ class TemplateHelper:
         Raises:
             InvalidRequest: the template refuses these messages, fails on them, or takes too long.
             RenderedTooLong: it writes more than ``max_chars``.
-            EngineError: there is no helper now.
+            EngineError: there is no helper now, or the machine is too busy for it.
         """
         question = _Question(
             messages, add_generation_prompt, continue_final_message, dict(variables or {}), tools, max_chars
@@ -118,9 +118,11 @@ class _Lane:
                 except HelperMissing:
                     raise EngineError("the chat template's helper does not start") from None
                 except HelperDied as died:
+                    if died.was_hindered:
+                        break
                     if not died.was_killed:  # else by somebody, and these messages may be innocent
                         raise _refusal(died) from None
-        raise EngineError("the chat template's helper was killed")
+        raise EngineError("the chat template's helper was killed, or not let run")
 
     def prepare(self) -> None:
         with self._lock:

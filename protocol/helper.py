@@ -49,17 +49,20 @@ class HelperDied(Exception):
     """There is no answer.
 
     Attributes:
-        signal: what ended the helper or its child; SIGPROF: the CPU seconds were over. 0: it said nothing in time, or
-            is not there.
+        signal: what ended the helper or its child; SIGPROF: the CPU seconds were over. 0: none did.
+        was_hindered: the machine is to blame, not the question: it could not be started, or had not used up its CPU
+            seconds when the wall's were over.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, was_hindered: bool = False) -> None:
         super().__init__(f"the helper ended by signal {number}")
         self.signal = number
+        self.was_hindered = was_hindered
 
     @property
     def took_too_long(self) -> bool:
-        return self.signal in (signal.SIGPROF, 0)
+        """It has used up its CPU seconds."""
+        return self.signal == signal.SIGPROF
 
     @property
     def was_killed(self) -> bool:
@@ -71,7 +74,7 @@ class HelperMissing(HelperDied):
     """It could not be started: there is no descriptor or no memory for it now."""
 
     def __init__(self) -> None:
-        super().__init__(0)
+        super().__init__(0, was_hindered=True)
 
 
 class Helper:
@@ -136,7 +139,7 @@ class Helper:
                 answer = _receive(process.stdout.fileno(), length, deadline)
         except TimeoutError:
             self.close()
-            raise HelperDied(0) from None
+            raise HelperDied(0, was_hindered=True) from None
         except (EOFError, BrokenPipeError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1)

@@ -36,6 +36,7 @@ RETRY_AFTER_S = {
     "queue_full": 1,
     "rate_limit_exceeded": 1,
     "out_of_memory": 1,
+    "engine_unavailable": 1,
     "too_many_connections": 1,
     "too_many_bodies": 1,
 }

@@ -70,7 +70,7 @@ class Guard:
 
 
 def _refusal(died: HelperDied, cpu_seconds: float) -> GrammarRefused:
-    if died.was_killed:
+    if died.was_killed or died.was_hindered:
         return GrammarBusy()
     return GrammarTooSlow(cpu_seconds) if died.took_too_long else GrammarRefused(CRASHED)
 

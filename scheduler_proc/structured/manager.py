@@ -20,7 +20,6 @@ from quire.scheduler_proc.structured.backend import (
     GrammarBackend,
     GrammarBusy,
     GrammarRefused,
-    GrammarTooSlow,
     Masks,
 )
 from quire.scheduler_proc.structured.cache import GrammarCache, Outcome, Source
@@ -167,7 +166,8 @@ class GrammarManager:
         """Those that have waited too long. What nobody waits for any more is not compiled."""
         now, ready_at = self._clock(), self._pool.ready_at
         overdue = [(key, wait.source) for key, wait in self._waiting.items() if _is_late(wait.since, ready_at, now)]
-        told = [self._tell(key, source, GrammarTooSlow(WAIT_SECONDS)) for key, source in overdue]
+        # None of them is known to be at fault: one that uses up its CPU time is told so before this.
+        told = [self._tell(key, source, GrammarBusy()) for key, source in overdue]
         for source in {source for _, source in overdue}:
             waiting = any(self._waits(key, source) for key in self._compiling.get(source, ()))
             if not waiting and self._pool.withdraw(source):

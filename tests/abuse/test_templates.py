@@ -17,7 +17,7 @@ from grammar_cases import DEMO
 from quire.launch.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
 from quire.launch.template_helper import TemplateHelper
 from quire.launch.text_in import ChatOptions, TextIn
-from quire.protocol.errors import ConfigError, InvalidRequest
+from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 
 HELPER = "quire.launch.template_helper"
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
@@ -143,6 +143,17 @@ def test_a_helper_that_somebody_kills_costs_no_request(number: int, one_helper: 
     for generation in (0, 1):
         kill(mine(one_helper)[generation], number)
         assert render(one_helper) == "hello"
+
+
+def test_messages_are_not_blamed_for_a_helper_that_is_not_let_run(
+    one_helper: TemplateHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front end answers 503 to that, and not 400."""
+    mine(one_helper)[1].send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as hurried, pytest.raises(EngineError):
+        hurried.setattr("quire.launch.template_helper.WALL_SECONDS", 0.05)
+        render(one_helper)
+    assert render(one_helper) == "hello"
 
 
 # ---- the text of others in the places of a conversation

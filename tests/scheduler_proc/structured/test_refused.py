@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from grammar_cases import demo_backend, demo_config
 
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
-from quire.scheduler_proc.structured.backend import MAX_REASON, GrammarRefused
+from quire.scheduler_proc.structured.backend import MAX_REASON, GrammarBusy, GrammarRefused
 from quire.scheduler_proc.structured.compile_pool import CompilePool
 from quire.scheduler_proc.structured.guard import Guard
 
@@ -194,6 +195,20 @@ def test_a_guard_that_died_is_started_again(generation: int) -> None:
     guard.check(StructuredOutputs(regex="a"), 1.0)
     guard.close()
     assert not helper.is_running()
+
+
+def test_a_grammar_is_not_blamed_for_a_guard_that_is_not_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard(demo_config())
+    others = set(engine_processes(GUARD))
+    guard.start()
+    (helper,) = (p for p in set(engine_processes(GUARD)) - others if p.ppid() == os.getpid())
+    for process in (helper, *helper.children()):
+        process.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as hurried, pytest.raises(GrammarBusy):
+        hurried.setattr("quire.scheduler_proc.structured.guard.WALL_SECONDS", 0.05)
+        guard.check(StructuredOutputs(regex="a"), 1.0)
+    guard.check(StructuredOutputs(regex="a"), 1.0)
+    guard.close()
 
 
 def test_without_a_tokenizer_everything_is_refused(tmp_path: Path) -> None:

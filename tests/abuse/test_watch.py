@@ -1,0 +1,55 @@
+"""The clock by which answers are late: it counts what a server did or slept, and not what its machine did to it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import abuse
+import pytest
+from abuse import AbusedServer
+from waits import Watch
+
+SLEEPS = "import time; print('begun', flush=True); time.sleep(60)"
+SPINS = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print('begun', flush=True)
+while True: pass
+"""
+
+
+@contextmanager
+def running(*code: str) -> Iterator[list[int]]:
+    """Processes that have begun with what is to be watched."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", text], stdout=subprocess.PIPE) for text in code]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+        yield [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_what_sleeps_is_late() -> None:
+    with running(SLEEPS) as (pid,), Watch(pid) as watch:
+        time.sleep(0.3)
+    assert 0.2 < watch.own_seconds <= watch.wall_seconds
+
+
+@pytest.mark.parametrize("of_parent", [False, True])
+def test_what_is_not_let_run_is_not(of_parent: bool) -> None:
+    """Two that want the same processor: each has half of it at most, and the other half is not its own."""
+    with running(SPINS, SPINS) as (pid, _), Watch(os.getpid() if of_parent else pid) as watch:
+        time.sleep(0.6)
+    assert watch.own_seconds < 0.8 * watch.wall_seconds
+
+
+def test_an_answer_that_comes_too_late_fails_its_test(server: AbusedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abuse, "SLOWEST_S", 0.0)
+    with pytest.raises(AssertionError, match="of its own"):
+        server.complete()

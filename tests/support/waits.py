@@ -1,0 +1,56 @@
+"""How long a tree of processes took, without what it waited for the machine's processors."""
+
+import contextlib
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+
+class Watch:
+    """Used with ``with``; counts what happens in the block.
+
+    A process that sleeps, waits or computes for too long is late by its own fault. One that could run and is not let
+    is not: the kernel counts that for each thread (the second figure of its ``schedstat``, in ns).
+
+    Attributes:
+        wall_seconds: how long the block took.
+        own_seconds: the same without the waits of all threads of the tree together, which are at most all of it.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self.wall_seconds = self.own_seconds = 0.0
+
+    def __enter__(self) -> "Watch":
+        self._waits = _waits(self._root)
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wall_seconds = time.monotonic() - self._began
+        waits = _waits(self._root)
+        waited = sum(max(0, after - self._waits.get(task, 0)) for task, after in waits.items()) / 1e9
+        self.own_seconds = max(0.0, self.wall_seconds - waited)
+
+
+def _waits(root: int) -> dict[str, int]:
+    """Of each thread of ``root`` and of its descendants: how long it has waited for a processor so far, in ns."""
+    found = {}
+    for pid in _tree(root):
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(OSError):  # it has just ended
+                    found[task.name] = int((task / "schedstat").read_text("ascii").split()[1])
+    return found
+
+
+def _tree(root: int) -> Iterable[int]:
+    yield root
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{root}/task").iterdir():
+            with contextlib.suppress(OSError):
+                for child in (task / "children").read_text("ascii").split():
+                    yield from _tree(int(child))
