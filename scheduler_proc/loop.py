@@ -3,13 +3,12 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import msgspec
 
-from quire.protocol.channel import Frames, Received
+from quire.protocol.channel import Received
 from quire.protocol.child import Child, Command, Report
-from quire.protocol.codec import Codec, ProtocolError
+from quire.protocol.codec import ProtocolError
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import EngineError, QuireError
 from quire.protocol.kv_events import HASH_BYTES
@@ -19,22 +18,16 @@ from quire.protocol.messages import (
     Abort,
     AddRequest,
     Configure,
-    Consumed,
     Control,
     EngineState,
-    Fail,
     Fault,
     Heartbeat,
     Hello,
-    Hold,
-    Message,
     ModelRunnerOutput,
     Proposed,
     Ready,
-    Refuse,
     Refused,
     Rejected,
-    Release,
     Shutdown,
     Statistics,
     Stop,
@@ -42,12 +35,12 @@ from quire.protocol.messages import (
 )
 from quire.protocol.zmq_channel import FromPeer
 from quire.scheduler_proc.collect import Collector
+from quire.scheduler_proc.doors import Doors
+from quire.scheduler_proc.front_ends import FrontEnds, mismatch
+from quire.scheduler_proc.grammars import Grammars
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge, WorkerFault
 from quire.scheduler_proc.step_deadline import StepDeadline
-from quire.scheduler_proc.structured.drafts import has_drafts
-from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.worker_group import WorkerGroup
@@ -62,43 +55,10 @@ COMPILING_MS = 100
 """How long the loop sleeps at most: while somebody waits for a grammar, no longer than a refusal may be late."""
 
 
-class Hub(Protocol):
-    """Many front ends, each behind a name; see ``ZmqHub``."""
-
-    def send(self, peer: bytes, message: Any) -> Frames | None: ...
-
-    def receive(self) -> FromPeer | None: ...
-
-    def forget(self, peer: bytes) -> None: ...
-
-
-class Doors(Protocol):
-    """Where messages come in; see ``sockets.Sockets``."""
-
-    @property
-    def hub(self) -> Hub: ...
-
-    def open_group(self, epoch: int) -> WorkerGroup:
-        """Where the workers of this epoch will connect to."""
-        ...
-
-    def close_group(self, group: WorkerGroup) -> None: ...
-
-    def add(self, source: Any) -> None:
-        """Something else to be woken by."""
-        ...
-
-    def wait(self, milliseconds: int) -> bool:
-        """False when nothing came for so long."""
-        ...
-
-    def open_kv_events(self, config: EngineConfig) -> KVEventPublisher: ...
-
-
 class SchedulerLoop:
     """Moves messages between the front ends, the Scheduler and the workers; decides nothing itself.
 
-    Owns who is connected, the group of workers and the journal. The Scheduler exists once every rank is ready for the
+    Owns the front ends, the group of workers and the journal. The Scheduler exists once every rank is ready for the
     first time, when the number of blocks is known; it outlives every group. Without a group, requests wait.
     """
 
@@ -114,20 +74,14 @@ class SchedulerLoop:
         self._config = config
         self._layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
         self._doors = doors
-        self._hub = doors.hub
+        self._front_ends = FrontEnds(doors.hub, config, self._client_gone)
         self._workers: WorkerGroup | None = doors.open_group(epoch)
         self._deadline = StepDeadline()
         self._child = child
         self._clock = clock
         self._journal = Journal(config, clock)
-        self._events: Codec[Any] = Codec(Consumed)
-        self._grammars = GrammarManager(config, clock)
-        self._proposed: Proposed | None = None
+        self._grammars = Grammars(config, self._journal, clock)
         self._scheduler: Scheduler | None = None
-        self._peers: dict[int, bytes] = {}
-        self._clients: dict[bytes, int] = {}
-        self._pids: dict[int, int] = {}
-        self._next_client = 0
         self._num_too_large = 0
         self._progress_due = True
         """The supervisor is to hear of the next token."""
@@ -177,7 +131,8 @@ class SchedulerLoop:
             self._obey(command)
         self._take_from_workers()
         self._take_from_front_ends()
-        self._take_grammars()
+        if self._scheduler is not None:
+            self._grammars.release(self._scheduler)
         self._send_steps()
         if self._workers is not None and self._workers.is_broken:
             self._lose_group("a worker does not take messages any more")
@@ -210,8 +165,7 @@ class SchedulerLoop:
                 self._expect_group(command)
             case "client_gone":
                 self._progress_due = True
-                for client in [client for client, pid in self._pids.items() if pid == command.pid]:
-                    self._forget(client)
+                self._front_ends.process_gone(command.pid)
 
     def _send_steps(self) -> None:
         scheduler, workers = self._scheduler, self._workers
@@ -227,7 +181,7 @@ class SchedulerLoop:
             if step is None:
                 return
             self._deadline.sent(step.step, scheduler.in_flight.records[-1].num_tokens, now)
-            self._give_inputs(scheduler)
+            self._grammars.give_inputs(scheduler, workers)
             if self._kv_events is not None:
                 self._kv_events.publish(now)
             self._collector.after_step()
@@ -236,7 +190,8 @@ class SchedulerLoop:
         if self._scheduler is not None:
             self._say_reasons(self._scheduler)
             for client, message in self._scheduler.take_messages():
-                self._send_to(client, self._with_losses(message) if isinstance(message, Statistics) else message)
+                told = self._with_losses(message) if isinstance(message, Statistics) else message
+                self._front_ends.send(client, told)
         if self._dump_wanted:
             self._dump_wanted = False
             self._journal.dump_aside("somebody asked")
@@ -253,41 +208,6 @@ class SchedulerLoop:
                 log.info("%s", decision)
             else:
                 log.debug("%s", decision)
-
-    # ---- grammars
-
-    def _take_grammars(self) -> None:
-        """Those that are ready, or never will be."""
-        told = self._grammars.poll()
-        if self._scheduler is None:
-            return
-        live = self._scheduler.table.requests
-        for client, event in told:
-            if (client, event.request_id) in live:
-                self._consume(self._scheduler, event, client)
-        self._grammars.prune(live)
-
-    def _give_inputs(self, scheduler: Scheduler) -> None:
-        """The masks that the oldest step waits for, if it does and its drafts are known. No step is sent before."""
-        record = scheduler.awaited
-        if record is None:
-            return
-        proposed = None
-        if has_drafts(record):
-            proposed = self._proposed
-            if proposed is None or proposed.step != record.step:
-                return
-        inputs, failures = self._grammars.sample_inputs(record, proposed)
-        assert self._workers is not None
-        self._workers.send(inputs)
-        record.inputs_given = True
-        for client, fail in failures:
-            self._consume(scheduler, fail, client)
-
-    def _consume(self, scheduler: Scheduler, event: Hold | Release | Refuse | Fail, client: int) -> None:
-        """An event of our own: it is logged like one that came over a wire."""
-        scheduler.consume(event, client)
-        self._journal.consumed(client, self._events.encode(0, 0, event), event)
 
     # ---- cache events
 
@@ -312,11 +232,11 @@ class SchedulerLoop:
         """Raises WorkerFault, EngineError: the group cannot be trusted any more."""
         match received.message:
             case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
-                self._take_from_step(self._scheduler, received)
+                self._take_from_step(self._scheduler, workers, received)
             case Hello() as hello:
-                if hello.protocol_version != PROTOCOL_VERSION:
-                    workers.send_to(rank, Refused(_versions(hello)))
-                    raise EngineError(f"worker: {_versions(hello)}")
+                if why := mismatch(hello):
+                    workers.send_to(rank, Refused(why))
+                    raise EngineError(f"worker: {why}")
                 workers.send_to(rank, Welcome(PROTOCOL_VERSION, self._config.digest))
                 workers.send_to(rank, self._configure(workers))
             case Ready() as ready:
@@ -336,15 +256,15 @@ class SchedulerLoop:
         num_blocks = self._scheduler.kv.pool.num_usable_blocks + 1
         return Configure(workers.epoch, self._layout, self._config, self._scheduler.last_step, num_blocks)
 
-    def _take_from_step(self, scheduler: Scheduler, received: Received) -> None:
+    def _take_from_step(self, scheduler: Scheduler, workers: WorkerGroup, received: Received) -> None:
         before = scheduler.num_generated_tokens
         if isinstance(received.message, Proposed):
-            self._proposed = received.message  # of a step before, perhaps: then nobody asks for it
+            self._grammars.proposed(received.message)
         else:
             self._deadline.answered(received.message.step, self._clock())
             scheduler.consume(received.message)
             self._journal.consumed(0, received.frames, received.message)
-        self._give_inputs(scheduler)
+        self._grammars.give_inputs(scheduler, workers)
         if scheduler.num_generated_tokens > before:
             self._num_too_large = 0
             if self._progress_due:
@@ -369,7 +289,7 @@ class SchedulerLoop:
         self._begin_epoch(str(fault), halved=halved, fresh=False)
 
     def _begin_epoch(self, reason: str, *, halved: bool, fresh: bool) -> None:
-        self._proposed = None
+        self._grammars.forget_drafts()
         if self._scheduler is not None:
             self._scheduler.begin_epoch(fresh=fresh)
             self._journal.epoch_began(halved=halved, fresh=fresh, reason=reason)
@@ -391,8 +311,7 @@ class SchedulerLoop:
         self._deadline.forget()
         self._num_too_large = 0
         self._begin_epoch(reason, halved=False, fresh=True)
-        for client in list(self._peers):
-            self._send_to(client, EngineState("recovering" if self._scheduler is not None else "loading"))
+        self._front_ends.announce(EngineState("recovering" if self._scheduler is not None else "loading"))
 
     def _expect_group(self, command: Command) -> None:
         """The group before is gone, whether that was noticed here or not."""
@@ -408,8 +327,7 @@ class SchedulerLoop:
         self._child.report(Report("ready", detail=ready.timings, epoch=workers.epoch))
         if not scheduler.table.requests:
             self._say_progress()  # there is nobody for whom there could be a token
-        for client in list(self._peers):
-            self._send_to(client, EngineState("ready"))
+        self._front_ends.announce(EngineState("ready"))
 
     def _make_scheduler(self, num_blocks: int) -> Scheduler:
         header = TraceHeader(self._config, self._layout, num_blocks)
@@ -425,36 +343,14 @@ class SchedulerLoop:
     # ---- front ends
 
     def _take_from_front_ends(self) -> None:
-        while (received := self._hub.receive()) is not None:
-            client = self._clients.get(received.peer)
-            if isinstance(received.message, ProtocolError):
-                self._cut(received.peer, "a message was damaged, lost or unknown")
-            elif client is None:
-                self._welcome(received)
-            else:
-                self._on_client_message(client, received)
-
-    def _welcome(self, received: FromPeer) -> None:
-        hello = received.message
-        if not isinstance(hello, Hello) or hello.protocol_version != PROTOCOL_VERSION:
-            self._cut(
-                received.peer, _versions(hello) if isinstance(hello, Hello) else "the first message must be Hello"
-            )
-            return
-        client = self._next_client
-        self._next_client += 1  # never one that another had: its requests may still be ending
-        self._clients[received.peer] = client
-        self._peers[client] = received.peer
-        self._pids[client] = hello.pid
-        self._send_to(client, Welcome(PROTOCOL_VERSION, self._config.digest, self._config.max_model_len))
-        self._send_to(client, EngineState("ready" if self._scheduler else "loading"))
-        if self._scheduler is not None and not (self._workers is not None and self._workers.is_ready):
-            self._send_to(client, EngineState("recovering"))
+        while (come := self._front_ends.receive()) is not None:
+            self._on_client_message(*come)
 
     def _on_client_message(self, client: int, received: FromPeer) -> None:
         match received.message:
             case AddRequest() as request if self._scheduler is None:
-                self._send_to(client, Rejected(request.request_id, "loading", "", "the engine is still loading"))
+                refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")
+                self._front_ends.send(client, refusal)
             case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
                 is_known = (
                     isinstance(event, AddRequest) and (client, event.request_id) in self._scheduler.table.requests
@@ -462,39 +358,13 @@ class SchedulerLoop:
                 self._scheduler.consume(event, client)
                 self._journal.consumed(client, received.frames, event)
                 if isinstance(event, AddRequest) and not is_known:
-                    self._hold_for_grammar(self._scheduler, event, client)
+                    self._grammars.hold(self._scheduler, event, client)
                 self._collector.after_message()
-            case Heartbeat() as beat:
-                self._send_to(client, beat)
             case _:
                 pass  # a question that only a loaded engine can answer
 
-    def _hold_for_grammar(self, scheduler: Scheduler, event: AddRequest, client: int) -> None:
-        """A request that has just come waits until its grammar is compiled; one that was refused does not."""
-        if event.sampling.structured_outputs is None or (client, event.request_id) not in scheduler.table.requests:
-            return
-        if self._grammars.begin(client, event):
-            self._consume(scheduler, Hold(event.request_id, "grammar"), client)
-
-    def _send_to(self, client: int, message: Message) -> None:
-        peer = self._peers.get(client)
-        if peer is not None and self._hub.send(peer, message) is None:
-            self._forget(client)
-
-    def _cut(self, peer: bytes, reason: str) -> None:
-        self._hub.send(peer, Refused(reason))
-        client = self._clients.get(peer)
-        if client is None:
-            self._hub.forget(peer)
-        else:
-            self._forget(client)
-
-    def _forget(self, client: int) -> None:
-        """A front end is gone, does not read, or cannot be understood: its requests end."""
-        peer = self._peers.pop(client)
-        del self._pids[client]
-        self._hub.forget(peer)
-        del self._clients[peer]
+    def _client_gone(self, client: int) -> None:
+        """Its requests end."""
         if self._scheduler is not None:
             self._scheduler.drop_client(client)
             self._journal.client_dropped(client)
@@ -508,13 +378,6 @@ class SchedulerLoop:
             if self._scheduler is not None:
                 self._scheduler.fail_all("engine_fault: the engine stopped")
                 self._reply()
-            for client in list(self._peers):
-                self._send_to(client, EngineState("failed", reason))
+            self._front_ends.announce(EngineState("failed", reason))
         self._journal.dump(f"{type(error).__name__}: {reason}")
         self._journal.close(reason)
-
-
-def _versions(hello: Hello) -> str:
-    return (
-        f"protocol version {hello.protocol_version} of {hello.role} does not match the scheduler's {PROTOCOL_VERSION}"
-    )

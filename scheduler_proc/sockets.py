@@ -15,7 +15,7 @@ from quire.scheduler_proc.worker_group import WorkerGroup
 
 
 class Sockets:
-    """Implements ``loop.Doors``. Owns the context and every socket in it."""
+    """Implements ``doors.Doors``. Owns the context and every socket in it."""
 
     def __init__(self, directory: Path, life: int, num_ranks: int) -> None:
         """``life``: which scheduler of this engine this is: front ends find each at a path of its own."""

@@ -13,8 +13,8 @@ import msgspec
 
 from quire.launch import overseer, session, streams
 from quire.protocol import channel, codec
+from quire.scheduler_proc import front_ends, planner, request_table, results, scheduler, suspects, worker_group
 from quire.scheduler_proc import loop as scheduler_loop
-from quire.scheduler_proc import planner, request_table, results, scheduler, suspects, worker_group
 from quire.scheduler_proc.kv import block_pool, manager
 from quire.scheduler_proc.request import RequestStatus
 
@@ -191,13 +191,6 @@ def _order_of_handles() -> Iterator[None]:
         yield
 
 
-def _client_stays(self: Any, command: Any) -> None:
-    if command.kind == "stop":
-        self._open = False
-    elif command.kind == "epoch":
-        self._expect_group(command)
-
-
 MUTATIONS = (
     Mutation("a link takes messages of any epoch", "I10, F16", _link_without("epoch"), seed=4),
     Mutation("a link takes messages out of order, twice, or with a gap", "F15", _link_without("seq")),
@@ -253,7 +246,7 @@ MUTATIONS = (
     Mutation(
         "the requests of a front end that died go on",
         "F12, I13",
-        lambda: mock.patch.multiple(scheduler_loop.SchedulerLoop, _obey=_client_stays, _forget=_nothing),
+        lambda: mock.patch.multiple(front_ends.FrontEnds, process_gone=_nothing, _forget=_nothing),
         seed=9,
     ),
     Mutation(

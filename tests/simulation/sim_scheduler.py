@@ -44,7 +44,7 @@ class SimChild:
 
 
 class SimHub:
-    """Implements ``loop.Hub``: what ZmqHub does, over wires. What came before it was there is waiting for it."""
+    """Implements ``doors.Hub``: what ZmqHub does, over wires. What came before it was there is waiting for it."""
 
     def __init__(self, world: "World", life: int) -> None:
         self._world = world
@@ -75,7 +75,7 @@ class SimHub:
 
 
 class SimDoors:
-    """Implements ``loop.Doors``."""
+    """Implements ``doors.Doors``."""
 
     def __init__(self, world: "World", process: "SimScheduler", life: int) -> None:
         self._world, self._process = world, process

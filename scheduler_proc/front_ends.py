@@ -1,0 +1,100 @@
+"""The front ends of this scheduler: who is connected, as which client, and what all of them are told."""
+
+from collections.abc import Callable
+
+from quire.protocol.codec import ProtocolError
+from quire.protocol.config import EngineConfig
+from quire.protocol.messages import PROTOCOL_VERSION, EngineState, Heartbeat, Hello, Message, Refused, Welcome
+from quire.protocol.zmq_channel import FromPeer
+from quire.scheduler_proc.doors import Hub
+
+
+class FrontEnds:
+    """Owns the hub, and each connection's client: the number under which the Scheduler knows it. Knows no requests.
+
+    A number is never given out again, for requests of whoever had it may still be ending.
+    """
+
+    def __init__(self, hub: Hub, config: EngineConfig, on_gone: Callable[[int], None]) -> None:
+        """``on_gone``: called with each client that is gone, does not read, or cannot be understood."""
+        self._hub = hub
+        self._on_gone = on_gone
+        self._welcome = Welcome(PROTOCOL_VERSION, config.digest, config.max_model_len)
+        self._state = EngineState("loading")
+        self._peers: dict[int, bytes] = {}
+        self._clients: dict[bytes, int] = {}
+        self._pids: dict[int, int] = {}
+        self._next_client = 0
+
+    def receive(self) -> tuple[int, FromPeer] | None:
+        """(client, message) of the next message that is for the engine, without waiting; None: there is no other.
+
+        Whoever comes is greeted, a heartbeat is answered, and who cannot be understood is cut off.
+        """
+        while (received := self._hub.receive()) is not None:
+            client, message = self._clients.get(received.peer), received.message
+            if isinstance(message, ProtocolError):
+                self._cut(received.peer, "a message was damaged, lost or unknown")
+            elif client is None:
+                self._greet(received.peer, message)
+            elif isinstance(message, Heartbeat):
+                self.send(client, message)
+            else:
+                return client, received
+        return None
+
+    def send(self, client: int, message: Message) -> None:
+        """To who is gone already: nothing happens. Who does not take it, is gone from now on."""
+        peer = self._peers.get(client)
+        if peer is not None and self._hub.send(peer, message) is None:
+            self._forget(client)
+
+    def announce(self, state: EngineState) -> None:
+        """The engine's state from now on: to all who are connected, and to whoever comes."""
+        self._state = state
+        for client in list(self._peers):
+            self.send(client, state)
+
+    def process_gone(self, pid: int) -> None:
+        """The front end with this process id has died, whether its connection shows it or not."""
+        for client in [client for client, its_pid in self._pids.items() if its_pid == pid]:
+            self._forget(client)
+
+    def _greet(self, peer: bytes, hello: Message) -> None:
+        why = mismatch(hello) if isinstance(hello, Hello) else "the first message must be Hello"
+        if why or not isinstance(hello, Hello):
+            self._cut(peer, why)
+            return
+        client = self._next_client
+        self._next_client += 1
+        self._clients[peer] = client
+        self._peers[client] = peer
+        self._pids[client] = hello.pid
+        self.send(client, self._welcome)
+        if self._state.kind == "recovering":
+            self.send(client, EngineState("ready"))  # it takes requests, which wait here
+        self.send(client, self._state)
+
+    def _cut(self, peer: bytes, reason: str) -> None:
+        self._hub.send(peer, Refused(reason))
+        client = self._clients.get(peer)
+        if client is None:
+            self._hub.forget(peer)
+        else:
+            self._forget(client)
+
+    def _forget(self, client: int) -> None:
+        peer = self._peers.pop(client)
+        del self._pids[client]
+        self._hub.forget(peer)
+        del self._clients[peer]
+        self._on_gone(client)
+
+
+def mismatch(hello: Hello) -> str:
+    """Why the scheduler cannot talk with who said this; empty where it can."""
+    if hello.protocol_version == PROTOCOL_VERSION:
+        return ""
+    return (
+        f"protocol version {hello.protocol_version} of {hello.role} does not match the scheduler's {PROTOCOL_VERSION}"
+    )
