@@ -2,8 +2,8 @@
 
 Workers are a *group*: one process per rank, all of one *epoch*. When one of them dies, hangs, or is found to be wrong,
 the whole group is killed and another one is started under the next epoch; *standby* processes, which have done the slow
-part of starting already, take over at once. A scheduler has a number, too, its *life*: a new one adopts the workers
-that there are, under a new epoch, and front ends bring it the requests that the old one had.
+part of starting already, take over as soon as the memory of those before is free. A scheduler has a number, too, its
+*life*: a new one adopts the workers that there are, under a new epoch, and front ends bring it the requests of the old.
 """
 
 import logging
@@ -27,6 +27,8 @@ SILENT_S = 10.0
 """How long a process that has started may say nothing. Twice a second is the rule; native code may hold it up."""
 END_S = 5.0
 """How long one that has said why it ends may take to end."""
+LEAVE_S = 10.0
+"""How long one that has begun to end may hold its memory before others take its place all the same."""
 ADOPTION_S = 2.0
 """How long a worker may take to hear that it has another scheduler: one that does not is in a step for ever."""
 STANDBY_DELAY_S = 2.0
@@ -105,6 +107,8 @@ class Overseer:
         self.group: dict[int, Member] = {}
         """By rank."""
         self.standbys: list[Member] = []
+        self.leaving: list[Member] = []
+        """Workers that end, and are no members any more. Until they are gone they hold memory that others need."""
         self.verdict: QuireError | None = None
         self._deaths: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
         self._due: dict[tuple[Role, int], float] = {}
@@ -162,12 +166,26 @@ class Overseer:
             case "failed":
                 member.failure, member.failed_at = report, now
 
-    def ended(self, process: Process, how: str, now: float) -> None:
-        """A process is gone. ``how``: in words, where it said nothing itself."""
+    def ending(self, process: Process, how: str, now: float) -> None:
+        """A worker runs no more, but still holds its memory; ``ended`` is to follow, and only then do others load."""
         member = self._find(process)
         if member is None:
             return
         self.members.remove(member)
+        member.heard = now
+        self.leaving.append(member)
+        self._lose(member, how, now)
+
+    def ended(self, process: Process, how: str, now: float) -> None:
+        """A process is gone. ``how``: in words, where it said nothing itself."""
+        if (gone := next((m for m in self.leaving if m.process is process), None)) is not None:
+            self.leaving.remove(gone)
+            self.tick(now)
+        elif (member := self._find(process)) is not None:
+            self.members.remove(member)
+            self._lose(member, how, now)
+
+    def _lose(self, member: Member, how: str, now: float) -> None:
         if self._stopping:
             return
         reason = member.failure.text if member.failure is not None else how
@@ -193,10 +211,12 @@ class Overseer:
                 self._end(member, f"the {member.role} process said nothing for {limit:g} s", now)
             elif member.failure is not None and now > member.failed_at + END_S:
                 self._end(member, member.failure.text, now)
+        for member in [m for m in self.leaving if now > m.heard + LEAVE_S]:
+            self._end(member, "", now)
         if self._adopt_by is not None and now > self._adopt_by:
             self._adopt_by = None
             self._lose_group("a worker did not come to its new scheduler", now)
-        for role, index in [who for who, when in self._due.items() if when <= now]:
+        for role, index in [who for who, when in self._possible() if when <= now]:
             del self._due[role, index]
             if role == "worker":
                 self._fill(index, now)
@@ -209,10 +229,15 @@ class Overseer:
 
     def next_event(self, now: float) -> float:
         """Seconds until ``tick`` has something to do, at most."""
-        times = [*self._due.values()]
+        times = [when for _, when in self._possible()]
         times += [when for when in (self._standby_due, self._adopt_by) if when is not None]
         times += [m.heard + (SILENT_S if m.started else START_S) for m in self.members]
+        times += [m.heard + LEAVE_S for m in self.leaving]
         return max(0.0, min(times, default=now + 1.0) - now)
+
+    def _possible(self) -> list[tuple[tuple[Role, int], float]]:
+        """Of those who are due, whoever does not wait for others to be gone."""
+        return [(who, when) for who, when in self._due.items() if who[0] != "worker" or not self.leaving]
 
     # ---- looking in
 
@@ -236,13 +261,13 @@ class Overseer:
         """All of it goes; what comes is another epoch's."""
         if self._stopping or not self._count_death("worker", reason):
             return
-        self._disband()
+        log.error("%s; the workers are started again", reason)
         self.epoch += 1
         if (scheduler := self.scheduler) is not None:
             scheduler.ready = False
             self._runner.tell(scheduler.process, Command("epoch", epoch=self.epoch, text=reason))
+        self._disband()
         when = now + self._patience("worker")
-        log.error("%s; the workers are started again", reason)
         for rank in range(self._crew.num_ranks):
             self._due["worker", rank] = when
         self.tick(now)
@@ -368,3 +393,4 @@ class Overseer:
         for rank in range(self._crew.num_ranks):
             assert (rank in self.group) != (("worker", rank) in self._due), f"rank {rank}"
         assert all(m in self.members for m in (*self.group.values(), *self.standbys))
+        assert not any(m in self.members for m in self.leaving)

@@ -1,8 +1,8 @@
 """Starts the engine's processes, watches them, and ends them in order. Touches no request.
 
-What is to be done about a death is the Overseer's to decide (overseer.py). Each child has two pipes: *status*, on which
-it reports, and *lifeline*, on which it is told what to do, and whose end tells it that the supervisor is gone
-(``protocol/child.py``).
+What is to be done about a death is the Overseer's to decide (overseer.py). Each child (child_process.py) has two pipes:
+*status*, on which it reports, and *lifeline*, on which it is told what to do, and whose end says that the supervisor is
+gone.
 """
 
 import contextlib
@@ -11,20 +11,18 @@ import os
 import re
 import selectors
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from quire.launch.child_process import ChildProcess
 from quire.launch.overseer import Crew, Member, Overseer, Process, Role
 from quire.launch.sampling_options import import_paths
-from quire.protocol.child import Command, Report
+from quire.protocol.child import Command
 from quire.protocol.config import EngineConfig
 
 # A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
@@ -32,7 +30,8 @@ from quire.protocol.config import EngineConfig
 # end, another program. Docs: the log of 2026-11-21.
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 STOP_DEADLINE = 5.0
-KILL_DEADLINE = 10.0
+LOOK_S = 0.03
+"""How often the workers' flags are looked at. One look is 30 to 100 us of this process."""
 PREFIX = "quire-"
 LOCK = "lock"
 """A file in the socket directory that its supervisor keeps locked: where it is not, the supervisor is gone."""
@@ -55,97 +54,6 @@ class FrontEndProgram(NamedTuple):
     num_processes: int
     arguments: tuple[str, ...]
     pass_fds: tuple[int, ...]
-
-
-class ChildProcess:
-    """One process and its pipes."""
-
-    def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        pass_fds: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
-        import_paths: Sequence[str] = (),
-    ) -> None:
-        """``environment``: variables for the child, where the user's own do not set them.
-
-        ``import_paths``: where the child finds modules, besides where it would.
-        """
-        status, child_status = os.pipe()
-        child_lifeline, self._lifeline = os.pipe()
-        os.set_blocking(self._lifeline, False)
-        command = [sys.executable, "-P", "-m", module, "--status-fd", str(child_status)]
-        command += ["--lifeline-fd", str(child_lifeline), *arguments]
-        try:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(child_status, child_lifeline, *pass_fds),
-                env={**(environment or {}), **os.environ, **_python_path(import_paths)},
-            )
-        finally:
-            os.close(child_status)
-            os.close(child_lifeline)
-        self.status = status
-        os.set_blocking(status, False)
-        self._partial = b""
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def read_reports(self) -> tuple[list[Report], bool]:
-        """What the child wrote; and whether it has closed its end, which it does by ending."""
-        reports: list[Report] = []
-        while True:
-            try:
-                data = os.read(self.status, 65536)
-            except BlockingIOError:
-                return reports, False
-            if not data:
-                return reports, True
-            *lines, self._partial = (self._partial + data).split(b"\n")
-            reports += [msgspec.json.decode(line, type=Report) for line in lines]
-
-    def tell(self, command: Command) -> None:
-        """Without effect on one that has ended, or does not listen: that is noticed otherwise."""
-        with contextlib.suppress(OSError):
-            os.write(self._lifeline, msgspec.json.encode(command) + b"\n")
-
-    def how_it_ended(self, name: str) -> str:
-        """For one that said nothing itself."""
-        code = self.process.wait()
-        if code < 0:
-            return f"the {name} process was killed by {signal.Signals(-code).name}"
-        return f"the {name} process ended with status {code} and said nothing"
-
-    def kill(self) -> None:
-        """Returns once it is gone, and its memory with it; or leaves one to itself that the kernel holds."""
-        if self.process.poll() is None:
-            self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(KILL_DEADLINE)
-
-    def end(self, deadline: float) -> None:
-        """Wait until ``deadline`` (monotonic), then kill. Leaves nothing behind."""
-        try:
-            self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self.close()
-
-    def close(self) -> None:
-        for fd in (self.status, self._lifeline):
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self.status = self._lifeline = -1
-
-
-def _python_path(more: Sequence[str]) -> dict[str, str]:
-    """The variable by which a child also finds what lies in ``more``; behind the user's own entries."""
-    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*entries, *more]))} if more else {}
 
 
 class Supervisor:
@@ -215,15 +123,31 @@ class Supervisor:
             ConfigError, EngineError: the engine cannot go on; says why.
         """
         patience = self.overseer.next_event(time.monotonic())
-        for key, _ in self._selector.select(patience if timeout is None else min(timeout, patience)):
-            if key.data is None:
+        ending, speaking = self._wait(patience if timeout is None else min(timeout, patience))
+        for child in speaking:
+            if child is None:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(key.fd, 4096)
+                    os.read(self._wakeup, 4096)
             else:
-                self._hear(key.data)
+                self._hear(child)
+        for child in ending:
+            self._hear(child)  # its last words, and perhaps that it is gone already
+            if child.status >= 0:
+                self.overseer.ending(child, child.how_it_ends("worker"), time.monotonic())
         self.overseer.tick(time.monotonic())
         if self.overseer.verdict is not None:
             raise self.overseer.verdict
+
+    def _wait(self, seconds: float) -> tuple[list[ChildProcess], list[ChildProcess | None]]:
+        """Until something happens: which workers are ending, and who says something (None: ``wakeup_fd``)."""
+        workers = [_child_of(member) for member in self.overseer.group.values()]
+        until = time.monotonic() + seconds
+        while True:
+            remaining = max(0.0, until - time.monotonic())
+            events = self._selector.select(min(LOOK_S, remaining) if workers else remaining)
+            ending = [worker for worker in workers if worker.is_ending()]
+            if ending or events or remaining <= LOOK_S:
+                return ending, [key.data for key, _ in events]
 
     def _hear(self, child: ChildProcess) -> None:
         if child.status < 0:
@@ -234,7 +158,7 @@ class Supervisor:
             self.overseer.reported(child, report, now)
         if ended:
             member = next((m for m in self.overseer.members if m.process is child), None)
-            how = child.how_it_ended(member.role if member is not None else "")
+            how = child.how_it_ended(member.role if member is not None else "worker")
             self._let_go(child)
             self.overseer.ended(child, how, now)
 
@@ -307,6 +231,8 @@ class Supervisor:
                 self.tell(member.process, Command("engine_gone") if gone else Command("stop", text=why))
             for member in members:
                 _child_of(member).end(deadline)
+        for member in self.overseer.leaving:
+            _child_of(member).end(deadline)
         self.overseer.members.clear()
         self._selector.close()
         for fd in (self._wakeup, self._wake, self._lock):

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import quire
+from quire.launch.child_process import python_path
 from quire.launch.cli import main
 from quire.launch.demo import demo_model_path
 from quire.launch.options import EngineOptions, make_engine_config, parse_options
 from quire.launch.sampling_options import import_paths, processor_name, thinking_markers
-from quire.launch.supervisor import _python_path
 from quire.launch.terminal import _sampling
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
@@ -185,10 +185,10 @@ class TestProcessors:
         assert import_paths(["numpy:ndarray", "json:JSONDecoder", "sys:x", "__main__:Class"]) == []
         paths = [str(tmp_path)]
         monkeypatch.setenv("PYTHONPATH", "/somewhere")
-        assert _python_path(paths) == {"PYTHONPATH": f"/somewhere:{tmp_path}"}
-        assert _python_path([]) == {}
+        assert python_path(paths) == {"PYTHONPATH": f"/somewhere:{tmp_path}"}
+        assert python_path([]) == {}
         monkeypatch.delenv("PYTHONPATH")
-        assert _python_path(paths) == {"PYTHONPATH": str(tmp_path)}
+        assert python_path(paths) == {"PYTHONPATH": str(tmp_path)}
 
     def test_the_flag_may_be_repeated(self, capsys: pytest.CaptureFixture[str]) -> None:
         flags = ["--logits-processors", "json:A", "json:B", "--logits-processors", "no_such_module:C"]
