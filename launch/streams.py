@@ -11,7 +11,8 @@ import numpy as np
 
 from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs, Update
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
-from quire.protocol.messages import AddRequest, EndReason, Logprobs, PromptLogprobs, Rejected, StepOutputs
+from quire.protocol.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.messages import AddRequest, EndReason, Rejected, StepOutputs
 
 
 class Stream:

@@ -1,7 +1,8 @@
 """Every message, as closed unions of frozen structs. For the laws see protocol/README.md.
 
 Arrays (``Int32``, ``Float32``) travel as raw frames of their own beside the header, so that neither side ever
-turns tokens into Python integers. Fields grow at the tail, with defaults; a tag is never reused.
+turns tokens into Python integers. Fields grow at the tail, with defaults; a tag is never reused. Tags 14 to 18 and 43
+are events of the scheduler process' own (scheduler_proc/events.py).
 """
 
 import enum
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
+from quire.protocol.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -121,54 +123,6 @@ class Control(Message, frozen=True, tag=13):
     query: int = 0
 
 
-class OpaqueRequest(Message, frozen=True, tag=14):
-    """An arrival without its tokens, for replay: lengths, and the name of each full block (``block_hashes`` joined).
-
-    Names of blocks that its answer will fill may stand behind those of the prompt.
-    """
-
-    request_id: str
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    seed: int
-    block_hashes: bytes
-    hash_bytes: int = 32
-    priority: int = 0
-    arrival: float = 0.0
-    num_output_tokens: int = 0
-    tenant: int = 0
-    again: bool = False
-
-
-class Hold(Message, frozen=True, tag=15):
-    """Inside the scheduler process: a waiting request cannot start yet. ``reason``: grammar, remote_kv or streaming."""
-
-    request_id: str
-    reason: str
-
-
-class Release(Message, frozen=True, tag=16):
-    """Inside the scheduler process: what a held request waited for is there."""
-
-    request_id: str
-
-
-class Refuse(Message, frozen=True, tag=17):
-    """Inside the scheduler process: a held request can never run; its ending is a Rejected with the same words."""
-
-    request_id: str
-    code: str
-    param: str
-    message: str
-
-
-class Fail(Message, frozen=True, tag=18):
-    """Inside the scheduler process: a request cannot go on; it ends with ERROR and this detail."""
-
-    request_id: str
-    detail: str
-
-
 # ---- scheduler to front end
 
 
@@ -195,33 +149,6 @@ class Introduced(msgspec.Struct, array_like=True, frozen=True):
     handle: int
     request_id: str
     num_cached_tokens: int
-
-
-class Logprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Which of the message's tokens have log probabilities, and how they lie in the three frames beside it.
-
-    ``rows``: indices into the message's tokens. The frames hold ``len(rows) * width`` entries, row-major; column 0
-    is the sampled token, the others the best ones in falling order. ``ranks``: of the sampled token, from 1.
-    """
-
-    rows: list[int]
-    width: int
-
-
-class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log probabilities of prompt tokens, and how they lie in the three frames beside it.
-
-    Entry ``i`` is of request ``handles[i]``: its prompt tokens ``starts[i]`` to ``starts[i] + counts[i]`` (the first
-    token has none, so a start is 1 at least). The frames hold the entries one after the other, ``width`` values per
-    token: column 0 is the prompt's own token, the others are the best ones in falling order.
-
-    After a preemption a part may come a second time.
-    """
-
-    handles: list[int]
-    starts: list[int]
-    counts: list[int]
-    width: int
 
 
 class StepOutputs(Message, frozen=True, tag=21):
@@ -481,36 +408,7 @@ class Digest(Message, frozen=True, tag=44):
     value: bytes
 
 
-class OpaqueResult(Message, frozen=True, tag=43):
-    """A result without its tokens, for replay: who got one, ended or was bad.
-
-    ``handles``: absent while the same as in the last result that had them.
-    """
-
-    step: int
-    handles: Int32 | None
-    ended: list[Ended]
-    counts: Int32 | None = None
-    drafts: Int32 | None = None
-    bad: list[int] = []
-    seconds: float = 0.0
-    failed: list[tuple[int, str]] = []
-
-
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
 SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState
 SchedulerToWorker: TypeAlias = Welcome | Refused | Heartbeat | Configure | SchedulerOutput | SampleInputs | Shutdown
 WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest
-Consumed: TypeAlias = (
-    AddRequest
-    | OpaqueRequest
-    | Abort
-    | Stop
-    | Control
-    | Hold
-    | Release
-    | Refuse
-    | Fail
-    | ModelRunnerOutput
-    | OpaqueResult
-)

@@ -5,7 +5,8 @@ from typing import Any
 
 from quire.protocol.codec import Codec
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import AddRequest, Consumed, Fail, Hold, Proposed, Refuse, Release
+from quire.protocol.messages import AddRequest, Proposed
+from quire.scheduler_proc.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.structured.drafts import has_drafts
 from quire.scheduler_proc.structured.manager import GrammarManager

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.messages import Int32, Logprobs, ModelRunnerOutput, OpaqueResult, PromptLogprobs
+from quire.protocol.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.messages import Int32, ModelRunnerOutput
 from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.scheduler_proc.cruise import Roster
+from quire.scheduler_proc.events import OpaqueResult
 from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.step import Share
 

@@ -4,16 +4,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.messages import (
-    Ended,
-    EndReason,
-    Int32,
-    Introduced,
-    Logprobs,
-    ModelRunnerOutput,
-    PromptLogprobs,
-    StepOutputs,
-)
+from quire.protocol.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.messages import Ended, EndReason, Int32, Introduced, ModelRunnerOutput, StepOutputs
 from quire.scheduler_proc.in_flight import Sampled
 from quire.scheduler_proc.request import Request
 

@@ -15,17 +15,10 @@ from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import (
     Abort,
     AddRequest,
-    Consumed,
     Control,
     EndReason,
-    Fail,
-    Hold,
     ModelRunnerOutput,
-    OpaqueRequest,
-    OpaqueResult,
-    Refuse,
     Rejected,
-    Release,
     SchedulerOutput,
     SchedulerToFrontEnd,
     Statistics,
@@ -34,6 +27,7 @@ from quire.protocol.messages import (
 from quire.scheduler_proc.admission import Refusal, admit
 from quire.scheduler_proc.cruise import Cruise
 from quire.scheduler_proc.drafting import make_draft_policy
+from quire.scheduler_proc.events import Consumed, Fail, Hold, OpaqueRequest, OpaqueResult, Refuse, Release
 from quire.scheduler_proc.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.block_pool import BlockPool

@@ -10,16 +10,8 @@ import numpy.typing as npt
 from quire.launch.replay.cost import StepShape
 from quire.launch.replay.rows import SimulatedRows
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import (
-    Float32,
-    Int32,
-    Logprobs,
-    ModelRunnerOutput,
-    NewRequestData,
-    PromptLogprobs,
-    SampleInputs,
-    SchedulerOutput,
-)
+from quire.protocol.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.messages import Float32, Int32, ModelRunnerOutput, NewRequestData, SampleInputs, SchedulerOutput
 
 _UInt64 = npt.NDArray[np.uint64]
 

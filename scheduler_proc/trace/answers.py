@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import assert_never
 
-from quire.protocol.messages import Abort, Control, Ended, EndReason, Fail, Hold, Refuse, Release, Stop
+from quire.protocol.messages import Abort, Control, Ended, EndReason, Stop
+from quire.scheduler_proc.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,

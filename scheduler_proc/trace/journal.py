@@ -9,7 +9,8 @@ from pathlib import Path
 from quire.protocol.channel import Frames
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import Consumed, SchedulerOutput
+from quire.protocol.messages import SchedulerOutput
+from quire.scheduler_proc.events import Consumed
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.dump import Dump, write_dump

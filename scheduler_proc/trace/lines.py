@@ -12,8 +12,9 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import Abort, Control, Ended, Fail, Hold, Refuse, Release, Stop
+from quire.protocol.messages import Abort, Control, Ended, Stop
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.trace.keyframe import IdleState
 from quire.scheduler_proc.trace.tap import NAME_BYTES
 

@@ -4,17 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from quire.protocol.codec import Codec
-from quire.protocol.messages import (
-    Abort,
-    AddRequest,
-    Consumed,
-    Control,
-    EndReason,
-    ModelRunnerOutput,
-    OpaqueRequest,
-    OpaqueResult,
-    SchedulerOutput,
-)
+from quire.protocol.messages import Abort, AddRequest, Control, EndReason, ModelRunnerOutput, SchedulerOutput
+from quire.scheduler_proc.events import Consumed, OpaqueRequest, OpaqueResult
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader

@@ -5,18 +5,10 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_events import HASH_BYTES as KEY_BYTES
-from quire.protocol.messages import (
-    AddRequest,
-    Ended,
-    Fail,
-    Int32,
-    ModelRunnerOutput,
-    OpaqueResult,
-    Refuse,
-    SchedulerOutput,
-)
+from quire.protocol.messages import AddRequest, Ended, Int32, ModelRunnerOutput, SchedulerOutput
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.events import Fail, OpaqueResult, Refuse
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.keyframe import IdleState, with_short_names

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from quire.launch.engine_client import PromptLogprobTable
 from quire.launch.streams import Stream, StreamTable
-from quire.protocol.messages import AddRequest, Ended, EndReason, Introduced, PromptLogprobs, StepOutputs
+from quire.protocol.logprobs import PromptLogprobs
+from quire.protocol.messages import AddRequest, Ended, EndReason, Introduced, StepOutputs
 from quire.protocol.sampling_params import SamplingParams
 
 WIDTH = 3

@@ -18,6 +18,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import kv_layout
 from quire.protocol.model_config import ModelConfig
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.events import Consumed
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -35,7 +36,7 @@ UNIONS = (
     m.SchedulerToFrontEnd,
     m.SchedulerToWorker,
     m.WorkerToScheduler,
-    m.Consumed,
+    Consumed,
 )
 EVERY_MESSAGE = sorted({t for union in UNIONS for t in typing.get_args(union)}, key=lambda t: t.__name__)
 

@@ -11,13 +11,9 @@ from log_replay import replay
 from scheduler_driver import Driver, change, expected_tokens
 
 from quire.protocol.codec import Codec
-from quire.protocol.messages import (
-    AddRequest,
-    Consumed,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from quire.protocol.messages import AddRequest, ModelRunnerOutput, SchedulerOutput
 from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.events import Consumed
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
 from quire.scheduler_proc.trace.lines import Arrival, Result, encode_line
 

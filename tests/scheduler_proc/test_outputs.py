@@ -3,7 +3,8 @@
 import numpy as np
 from scheduler_driver import Driver
 
-from quire.protocol.messages import Logprobs, ModelRunnerOutput, StepOutputs
+from quire.protocol.logprobs import Logprobs
+from quire.protocol.messages import ModelRunnerOutput, StepOutputs
 
 
 def result(step: int, handle: int, token: int, logprob: float) -> ModelRunnerOutput:

@@ -9,7 +9,8 @@ from scheduler_driver import Driver, change, end_of, expected_tokens
 from scheduler_load import prompt_logprobs_of
 
 from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import EndReason, ModelRunnerOutput, PromptLogprobs, StepOutputs
+from quire.protocol.logprobs import PromptLogprobs
+from quire.protocol.messages import EndReason, ModelRunnerOutput, StepOutputs
 from quire.scheduler_proc.scheduler import WorkerFault
 
 LONG = list(range(100, 120))

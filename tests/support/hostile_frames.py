@@ -12,8 +12,10 @@ import numpy as np
 from quire.protocol import messages as m
 from quire.protocol.codec import MAX_FRAMES, Codec
 from quire.protocol.kv_layout import kv_layout
+from quire.protocol.logprobs import Logprobs
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.events import Consumed
 
 Frames = list[bytes]
 PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."
@@ -51,7 +53,7 @@ def directions(config: Any) -> dict[str, tuple[Any, list[Any]]]:
     new = m.NewRequestData(4, "r4", 5, 5, 0, [2], SamplingParams(top_k=3), 9)
     floats = np.array([-0.5, -1.5], np.float32)
     result = m.ModelRunnerOutput(
-        3, ints(300), ints(300), logprobs=m.Logprobs([0], 2), logprob_token_ids=ints(2), logprob_values=floats,
+        3, ints(300), ints(300), logprobs=Logprobs([0], 2), logprob_token_ids=ints(2), logprob_values=floats,
         logprob_ranks=ints(1), bad=[1], seconds=0.01, failed=[(2, "why")],
     )  # fmt: skip
     return {
@@ -288,4 +290,4 @@ def every_flip(frames: Frames, rng: random.Random) -> Iterator[Frames]:
 
 
 def frames_of(message: Any, seq: int = 1, epoch: int = 0) -> Frames:
-    return [bytes(frame) for frame in Codec(m.Consumed).encode(epoch, seq, message)]
+    return [bytes(frame) for frame in Codec(Consumed).encode(epoch, seq, message)]

@@ -16,7 +16,6 @@ from quire.protocol.messages import (
     Abort,
     AddRequest,
     Ended,
-    Hold,
     ModelRunnerOutput,
     Rejected,
     SchedulerOutput,
@@ -27,6 +26,7 @@ from quire.protocol.messages import (
 )
 from quire.protocol.model_config import load_model_config
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.events import Hold
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.worker_proc.setup import make_runner

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from quire.protocol.codec import Codec
-from quire.protocol.messages import Consumed, SchedulerOutput
+from quire.protocol.messages import SchedulerOutput
+from quire.scheduler_proc.events import Consumed
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.keyframe import decode_state, idle_state, restore

@@ -21,16 +21,11 @@ from quire.protocol.kv_layout import KVLayout, kv_layout
 from quire.protocol.messages import (
     Abort,
     AddRequest,
-    Consumed,
     Control,
     Ended,
     EndReason,
-    Fail,
-    Hold,
     ModelRunnerOutput,
-    Refuse,
     Rejected,
-    Release,
     SchedulerOutput,
     SchedulerToWorker,
     Statistics,
@@ -40,6 +35,7 @@ from quire.protocol.messages import (
 )
 from quire.protocol.model_config import ModelConfig
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler_proc.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.policies import QUIRE, Policies
 from quire.scheduler_proc.request import Request
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
