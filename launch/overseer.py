@@ -111,6 +111,7 @@ class Overseer:
         """Workers that end, and are no members any more. Until they are gone they hold memory that others need."""
         self.verdict: QuireError | None = None
         self._deaths: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
+        self._num_condemned = 0
         self._due: dict[tuple[Role, int], float] = {}
         """(role, index) of whoever is to be started, and when."""
         self._standby_due: float | None = None
@@ -160,6 +161,9 @@ class Overseer:
                 self._ready(member, report, now)
             case "progress":
                 self._deaths = dict.fromkeys(self._deaths, 0)
+                self._num_condemned = 0
+            case "condemned":
+                self._condemned(report.text)
             case "group_failed":
                 if report.epoch == self.epoch:
                     self._lose_group(report.text, now)
@@ -311,6 +315,13 @@ class Overseer:
             return True
         self.verdict = EngineError(f"{reason} ({MAX_DEATHS} times in a row, with no token in between)")
         return False
+
+    def _condemned(self, reason: str) -> None:
+        """A request ended the workers, and is gone: those deaths are explained, unless each request should be like it."""
+        self._deaths["worker"] = 0
+        self._num_condemned += 1
+        if self._num_condemned == MAX_DEATHS:
+            self.verdict = EngineError(f"{reason} ({MAX_DEATHS} requests in a row did that, with no token in between)")
 
     def _patience(self, role: Role) -> float:
         return BACKOFF_S[min(self._deaths[role], len(BACKOFF_S)) - 1]

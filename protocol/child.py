@@ -48,12 +48,12 @@ class Report(msgspec.Struct, omit_defaults=True):
     Attributes:
         event: started; alive; joined (a worker has heard of ``epoch`` and goes there); ready (the scheduler: the group
             of ``epoch`` can run steps; a front end: it accepts connections); progress (a first token was committed in
-            ``epoch``); group_failed (the scheduler gives up the group of ``epoch``, ``text`` says why); failed (it
+            ``epoch``); condemned (a request ended the workers of ``epoch`` for the last time); group_failed (the scheduler gives up the group of ``epoch``, ``text`` says why); failed (it
             ends, ``text`` says why).
         text: for a person, one line.
     """
 
-    event: Literal["started", "alive", "joined", "ready", "progress", "group_failed", "failed"]
+    event: Literal["started", "alive", "joined", "ready", "progress", "condemned", "group_failed", "failed"]
     text: str = ""
     exit_status: int = 0
     detail: dict[str, float] = {}

@@ -194,6 +194,18 @@ class TestWorkers:
             house.become_ready()
         assert house.overseer.verdict is None
 
+    def test_deaths_that_a_request_was_why_do_not_count_until_there_are_too_many_such_requests(self) -> None:
+        house = House()
+        house.become_ready()
+        for condemned in range(1, MAX_DEATHS + 1):
+            assert house.overseer.verdict is None
+            for _ in range(3):
+                house.pass_time(BACKOFF_S[-1] + 0.1)
+                house.die(house.one("worker"))
+            house.say(house.one("scheduler"), "condemned", text=f"found out {condemned}", epoch=house.overseer.epoch)
+            house.become_ready(progress=False)
+        assert str(house.overseer.verdict) == "found out 5 (5 requests in a row did that, with no token in between)"
+
     def test_a_first_start_that_fails_with_a_reason_is_not_tried_again(self) -> None:
         house = House()
         house.die(house.one("worker"), failure=Report("failed", "no such tensor", EX_CONFIG))

@@ -43,6 +43,23 @@ def test_a_request_that_kills_costs_only_itself(seed: int, at: int) -> None:
     assert outcome.faults["poison"] >= 3
 
 
+@pytest.mark.parametrize("apart", [0.0, 0.05, 4.0])
+@pytest.mark.parametrize("num_killers", [2, 4])
+def test_requests_that_kill_do_not_end_an_idle_engine_together(num_killers: int, apart: float) -> None:
+    """Nobody gets a token between their deaths; each is found out, and those deaths are explained."""
+    killers = (Ask(2.75 + i * apart, f"killer {i}", i, (0, 8), (77 + i, 3), 12, poison=-1) for i in range(num_killers))
+    outcome = play(Scenario(1, tuple(killers), ()))
+    assert not outcome.failure and not outcome.num_given_up
+    assert outcome.faults["poison"] >= num_killers + 2
+
+
+def test_five_requests_in_a_row_that_kill_are_the_end_all_the_same() -> None:
+    """It is the engine, then."""
+    killers = (Ask(2.75, f"killer {i}", i, (0, 8), (77 + i, 3), 12, poison=-1) for i in range(6))
+    outcome = play(Scenario(1, tuple(killers), ()))
+    assert not outcome.failure and outcome.num_given_up == 1
+
+
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_both_at_once(seed: int) -> None:
     """The scheduler dies while the workers do."""
