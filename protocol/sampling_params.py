@@ -4,7 +4,6 @@ The struct is checked whenever it is built, so also when it is decoded: the fron
 its name and range, and a scheduler never sees one.
 """
 
-import math
 from typing import Any, TypeAlias
 
 import msgspec
@@ -234,7 +233,8 @@ def check_float(
     name: str, value: Any, low: float, high: float, *, open_low: bool = False, param: str | None = None
 ) -> float:
     """Return ``value`` if it is a finite number (a bool is not) from ``low`` to ``high``; ``param`` as above."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # NaN is in no range. ``math.isfinite`` would not take an integer that is larger than any float.
+    good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not low <= value <= high or (open_low and value == low):
         edge = f"above {low:g} and at most" if open_low else f"from {low:g} to"
         raise InvalidRequest(f"{name} must be a number {edge} {high:g}", param or name)

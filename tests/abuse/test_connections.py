@@ -82,6 +82,8 @@ UNFINISHED_BODIES = [
     HEAD + b"content-length: 10\r\nexpect: 100-continue\r\n\r\n",
     SAYS_CHUNKED,
     SAYS_CHUNKED + b"5",
+    SAYS_CHUNKED + b"8000000000000000\r\n",
+    SAYS_CHUNKED + b"%x\r\n{" % (32 * 2**20 + 1),
     SAYS_CHUNKED + b"5\r\n{",
     ONE_CHUNK,
     ONE_CHUNK + b"0\r\n",

@@ -149,6 +149,9 @@ PAIRS = [
     {"json": "{}", "grammar": 'root ::= "a"'},
     {"choice": ["a"], "grammar": 'root ::= "a"'},
     {"choice": ["a"], "json_object": True},
+    *({"regex": "a", "json": schema} for schema in ({}, "{}", {"const": "a"}, False)),
+    {"json_object": True, "grammar": 'start: "a"'},
+    {"json_object": True, "json": {"type": "object"}},
 ]
 
 
@@ -270,13 +273,15 @@ def test_a_dead_end_with_other_limits_fails_alone(stuck: Any, server: AbusedServ
 
 # ---- many of them
 
+NUM_DISTINCT = 60
+
 
 def test_distinct_schemas_do_not_pile_up(server: AbusedServer) -> None:
     """How many the cache holds, and that it forgets: test_manager.py."""
     with ThreadPoolExecutor(8) as pool:
-        bodies = [{"structured_outputs": {"regex": f"[ab]{{{i + 1}}}"}, "max_tokens": 1} for i in range(60)]
+        bodies = [{"structured_outputs": {"regex": f"[ab]{{{i + 1}}}"}, "max_tokens": 1} for i in range(NUM_DISTINCT)]
         statuses = list(pool.map(lambda body: _status(server, body), bodies))
-    assert statuses == [200] * 60
+    assert statuses == [200] * NUM_DISTINCT
 
 
 @pytest.mark.slow

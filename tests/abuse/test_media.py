@@ -1,7 +1,9 @@
 """What this server does not have (images, sound, files, embeddings, adapters): refused by name, and never fetched."""
 
 import base64
+import socket
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -85,6 +87,31 @@ def test_images_are_refused_by_name(url: Any, server: AbusedServer) -> None:
     assert_refused(response, 400, "messages[0].content[1].type", "text only")
 
 
+@pytest.fixture(scope="module")
+def listener() -> Iterator[socket.socket]:
+    """Where somebody would knock who fetches what he is told to."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        made.setblocking(False)
+        yield made
+
+
+FORMS = (
+    *("http://{}/x.png", "https://{}/x.png", "//{}/x.png", "HTTP://{}/", "http://u:p@{}/", "http:{}/", "ftp://{}/x"),
+    *("http://{}/redirect?to=http://{}/", " http://{}/", "\thttp://{}/", "http://{}/\r\nx: y", "ws://{}/", "{}"),
+)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=short)
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])
+def test_nothing_is_fetched(form: str, kind: str, listener: socket.socket, server: AbusedServer) -> None:
+    """Not even looked up: nobody comes to the address that is named."""
+    url = form.replace("{}", f"localhost:{listener.getsockname()[1]}")
+    response = server.chat(messages=[{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}])
+    assert_refused(response, 400, "messages[0].content[0].type", "text only")
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
 @pytest.mark.parametrize("count", [1, 1000, 20_000])
 def test_many_images(count: int, server: AbusedServer) -> None:
     response = server.client.post(CHAT, json={"messages": [{"role": "user", "content": [image("http://x/y")] * count}]})
@@ -99,6 +126,7 @@ def test_parts_that_are_no_text(part: Any, server: AbusedServer) -> None:
         assert error["param"].startswith("messages[0].content[0]")
 
 
+TENSOR_FIELDS = ("prompt_embeds", "inputs_embeds", "input_embeds", "mm_features", "multi_modal_data")
 TENSORS: list[Any] = [
     *("gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjAlpZCA+IC90bXCUhZRSlC4=", "", "x" * 10**6, "AAAA", "UEsDBBQ="),
     *(7, [], [[]], [[1.0]], [1.0] * 1000, {"data": "x"}, True, [["NaN"]], {"dtype": "float32", "shape": [2**40]}),
@@ -107,10 +135,11 @@ TENSORS: list[Any] = [
 
 @pytest.mark.parametrize("value", TENSORS, ids=short)
 def test_embeddings_are_refused_by_name(value: Any, server: AbusedServer) -> None:
-    for name in ("prompt_embeds", "inputs_embeds", "input_embeds", "mm_features", "multi_modal_data"):
+    for name in TENSOR_FIELDS:
         assert_refused(server.complete(**{name: value}), 400, name, "unknown field")
 
 
+ADAPTER_FIELDS = ("lora", "lora_name", "lora_path", "lora_request", "adapter", "lora_modules")
 ADAPTERS = [
     "x",
     "../../etc/passwd",
@@ -129,7 +158,7 @@ ADAPTERS = [
 
 @pytest.mark.parametrize("value", ADAPTERS, ids=short)
 def test_adapters_are_refused_by_name(value: Any, server: AbusedServer) -> None:
-    for name in ("lora", "lora_name", "lora_path", "lora_request", "adapter", "lora_modules"):
+    for name in ADAPTER_FIELDS:
         assert_refused(server.complete(**{name: value}), 400, name, "unknown field")
 
 

@@ -111,20 +111,19 @@ def test_ids_of_requests_are_the_servers_own(server: AbusedServer, looked_at: Ca
         looked_at()
 
 
+WAYS_TO_NAME = (
+    *("abort", "v1/abort", "v1/completions/{}", "v1/completions/{}/cancel", "v1/responses/{}/cancel", "abort_request"),
+    *("v1/requests/{}", "v1/chat/completions/{}", "cancel?request_id={}"),
+)
+
+
 @pytest.mark.parametrize("method", ["POST", "DELETE", "GET", "PUT"])
-def test_nobody_elses_request_can_be_named(server: AbusedServer, method: str) -> None:
+@pytest.mark.parametrize("path", WAYS_TO_NAME)
+def test_nobody_elses_request_can_be_named(server: AbusedServer, path: str, method: str) -> None:
     """There is no route that takes the id of a request: what a client may end is what it holds a connection to."""
     made = server.complete().json()["id"]
-    for path in (
-        "abort",
-        "v1/abort",
-        "v1/completions/{}",
-        "v1/completions/{}/cancel",
-        "v1/responses/{}/cancel",
-        "abort_request",
-    ):
-        response = server.client.request(method, f"/{path.format(made)}", json={"request_id": made, "rid": made})
-        assert_refused(response, 404, says="there is nothing at")
+    response = server.client.request(method, f"/{path.format(made)}", json={"request_id": made, "rid": made})
+    assert_refused(response, 404, says="there is nothing at")
 
 
 HOSTILE = (

@@ -17,6 +17,7 @@ NO_NUMBERS = (
 )
 NO_INTEGERS = ("1.5", "0.1", "1e-7", "5e-324", "1e400", "-2.5")
 HUGE = (2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 2**65, 2**70, 2**128, 10**40)
+HUGE += (10**308, 2**1024, 10**309, 10**400, 10**4000)  # beyond 2**1024 there is no float
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,21 @@ def test_its_edges_are_taken(server: AbusedServer, field: Range) -> None:
             assert response.status_code == 200, response.text
 
 
+FEWEST_AND_MOST = [
+    *((least, least - 1) for least in (2, 3, 5, 17, 1024, CONTEXT)),
+    *((least, 1) for least in (3, 10, 100, CONTEXT - 1, CONTEXT, CONTEXT + 1, 2**16, 2**31 - 1)),
+    *((2**31 - 1, most) for most in (2, 100, CONTEXT - 1, CONTEXT)),
+    *((least, None) for least in (17, 100, CONTEXT, 2**31 - 1)),  # the default is 16 tokens
+]
+
+
+@pytest.mark.parametrize(("least", "most"), FEWEST_AND_MOST)
+def test_fewer_tokens_than_the_fewest(server: AbusedServer, least: int, most: int | None) -> None:
+    refused = server.post(COMPLETIONS, {"prompt": [5], "min_tokens": least, "max_tokens": most})
+    assert_refused(refused, 400, "min_tokens", "min_tokens must be from 0 to")
+
+
 def test_numbers_that_do_not_fit_each_other(server: AbusedServer) -> None:
-    for least, most in ((2, 1), (5, 4), (CONTEXT, 1), (2**31 - 1, CONTEXT), (17, None)):
-        refused = server.post(COMPLETIONS, {"prompt": [5], "min_tokens": least, "max_tokens": most})
-        assert_refused(refused, 400, "min_tokens", "min_tokens must be from 0 to")
     for length, wanted in ((2, CONTEXT - 1), (CONTEXT - 1, 2), (100, CONTEXT), (CONTEXT - 5, 6)):
         refused = server.post(COMPLETIONS, {"prompt": [5] * length, "max_tokens": wanted})
         error = assert_refused(refused, 400, "max_tokens", f"max_tokens must be from 1 to {CONTEXT - length}")
@@ -192,6 +204,7 @@ BIAS_KEYS = (
 )
 BIAS_VALUES = ("101", "-101", "1e9", "-1e9", "1e308", "1e999", "NaN", "Infinity", "-Infinity", '"5"', "true", "null")
 BIAS_VALUES += ("[]", "[1]", "{}", "100.0000001", "-100.0000001", str(2**63), str(-(2**70)), '"x"', "false")
+BIAS_VALUES += (str(10**309), str(-(10**400)))
 
 
 def test_biases(server: AbusedServer, looked_at: Callable[[], None]) -> None:

@@ -94,6 +94,24 @@ def test_every_route_is_listed_here() -> None:
     assert OPEN_PATHS == OPEN
 
 
+ADMINISTRATION = (
+    *("/pause", "/resume", "/sleep", "/wake_up", "/shutdown", "/abort", "/reset_prefix_cache", "/flush_cache"),
+    *("/start_profile", "/stop_profile", "/update_weights", "/update_weights_from_disk", "/collective_rpc"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/is_sleeping", "/get_server_info", "/server_info"),
+    *("/set_internal_state", "/release_memory_occupation", "/docs", "/redoc", "/openapi.json", "/debug", "/admin"),
+    *("/config", "/dump", "/trace", "/reload", "/env"),
+)
+
+
+@pytest.mark.parametrize("path", ADMINISTRATION)
+def test_there_is_nothing_for_administrators(locked: FrontEnd, unlocked: FrontEnd, path: str) -> None:
+    """Nor is anybody without a key told so."""
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        assert ask(locked, method, path)[0] == 401
+        assert ask(locked, method, path, bearer(KEYS[0]))[0] == 404
+        assert ask(unlocked, method, path)[0] == 404
+
+
 @pytest.mark.parametrize("path", EXPECTED)
 class TestMatrix:
     def test_with_a_key(self, locked: FrontEnd, path: str) -> None:

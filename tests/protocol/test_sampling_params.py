@@ -11,7 +11,7 @@ from quire.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, Sa
 from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
 
 NOT_INTEGERS = [1.5, "1", True, None, [1], math.nan]
-NOT_NUMBERS = [math.nan, math.inf, -math.inf, "hot", True, None, [0.5]]
+NOT_NUMBERS = [math.nan, math.inf, -math.inf, 10**309, -(10**400), "hot", True, None, [0.5]]
 GOOD: dict[str, list[Any]] = {
     "n": [1, 2, 128],
     "temperature": [0, 0.0, 1, 1e-40, 2.0],
