@@ -317,7 +317,7 @@ class Overseer:
         return False
 
     def _condemned(self, reason: str) -> None:
-        """A request ended the workers, and is gone: those deaths are explained, unless each request should be like it."""
+        """A request ended the workers, and is gone: those deaths are explained, unless each request is like it."""
         self._deaths["worker"] = 0
         self._num_condemned += 1
         if self._num_condemned == MAX_DEATHS:
