@@ -1,9 +1,12 @@
 """What a client may get: the tokens that its prompt alone gives, in order and once, and one ending with a reason."""
 
+from functools import reduce
+from math import isclose
 from typing import TYPE_CHECKING
 
 from fake_worker import extend_context, next_token
 from scheduler_load import EOS, MAX_MODEL_LEN, prompt_logprobs_of
+from sim_model import best_two
 from sim_scenario import VOCAB_SIZE, Ask
 
 from quire.launch.engine_client import Update
@@ -44,12 +47,29 @@ def note_update(world: "World", reader: "Reader", update: Update) -> None:
     first = len(reader.tokens)
     reader.tokens += update.token_ids
     assert reader.tokens[first:] == want[first : len(reader.tokens)], f"{ask.name}: other tokens from {first} on"
+    _check_logprobs(ask, want, first, update)
     if update.prompt_logprobs is not None:
         table = update.prompt_logprobs
         _check_prompt(ask, table.token_ids[:, 0].tolist(), table.values[:, 0].tolist(), whole=bool(reader.tokens))
     if update.ended is not None:
         reader.ended, reader.detail = update.ended, update.detail
         reader.num_counted = update.num_output_tokens
+
+
+def _check_logprobs(ask: Ask, answer: list[int], first: int, update: Update) -> None:
+    """One entry per token, if it asked for them: the token's own, and of as many best ones as there are of note."""
+    if ask.logprobs is None or not update.token_ids:
+        assert not update.logprobs, f"{ask.name} did not ask for log probabilities"
+        return
+    assert update.logprobs is not None and len(update.logprobs) == len(update.token_ids), f"{ask.name}: too few"
+    context = reduce(extend_context, [*ask.prompt, *answer[:first]], 0)
+    for token, told in zip(update.token_ids, update.logprobs, strict=True):
+        best = best_two(token, context, VOCAB_SIZE)
+        entries = [(told.token_id, told.logprob), *told.top[: ask.logprobs]]
+        assert told.rank == 1 and len(entries) == 1 + ask.logprobs, f"{ask.name}: it is not the best"
+        for (token_id, value), (want_id, want) in zip(entries, [best[0], *best], strict=False):
+            assert token_id == want_id and isclose(value, want, abs_tol=1e-4), f"{ask.name}: another log probability"
+        context = extend_context(context, token)
 
 
 def _check_prompt(ask: Ask, token_ids: list[int], values: list[float], *, whole: bool) -> None:

@@ -28,6 +28,8 @@ DEADLY = frozenset(
 """What may cost a life of the workers or of the scheduler: five of those with no token in between end the engine."""
 
 
+REAL_RUNNER_SHARE = 1 / 3
+"""Of the seeds: a step takes three times as long with it."""
 BEGIN_S = 2.5
 """Faults come once the engine has been ready: a first start that fails is the end of it, by design."""
 
@@ -51,6 +53,7 @@ class Ask:
         then: abort or stop (after so many tokens), leave_at (abort after so many tenths of a second), or nothing.
         poison: the index of the output token at which it ends its worker; -1: any step with it does; None: it is well.
         even: a grammar allows it even tokens only.
+        logprobs: of how many best tokens, beside its own.
     """
 
     at: float
@@ -66,6 +69,7 @@ class Ask:
     poison: int | None = None
     prompt_logprobs: int | None = None
     even: bool = False
+    logprobs: int | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -95,7 +99,10 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many processes there are, and how quick; the Scheduler's settings."""
+    """How many processes there are, and how quick; the Scheduler's settings.
+
+    ``real_runner``: workers have the real rows, tables and sampler beside the fake model.
+    """
 
     num_ranks: int
     num_fronts: int
@@ -103,6 +110,7 @@ class Shape:
     step_s: float
     start_s: float
     settings: dict[str, Any]
+    real_runner: bool
 
 
 def shape_of(seed: int) -> Shape:
@@ -118,14 +126,15 @@ def shape_of(seed: int) -> Shape:
         step_s=rng.choice((0.02, 0.05, 0.1)),
         start_s=rng.choice((0.05, 0.2, 0.6)),
         settings={**settings, "tensor_parallel_size": num_ranks},
+        real_runner=random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
 
 
 def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     """Requests keep coming while faults do, one every half a second or so."""
     rng = random.Random(f"scenario {seed}")
-    shape = shape_of(seed)
-    drafts = bool(shape.settings["num_speculative_tokens"])
+    later = random.Random(f"later {seed}")  # of what was added when seeds were known for what they find
+    drafts = bool(shape_of(seed).settings["num_speculative_tokens"])
     pace = rng.choice((0.2, 0.4, 0.8))
     faults, at = [], BEGIN_S
     gentle = rng.random() < 0.15
@@ -140,15 +149,16 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         poison = None
         if not gentle and num_poison < 2 and rng.random() < 0.02:
             poison, num_poison = rng.choice((-1, 0, 2, 5)), num_poison + 1
-        asks.append(_ask(rng, len(asks), at_ask, poison, grammars=not drafts))
+        ask = _ask(rng, len(asks), at_ask, poison, later if drafts else rng)
+        asks.append(replace(ask, logprobs=later.choice((None, None, None, 0, 1, 2))))
         at_ask += rng.expovariate(1 / (pace * rng.choice((0.2, 1.0, 2.0))))
     return Scenario(seed, tuple(asks), tuple(faults))
 
 
-def _ask(rng: random.Random, index: int, at: float, poison: int | None, *, grammars: bool) -> Ask:
+def _ask(rng: random.Random, index: int, at: float, poison: int | None, of_grammars: random.Random) -> Ask:
     prefix = (rng.randrange(3), rng.choice((0, 0, 5, 8, 16, 24)))
     own = (rng.randrange(1000), rng.randrange(0, 12))
-    even = grammars and rng.random() < 0.1
+    even = of_grammars.random() < 0.1
     return Ask(
         at=round(at, 3),
         name=f"r{index}" if rng.random() < 0.97 or not index else f"r{rng.randrange(index)}",

@@ -3,12 +3,14 @@
 from collections import deque
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from fake_worker import FakeWorker, Row
+import numpy as np
+from fake_worker import Chunk
 from scheduler_load import damaged
 from sim_grammars import EVEN_TOKENS
+from sim_model import SlotModel
 from sim_process import SimProcess
 
 from quire.protocol.channel import Frames
@@ -23,6 +25,7 @@ from quire.protocol.messages import (
     Hello,
     MemoryPlan,
     ModelRunnerOutput,
+    Proposed,
     Ready,
     Refused,
     SampleInputs,
@@ -32,23 +35,28 @@ from quire.protocol.messages import (
 )
 
 if TYPE_CHECKING:
+    from sim_runner import RealRunner
     from sim_world import World
 
 WAIT_S = 1.0
 
 
-class SlotModel(FakeWorker):
-    """The fake model; requests in ``even`` say the even token at or below what they would say else."""
+class _Launched(NamedTuple):
+    """A step that waits for its sampling. ``chunks``: None where nothing of it is computed."""
 
-    even: frozenset[str] = frozenset()
-
-    def _answer(self, row: Row, index: int, context: int) -> int:
-        token = super()._answer(row, index, context)
-        return token & ~1 if row.request_id in self.even else token
+    step: SchedulerOutput
+    frames: Frames
+    chunks: list[Chunk] | None
+    failure: str = ""
 
 
 class SimWorker(SimProcess):
-    """One rank. Reads its next message when it has done what the one before asks."""
+    """One rank. Reads its next message when it has done what the one before asks.
+
+    Attributes:
+        model: None before its group is ready.
+        runner: the real one beside it, in those runs that have it: then its results are what is sent.
+    """
 
     role = "worker"
 
@@ -57,11 +65,12 @@ class SimWorker(SimProcess):
         self.rank = -1
         self.epoch = 0
         self.model: SlotModel | None = None
+        self.runner: RealRunner | None = None
         self._channel: Any = None
         self._call: Command | None = None
         self._loaded = False
         self._busy = True
-        self._awaiting: tuple[SchedulerOutput, Frames] | None = None
+        self._awaiting: _Launched | None = None
         self._unread: deque[Any] = deque()
         self._dropped: set[int] = set()
         self._lost_in = 0
@@ -139,8 +148,10 @@ class SimWorker(SimProcess):
                 self._configure(message)
             case SchedulerOutput():
                 if self._awaiting is not None:  # nobody wants that one any more
-                    (void, diff), self._awaiting = self._awaiting, None
-                    self._answer(ModelRunnerOutput(void.step), diff)
+                    void, self._awaiting = self._awaiting, None
+                    if self.runner is not None:
+                        self.runner.give_up()
+                    self._answer(ModelRunnerOutput(void.step.step), void.frames)
                 self._run(message, frames)
             case SampleInputs():
                 self._sample(message)
@@ -171,7 +182,11 @@ class SimWorker(SimProcess):
             num_speculative_tokens=config.num_speculative_tokens,
         )
         self.model.salt_of, self.model.even = self.world.salt_of, self.world.even
+        self.model.logprobs_of = self.world.logprobs_of
         self.model.step, self.model.first_of_epoch = configure.last_step, configure.last_step + 1
+        if self.world.shape.real_runner:
+            self.runner = self.runner or self.world.make_runner(config, layout, num_blocks)
+            self.runner.begin_epoch(self.model, configure.last_step)
         self._channel.send(Ready([num_blocks], MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, config.block_size), {}))
 
     # ---- steps
@@ -185,60 +200,95 @@ class SimWorker(SimProcess):
             self._occupied(self.world.shape.step_s / 2, lambda: self.die("killed in a step"))
         elif self.world.take_worker_fault("hang", self.rank):
             self.hung = True
-        elif step.awaits_sample_inputs and not self._is_void(step):
-            self._awaiting = (step, frames)
         else:
-            self._compute(step, frames)
+            self._launch(step, frames)
 
-    def _is_void(self, step: SchedulerOutput) -> bool:
-        return bool(self._dropped - set(step.removed))
-
-    def _sample(self, inputs: SampleInputs) -> None:
-        if self._awaiting is None or inputs.step != self._awaiting[0].step:
+    def _launch(self, step: SchedulerOutput, frames: Frames) -> None:
+        """Up to its sampling, which may have to wait for masks."""
+        launched = self._begin(step, frames)
+        if launched.chunks is None or not step.awaits_sample_inputs:
+            self._compute(launched, None)
             return
-        (step, frames), self._awaiting = self._awaiting, None
-        assert inputs.counts == [1] * len(inputs.handles)
-        if inputs.bitmask is not None:
-            assert set((inputs.bitmask & EVEN_TOKENS).tolist()) == {EVEN_TOKENS}, "a mask of another grammar"
-        self._compute(step, frames)
+        if step.drafts and self.rank == 0:
+            self._channel.send(_proposed(launched) if self.runner is None else self.runner.proposed())
+        self._awaiting = launched
 
-    def _compute(self, step: SchedulerOutput, frames: Frames) -> None:
+    def _begin(self, step: SchedulerOutput, frames: Frames) -> _Launched:
         model, world = self.model, self.world
         assert model is not None
-        seconds = world.shape.step_s * (10 if world.take_worker_fault("slow", self.rank) else 1)
-        if self._dropped:
-            self._dropped -= set(step.removed)
-            # A step that was decided before anybody knew goes by what was never computed; its result is stale.
-            if self._dropped or world.is_stale(step.step, self._lost_in):
-                self._dropped |= {new.handle for new in step.new_requests}
-                model.step = step.step
-                self._occupied(seconds, lambda: self._answer(ModelRunnerOutput(step.step), frames))
-                return
-            step = msgspec.structs.replace(step, removed=[])
-        if world.is_out_of_memory(self.epoch, step.step):
-            self._drop_rows(step)
-            result = ModelRunnerOutput(step.step, failure="out of memory")
+        wanted = self._without_dropped(step)
+        chunks, failure = None, ""
+        if wanted is None:
+            self._dropped |= {new.handle for new in step.new_requests}
+            model.step = step.step
         else:
             model.draft_rng.seed(self.epoch << 32 | step.step)  # all ranks propose the same
-            result = msgspec.structs.replace(model.execute(step), seconds=seconds)
-        killer = next((row.request_id for row in model.rows.values() if row.active and world.is_poison(row)), None)
-        if killer is not None:
-            self._occupied(seconds / 2, partial(self._killed_by, killer))
+            chunks = model.launch(wanted)
+            failure = "out of memory" if world.is_out_of_memory(self.epoch, step.step) else ""
+        if self.runner is not None:
+            self.runner.launch(step, chunks, out_of_memory=bool(failure))
+        if failure:
+            self._drop_rows()
+            chunks = None
+        return _Launched(step, frames, chunks, failure)
+
+    def _without_dropped(self, step: SchedulerOutput) -> SchedulerOutput | None:
+        """What of it there is to do after the rows were dropped; None: nothing.
+
+        A step that was decided before anybody knew goes by what was never computed; its result is stale.
+        """
+        if not self._dropped:
+            return step
+        self._dropped -= set(step.removed)
+        if self._dropped or self.world.is_stale(step.step, self._lost_in):
+            return None
+        return msgspec.structs.replace(step, removed=[])
+
+    def _sample(self, inputs: SampleInputs) -> None:
+        if self._awaiting is None or inputs.step != self._awaiting.step.step:
             return
-        self._occupied(seconds, lambda: self._answer(result, frames))
+        launched, self._awaiting = self._awaiting, None
+        assert launched.chunks is not None
+        num_drafts = {chunk.row.handle: len(chunk.drafts) for chunk in launched.chunks}
+        assert inputs.counts == [1 + num_drafts[handle] for handle in inputs.handles]
+        if inputs.bitmask is not None:
+            words = inputs.bitmask.reshape(sum(inputs.counts), -1)
+            first = np.cumsum([0, *inputs.counts[:-1]])  # behind a draft that is not allowed any mask will do
+            assert set((words[first] & EVEN_TOKENS).ravel().tolist()) == {EVEN_TOKENS}, "a mask of another grammar"
+            assert not (words[first] & ~np.int32(EVEN_TOKENS)).any(), "a mask that allows odd tokens"
+        self._compute(launched, inputs)
+
+    def _compute(self, launched: _Launched, inputs: SampleInputs | None) -> None:
+        model, world, step = self.model, self.world, launched.step.step
+        assert model is not None
+        seconds = world.shape.step_s * (10 if world.take_worker_fault("slow", self.rank) else 1)
+        result, told = ModelRunnerOutput(step, failure=launched.failure), None
+        if launched.chunks is not None:
+            result = told = model.finish(launched.chunks)
+        elif launched.failure:
+            told = result
+        if self.runner is not None:
+            result = self.runner.finish(told, inputs)
+        if launched.chunks is not None:
+            killer = next((row.request_id for row in model.rows.values() if row.active and world.is_poison(row)), None)
+            if killer is not None:
+                self._occupied(seconds / 2, partial(self._killed_by, killer))
+                return
+            result = msgspec.structs.replace(result, seconds=seconds)
+        self._occupied(seconds, lambda: self._answer(result, launched.frames))
 
     def _killed_by(self, killer: str) -> None:
         self.die("killed by a request")
         self.world.killed_by(killer, self.epoch)
 
-    def _drop_rows(self, step: SchedulerOutput) -> None:
+    def _drop_rows(self) -> None:
+        """Of the step that is being launched, too."""
         model = self.model
         assert model is not None
-        held = (set(model.rows) - set(step.removed)) | {new.handle for new in step.new_requests}
-        self._dropped, self._lost_in = held, step.step
+        self._dropped, self._lost_in = set(model.rows), model.step
         model.rows.clear()
         model.holders.clear()
-        model.step, model.first_of_epoch = step.step, step.step + 1
+        model.first_of_epoch = model.step + 1
         model._last_handles = [-1]
 
     def _answer(self, result: ModelRunnerOutput, frames: Frames) -> None:
@@ -294,3 +344,13 @@ class SimWorker(SimProcess):
                 self.wake()
 
         self.world.events.after(seconds, done)
+
+
+def _proposed(launched: _Launched) -> Proposed:
+    named = [chunk for chunk in launched.chunks or () if chunk.drafts]
+    return Proposed(
+        launched.step.step,
+        np.array([chunk.row.handle for chunk in named], np.int32),
+        np.array([len(chunk.drafts) for chunk in named], np.int32),
+        np.array([draft for chunk in named for draft in chunk.drafts], np.int32),
+    )

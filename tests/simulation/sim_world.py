@@ -6,7 +6,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from fake_worker import Row
@@ -27,10 +27,14 @@ from quire.launch.overseer import MAX_DEATHS, Crew, Overseer, Role
 from quire.protocol.child import Command, Report
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import QuireError
+from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import AddRequest, Configure
 from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc import loop as scheduler_loop
 from quire.scheduler_proc.structured import manager as grammar_manager
+
+if TYPE_CHECKING:
+    from sim_runner import RealRunner
 
 CALM_S = 240.0
 """After the last fault and the last request: by then everything has ended."""
@@ -39,7 +43,8 @@ STANDSTILL_S = 90.0
 MOST_IN_A_ROW = 2
 """Deadly faults with no token in between that the scenario may cause; requests that kill cause others."""
 DRAIN_S = 5.0
-MOST_KILLS = 4
+MOST_KILLS = 5
+"""Once behind a last token, twice beside others and twice alone, where the others got tokens in between (F4)."""
 
 
 class Violation(AssertionError):
@@ -86,6 +91,8 @@ class World:
         self._armed: list[tuple[str, int]] = []
         self._oom_at: set[tuple[int, int]] = set()
         """(epoch, step): on all ranks, whenever each of them comes to it."""
+        self._oom_since: set[tuple[int, int]] = set()
+        """Steps that ran out of memory since anybody last got a token."""
         self._deaf: set[int] = set()
         self.spoiled: set[str] = set()
         self._asks = {ask.name: ask for ask in reversed(scenario.asks)}
@@ -228,6 +235,10 @@ class World:
     def reported(self, process: SimProcess, report: Report) -> None:
         if report.event == "group_failed" and report.epoch == self.overseer.epoch:
             self.losses.append(self.events.now)
+            if (
+                len(self._oom_since) >= scheduler_loop.MAX_TOO_LARGE - 1
+            ):  # as good as dead; a token came behind the first
+                self.count("oom without end")
         self.overseer.reported(process, report, self.events.now)
         self._tended()
 
@@ -259,7 +270,7 @@ class World:
     def count(self, kind: str) -> None:
         """``kind`` has happened."""
         self.counts[kind] += 1
-        if kind in DEADLY:
+        if kind in DEADLY or kind == "oom without end":
             self.harm += 1
             self.num_deadly += 1
 
@@ -351,6 +362,7 @@ class World:
         if (epoch, step) not in self._oom_at:
             return False
         self.counts["oom"] += 1
+        self._oom_since.add((epoch, step))
         return True
 
     def is_stale(self, step: int, lost_in: int) -> bool:
@@ -371,7 +383,7 @@ class World:
         return True
 
     def killed_by(self, name: str, epoch: int) -> None:
-        """A request has ended a worker: it does so three times at most, and a fourth time behind a last token (F4)."""
+        """A request has ended a worker: it does so ``MOST_KILLS`` times at most."""
         kills = self._kills.setdefault(name, set())
         if epoch not in kills:  # else of another rank
             kills.add(epoch)
@@ -388,6 +400,14 @@ class World:
     def salt_of(self, request_id: str) -> str:
         return self._asks[request_id].salt
 
+    def logprobs_of(self, request_id: str) -> int | None:
+        return self._asks[request_id].logprobs
+
+    def make_runner(self, config: EngineConfig, layout: KVLayout, num_blocks: int) -> "RealRunner":
+        from sim_runner import RealRunner  # torch takes seconds to import: only where it is wanted
+
+        return RealRunner(config, layout, num_blocks)
+
     def message(self, ask: Ask) -> AddRequest:
         ask = self._asks[ask.name]  # of one name there is only one request: the model tells them apart by it
         return make_request(
@@ -398,6 +418,8 @@ class World:
             priority=ask.priority,
             cache_salt=ask.salt,
             arrival=self.events.now,
+            temperature=0.0,
+            logprobs=ask.logprobs,
             prompt_logprobs=ask.prompt_logprobs,
             structured_outputs=StructuredOutputs(regex="even") if ask.even else None,
         )
@@ -428,6 +450,7 @@ class World:
             scheduler.check()
             if scheduler.num_generated_tokens > process.num_generated:
                 self.harm = 0
+                self._oom_since.clear()
             process.num_generated = scheduler.num_generated_tokens
 
     def executed(self, worker: SimWorker, step: int) -> None:

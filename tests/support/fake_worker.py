@@ -162,10 +162,17 @@ class FakeWorker:
 
     def execute(self, diff: SchedulerOutput) -> ModelRunnerOutput:
         """Apply, write all rows' slots, read them all back, sample."""
+        return self.finish(self.launch(diff))
+
+    def launch(self, diff: SchedulerOutput) -> list[Chunk]:
+        """Up to the step's sampling: apply, and make drafts."""
         assert diff.step == self.step + 1, f"step {diff.step} after step {self.step}"
         self.step = diff.step
         self._apply(diff)
-        chunks = self._chunks(diff)
+        return self._chunks(diff)
+
+    def finish(self, chunks: list[Chunk]) -> ModelRunnerOutput:
+        """The rest of the newest step that was launched."""
         for chunk in chunks:
             self._read_state(chunk)  # a layer reads all states of a step before it writes any
         self._write(chunks)

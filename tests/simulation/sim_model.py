@@ -1,0 +1,79 @@
+"""The pretended model of a simulated worker: what it says, and how sure it is of it."""
+
+from collections.abc import Callable
+from math import exp, log1p
+from typing import Any
+
+import msgspec
+import numpy as np
+from fake_worker import Chunk, FakeWorker, Row, extend_context
+
+from quire.protocol.logprobs import Logprobs
+from quire.protocol.messages import ModelRunnerOutput
+
+GRAMMAR_STEP = 2
+"""The runner-up of an even token is even: a grammar that allows the one allows the other."""
+
+
+def gap(context: int) -> float:
+    """How many nats the runner-up after ``context`` lies behind."""
+    return 1.0 + context % 7
+
+
+def best_two(token: int, context: int, vocab_size: int) -> list[tuple[int, float]]:
+    """The token after ``context`` and its runner-up, with their log probabilities; there is nothing else."""
+    both = log1p(exp(-gap(context)))
+    return [(token, -both), ((token + GRAMMAR_STEP) % vocab_size, -gap(context) - both)]
+
+
+class SlotModel(FakeWorker):
+    """The fake model; requests in ``even`` say the even token at or below what they would say else.
+
+    ``logprobs_of``: request id → how many best tokens it asks for; None: no log probabilities.
+    """
+
+    even: frozenset[str] = frozenset()
+    logprobs_of: Callable[[str], int | None]
+
+    def _answer(self, row: Row, index: int, context: int) -> int:
+        token = super()._answer(row, index, context)
+        return token & ~1 if row.request_id in self.even else token
+
+    def answers(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """Before ``finish``: (context, token) of each token that the chunk gives."""
+        if not chunk.samples:
+            return []
+        row, context = chunk.row, chunk.row.contexts[-1]
+        told = []
+        for token in chunk.drafts[: chunk.num_accepted]:
+            told.append((context, token))
+            context = extend_context(context, token)
+        return [*told, (context, self._answer(row, len(row.tokens) + chunk.num_accepted, context))]
+
+    def finish(self, chunks: list[Chunk]) -> ModelRunnerOutput:
+        said = [(chunk, self.answers(chunk)) for chunk in chunks]
+        result = super().finish(chunks)
+        return msgspec.structs.replace(result, **self._logprobs(said))
+
+    def _logprobs(self, said: list[tuple[Chunk, list[tuple[int, int]]]]) -> dict[str, Any]:
+        rows: list[int] = []
+        entries: list[list[tuple[int, float]]] = []
+        width, at = 0, 0
+        for chunk, answers in said:
+            wanted = self.logprobs_of(chunk.row.request_id)
+            for context, token in answers:
+                if wanted is not None:
+                    best = best_two(token, context, self.vocab_size)
+                    rows.append(at)
+                    entries.append([best[0], *best])
+                    width = max(width, 1 + wanted)
+                at += 1
+        if not rows:
+            return {}
+        flat = [pair for entry in entries for pair in entry[:width]]
+        return {
+            "logprobs": Logprobs(rows, width),
+            "logprob_token_ids": np.array([token for token, _ in flat], np.int32),
+            "logprob_values": np.array([value for _, value in flat], np.float32),
+            "logprob_ranks": np.ones(len(rows), np.int32),
+        }

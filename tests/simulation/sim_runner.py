@@ -1,0 +1,217 @@
+"""The worker's real side of a step: its rows, tables, checks and sampler, around a model that knows its answers."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import msgspec
+import numpy as np
+import torch
+from fake_worker import Chunk, first_read
+from sim_model import GRAMMAR_STEP, SlotModel, gap
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.kv_layout import KVLayout
+from quire.protocol.messages import ModelRunnerOutput, Proposed, SampleInputs, SchedulerOutput
+from quire.worker_proc import model_runner
+from quire.worker_proc.attention.backend import StepBatch
+from quire.worker_proc.launched_step import LaunchedStep
+from quire.worker_proc.model_runner import ModelRunner
+
+UNLIKELY = -1e4
+
+
+class Oracle:
+    """Decoder, attention backend and proposer in one: it knows from the fake model what a step has to be.
+
+    Attributes:
+        chunks: handle → what it computes; None: of a step that the fake does not run, nothing is known.
+        out_of_memory: the next forward pass finds no memory.
+    """
+
+    name, needs_host_lengths = "oracle", True
+    config = SimpleNamespace(num_layers=0)
+
+    def __init__(self, vocab_size: int, sizes: list[int]) -> None:
+        self._vocab_size, self._sizes = vocab_size, sizes
+        self.model: SlotModel | None = None
+        self.runner: ModelRunner | None = None
+        self.chunks: dict[int, Chunk] | None = None
+        self.out_of_memory = False
+        self._batches: list[StepBatch] = []
+        self._answers: dict[int, tuple[int, int]] = {}
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (1,)
+
+    def plan(self, batch: StepBatch) -> None:
+        self._batches.append(batch)
+
+    def propose(self, wanted: dict[int, int]) -> dict[int, list[int]]:
+        assert self.runner is not None
+        handles = {row: int(self.runner.batch.handles[row]) for row in wanted}
+        chunks = self.chunks or {}
+        return {row: chunks[handle].drafts for row, handle in handles.items() if handle in chunks}
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Hidden states are the tokens' places: float32 ``[num_tokens, 1]``."""
+        batches, self._batches, self._answers = self._batches, [], {}
+        if self.out_of_memory:
+            self.out_of_memory = False
+            raise MemoryError
+        if self.chunks is not None:
+            self._compare(self.chunks, token_ids.tolist(), positions.tolist(), batches)
+        return torch.arange(len(token_ids), dtype=torch.float32)[:, None]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 ``[len(hidden), vocab]``: the answer, and a runner-up behind it."""
+        logits = torch.full((len(hidden), self._vocab_size), UNLIKELY)
+        for row, place in enumerate(hidden[:, 0].long().tolist()):
+            context, token = self._answers.get(place, (0, 0))
+            logits[row, (token + GRAMMAR_STEP) % self._vocab_size] = -gap(context)
+            logits[row, token] = 0.0
+        return logits
+
+    # ---- what the step must be
+
+    def _compare(
+        self, chunks: dict[int, Chunk], token_ids: list[int], positions: list[int], batches: list[StepBatch]
+    ) -> None:
+        """Raise AssertionError unless the model is given what the fake would compute, and notes the answers."""
+        assert self.runner is not None and self.model is not None
+        batch = self.runner.batch
+        rows = np.flatnonzero(batch.active[: batch.num_rows])
+        running = [chunks[handle] for handle in batch.handles[rows].tolist()]
+        assert len(running) == len(chunks), "other requests run than were told to"
+        assert [c.end - c.start for c in running] == batches[0].query_lens_cpu.tolist(), "other chunks"
+        assert [c.end for c in running] == batches[0].seq_lens_cpu.tolist(), "other lengths"
+        place = 0
+        for index, chunk in enumerate(running):
+            after = place + chunk.end - chunk.start
+            known = chunk.start + chunk.num_known
+            tokens = [*chunk.row.tokens[chunk.start : known], *chunk.drafts]
+            assert positions[place:after] == list(range(chunk.start, chunk.end)), f"{chunk.row.request_id}: positions"
+            assert token_ids[place:after] == tokens, f"{chunk.row.request_id}: tokens from {chunk.start} on"
+            for group, own in enumerate(batches):
+                self._compare_blocks(chunk, group, own.slot_mapping[place:after].tolist(), own.block_table[index])
+            first = after - len(chunk.drafts) - 1
+            self._answers.update(enumerate(self.model.answers(chunk), first))
+            place = after
+        assert place == len(token_ids), "tokens of nobody"
+
+    def _compare_blocks(self, chunk: Chunk, group: int, slots: list[int], table: torch.Tensor) -> None:
+        assert self.model is not None
+        size, held, name = self._sizes[group], chunk.row.tables[group], chunk.row.request_id
+        want = [held[at // size] * size + at % size for at in range(chunk.start, chunk.end)]
+        assert slots == want, f"{name}: slots of group {group}"
+        first = first_read(self.model.groups[group], chunk.start) // size
+        last = -(-chunk.end // size)
+        assert table[first:last].tolist() == held[first:last], f"{name}: blocks of group {group}"
+
+
+class RealRunner:
+    """One rank's ModelRunner, run beside the fake model and compared with it after every step."""
+
+    def __init__(self, config: EngineConfig, layout: KVLayout, num_blocks: int) -> None:
+        self._oracle = oracle = Oracle(config.model.vocab_size, [g.block_size for g in layout.groups])
+        proposer = oracle if config.num_speculative_tokens else None
+        with mock.patch.object(model_runner, "make_proposer", lambda *args: proposer):
+            double = cast(Any, oracle)
+            self._runner = ModelRunner(config, layout, num_blocks, double, double, torch.device("cpu"))
+        oracle.runner = self._runner
+        self._launched: LaunchedStep | None = None
+        self._handles: list[int] = []
+
+    def begin_epoch(self, model: SlotModel, last_step: int) -> None:
+        self._oracle.model, self._oracle.out_of_memory, self._launched = model, False, None
+        self._runner.begin_epoch(last_step)
+
+    def launch(self, step: SchedulerOutput, chunks: list[Chunk] | None, *, out_of_memory: bool = False) -> None:
+        """``chunks``: None where the fake model does not run the step."""
+        self._oracle.chunks = None if chunks is None else {chunk.row.handle: chunk for chunk in chunks}
+        self._oracle.out_of_memory = out_of_memory
+        self._launched = self._runner.launch(step)
+
+    def proposed(self) -> Proposed:
+        assert self._launched is not None
+        return self._runner.proposed(self._launched)
+
+    def finish(self, told: ModelRunnerOutput | None, inputs: SampleInputs | None) -> ModelRunnerOutput:
+        """The step's result, which is like what the fake model ``told``.
+
+        Log probabilities of prompts are the fake's, whose values a client knows.
+        """
+        launched, self._launched = self._launched, None
+        assert launched is not None
+        result = self._runner.finish(launched, inputs).result()
+        if result.handles is not None:
+            self._handles = result.handles.tolist()
+        if told is None:
+            return result
+        return self._compare(launched, result, told)
+
+    def give_up(self) -> None:
+        if self._launched is not None:
+            self._runner.give_up(self._launched)
+            self._launched = None
+
+    def _compare(self, launched: LaunchedStep, result: ModelRunnerOutput, told: ModelRunnerOutput) -> ModelRunnerOutput:
+        model = self._oracle.model
+        assert model is not None
+        if told.failure:
+            assert result.failure and launched.void, "it did not run out of memory"
+            return result
+        ours, theirs = _by_handle(result, self._handles), _by_handle(told, model._last_handles)
+        assert ours.keys() == theirs.keys(), f"{sorted(ours)} have sampled, not {sorted(theirs)}"
+        for handle, said in ours.items():
+            assert said[:2] == theirs[handle][:2], f"handle {handle} said {said[:2]}, not {theirs[handle][:2]}"
+            assert np.allclose(said[2], theirs[handle][2], atol=1e-4), f"handle {handle}: other log probabilities"
+        assert not result.bad and not result.failed
+        assert _parts(result) == _parts(told), "other parts of prompts have log probabilities"
+        self._compare_rows(model)
+        names = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_values", "prompt_logprob_ranks")
+        return msgspec.structs.replace(result, **{name: getattr(told, name) for name in names})
+
+    def _compare_rows(self, model: SlotModel) -> None:
+        """Both have done the step: raise AssertionError unless they hold the same (I6)."""
+        runner = self._runner
+        batch, tables = runner.batch, runner.tables.tables
+        runner.check()
+        assert batch.row_of.keys() == model.rows.keys(), "other requests are held"
+        for handle, at in batch.row_of.items():
+            row = model.rows[handle]
+            known = int(batch.tokens.length[at])
+            told = (bool(batch.active[at]), int(batch.num_computed[at]), int(batch.num_known[at]))
+            assert told == (row.active, row.num_computed, len(row.tokens)), f"{row.request_id}: it is {told}"
+            assert batch.tokens.data[at, :known].tolist() == row.tokens[:known], f"{row.request_id}: other tokens"
+            held = [table.block_ids(at).tolist() for table in tables]
+            assert held == row.tables, f"{row.request_id}: other blocks"
+            if known < len(row.tokens):
+                assert int(runner.last_sampled[at]) == row.tokens[-1], f"{row.request_id}: another last token"
+
+
+_Said = tuple[list[int], list[list[int]], list[list[float]]]
+
+
+def _by_handle(result: ModelRunnerOutput, handles: list[int]) -> dict[int, _Said]:
+    """Handle → its tokens, and the ids and log probabilities of the best ones for each."""
+    if result.tokens is None:
+        return {}
+    counts = [1] * len(handles) if result.counts is None else result.counts.tolist()
+    owners = np.repeat(handles, counts).tolist()
+    said: dict[int, _Said] = {handle: ([], [], []) for handle in handles}
+    for owner, token in zip(owners, result.tokens.tolist(), strict=True):
+        said[owner][0].append(token)
+    if result.logprobs is not None:
+        assert result.logprob_token_ids is not None and result.logprob_values is not None
+        ids = result.logprob_token_ids.reshape(-1, result.logprobs.width).tolist()
+        values = result.logprob_values.reshape(-1, result.logprobs.width).tolist()
+        for at, own_ids, own_values in zip(result.logprobs.rows, ids, values, strict=True):
+            said[owners[at]][1].append(own_ids)
+            said[owners[at]][2].append(own_values)
+    return said
+
+
+def _parts(result: ModelRunnerOutput) -> list[tuple[int, int, int]]:
+    told = result.prompt_logprobs
+    return [] if told is None else sorted(zip(told.handles, told.starts, told.counts, strict=True))
