@@ -1,4 +1,4 @@
-"""Which blocks each row holds, per KV group: host truth, and the copy that kernels read."""
+"""Which blocks each row holds in one KV group: host truth, and the copy that kernels read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,17 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.pointer_table import TableSet
-from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
-from quire.kernels.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
-from quire.protocol.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID, KVGroup
+from quire.kernels.slot_mapping import ContextParallel
+from quire.protocol.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID
 from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.slot_owners import SlotOwners
 
 Ints = npt.NDArray[np.integer[Any]]
-
-NULL_KINDS = frozenset({"sliding_window", "chunked_local_attention", "mamba"})
-"""Kinds of KV groups in which the null block stands for blocks that no token reads any more."""
 
 POISON_BLOCK_ID = -(2**31)
 """Past the rows' lengths, when a test asks for it: no kernel that reads there can go unnoticed."""
@@ -66,7 +60,7 @@ class BlockTable:
             block_size: positions in a block that the scheduler gives out, per rank.
             num_blocks: blocks in the pool, the null block included.
             kernel_block_size: that of the attention kernels; None: the same.
-            null_allowed: whether the null block may stand for blocks that are read no more (``NULL_KINDS``).
+            null_allowed: whether the null block may stand for blocks that are read no more.
             own_copy: whether the device's copy is another tensor; None: as the device needs it.
 
         Raises:
@@ -117,7 +111,7 @@ class BlockTable:
         ids = self.require_blocks(block_ids)
         if not len(ids):
             return
-        columns = self.num_blocks_per_row[rows] + self.ratio * _rank_among_equals(rows)
+        columns = self.num_blocks_per_row[rows] + self.ratio * rank_among_equals(rows)
         self.require_room(int(columns.max()) + self.ratio)
         self._ids[rows[:, None], columns[:, None] + np.arange(self.ratio)] = self._kernel_blocks(ids)
         np.minimum.at(self._unknown_from, rows, columns.astype(np.int32))
@@ -236,169 +230,7 @@ class BlockTable:
         self.device_copy[past.to(self.device_copy.device)] = POISON_BLOCK_ID
 
 
-class MultiGroupBlockTable:
-    """One BlockTable per KV group, moved together, committed in one launch; a ``RowStore``.
-
-    Attributes:
-        table_set: all device copies, as ``slot_mapping`` and ``prepare_decode`` take them.
-    """
-
-    def __init__(self, tables: Sequence[BlockTable], owners: SlotOwners | None = None) -> None:
-        """
-        Args:
-            owners: refuses what would make two rows write to one block; None: nobody looks.
-        """
-        self.tables = list(tables)
-        self._owners = owners
-        self.table_set = TableSet.of([t.device_copy for t in tables], [t.block_size for t in tables])
-
-    def add_row(self, row: int, block_ids: Sequence[Sequence[int] | Ints]) -> None:
-        """Set a row's blocks, per group. Its computed positions must be known by then.
-
-        Raises:
-            StepRefused: as ``BlockTable.append_row``, or a slot overlap.
-        """
-        self.clear_row(row)
-        for group, (table, ids) in enumerate(zip(self.tables, block_ids, strict=True)):
-            table.append_row(row, ids)
-            if self._owners is not None:
-                self._owners.add_blocks(row, group, table.block_ids(row))
-
-    def append_row(self, row: int, group: int, block_ids: Sequence[int] | Ints) -> None:
-        """Raises StepRefused: as ``BlockTable.append_row``, or a slot overlap, or no such group."""
-        table = self._group(group)
-        held = int(table.num_blocks_per_row[row]) // table.ratio
-        table.append_row(row, block_ids)
-        if self._owners is not None and len(block_ids):
-            self._owners.claim(row, group, np.arange(held, held + len(block_ids)), np.asarray(block_ids))
-
-    def append_rows(self, rows: Ints, groups: Ints, block_ids: Ints) -> None:
-        """``append_row`` for all blocks of a step: one block each, in the order in which rows get theirs.
-
-        Raises:
-            StepRefused: as ``append_row``.
-        """
-        for group in np.unique(groups).tolist():
-            table = self._group(group)
-            own = groups == group
-            own_rows, ids = (rows, block_ids) if own.all() else (rows[own], block_ids[own])
-            held = table.num_blocks_per_row[own_rows] // table.ratio
-            table.append_rows(own_rows, ids)
-            if self._owners is not None:
-                self._owners.claim(own_rows, group, held + _rank_among_equals(own_rows), ids)
-
-    def require_free(self, block_ids: Ints, leaving: Sequence[int]) -> None:
-        """Changes nothing.
-
-        Args:
-            block_ids: all that a step gives somebody to write to, in whatever group; no null block among them.
-            leaving: rows that the step removes.
-
-        Raises:
-            StepRefused: slot overlap: one comes twice, or somebody who stays writes to it or reads it.
-        """
-        if self._owners is not None and len(block_ids):
-            self._owners.require_free(block_ids, leaving)
-
-    def _group(self, group: int) -> BlockTable:
-        if not 0 <= group < len(self.tables):
-            raise StepRefused(f"KV group {group} does not exist")
-        return self.tables[group]
-
-    def move_row(self, source: int, target: int) -> None:
-        for table in self.tables:
-            table.move_row(source, target)
-        if self._owners is not None:
-            self._owners.move_row(source, target)
-
-    def clear_row(self, row: int) -> None:
-        for table in self.tables:
-            table.clear_row(row)
-        if self._owners is not None:
-            self._owners.clear_row(row)
-
-    def swap_row(self, a: int, b: int) -> None:
-        for table in self.tables:
-            table.swap_row(a, b)
-        if self._owners is not None:
-            self._owners.swap_row(a, b)
-
-    def commit(self) -> None:
-        """A step's changes are complete: bring the device's copies up to date.
-
-        One small copy and one launch for all groups, or nothing.
-        """
-        if self._owners is not None:
-            self._owners.end_step()
-        headers, values = [], []
-        for group, table in enumerate(self.tables):
-            staged = table.take_staged() if table.has_own_copy else None
-            if staged is not None and len(staged[0]):
-                runs, ids = staged
-                headers.append(np.insert(runs, 0, group, axis=1))
-                values.append(ids)
-        if not headers:
-            return
-        all_headers, all_values = np.concatenate(headers), np.concatenate(values)
-        on_gpu = self.table_set.device.type == "cuda"
-        # Pinned memory of torch's is not handed out again before the copies out of it are done.
-        size = len(all_headers) * HEADER_WORDS + len(all_values)
-        packed = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
-        pack_runs(all_headers, all_values, packed.numpy())
-        packed = packed.to(self.table_set.device, non_blocking=True)
-        write = write_runs if on_gpu else write_runs_reference
-        write(packed, len(all_headers), self.table_set)
-
-    def check(self) -> None:
-        """Raise AssertionError unless every table's ``check`` holds and no two rows write to one block."""
-        for table in self.tables:
-            table.check()
-        if self._owners is not None:
-            max_rows = len(self.tables[0].num_blocks_per_row)
-            self._owners.check([[table.block_ids(row) for table in self.tables] for row in range(max_rows)])
-
-    def poison(self) -> None:
-        for table in self.tables:
-            table.poison()
-
-
-def make_block_tables(
-    groups: Sequence[KVGroup],
-    num_blocks: int,
-    max_model_len: int,
-    num_computed: npt.NDArray[np.int32],
-    device: torch.device,
-    kernel_block_size: int | None = None,
-    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
-) -> MultiGroupBlockTable:
-    """A worker's tables, as a layout's groups need them, and the proof that no two rows write the same slot.
-
-    Args:
-        num_blocks: blocks in the pool that all groups share, the null block included.
-        num_computed: the batch's column, int32 ``[max_rows]``.
-
-    Raises:
-        ValueError: block sizes or ranks that do not go together.
-    """
-    tables = [
-        BlockTable(
-            group.block_size,
-            len(num_computed),
-            max_model_len,
-            num_blocks,
-            device,
-            kernel_block_size=kernel_block_size,
-            null_allowed=group.kind in NULL_KINDS,
-            total_cp_world_size=context_parallel.world_size,
-            cp_rank=context_parallel.rank,
-            cp_interleave=context_parallel.interleave,
-        )
-        for group in groups
-    ]
-    return MultiGroupBlockTable(tables, SlotOwners(groups, num_blocks, num_computed, context_parallel.world_size))
-
-
-def _rank_among_equals(values: Ints) -> Ints:
+def rank_among_equals(values: Ints) -> Ints:
     """How many equal values stand before each: of ``[3, 5, 3, 3]``, ``[0, 0, 1, 2]``."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]

@@ -17,7 +17,7 @@ from quire.kernels.sampling_noise import uniform
 from quire.kernels.sampling_stats import row_statistics
 from quire.protocol.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.block_table import MultiGroupBlockTable
+from quire.worker_proc.group_tables import MultiGroupBlockTable
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.transfer import Transfer

@@ -13,12 +13,12 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
 from quire.protocol.messages import Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.block_table import make_block_tables
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.decode_step import DecodeStep
 from quire.worker_proc.diff_check import DiffCheck
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer, make_rejection
+from quire.worker_proc.group_tables import make_block_tables
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.kv_cache import allocate_kv_caches
 from quire.worker_proc.launched_step import LaunchedStep

@@ -5,8 +5,8 @@ import numpy.typing as npt
 import torch
 
 from quire.protocol.messages import SchedulerOutput
-from quire.worker_proc.block_table import MultiGroupBlockTable
 from quire.worker_proc.decode_graphs import DecodeGraphs
+from quire.worker_proc.group_tables import MultiGroupBlockTable
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.pending_result import HostCopies
 from quire.worker_proc.sampling.sampler import Sampled

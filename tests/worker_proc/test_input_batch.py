@@ -10,7 +10,8 @@ import torch
 from quire.protocol.logits_processors import BatchUpdate, MoveDirectionality
 from quire.protocol.messages import Int32, NewRequestData
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker_proc.block_table import BlockTable, MultiGroupBlockTable
+from quire.worker_proc.block_table import BlockTable
+from quire.worker_proc.group_tables import MultiGroupBlockTable
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
 
 MAX_ROWS, MAX_LEN = 6, 12

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.block_table import BlockTable, MultiGroupBlockTable
+from quire.worker_proc.block_table import BlockTable
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
+from quire.worker_proc.group_tables import MultiGroupBlockTable
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.positions import Ints
