@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from quire.launch.http.errors import ApiError, ClientGone
-from quire.launch.http.server import in_thread_if_long
+from quire.launch.http.lanes import TextLanes
 from quire.protocol.errors import InvalidRequest
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -32,7 +32,7 @@ TOO_MANY = (
 T = TypeVar("T")
 
 
-async def read_json(request: Request, parse: Callable[[dict[str, Any]], T]) -> tuple[T, int]:
+async def read_json(request: Request, texts: TextLanes, parse: Callable[[dict[str, Any]], T]) -> tuple[T, int]:
     """What ``parse`` makes of the body's JSON object, and how many bytes that was: a measure of the work it asks for.
 
     Raises:
@@ -40,7 +40,7 @@ async def read_json(request: Request, parse: Callable[[dict[str, Any]], T]) -> t
         InvalidRequest: as ``parse_body``.
     """
     body = await read_body(request)
-    return await in_thread_if_long(len(body), lambda: parse_body(body, parse)), len(body)
+    return await texts.run(len(body), lambda: parse_body(body, parse)), len(body)
 
 
 async def read_body(request: Request) -> bytes:

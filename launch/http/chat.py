@@ -120,7 +120,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
     """The route's handler."""
     server.require_serving()
-    parsed, size = await read_json(request, server.parser.chat)
+    parsed, size = await read_json(request, server.texts, server.parser.chat)
     messages, options = parsed.messages, parsed.options
     prompt = await server.conversations.run(
         size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)

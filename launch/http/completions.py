@@ -13,7 +13,7 @@ from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs
 from quire.launch.http.body import read_json
 from quire.launch.http.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema import CompletionRequest
-from quire.launch.http.server import Server, in_thread_if_long
+from quire.launch.http.server import Server
 from quire.launch.prompts import MAX_PROMPTS, Prompt, encode_prompt
 from quire.launch.request_output import Logprob, logprob_by_id
 from quire.launch.text_out import TextOut, TokenTexts
@@ -53,10 +53,10 @@ class Completion(msgspec.Struct, frozen=True):
 async def completions(server: Server, request: Request) -> ASGIApp:
     """The route's handler."""
     server.require_serving()
-    parsed, size = await read_json(request, server.parser.completion)
+    parsed, size = await read_json(request, server.texts, server.parser.completion)
     if len(parsed.prompts) * parsed.params.n > MAX_PROMPTS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_PROMPTS}", "n")
-    prompts = await in_thread_if_long(
+    prompts = await server.texts.run(
         size, lambda: [encode_prompt(prompt, server.text_in, server.engine) for prompt in parsed.prompts]
     )
     return Generation(server, parsed, prompts, CompletionSpeller(server, parsed, prompts))

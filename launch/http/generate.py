@@ -20,7 +20,7 @@ from quire.launch.http.errors import ClientGone, as_api_error, failed_request
 from quire.launch.http.gate import TENANT
 from quire.launch.http.metrics import AnswerClock
 from quire.launch.http.schema import CommonRequest
-from quire.launch.http.server import Server, in_thread_if_long
+from quire.launch.http.server import Server
 from quire.launch.http.sse import DONE, EventStream, SlowReader, until_gone
 from quire.launch.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
@@ -117,7 +117,7 @@ class Generation:
         tables = [answer.prompt_logprobs for answer in collected if answer.prompt_logprobs is not None]
         # Spelling one value takes about as long as tokenizing one character.
         num_values = sum(table.values.size for table in tables)
-        body = await in_thread_if_long(num_values, lambda: self._speller.whole(collected, self._usage()))
+        body = await self._server.texts.run(num_values, lambda: self._speller.whole(collected, self._usage()))
         headers = {"x-request-id": self._speller.request_id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 

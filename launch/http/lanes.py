@@ -1,18 +1,41 @@
-"""Threads in which conversations become token ids: a template may take long, and no event loop waits for it."""
+"""Threads for what takes long: long texts, and conversations, whose template may. No event loop waits for them."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from quire.launch.text_in import ChatOptions, TextIn
+from quire.launch.text_in import LONG_TEXT_CHARS, ChatOptions, TextIn
 
 MAX_SHORT_BYTES = 8192
 """Far less than the template's helper takes for short, so that nobody in that lane waits for a long one there."""
 NUM_LONG = 4
 """Only one of them is rendered at a time; the others may be tokenized."""
 
+MAX_LONG_CHARS = 128 * 1024
+"""As long as the context of a large model is; what is longer is seldom, and takes a thread for a tenth of a second."""
+NUM_LONG_TEXTS = 4
+NUM_HUGE_TEXTS = 2
+
 T = TypeVar("T")
+
+
+class TextLanes:
+    """Short texts are worked on at once, long ones in some threads, and huge ones among themselves in fewer.
+
+    So whoever sends many huge ones waits for those, and a long one of somebody else for its like only.
+    """
+
+    def __init__(self) -> None:
+        self._long = ThreadPoolExecutor(NUM_LONG_TEXTS, "long texts")
+        self._huge = ThreadPoolExecutor(NUM_HUGE_TEXTS, "huge texts")
+
+    async def run(self, num_chars: int, work: Callable[[], T]) -> T:
+        """``work()``, about so many characters, or what takes as long as they would."""
+        if num_chars <= LONG_TEXT_CHARS:
+            return work()
+        lane = self._long if num_chars <= MAX_LONG_CHARS else self._huge
+        return await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
 class ConversationLanes:

@@ -1,25 +1,20 @@
 """What every handler is given: the engine, the text side, and the settings they were started with."""
 
-import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from quire.launch.engine_client import EngineClient
 from quire.launch.http.errors import ApiError
 from quire.launch.http.key_queues import KeyQueues
-from quire.launch.http.lanes import ConversationLanes
+from quire.launch.http.lanes import ConversationLanes, TextLanes
 from quire.launch.http.metrics import Metrics
 from quire.launch.http.schema import Parser
 from quire.launch.http.thinking import Thinking
-from quire.launch.text_in import LONG_TEXT_CHARS, TextIn
+from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
 from quire.protocol.logits_processors import LogitsProcessor
 from quire.version import __version__
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +57,7 @@ class Server:
         self.settings = settings
         self.text_in = settings.text_in
         self.token_texts = TokenTexts(settings.text_in.tokenizer)
+        self.texts = TextLanes()
         self.conversations = ConversationLanes(settings.text_in)
         self.parser = Parser(served_names=settings.served_model_names, limits=engine, processors=settings.processors)
         self.metrics = Metrics(settings.served_model_names[0])
@@ -76,8 +72,3 @@ class Server:
         """Raises ApiError 503 unless new requests are taken. A recovering engine takes them and lets them wait."""
         if self.engine.state not in ("ready", "recovering"):
             raise ApiError(503, f"the engine is {self.engine.state}", None, "engine_unavailable")
-
-
-async def in_thread_if_long(num_chars: int, work: Callable[[], T]) -> T:
-    """``work()``, in a thread when the text it is about is long."""
-    return await asyncio.to_thread(work) if num_chars > LONG_TEXT_CHARS else work()

@@ -12,7 +12,7 @@ from quire.launch.chat_template import Message
 from quire.launch.http.body import read_json
 from quire.launch.http.fields import Fields, string
 from quire.launch.http.schema import TEMPLATE_FIELDS, Parser
-from quire.launch.http.server import Server, in_thread_if_long
+from quire.launch.http.server import Server
 from quire.launch.http.tools import parse_tools
 from quire.launch.prompts import check_token_ids
 from quire.launch.text_in import NO_TOKENIZER, ChatOptions
@@ -43,17 +43,17 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 async def tokenize(server: Server, request: Request) -> Response:
-    parsed, size = await read_json(request, lambda raw: _parse_tokenize(server.parser, raw))
+    parsed, size = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw))
     if isinstance(parsed.prompt, str):
-        return _json(await in_thread_if_long(size, lambda: _tokenized(server, parsed)))
+        return _json(await server.texts.run(size, lambda: _tokenized(server, parsed)))
     return _json(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
 
 
 async def detokenize(server: Server, request: Request) -> Response:
-    tokens, size = await read_json(request, lambda raw: _parse_detokenize(server.parser, raw))
+    tokens, size = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw))
     if server.text_in.tokenizer is None:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
-    text = await in_thread_if_long(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
+    text = await server.texts.run(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
     return _json(Detokenized(text))
 
 
