@@ -281,7 +281,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _serve(args: argparse.Namespace) -> None:
     survive_without_stderr()
     raise_descriptor_limit()
-    from quire.launch.options import find_model, make_engine_config
+    from quire.launch.model_folder import find_model
+    from quire.launch.options import make_engine_config
     from quire.launch.serve import model_display_name, serve
 
     engine, front_end = _options(args)

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from quire.launch.batch import Batch, BatchRequest
 from quire.launch.blocking_client import BlockingClient
 from quire.launch.engine_thread import EngineThread
-from quire.launch.options import find_model, make_engine_config, parse_options
+from quire.launch.model_folder import find_model
+from quire.launch.options import make_engine_config, parse_options
 from quire.launch.prompts import (
     Prompt,
     check_messages,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quire.launch.model_folder import find_model
 from quire.launch.sampling_options import (
     check_grammar_library,
     check_processor_names,
@@ -306,38 +307,6 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
     check_processor_names(options.logits_processors or [])
     check_grammar_library(options.structured_outputs_backend)
-
-
-def find_model(name: str | None) -> Path:
-    """The checkpoint folder of a path, a Hugging Face id, or nothing (the demo model).
-
-    Raises:
-        ConfigError: no such folder, and not an id that could be fetched.
-    """
-    if name is None:
-        from quire.launch.demo import demo_model_path
-
-        return demo_model_path()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        raise ConfigError(f"{name} is not a folder with a checkpoint")
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ConfigError(f"{name} is not a folder; to fetch it from the hub: pip install 'quire[hub]'") from None
-    wanted = ["*.json", "*.safetensors", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # the library raises many kinds, of its own and of its HTTP client
-        raise ConfigError(f"{name} is not a folder, and the hub does not give it: {type(error).__name__}") from None
 
 
 def _device(wanted: str) -> str:

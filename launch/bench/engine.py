@@ -25,7 +25,8 @@ from quire.launch.bench.peers import Peer, PeerFailed, write_checkpoint
 from quire.launch.bench.report import Report, Table, rounded
 from quire.launch.bench.shapes import find_shape
 from quire.launch.llm import LLM
-from quire.launch.options import EngineOptions, find_model, make_engine_config
+from quire.launch.model_folder import find_model
+from quire.launch.options import EngineOptions, make_engine_config
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.sampling_params import SamplingParams
