@@ -144,6 +144,34 @@ def test_damage_from_one_peer_is_counted_and_leaves_the_others_alone(
     evil.close()
 
 
+def test_what_a_dead_scheduler_was_sent_reaches_no_later_one(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    """The socket keeps it, and would say it to whoever is at the old path: a life has a path of its own."""
+    dead = ZmqHub(context, frontend_address(tmp_path, 1), FrontEndToScheduler)
+    front_end = connect(context, tmp_path)
+    front_end.send(HELLO)
+    assert next_of(dead).message == HELLO
+    dead.close()
+    stale = front_end.send(Abort(["a"]))
+    hub = ZmqHub(context, frontend_address(tmp_path, 2), FrontEndToScheduler)
+    at_old_path = ZmqHub(context, frontend_address(tmp_path, 1), FrontEndToScheduler)
+    for _ in range(100):  # what goes out before the connection is seen to be dead, is lost
+        if at_old_path.socket.poll(WAIT * 10):
+            break
+        front_end.send(Abort(["a"]))
+    assert isinstance(next_of(at_old_path).message, ProtocolError)  # and there it would be refused, as a gap
+    link = Link(SchedulerToFrontEnd)
+    newcomer = ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path, 2), link, bind=False)
+    newcomer.send(HELLO)
+    assert next_of(hub).message == HELLO
+    assert hub.receive() is None and not hub.refused
+    copy = ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path, 2), Link(SchedulerToFrontEnd), bind=False)
+    copy.socket.send_multipart(stale)
+    assert isinstance(next_of(hub).message, ProtocolError)
+    assert hub.refused == at_old_path.refused == {"gap": 1}
+    for end in (front_end, newcomer, copy, hub, at_old_path):
+        end.close()
+
+
 def test_an_asyncio_front_end_speaks_the_same(context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path) -> None:
     async def talk() -> None:
         own = zmq.asyncio.Context()

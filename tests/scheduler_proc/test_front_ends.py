@@ -1,0 +1,189 @@
+"""Who is connected, and as which client: over a hub that is two lists."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from quire.protocol.channel import Frames
+from quire.protocol.codec import ProtocolError
+from quire.protocol.config import EngineConfig
+from quire.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    EngineState,
+    Heartbeat,
+    Hello,
+    Refused,
+    Rejected,
+    Shutdown,
+    Welcome,
+)
+from quire.protocol.model_config import ModelConfig
+from quire.protocol.zmq_channel import FromPeer
+from quire.scheduler_proc.front_ends import FrontEnds
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=9,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+)
+CONFIG = EngineConfig(model=MODEL, model_path="/x", max_model_len=16)
+WELCOME = Welcome(PROTOCOL_VERSION, CONFIG.digest, 16)
+DAMAGED = ProtocolError("crc", "damaged")
+
+
+class Lists:
+    """Implements ``doors.Hub``.
+
+    Attributes:
+        sent: (peer, message) of everything that was taken.
+        deaf: peers that take nothing.
+    """
+
+    def __init__(self) -> None:
+        self.inbox: deque[FromPeer] = deque()
+        self.sent: list[tuple[bytes, Any]] = []
+        self.deaf: set[bytes] = set()
+        self.forgotten: list[bytes] = []
+
+    def send(self, peer: bytes, message: Any) -> Frames | None:
+        if peer in self.deaf:
+            return None
+        self.sent.append((peer, message))
+        return []
+
+    def receive(self) -> FromPeer | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def forget(self, peer: bytes) -> None:
+        self.forgotten.append(peer)
+
+
+class House:
+    """FrontEnds, and all that they were heard and told."""
+
+    def __init__(self) -> None:
+        self.hub = Lists()
+        self.gone: list[int] = []
+        self.front_ends = FrontEnds(self.hub, CONFIG, self.gone.append)
+
+    def hear(self, peer: bytes, *messages: Any) -> list[tuple[int, Any]]:
+        """(client, message) of what of it is for the engine."""
+        self.hub.inbox.extend(FromPeer(peer, message, []) for message in messages)
+        heard = []
+        while (come := self.front_ends.receive()) is not None:
+            heard.append((come[0], come[1].message))
+        return heard
+
+    def told(self, peer: bytes) -> list[Any]:
+        """Since the last call."""
+        told = [message for to, message in self.hub.sent if to == peer]
+        self.hub.sent = [(to, message) for to, message in self.hub.sent if to != peer]
+        return told
+
+
+def hello(pid: int = 7, version: int = PROTOCOL_VERSION) -> Hello:
+    return Hello(version, "frontend", 0, pid)
+
+
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (None, ["loading"]),
+        ("loading", ["loading"]),
+        ("ready", ["ready"]),
+        ("recovering", ["ready", "recovering"]),  # requests are taken, and wait
+    ],
+)
+def test_who_comes_hears_how_the_engine_is(house: House, state: str | None, told: list[str]) -> None:
+    if state is not None:
+        house.front_ends.announce(EngineState(state))
+    assert house.hear(b"a", hello()) == []
+    assert house.told(b"a") == [WELCOME, *map(EngineState, told)]
+
+
+def test_each_has_a_number_that_nobody_had_before(house: House) -> None:
+    assert house.hear(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
+    assert house.hear(b"b", hello(8), Abort(["x"])) == [(1, Abort(["x"]))]
+    house.front_ends.process_gone(7)
+    assert house.gone == [0] and house.hub.forgotten == [b"a"]
+    assert house.hear(b"a", hello(), Abort(["y"])) == [(2, Abort(["y"]))]
+
+
+def test_all_connections_of_a_process_end_with_it(house: House) -> None:
+    for peer, pid in ((b"a", 7), (b"b", 8), (b"c", 7)):
+        house.hear(peer, hello(pid))
+    house.front_ends.process_gone(7)
+    house.front_ends.process_gone(7)
+    assert house.gone == [0, 2]
+
+
+def test_a_heartbeat_is_answered_and_no_news(house: House) -> None:
+    house.hear(b"a", hello())
+    house.told(b"a")
+    assert house.hear(b"a", Heartbeat(1.5)) == []
+    assert house.told(b"a") == [Heartbeat(1.5)]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [hello(version=PROTOCOL_VERSION + 1), hello(version=0), Abort(["x"]), Heartbeat(0.0), DAMAGED],
+    ids=["a later version", "an earlier one", "a request", "a heartbeat", "damaged"],
+)
+def test_who_does_not_begin_rightly_is_nobody(house: House, first: Any) -> None:
+    assert house.hear(b"a", first) == []
+    (refused,) = house.told(b"a")
+    assert isinstance(refused, Refused) and house.hub.forgotten == [b"a"] and house.gone == []
+    assert house.hear(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
+
+
+def test_both_versions_are_named(house: House) -> None:
+    house.hear(b"a", hello(version=41))
+    (refused,) = house.told(b"a")
+    assert "41" in refused.reason and str(PROTOCOL_VERSION) in refused.reason
+
+
+def test_a_damaged_message_ends_its_own_connection_only(house: House) -> None:
+    house.hear(b"a", hello(7))
+    house.hear(b"b", hello(8))
+    assert house.hear(b"a", DAMAGED) == [] and house.gone == [0]
+    assert isinstance(house.told(b"a")[-1], Refused)
+    assert house.hear(b"b", Abort(["x"])) == [(1, Abort(["x"]))]
+
+
+def test_who_takes_nothing_any_more_is_gone_once(house: House) -> None:
+    house.hear(b"a", hello(7))
+    house.hear(b"b", hello(8))
+    house.told(b"b")
+    house.hub.deaf.add(b"a")
+    refusal = Rejected("x", "code", "", "why")
+    house.front_ends.send(0, refusal)
+    house.front_ends.send(0, refusal)
+    assert house.gone == [0] and house.hub.forgotten == [b"a"]
+    house.front_ends.announce(EngineState("ready"))
+    assert house.gone == [0] and house.told(b"b") == [EngineState("ready")]
+
+
+def test_an_announcement_survives_those_that_go_by_it(house: House) -> None:
+    for peer in (b"a", b"b", b"c"):
+        house.hear(peer, hello())
+        house.told(peer)
+    house.hub.deaf |= {b"a", b"c"}
+    house.front_ends.announce(EngineState("recovering"))
+    assert house.gone == [0, 2] and house.told(b"b") == [EngineState("recovering")]
+
+
+def test_what_only_the_engine_can_judge_is_handed_on(house: House) -> None:
+    house.hear(b"a", hello())
+    assert house.hear(b"a", hello(), Shutdown()) == [(0, hello()), (0, Shutdown())]
