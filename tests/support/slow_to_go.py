@@ -1,0 +1,46 @@
+"""A worker as its supervisor sees it, but when it dies its status pipe stays open, as that of a process whose memory is
+not free yet: a process of its own holds it, until it is killed, too, or the supervisor has gone.
+
+Called to a group, it takes the command's text for its own name.
+
+    python -P -m slow_to_go --directory D --status-fd N --lifeline-fd N [--quiet]
+"""
+
+import os
+import select
+import signal
+from pathlib import Path
+
+from quire.protocol.child import Child, Report, child_parser
+
+
+def holder_file(directory: Path, pid: int) -> Path:
+    """Where the worker ``pid`` has written the number of the process that holds its pipe."""
+    return directory / f"holder-{pid}"
+
+
+def main() -> None:
+    parser = child_parser(None)
+    parser.add_argument("--quiet", action="store_true")
+    args = parser.parse_args()
+    holder = os.fork()
+    if not holder:
+        hang_up = select.poll()
+        hang_up.register(args.lifeline_fd, 0)
+        hang_up.poll()
+        os._exit(0)
+    holder_file(args.directory, os.getpid()).write_text(str(holder))
+    child = Child(args.status_fd, args.lifeline_fd)
+    child.report(Report("started"))
+    stopped = False
+    while not stopped:
+        child.wait()
+        for command in child.take_commands():
+            stopped = command.kind == "stop"
+            if command.text:
+                Path("/proc/self/comm").write_text(command.text)
+    os.kill(holder, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
