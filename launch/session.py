@@ -32,6 +32,8 @@ TRIED_AFTER = 2
 """Deaths of the scheduler after which an answer that got no token in between is submitted with no other such beside
 it; one more, and it is held to be the reason."""
 CONDEMNED = "engine_fault: the scheduler died each time that this request was given to it"
+TURN_S = 3.0
+"""How long each front end waits for those of lower index before it tries its own: the other's may be the reason."""
 MAX_REFUSALS = 5
 """Links in a row that the scheduler cut before it welcomed us, after which it will never have us."""
 
@@ -64,6 +66,7 @@ class Session:
         self._welcomed = False
         self._num_refusals = 0
         self._suspects: deque[Stream] = deque()
+        self._try_at = 0.0
         self._tried: Stream | None = None
         """The one of them that is submitted."""
 
@@ -89,6 +92,8 @@ class Session:
         """To be called every second or so, welcomed or not: the answer, or a cut link, shows what was lost."""
         if self.life:
             self._post(Heartbeat(self._clock()))
+        if self.state == "ready" and self._tried is None and self._clock() >= self._try_at:
+            self._try_next()
 
     def take(self, message: Message | ProtocolError) -> bool:
         """What came. False: the link is broken, or was cut; the caller makes a new one and calls ``begin``."""
@@ -148,8 +153,11 @@ class Session:
                     self._submit(stream)
                 else:
                     self._suspects.append(stream)
-            self._try_next()
-        self.was_ready |= kind == "ready"
+            if not self._index:
+                self._try_next()
+        if kind == "ready":  # with workers: what is tried from here on gets a token, or shows what it does
+            self.was_ready = True
+            self._try_at = self._clock() + self._index * TURN_S
         if self.state not in ("draining", "failed"):
             self.become("recovering" if kind == "loading" and self.was_ready else kind)
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.launch.session import MAX_REFUSALS, Session
+from quire.launch.session import MAX_REFUSALS, TRIED_AFTER, TURN_S, Session
 from quire.launch.streams import Stream
 from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError, InvalidRequest
@@ -179,6 +179,30 @@ def test_a_request_that_ends_each_scheduler_is_found_and_fails_alone() -> None:
         link.give(stream, 1)
     link.die()
     assert [name for name, _ in link.submitted()] == ["0", "1", "3"]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_front_ends_take_turns_to_try_their_suspects(index: int) -> None:
+    """Two that are tried at once would both be held to be the reason."""
+    now = [50.0]
+    sent: list[Any] = []
+    session = Session(sent.append, 7, index, clock=lambda: now[0])
+    stream = session.add(AddRequest("r", np.array([1, 2, 3], np.int32), SamplingParams(), 5))
+    for after_death in (False, True, True):
+        sent.clear()
+        session.begin(after_death=after_death)
+        session.take(Welcome(1, ""))
+        session.take(EngineState("ready"))
+    assert stream.num_deaths == TRIED_AFTER
+    waited = 0.0
+    while not any(isinstance(message, AddRequest) for message in sent):
+        now[0] += 0.5
+        waited += 0.5
+        session.beat()
+    assert waited == index * TURN_S
+    session.take(EngineState("recovering"))
+    session.beat()
+    assert sum(isinstance(message, AddRequest) for message in sent) == 1
 
 
 def test_a_suspect_that_is_given_up_makes_way() -> None:

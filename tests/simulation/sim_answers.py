@@ -10,6 +10,7 @@ from sim_model import best_two
 from sim_scenario import VOCAB_SIZE, Ask
 
 from quire.launch.engine_client import Update
+from quire.launch.session import CONDEMNED, TRIED_AFTER
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.messages import EndReason
 
@@ -95,6 +96,12 @@ def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
     if reader.ended is EndReason.ERROR:
         if reader.detail.startswith("numerical_error"):
             assert name in world.spoiled, f"{name} is said to have bad logits"
+        elif reader.detail == CONDEMNED:
+            deaths = sum(at > reader.last_token_at - LATE_S for at in world.scheduler_deaths)
+            assert deaths > TRIED_AFTER, f"{name} was condemned after {deaths} deaths of the scheduler"
+            # Where the workers hang while it is tried, another front end's turn may come as well.
+            chance = any(at > reader.last_token_at - LATE_S for at in world.other_harm)
+            assert ask.bug is not None or chance, f"{name} was condemned for what others did"
         elif reader.detail.startswith("engine_fault"):
             lost = sum(at > reader.last_token_at - LATE_S for at in world.losses)
             assert lost >= 3, f"{name} was condemned after {lost} losses"

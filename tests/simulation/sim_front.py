@@ -81,20 +81,21 @@ class SimFront(SimProcess):
     def hear(self, command: Command) -> None:
         match command.kind:
             case "scheduler":
+                is_another = 0 < self._life < command.life
                 self._life = command.life
-                self._link()
+                self._link(after_death=is_another)
             case "engine_gone":
                 self.session.fail("the engine is gone")
 
     # ---- the link
 
-    def _link(self) -> None:
+    def _link(self, *, after_death: bool = False) -> None:
         self._relinking = False
         if self._channel is not None:
             self._channel.close()
         self.world.net.hang_up(self._peer)
         self._peer, self._channel = self.world.net.front_end(self._life, self._wake)
-        self.session.begin()
+        self.session.begin(after_death=after_death)
 
     def _post(self, message: Message) -> None:
         if self._channel is None:

@@ -19,10 +19,12 @@ KINDS = (
     *WRONG_RESULTS,
     *OTHERS,
     "poison",
+    "bug",
 )
-"""Every kind of fault, as it is counted. A poison request is counted each time that it ends a worker."""
+"""Every kind of fault, as it is counted. A poison request is counted each time that it ends a worker, one with which
+the scheduler has a bug each time that it ends that."""
 DEADLY = frozenset(
-    {*WORKER_FAULTS, *WRONG_RESULTS, "scheduler_dies", "scheduler_dies_twice", "poison"}
+    {*WORKER_FAULTS, *WRONG_RESULTS, "scheduler_dies", "scheduler_dies_twice", "poison", "bug"}
     | {f"{direction} {damage}" for direction in ("to_worker", "from_worker") for damage in FRAME_DAMAGE}
 ) - {"slow", "nan", "oom"}
 """What may cost a life of the workers or of the scheduler: five of those with no token in between end the engine."""
@@ -30,6 +32,7 @@ DEADLY = frozenset(
 
 REAL_RUNNER_SHARE = 1 / 3
 """Of the seeds: a step takes three times as long with it."""
+BUG_SHARE = 0.3
 BEGIN_S = 2.5
 """Faults come once the engine has been ready: a first start that fails is the end of it, by design."""
 
@@ -54,6 +57,7 @@ class Ask:
         poison: the index of the output token at which it ends its worker; -1: any step with it does; None: it is well.
         even: a grammar allows it even tokens only.
         logprobs: of how many best tokens, beside its own.
+        bug: from how many output tokens on the scheduler fails as it decides a step; None: it does not.
     """
 
     at: float
@@ -70,6 +74,7 @@ class Ask:
     prompt_logprobs: int | None = None
     even: bool = False
     logprobs: int | None = None
+    bug: int | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -138,7 +143,7 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     pace = rng.choice((0.2, 0.4, 0.8))
     faults, at = [], BEGIN_S
     gentle = rng.random() < 0.15
-    kinds = [kind for kind in KINDS if kind not in DEADLY] if gentle else KINDS[:-1]
+    kinds = [kind for kind in KINDS if kind not in DEADLY] if gentle else KINDS[:-2]
     favourite = rng.choice(kinds)
     for _ in range(num_faults):
         at += rng.expovariate(1 / pace)
@@ -152,6 +157,9 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         ask = _ask(rng, len(asks), at_ask, poison, later if drafts else rng)
         asks.append(replace(ask, logprobs=later.choice((None, None, None, 0, 1, 2))))
         at_ask += rng.expovariate(1 / (pace * rng.choice((0.2, 1.0, 2.0))))
+    if asks and not gentle and later.random() < BUG_SHARE:
+        which = later.randrange(len(asks))
+        asks[which] = replace(asks[which], bug=later.choice((0, 0, 1, 3)))
     return Scenario(seed, tuple(asks), tuple(faults))
 
 

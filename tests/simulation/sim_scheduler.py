@@ -4,22 +4,28 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from sim_process import SimProcess
+from sim_turns import Turns
 from sim_wire import Wire
 
 from quire.protocol.channel import Frames, Link
 from quire.protocol.child import Command, Report
 from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import QuireError
-from quire.protocol.messages import FrontEndToScheduler
+from quire.protocol.messages import FrontEndToScheduler, SchedulerOutput
 from quire.protocol.zmq_channel import FromPeer
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.loop import SchedulerLoop
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from sim_world import World
 
 IDLE_S = 1.0
+
+
+class SchedulerBug(Exception):
+    """What nobody foresaw. Its text is the request that it was found with."""
 
 
 class SimChild:
@@ -114,6 +120,7 @@ class SimScheduler(SimProcess):
         self.child = SimChild(self)
         self._due = False
         self.num_generated = 0
+        self.turns = Turns()
         world.events.after(world.shape.start_s, self._started)
 
     def _started(self) -> None:
@@ -147,7 +154,29 @@ class SimScheduler(SimProcess):
             self.report(Report("failed", str(error), 1))
             self.die(str(error))
             return
+        except SchedulerBug as error:
+            self.world.crashed_by(str(error))
+            self.die("a bug")
+            return
+        if self.loop._scheduler is not None and "schedule" not in vars(self.loop._scheduler):
+            self._watch(self.loop._scheduler)
         self.world.check_scheduler(self)
+
+    def _watch(self, scheduler: Scheduler) -> None:
+        """Each of its steps is looked at, and fails as it is decided where a request is to end it."""
+        decide = scheduler.schedule
+
+        def schedule(now: float = 0.0) -> SchedulerOutput | None:
+            for request in scheduler.table.requests.values():
+                num_output = scheduler.cruise.progress(request).num_tokens - request.num_prompt_tokens
+                if self.world.is_bug(request.request_id, num_output):
+                    raise SchedulerBug(request.request_id)
+            step = decide(now)
+            if step is not None:
+                self.turns.decided(scheduler, step)
+            return step
+
+        scheduler.schedule = schedule  # type: ignore[method-assign]
 
     def _idle(self) -> None:
         if self.alive and self.loop is not None:

@@ -91,6 +91,8 @@ class World:
         self._armed: list[tuple[str, int]] = []
         self._oom_at: set[tuple[int, int]] = set()
         """(epoch, step): on all ranks, whenever each of them comes to it."""
+        self._fronts_lost = 0
+        """Front ends that were killed since one was last ready: they end the engine if there are too many."""
         self._oom_since: set[tuple[int, int]] = set()
         """Steps that ran out of memory since anybody last got a token."""
         self._deaf: set[int] = set()
@@ -100,6 +102,9 @@ class World:
         self.num_requests = self.num_tokens = self.num_steps = 0
         self.losses: list[float] = []
         """When workers were lost."""
+        self.scheduler_deaths: list[float] = []
+        self.other_harm: list[float] = []
+        """Deadly things that no request's bug was."""
         self.harm = 0
         """Deadly things that happened since the last token that was committed."""
         self.num_deadly = 0
@@ -239,6 +244,8 @@ class World:
                 len(self._oom_since) >= scheduler_loop.MAX_TOO_LARGE - 1
             ):  # as good as dead; a token came behind the first
                 self.count("oom without end")
+        if report.event == "ready" and isinstance(process, SimFront):
+            self._fronts_lost = 0
         self.overseer.reported(process, report, self.events.now)
         self._tended()
 
@@ -273,6 +280,8 @@ class World:
         if kind in DEADLY or kind == "oom without end":
             self.harm += 1
             self.num_deadly += 1
+            if kind != "bug":
+                self.other_harm.append(self.events.now)
 
     def _harmed(self, kind: str) -> None:
         self.count(kind)
@@ -304,7 +313,8 @@ class World:
                 self._kill_scheduler(fault.kind)
             case "front_dies":
                 front = self.fronts[fault.where % self.shape.num_fronts]
-                if front.alive:
+                if front.alive and self._fronts_lost < self.most_in_a_row:
+                    self._fronts_lost += 1
                     self.count(fault.kind)
                     front.die("killed")
             case "not_reading":
@@ -327,6 +337,7 @@ class World:
         if scheduler is None:
             return
         self.count(kind)
+        self.scheduler_deaths.append(self.events.now)
         scheduler.die("killed")
         if kind == "scheduler_dies_twice":
             again = self.shape.start_s * self.tamper.rng.uniform(0.5, 2.0) + 0.01
@@ -390,6 +401,15 @@ class World:
             self.count("poison")
         if len(kills) > MOST_KILLS * self.num_submissions[name]:
             raise Violation(f"{name} has ended the workers {len(kills)} times")
+
+    def crashed_by(self, name: str) -> None:
+        """The scheduler has ended because of a request."""
+        self.count("bug")
+        self.scheduler_deaths.append(self.events.now)
+
+    def is_bug(self, name: str, num_output: int) -> bool:
+        at = self._asks[name].bug
+        return at is not None and num_output >= at
 
     def is_poison(self, row: Row) -> bool:
         at = self._asks[row.request_id].poison
