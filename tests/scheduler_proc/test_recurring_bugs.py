@@ -1,10 +1,10 @@
 """Bugs that came back in other engines, each as a scenario, by their number in our list (issues are vllm-project/vllm's
 where no other repository is named).
 
-What does not exist here yet has no scenario: 9 (offsets of log probabilities with drafts; prompt log probabilities),
-10 (grammars with drafts), 17 (remote loads of KV), 18 (encoder cache), 23 (per-row state of the workers' processors).
-13 (a page of another group is read before it is written) needs real memory, which only workers have. Of 14, 16, 22
-and 24 it is the part that exists: no sessions, no transfers, no tiers.
+What does not exist here yet has no scenario: 17 (remote loads of KV), 18 (encoder cache). 9 (log probabilities), 10
+(grammars with drafts), 13 (a page of another group is read before it is written) and 23 (per-row state of processors)
+are not the scheduler's alone: ``tests/test_guards.py`` names their tests. Of 14, 16, 22 and 24 it is the part that
+exists: no sessions, no transfers, no tiers.
 """
 
 from collections import Counter, deque
@@ -75,6 +75,38 @@ def test_bug_02_late_result_of_a_preempted_request(num_blocks: int) -> None:
     assert driver.answers["young"].tokens == expected_tokens(YOUNG, 13)
 
 
+@pytest.mark.parametrize(("num_blocks", "old", "young"), [(5, 2, 7), (6, 4, 5), (7, 6, 7)])
+def test_bug_02_nobody_is_let_in_before_its_result(num_blocks: int, old: int, young: int) -> None:
+    """It puts out itself beside one that leaves: there is room for what is known of it while its token is in flight."""
+    driver = Driver(num_blocks=num_blocks, async_scheduling=True, enable_prefix_caching=False)
+    driver.add("old", OLD, max_tokens=old)
+    driver.add("young", list(range(11, 11 + young)), max_tokens=9)
+    while driver.scheduler.table.requests:
+        for _ in range(3):  # whatever arrives has a step decided again, in which nothing may run
+            driver.schedule()
+        driver.execute()
+        driver.deliver()
+    finish(driver)
+    assert driver.scheduler.statistics().num_preemptions > 0
+    assert driver.answers["young"].tokens == expected_tokens(list(range(11, 11 + young)), 9)
+
+
+def test_bug_02_late_result_of_one_that_is_gone() -> None:
+    """Its token is nobody's: not even that of who comes next, and would be taken for it by the same handle."""
+    driver = Driver(async_scheduling=True)
+    driver.add("gone", OLD, max_tokens=60)
+    driver.add("stays", YOUNG, max_tokens=40)
+    for _ in range(4):
+        driver.step()
+    while driver.schedule() is not None:
+        pass
+    driver.abort("gone")
+    driver.add("next", [9], max_tokens=10)
+    finish(driver)
+    assert driver.answers["stays"].tokens == expected_tokens(YOUNG, 40)
+    assert driver.answers["next"].tokens == expected_tokens([9], 10)
+
+
 @pytest.mark.parametrize("budget", range(4, 40, 5))
 def test_bug_03_chunked_prefills_side_by_side(budget: int) -> None:
     """#57562: no drafts, no preemption, and yet a placeholder too few: a chunk that does not sample counts none."""
@@ -133,17 +165,19 @@ def test_bug_05_blocks_freed_while_a_step_is_in_flight(end: str) -> None:
 
 
 @pytest.mark.parametrize("cruise", [True, False])
-@pytest.mark.parametrize("length", range(14, 30))
-def test_bug_06_scheduled_and_put_out_in_the_same_pass(length: int, cruise: bool) -> None:
+@pytest.mark.parametrize("young", [1, 2, 3])
+@pytest.mark.parametrize("length", range(22, 30))
+def test_bug_06_scheduled_and_put_out_in_the_same_pass(length: int, young: int, cruise: bool) -> None:
     """#23347: of a share or a block that was taken back, nothing is left in the diff."""
     driver = Driver(num_blocks=9, cruise=cruise, long_prefill_token_threshold=7, enable_prefix_caching=False)
+    prompt = list(range(50, 50 + young))
     driver.add("old", list(range(length)), max_tokens=3)
-    driver.add("young", [50], max_tokens=25)
+    driver.add("young", prompt, max_tokens=25 - young)
     finish(driver)
     for diff in driver.diffs:
         named = {h for h, _ in diff.counts} | {h for h, _, _ in appended_blocks(diff)} | set(diff.unparked)
         assert not named & (set(diff.removed) - {n.handle for n in diff.new_requests})
-    assert driver.answers["young"].tokens == expected_tokens([50], 25)
+    assert driver.answers["young"].tokens == expected_tokens(prompt, 25 - young)
 
 
 def test_bug_07_a_better_one_does_not_wait_for_a_seat() -> None:

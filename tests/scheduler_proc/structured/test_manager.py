@@ -345,6 +345,22 @@ class TestMasks:
         allowed = np.unpackbits(inputs.bitmask.view(np.uint8), bitorder="little")[: demo_config().model.vocab_size]
         assert np.flatnonzero(allowed == 0).tolist() == list(demo_config().model.eos_token_ids)
 
+    def test_drafts_over_the_end_of_a_thought(self, make_case: Callable[..., Case]) -> None:
+        """#44297, #53046, #36138: the grammar begins behind the marker, within the step, and is undone with it."""
+        case = make_case(thinking_start_token_ids=[70], thinking_end_token_ids=[71])
+        one, plain = constrained("1", regex="ab"), constrained("2", regex="ab")
+        one.tokens = Tokens(np.array([3, 5, 70], np.int32), None)
+        ready(case, one, plain)
+        drafts = [60, 71, *tokens_of("a")]
+        told = Proposed(7, np.array([1], np.int32), np.array([3], np.int32), np.array(drafts, np.int32))
+        first, _ = case.manager.sample_inputs(step_of(plain))
+        for _ in range(2):
+            inputs, failures = case.manager.sample_inputs(step_of(one, drafts=3), told)
+            assert (inputs.counts, failures) == ([4], []) and inputs.bitmask is not None and first.bitmask is not None
+            thought, last_thought, begun, second = inputs.bitmask.reshape(4, -1).tolist()
+            assert thought == last_thought and begun == first.bitmask.tolist() != thought
+            assert second not in (begun, thought) and any(second)
+
 
 class TestShares:
     def test_whose_matching_takes_too_long_fails_alone_and_is_refused_from_then_on(

@@ -1,0 +1,294 @@
+"""Guards of the engine that keep out what came back in other engines, each taken out while its context lasts.
+
+``tests/test_guards.py`` and ``tests/simulation/mutations.py`` say for which bug each of them is, and who notices.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from quire.scheduler_proc import planner, request_table, results, scheduler, step
+from quire.scheduler_proc.kv import block_hash, block_pool, manager
+from quire.scheduler_proc.structured import answer
+from quire.scheduler_proc.structured import manager as grammars
+from quire.worker_proc import pending_result
+from quire.worker_proc.attention import cpu_plan
+from quire.worker_proc.sampling.builtin import base
+
+Patch = contextlib.AbstractContextManager[Any]
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def waiting_for_the_result_in_flight() -> Iterator[None]:
+    """Who was put out is let in again although its token is on its way."""
+    real = planner.Planner._admit
+
+    def admit(self: Any, plan: Any, request: Any, **own: Any) -> Any:
+        in_flight, request.num_in_flight = request.num_in_flight, 0
+        reason = real(self, plan, request, **own)
+        request.num_in_flight = in_flight
+        return reason
+
+    with mock.patch.object(planner.Planner, "_admit", admit):
+        yield
+
+
+@contextlib.contextmanager
+def waiting_for_the_workers_to_let_go() -> Iterator[None]:
+    """A handle is given to the next request before the workers have let go of it."""
+    real = request_table.RequestTable.end
+
+    def end(self: Any, request: Any, status: Any) -> None:
+        real(self, request, status)
+        self._handles.give_back(self._retired.pop())
+
+    with mock.patch.object(request_table.RequestTable, "end", end):
+        yield
+
+
+@contextlib.contextmanager
+def knowing_who_samples() -> Iterator[None]:
+    """A chunk that ends before the last known token counts a sample that never comes."""
+    real = scheduler.Scheduler._commit
+
+    def commit(self: Any, plan: Any) -> Any:
+        diff = real(self, plan)
+        for share in plan.shares.values():
+            request = share.request
+            if share.num_tokens > 1 and share.num_tokens - share.num_drafts < request.num_tokens_to_compute:
+                request.num_output_placeholders += 1
+        return diff
+
+    with mock.patch.object(scheduler.Scheduler, "_commit", commit):
+        yield
+
+
+def settling_of_drafts() -> Patch:
+    """Drafts that were not there, or not right, stay counted as computed."""
+    return mock.patch.object(results.Results, "_settle_drafts", nothing)
+
+
+def taking_back_of_shares() -> Patch:
+    """Who is put out keeps what it had got of the step."""
+    return mock.patch.object(step.StepPlan, "take_back", nothing)
+
+
+@contextlib.contextmanager
+def taking_back_of_blocks() -> Iterator[None]:
+    """Who is put out is still told of the block that it had got in this step."""
+    real = step.StepPlan.take_back
+
+    def take_back(self: Any, request: Any) -> None:
+        begun, ids = self.begun, self.begun_blocks
+        self.begun, self.begun_blocks = [], []
+        real(self, request)
+        self.begun, self.begun_blocks = begun, ids
+
+    with mock.patch.object(step.StepPlan, "take_back", take_back):
+        yield
+
+
+def making_way_for_a_row() -> Patch:
+    """The better one waits until the worse one is done."""
+    return mock.patch.object(planner.Planner, "_make_way_for_a_row", lambda self, plan, request: False)
+
+
+def mercy_on_the_oldest() -> Patch:
+    """Where blocks are short the first admitted is put out."""
+
+    def victim(self: Any) -> Any:
+        return next(iter(self.table.running.values())), planner.PreemptReason.YOUNGEST
+
+    return mock.patch.object(planner.Planner, "_victim", victim)
+
+
+def room_for_whole_prompts() -> Patch:
+    """A prompt is let in as soon as its first chunk has room, at once after it was put out."""
+    return mock.patch.object(manager.KVCacheManager, "can_fit_full_sequence", lambda *args, **kwargs: True)
+
+
+@contextlib.contextmanager
+def places_of_logprobs() -> Iterator[None]:
+    """Log probabilities go to the tokens in the order of the positions, rejected ones included."""
+    real = pending_result.SampledResult._logprob_fields
+
+    def fields(self: Any, kept: Any) -> Any:
+        return real(self, np.arange(len(self.sampled.tokens)))
+
+    with mock.patch.object(pending_result.SampledResult, "_logprob_fields", fields):
+        yield
+
+
+@contextlib.contextmanager
+def skipping_of_the_cache() -> Iterator[None]:
+    """Who wants log probabilities of its prompt gets hits like anybody."""
+    real = manager.KVCacheManager.get_computed_blocks
+
+    def computed(self: Any, request: Any) -> Any:
+        skips, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        found = real(self, request)
+        request.skip_reading_prefix_cache = skips
+        return found
+
+    with mock.patch.object(manager.KVCacheManager, "get_computed_blocks", computed):
+        yield
+
+
+@contextlib.contextmanager
+def judging_of_each_draft() -> Iterator[None]:
+    """Whether the grammar holds is asked once in a step, before its drafts."""
+    real = grammars.GrammarManager._fill
+
+    def fill(self: Any, found: Any, masks: Any) -> None:
+        free = [positions for positions in found if positions.reading.is_free]
+        real(self, found, masks)
+        for positions in free:
+            masks[positions.first : positions.first + 1 + len(positions.drafts)] = self._thoughts
+
+    with mock.patch.object(grammars.GrammarManager, "_fill", fill):
+        yield
+
+
+def undoing_of_drafts() -> Patch:
+    """Drafts that were read for their masks stay read."""
+    return mock.patch.object(answer.Reading, "undo", nothing)
+
+
+@contextlib.contextmanager
+def nobody_holds_the_null_block() -> Iterator[None]:
+    """The null block is counted like any other."""
+    real = block_pool.BlockPool.touch
+
+    def touch(self: Any, blocks: Any) -> None:
+        blocks = list(blocks)
+        real(self, blocks)
+        self.null_block.ref_cnt += sum(block.is_null for block in blocks)
+
+    with mock.patch.object(block_pool.BlockPool, "touch", touch):
+        yield
+
+
+@contextlib.contextmanager
+def counting_of_holders() -> Iterator[None]:
+    """The first who lets go of a shared block lets go of it for all."""
+    real = block_pool.BlockPool.free_blocks
+
+    def free_blocks(self: Any, blocks: Any) -> None:
+        blocks = list(blocks)
+        for block in blocks:
+            block.ref_cnt = min(block.ref_cnt, 1)
+        real(self, blocks)
+
+    with mock.patch.object(block_pool.BlockPool, "free_blocks", free_blocks):
+        yield
+
+
+@contextlib.contextmanager
+def clearing_of_unwritten_slots() -> Iterator[None]:
+    """What an earlier holder left behind a row's last token is read, at a weight of zero."""
+    real = cpu_plan._tile
+
+    def tile(*args: Any) -> Any:
+        made = real(*args)
+        return dataclasses.replace(made, tail=made.tail[:0])
+
+    with mock.patch.object(cpu_plan, "_tile", tile):
+        yield
+
+
+def chaining_of_hashes() -> Patch:
+    """A block is named by its own tokens alone."""
+
+    def append_blocks(self: Any, raw: bytes, size: int) -> None:
+        for at in range(0, len(raw) - size + 1, size):
+            state = self._hasher._new()
+            state.update(raw[at : at + size])
+            self.hashes.append(state.digest())
+
+    def extend(self: Any, data: Any, added: bytes = b"") -> None:
+        append_blocks(self, bytes(data)[len(self.hashes) * self._size :], self._size)
+
+    return mock.patch.multiple(block_hash.HashChain, _append_blocks=append_blocks, extend=extend)
+
+
+def states_wait_for_their_answer() -> Patch:
+    """A state is found in the very step that writes it."""
+
+    def cache_blocks(self: Any, request: Any, num_tokens: int) -> None:
+        self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens, num_tokens)
+
+    return mock.patch.object(manager.KVCacheManager, "cache_blocks", cache_blocks)
+
+
+def forgetting_of_bad_contents() -> Patch:
+    """What was written on the way to logits that are no numbers is found again."""
+    return mock.patch.object(manager.KVCacheManager, "forget_content", nothing)
+
+
+def draining_of_removals() -> Patch:
+    """What was told to the workers once is kept, and told again."""
+    return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: list(self._removed))
+
+
+@contextlib.contextmanager
+def counting_at_admission() -> Iterator[None]:
+    """What a try saw in the cache is told to the client, whether it succeeded or not."""
+    real = manager.KVCacheManager.get_computed_blocks
+
+    def computed(self: Any, request: Any) -> Any:
+        hits, num_tokens = real(self, request)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_tokens
+        return hits, num_tokens
+
+    with mock.patch.object(manager.KVCacheManager, "get_computed_blocks", computed):
+        yield
+
+
+@contextlib.contextmanager
+def queueing_of_the_released() -> Iterator[None]:
+    """What was held runs as soon as it is released, whether there are blocks or not."""
+    real = request_table.RequestTable.release
+
+    def release(self: Any, request: Any) -> None:
+        real(self, request)
+        self.begin_to_run(request)
+
+    with mock.patch.object(request_table.RequestTable, "release", release):
+        yield
+
+
+@contextlib.contextmanager
+def moving_of_processors() -> Iterator[None]:
+    """The state of a row's processors stays where it was when the row moves."""
+    real = base.apply_update
+
+    def apply_update(states: Any, update: Any, make: Any) -> Any:
+        return real(states, None if update is None else dataclasses.replace(update, moved=[]), make)
+
+    with mock.patch.object(base, "apply_update", apply_update):
+        yield
+
+
+@contextlib.contextmanager
+def looking_before_holding() -> Iterator[None]:
+    """Hits are held before it is known whether the rest has room."""
+    real = manager.KVCacheManager.allocate_slots
+
+    def allocate(self: Any, request: Any, num_tokens: int, computed: Any = None, *args: Any, **own: Any) -> Any:
+        new = real(self, request, num_tokens, computed, *args, **own)
+        if new is None and computed is not None:
+            for blocks in computed:
+                self.pool.touch(blocks)
+        return new
+
+    with mock.patch.object(manager.KVCacheManager, "allocate_slots", allocate):
+        yield

@@ -1,0 +1,153 @@
+"""The mutation table where it needs no simulation: without its guard, the test of each recurring bug fails.
+
+``tests/simulation/test_mutations.py`` is its other half, and ``tests/simulation/README.md`` has all of it by number.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mutations
+import pytest
+import torch
+import without_guards as without
+from kv_cases import full, layout_of
+
+from quire.scheduler_proc.in_flight import WorkerFault
+
+TESTS = Path(__file__).parent
+
+
+def load(path: str) -> Any:
+    """A test module of its own, whose tests are called as they are."""
+    spec = spec_from_file_location(f"guarded_{Path(path).stem}", TESTS / path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bugs = load("scheduler_proc/test_recurring_bugs.py")
+prefixes = load("scheduler_proc/test_prefix_caching.py")
+prompts = load("scheduler_proc/test_prompt_logprobs.py")
+grammars = load("scheduler_proc/structured/test_manager.py")
+drafts = load("worker_proc/test_draft_steps.py")
+attention = load("worker_proc/test_cpu_attention.py")
+processors = load("worker_proc/sampling/test_processors.py")
+
+
+def masks(name: str) -> None:
+    """A test of the grammars' masks, with managers that are closed after it."""
+    made: list[Any] = []
+
+    def make(**settings: Any) -> Any:
+        made.append(grammars.Case(**settings))
+        return made[-1]
+
+    try:
+        vars(grammars.TestMasks)[name](grammars.TestMasks(), make)
+    finally:
+        for case in made:
+            case.close()
+
+
+def unwritten_slots() -> None:
+    """Blocks whose unwritten slots are NaN, as an 8-bit cache's garbage may be."""
+    attention.test_equals_attention_row_by_row("torch", "steady decode", (4, 2, 16), 4, torch.float32)
+
+
+def batches_that_change() -> None:
+    """The body of a test over random seeds, at some of them."""
+    for seed in range(4):
+        processors.test_a_changing_batch_is_as_each_request_alone.hypothesis.inner_test([], seed)
+
+
+def all_lengths(cruise: bool) -> None:
+    for young in (1, 2, 3):
+        for length in range(26, 30):
+            bugs.test_bug_06_scheduled_and_put_out_in_the_same_pass(length, young, cruise)
+
+
+NOTICED = (AssertionError, WorkerFault, KeyError, ValueError)
+"""Whoever notices first: test, ``check()``, scheduler or pool, or the pretended worker, which has no such row."""
+
+
+class Guard(NamedTuple):
+    """``check`` passes, and fails while ``patch`` is entered, which takes out the guard that keeps out ``bug``."""
+
+    bug: int
+    patch: Callable[[], without.Patch]
+    check: Callable[[], object]
+
+    @property
+    def name(self) -> str:
+        return f"{self.bug}_without_{self.patch.__name__.strip('_')}"
+
+
+GUARDS = (
+    Guard(1, mutations.resumed_without_answer, bugs.test_bug_01_resumed_with_all_its_tokens),
+    Guard(
+        2,
+        without.waiting_for_the_result_in_flight,
+        partial(bugs.test_bug_02_nobody_is_let_in_before_its_result, 6, 4, 5),
+    ),
+    Guard(2, without.waiting_for_the_workers_to_let_go, bugs.test_bug_02_late_result_of_one_that_is_gone),
+    Guard(3, without.knowing_who_samples, partial(bugs.test_bug_03_chunked_prefills_side_by_side, 9)),
+    Guard(4, without.settling_of_drafts, partial(bugs.test_bug_04_no_placeholder_reaches_the_model, 0.5)),
+    Guard(5, mutations.removals_untold, partial(bugs.test_bug_05_blocks_freed_while_a_step_is_in_flight, "abort")),
+    Guard(6, without.taking_back_of_shares, partial(all_lengths, False)),
+    Guard(7, without.making_way_for_a_row, bugs.test_bug_07_a_better_one_does_not_wait_for_a_seat),
+    Guard(7, without.mercy_on_the_oldest, partial(bugs.test_bug_07_equals_do_not_take_turns, "priority")),
+    Guard(
+        8,
+        without.room_for_whole_prompts,
+        partial(bugs.test_bug_08_a_long_prefill_does_not_come_and_go, "fcfs", False),
+    ),
+    Guard(9, without.places_of_logprobs, drafts.test_logprobs_of_accepted_tokens_only),
+    Guard(9, without.skipping_of_the_cache, partial(prompts.test_who_asks_reads_no_cached_prefix, layout_of(full(4)))),
+    Guard(10, without.judging_of_each_draft, partial(masks, "test_drafts_over_the_end_of_a_thought")),
+    Guard(10, without.undoing_of_drafts, partial(masks, "test_drafts_over_the_end_of_a_thought")),
+    Guard(11, without.nobody_holds_the_null_block, bugs.test_bug_11_the_null_block_is_nobodys),
+    Guard(12, without.counting_of_holders, bugs.test_bug_12_shared_window_blocks_are_freed_once),
+    Guard(13, without.clearing_of_unwritten_slots, unwritten_slots),
+    Guard(14, without.chaining_of_hashes, prefixes.test_a_stale_hash_never_leads_to_other_content),
+    Guard(
+        15, without.states_wait_for_their_answer, partial(bugs.test_bug_15_no_hit_on_a_state_of_this_very_step, False)
+    ),
+    Guard(
+        16,
+        without.forgetting_of_bad_contents,
+        partial(bugs.test_bug_16_a_bad_row_leaves_nothing_and_wakes_who_waits, None),
+    ),
+    Guard(19, mutations.refused_for_ever, bugs.test_bug_19_a_held_head_does_not_park_the_queue),
+    Guard(20, without.draining_of_removals, bugs.test_bug_20_no_list_grows_from_step_to_step),
+    Guard(21, without.counting_at_admission, bugs.test_bug_21_hits_are_counted_when_they_are_taken),
+    Guard(22, without.queueing_of_the_released, bugs.test_bug_22_released_but_no_blocks),
+    Guard(23, without.moving_of_processors, batches_that_change),
+    Guard(24, without.looking_before_holding, bugs.test_bug_24_an_admission_that_fails_holds_nothing),
+    Guard(25, without.taking_back_of_blocks, partial(all_lengths, True)),
+)
+NOT_HERE = {17, 18}
+"""Bugs of what this engine does not have: remote loads of KV, an encoder cache."""
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+def test_without_this_guard_its_test_fails(guard: Guard) -> None:
+    guard.check()
+    with guard.patch(), pytest.raises(NOTICED):
+        guard.check()
+
+
+def test_no_bug_is_forgotten() -> None:
+    """Each of the list has a guard that was taken out, or nothing to guard; and stands in the page's table."""
+    assert {guard.bug for guard in GUARDS} == set(range(1, 26)) - NOT_HERE
+    page = (TESTS / "simulation" / "README.md").read_text()
+    numbers = [int(found) for found in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert sorted(set(numbers)) == list(range(1, 26)) and numbers == sorted(numbers)
+    told = set(re.findall(r"`(\w+)`", page))
+    missing = {guard.patch.__name__ for guard in GUARDS} - told
+    assert not missing, f"not in the table: {missing}"
+    assert not {m.name for m in mutations.MUTATIONS if f"| {m.name} |" not in page}
