@@ -35,9 +35,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 serve: install
 	$(BIN)/quire serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-# Two processes, each with whole files: fixtures that start a server are for one file.
+# Two processes, each with whole files: fixtures that start a server are for one file. In the order of tests/conftest.py.
 test: install-dev lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: install-dev
 	$(BIN)/pytest -m slow

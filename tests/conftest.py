@@ -21,14 +21,25 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 SIDE_RUNS = pytest.StashKey[SideRuns]()
 
+# Each of several processes collects every test, and would start every program: those that it never looks at, too.
+ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
+
+LONG_FILES = ("kernels/test_triton.py", "worker_proc/test_gpu_step.py")
+"""The longest ones, in the order to begin them in several processes: begun last, one would run on beside idle cores."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.name in PROGRAMS)
+    """Programs that began with the session are looked at last."""
+    if ONE_OF_SEVERAL:
+        places = {name: place for place, name in enumerate(LONG_FILES)}
+        items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places)))
+    else:
+        items.sort(key=lambda item: item.name in PROGRAMS)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     runs = session.config.stash[SIDE_RUNS] = SideRuns()
-    if not session.config.option.collectonly:
+    if not session.config.option.collectonly and not ONE_OF_SEVERAL:
         runs.start(item.name for item in session.items if item.name in PROGRAMS)
 
 

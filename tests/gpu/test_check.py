@@ -37,6 +37,7 @@ def test_dry_run_of_everything(tmp_path: Path) -> None:
     assert all(job["ok"] for job in jobs.values())
     assert all(jobs[part]["passed"] > 0 for part in ("grid", "equality", "kernels"))
     assert jobs["machine"]["found"]["torch"] and jobs["kernels"]["found"]["benchmark"] == "kernels"
+    assert list(jobs["kernels"]["found"]["results"]["sections"]) == ["cpu_prefill", "cache_write"]
 
 
 def test_what_outlives_its_time_is_killed_and_said(check: Any, tmp_path: Path) -> None:

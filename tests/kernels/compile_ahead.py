@@ -1,16 +1,18 @@
 """Compile every Triton kernel to machine code for GPUs that need not be here, and print what each variant uses.
 
 A program of its own, because a process under TRITON_INTERPRET=1 cannot compile. Run it as
-``python -P tests/kernels/compile_ahead.py``; it prints a table, and as its last line the same as JSON.
+``python -P tests/kernels/compile_ahead.py``; it prints a table, and as its last line the same as JSON. Compiling takes
+most of a second for each kernel and GPU: ``--capabilities 90`` compiles for one of them only.
 """
 
+import argparse
 import json
 import re
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,7 +77,7 @@ def resources(cubin: bytes) -> tuple[int | None, int | None]:
     return int(found[1]), int(found[2])
 
 
-def as_page(usages: list[Usage]) -> str:
+def as_page(usages: list[Usage], capabilities: Collection[int]) -> str:
     """The figures as a page of docs/figures: registers and stack bytes of a thread, shared memory of a program."""
     lines = [
         "# Compiled kernels",
@@ -83,8 +85,8 @@ def as_page(usages: list[Usage]) -> str:
         f"Registers / stack bytes / shared memory, as compiled by Triton {triton.__version__} without a GPU "
         "(`python -P tests/kernels/compile_ahead.py --write FILE`). Stack bytes are what registers spill to.",
         "",
-        "| kernel | " + " | ".join(f"sm_{capability}" for capability in SHARED_MEMORY_LIMIT) + " |",
-        "|---" * (1 + len(SHARED_MEMORY_LIMIT)) + "|",
+        "| kernel | " + " | ".join(f"sm_{capability}" for capability in capabilities) + " |",
+        "|---" * (1 + len(capabilities)) + "|",
     ]
     rows: dict[str, list[str]] = {}
     for usage in usages:
@@ -93,12 +95,22 @@ def as_page(usages: list[Usage]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compile every Triton kernel for GPUs that need not be here.")
+    capabilities = ",".join(map(str, SHARED_MEMORY_LIMIT))
+    parser.add_argument("--capabilities", default=capabilities, metavar="A,B", help=f"only these of {capabilities}")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the figures there, as a page")
+    return parser.parse_args()
+
+
 def main() -> int:
+    args = arguments()
+    limits = {int(capability): SHARED_MEMORY_LIMIT[int(capability)] for capability in args.capabilities.split(",")}
     failures = []
     usages = []
     print(f"{'variant':44} {'sm':>4} {'registers':>9} {'stack':>6} {'shared':>7}")
     for variant in variants():
-        for capability, limit in SHARED_MEMORY_LIMIT.items():
+        for capability, limit in limits.items():
             usage = compile_variant(variant, capability)
             usages.append(usage)
             registers = "?" if usage.registers is None else usage.registers
@@ -110,8 +122,8 @@ def main() -> int:
                 failures.append(f"{usage.variant}, sm_{capability}: registers spill, stack above {STACK_LIMIT}")
     for failure in failures:
         print(f"FAILED: {failure}")
-    if "--write" in sys.argv:
-        Path(sys.argv[sys.argv.index("--write") + 1]).write_text(as_page(usages), encoding="utf-8")
+    if args.write:
+        args.write.write_text(as_page(usages, limits), encoding="utf-8")
     print(json.dumps({"triton": triton.__version__, "failures": failures, "usages": [asdict(u) for u in usages]}))
     return 1 if failures else 0
 

@@ -56,6 +56,7 @@ def test_dry_run_of_everything(tmp_path: Path) -> None:
     assert {row["case"] for row in found["results"]["limits"]} >= {"read 0 MiB", "copy 0 MiB"}
 
 
+@pytest.mark.slow
 def test_only_the_sections_asked_for(tmp_path: Path) -> None:
     found = _dry_run(tmp_path, "--sections", "cpu_prefill")
     assert list(found["results"]["sections"]) == ["cpu_prefill"]

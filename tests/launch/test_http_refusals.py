@@ -254,7 +254,11 @@ class TestFields:
         refused(client.post("/v1/completions", content=body), 400, "logit_bias", "logit_bias of token 5 must be")
 
     @given(fields=ANY_FIELDS)
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=150,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
     def test_no_value_is_our_fault(self, engine: Any, fields: dict[str, Any]) -> None:
         """Whatever stands in a field, it is refused or taken, and nothing else is raised."""
         parser = schema.Parser(served_names=("tiny",), limits=engine)

@@ -13,7 +13,8 @@ from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
 from quire.protocol.messages import EndReason
 
 KEPT: list[int] = []
-SEEDS = [*KEPT, *range(48)]
+SEEDS = [*KEPT, *range(20)]
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 200)]
 STEPS_PER_RUN = 130
 EOS = list(range(0, VOCAB_SIZE, 40))
 
@@ -155,7 +156,7 @@ class Load:
 TOTALS = {"steps": 0, "parked": 0, "preemptions": 0, "hits": 0, "dropped": 0, "accepted": 0, "rejected": 0}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*SEEDS, *MORE_SEEDS])
 def test_every_client_gets_what_it_would_get_alone(seed: int) -> None:
     load = Load(seed)
     load.run(STEPS_PER_RUN)
@@ -177,6 +178,6 @@ def test_the_runs_reached_what_they_are_for() -> None:
     """Runs that never preempt, share or drop would prove nothing. (Skipped when only some seeds were run.)"""
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
         pytest.skip("not all seeds ran")
-    assert TOTALS["steps"] >= 5000
-    assert TOTALS["preemptions"] > 120 and TOTALS["hits"] > 1000 and TOTALS["dropped"] > 100
-    assert TOTALS["parked"] >= 10 and TOTALS["accepted"] > 200 and TOTALS["rejected"] > 200
+    assert TOTALS["steps"] >= 2500
+    assert TOTALS["preemptions"] > 30 and TOTALS["hits"] > 400 and TOTALS["dropped"] > 40
+    assert TOTALS["parked"] >= 4 and TOTALS["accepted"] > 80 and TOTALS["rejected"] > 80

@@ -1,5 +1,6 @@
-"""The longest tests are programs of their own. They start with the session and run beside the other tests, which keep
-one core busy; their tests come last and look at what they said.
+"""The longest tests are programs of their own. They start with a session of one process and run beside the other tests,
+which keep one core busy; their tests come last and look at what they said. Where several processes share the tests, and
+keep the cores busy, a program starts with its test.
 """
 
 import importlib.util
@@ -16,7 +17,11 @@ PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 # A process in Triton's interpreter cannot compile, and one that compiles cannot interpret.
 PROGRAMS: dict[str, tuple[list[str | Path], dict[str, str]]] = {
-    "test_compiles_ahead": ([TESTS / "kernels" / "compile_ahead.py"], {}),
+    "test_compiles_ahead": ([TESTS / "kernels" / "compile_ahead.py", "--capabilities", "90"], {}),
+    "test_compiles_ahead_for_other_generations": (
+        [TESTS / "kernels" / "compile_ahead.py", "--capabilities", "80,100"],
+        {},
+    ),
     "test_grid_in_the_interpreter": ([*PYTEST, *GRID], {"TRITON_INTERPRET": "1"}),
     "test_decode_step_in_the_interpreter": (
         [*PYTEST, *sorted((TESTS / "worker_proc" / "interpreted").glob("*.py"))],
