@@ -5,6 +5,7 @@ grow with literals. Each was measured against ``llguidance``; see README.md.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ MAX_REFERENCES = 1000
 """Different definitions that a schema refers to: how long a chain of them can be."""
 MAX_LITERAL = 8192
 """Characters of a regular expression, of a choice, and of any string in a schema."""
+MAX_NUMBER = int(sys.float_info.max)
+"""Python's integers go on behind it; libraries read them as floats."""
 MAX_GRAMMAR_LINE = 16_384
 MAX_GRAMMAR_RULES = 2000
 MAX_GBNF = 16_384
@@ -81,7 +84,9 @@ def check_schema(text: str) -> Any:
     try:
         schema = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise GrammarRefused(f"the JSON schema is not valid JSON: {error}") from None
+        place = re.search(r"\(byte (\d+)\)", str(error))
+        where = f" (at byte {place[1]})" if place else ""
+        raise GrammarRefused(f"the JSON schema is not valid JSON{where}") from None
     except RecursionError:
         raise GrammarRefused(_too_deep()) from None
     if schema is False:
@@ -100,6 +105,8 @@ def check_schema(text: str) -> Any:
             num_patterns += _check_object(node, references)
         elif isinstance(node, str) and len(node) > MAX_LITERAL:
             raise GrammarRefused(f"each string in the JSON schema must have at most {MAX_LITERAL} characters")
+        elif isinstance(node, int) and not -MAX_NUMBER <= node <= MAX_NUMBER:
+            raise GrammarRefused(f"numbers in the JSON schema must be from -{MAX_NUMBER:g} to {MAX_NUMBER:g}")
     for count, most, name in (
         (num_objects, MAX_SCHEMA_OBJECTS, "objects"),
         (num_patterns, MAX_PATTERN_PROPERTIES, "patternProperties"),

@@ -33,6 +33,8 @@ _JSON_STYLE: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace
 _TOO_COMPLEX = re.compile(
     r"[Tt]oo many|too large|too complex|Current row has|fuel|step_max_items|Failed to generate regex"
 )
+_ITS_OWN_AFFAIRS = re.compile(r"out of range$|\bline \d+ column \d|[Rr]etriev")
+"""What says more of the library, or of how it reads, than of what a client wrote."""
 _GBNF_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
@@ -186,10 +188,12 @@ def _reason(error: str, *, in_grammar: bool) -> str:
         return "oneOf is supported only where its parts exclude each other (a const in each, say)"
     if 'failed to parse "%json"' in error:
         return "the JSON behind its %json is not valid"
+    if _ITS_OWN_AFFAIRS.search(error):
+        return "it is not valid"
     marked = re.findall(r"^error: (.+)$", error, re.MULTILINE)
     if marked:
         return str(marked[-1])
     line = re.sub(r"json-schema:/*", "", error.strip().split("\n")[0].split("; following")[0])
     line = re.sub(r"(, ')?\s+\^ .*$", "", line)
-    line = re.sub(r" \(at .*$", "", line)
+    line = re.sub(r" \(at .*$", "", line).replace("Expected f64", "Expected a number")
     return re.sub(r"^(?:at )?(\d+)\(\d+\): (?:at )?", r"line \1: " if in_grammar else "", line)

@@ -107,6 +107,8 @@ SCHEMAS: list[Any] = [
     {"properties": {f"p{i}": {} for i in range(5000)}},
     {"properties": {f"p{i}": {} for i in range(900)}},
     {"type": "object", "properties": {"a": False}, "required": ["a"]},
+    *({"type": "integer", name: value} for name in ("minimum", "const", "default") for value in (10**400, -(10**309))),
+    *({"enum": [1, {"a": [10**400]}]}, {"properties": {"a": {"type": "string", "minLength": 10**1000}}}),
     False,
 ]
 NOT_SCHEMAS = ["{", "[]", "7", '"x"', "null", "nul", "{'a': 1}", "{}{}", "[" * 20_000, "\x00", "NaN", '{"a": 1e999}']

@@ -18,6 +18,7 @@ MAX_ERROR_BYTES = 4_000
 INTERNALS = re.compile(
     r"Traceback|\bFile \"|site-packages|\.py\b|/(?:tmp|work|home|root|usr|proc|dev|run)/|ipc://|127\.0\.0\.1|\bpsm_"
     r"|0x[0-9a-f]{6,}|object at |<class|\w(?:Error|Exception|Refusal)\b|NoneType|\bstack\b"
+    r"|index out of range|\bf64\b|\bline \d+ column \d|retriever|malformed|\bpanic"
     r"|msgspec|msgpack|tokenizers|jinja|starlette|uvicorn|httptools|pyzmq|\bzmq|torch|numpy|llguidance|xgrammar|ctypes",
     re.IGNORECASE,
 )
