@@ -79,7 +79,7 @@ class SchedulerLoop:
         self._deadline = StepDeadline()
         self._child = child
         self._clock = clock
-        self._journal = Journal(config, clock)
+        self._journal = Journal(config, clock, again=epoch > FIRST_EPOCH)
         self._grammars = Grammars(config, self._journal, clock)
         self._scheduler: Scheduler | None = None
         self._num_too_large = 0

@@ -35,8 +35,15 @@ class Journal:
     dump of an engine that has ended.
     """
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
-        """Raises ConfigError when the trace cannot be written."""
+    def __init__(self, config: EngineConfig, clock: Callable[[], float], *, again: bool = False) -> None:
+        """
+        Args:
+            again: there was a scheduler before this one, and clients wait: a trace that cannot be written is gone
+                without. Before the first, it is refused.
+
+        Raises:
+            ConfigError: the trace cannot be written.
+        """
         self.log = EventLog(RING_BYTES)
         self._config = config
         self._clock = clock
@@ -46,10 +53,20 @@ class Journal:
         self._writer: TraceWriter | None = None
         self._dumping: threading.Thread | None = None
         self._num_dumps = 0
+        self._again = again
         if config.trace:
-            self._writer = TraceWriter(
-                TraceFiles(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock), clock=clock
-            )
+            self._writer = self._make_writer()
+
+    def _make_writer(self) -> TraceWriter | None:
+        config, clock = self._config, self._clock
+        try:
+            files = TraceFiles(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock)
+        except ConfigError as error:
+            if not self._again:
+                raise
+            log.error("there is no trace from here on: %s", error)
+            return None
+        return TraceWriter(files, clock=clock)
 
     @property
     def num_lost_lines(self) -> int:
@@ -63,14 +80,22 @@ class Journal:
     def begin(self, scheduler: Scheduler, header: TraceHeader) -> None:
         """``scheduler``: new, made by ``header``. Raises ConfigError when the trace cannot be written."""
         if self._writer is not None:
-            prompts = self._config.trace_prompts
-            first = make_header(header, self._clock(), time.time(), prompts=prompts)
-            try:
-                self._writer.begin(first)
-            except OSError as error:
-                raise ConfigError(f"--trace {self._config.trace} cannot be written: {error.strerror}") from None
-            self._recorder = TraceRecorder(scheduler, self._writer.put, prompts=prompts)
+            self._begin_trace(self._writer, scheduler, header)
         self._header, self._scheduler = header, scheduler
+
+    def _begin_trace(self, writer: TraceWriter, scheduler: Scheduler, header: TraceHeader) -> None:
+        prompts = self._config.trace_prompts
+        try:
+            writer.begin(make_header(header, self._clock(), time.time(), prompts=prompts))
+        except OSError as error:
+            reason = f"--trace {self._config.trace} cannot be written: {error.strerror}"
+            if not self._again:
+                raise ConfigError(reason) from None
+            log.error("there is no trace from here on: %s", reason)
+            self.close()
+            self._writer = None
+            return
+        self._recorder = TraceRecorder(scheduler, writer.put, prompts=prompts)
 
     # ---- what happens
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import zmq
 from loop_under_test import LoopUnderTest
-from scheduler_driver import change, make_config, make_request
+from scheduler_driver import change, make_config, make_layout, make_request
 
 from quire.protocol.child import Command
 from quire.protocol.errors import ConfigError
 from quire.protocol.messages import Abort, ModelRunnerOutput, StepOutputs, Welcome
+from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.trace.lines import AnyLine, Arrival, End, Epoch, Event, Header, Result, StepDecision
@@ -143,3 +144,13 @@ def test_without_a_trace_nothing_is_written(start: Start, tmp_path: Path, folder
 def test_a_trace_that_cannot_be_written_is_a_failed_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--trace .*cannot be written"):
         Journal(make_config(trace=str(tmp_path / "no" / "t.jsonl")), time.monotonic)
+
+
+def test_an_engine_that_goes_on_does_so_without_its_trace(tmp_path: Path) -> None:
+    config = make_config(trace=str(tmp_path / "no" / "t.jsonl"))
+    journal = Journal(config, time.monotonic, again=True)
+    header = TraceHeader(config, make_layout(config), 10)
+    journal.begin(header.make_scheduler(), header)
+    journal.consumed(0, [b"frame"], Abort(["nobody"]))
+    journal.close()
+    assert not (tmp_path / "no").exists()

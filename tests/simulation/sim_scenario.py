@@ -13,13 +13,14 @@ DIRECTIONS = ("to_worker", "from_worker", "to_front", "from_front")
 WORKER_FAULTS = ("die_now", "die_in_prefill", "die_in_decode", "die_all", "die_at_start", "hang", "freeze", "slow")
 WRONG_RESULTS = ("oom", "wrong", "twice", "nan", "disagree", "fault")
 OTHERS = ("scheduler_dies", "scheduler_dies_twice", "front_dies", "not_reading", "clock_jump", "pause")
+RARE = ("poison", "bug", "trace_full")
+"""Of some runs only."""
 KINDS = (
     *(f"{direction} {damage}" for direction in DIRECTIONS for damage in FRAME_DAMAGE),
     *WORKER_FAULTS,
     *WRONG_RESULTS,
     *OTHERS,
-    "poison",
-    "bug",
+    *RARE,
 )
 """Every kind of fault, as it is counted. A poison request is counted each time that it ends a worker, one with which
 the scheduler has a bug each time that it ends that."""
@@ -33,6 +34,7 @@ DEADLY = frozenset(
 REAL_RUNNER_SHARE = 1 / 3
 """Of the seeds: a step takes three times as long with it."""
 BUG_SHARE = 0.3
+TRACE_SHARE = 0.15
 BEGIN_S = 2.5
 """Faults come once the engine has been ready: a first start that fails is the end of it, by design."""
 
@@ -123,6 +125,7 @@ def shape_of(seed: int) -> Shape:
     settings = random_settings(rng)
     settings["max_num_queued_reqs"] = rng.choice((0, 0, 0, 8))
     settings["num_blocks"] = max(settings["num_blocks"], 10)
+    settings["trace"] = "trace.jsonl" if random.Random(f"trace {seed}").random() < TRACE_SHARE else ""
     num_ranks = rng.choice((1, 1, 2))
     return Shape(
         num_ranks=num_ranks,
@@ -139,11 +142,12 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     """Requests keep coming while faults do, one every half a second or so."""
     rng = random.Random(f"scenario {seed}")
     later = random.Random(f"later {seed}")  # of what was added when seeds were known for what they find
-    drafts = bool(shape_of(seed).settings["num_speculative_tokens"])
+    shape = shape_of(seed)
+    drafts = bool(shape.settings["num_speculative_tokens"])
     pace = rng.choice((0.2, 0.4, 0.8))
     faults, at = [], BEGIN_S
     gentle = rng.random() < 0.15
-    kinds = [kind for kind in KINDS if kind not in DEADLY] if gentle else KINDS[:-2]
+    kinds = [kind for kind in KINDS if kind not in RARE and not (gentle and kind in DEADLY)]
     favourite = rng.choice(kinds)
     for _ in range(num_faults):
         at += rng.expovariate(1 / pace)
@@ -160,6 +164,8 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     if asks and not gentle and later.random() < BUG_SHARE:
         which = later.randrange(len(asks))
         asks[which] = replace(asks[which], bug=later.choice((0, 0, 1, 3)))
+    if shape.settings["trace"]:
+        faults.append(Fault(round(later.uniform(BEGIN_S, at), 3), "trace_full"))
     return Scenario(seed, tuple(asks), tuple(faults))
 
 

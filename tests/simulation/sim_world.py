@@ -12,6 +12,7 @@ from unittest import mock
 from fake_worker import Row
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
 from sim_answers import judge, note_update
+from sim_disk import InlineWriter, SimDisk
 from sim_events import Events
 from sim_front import Reader, SimFront
 from sim_grammars import InlinePool
@@ -32,6 +33,7 @@ from quire.protocol.messages import AddRequest, Configure
 from quire.protocol.structured_outputs import StructuredOutputs
 from quire.scheduler_proc import loop as scheduler_loop
 from quire.scheduler_proc.structured import manager as grammar_manager
+from quire.scheduler_proc.trace import journal
 
 if TYPE_CHECKING:
     from sim_runner import RealRunner
@@ -116,6 +118,7 @@ class World:
         self._moved = self.events.now
         self._begin = self.events.now
         self._wall_jump = 0.0
+        self._disk_is_full = False
 
     # ---- the run
 
@@ -147,6 +150,8 @@ class World:
         with (
             mock.patch.object(scheduler_loop, "Collector", NoCollector),
             mock.patch.object(grammar_manager, "CompilePool", InlinePool),
+            mock.patch.object(journal, "TraceWriter", InlineWriter),
+            mock.patch.object(journal, "TraceFiles", lambda *args, **kw: SimDisk(lambda: self._disk_is_full)),
             mock.patch("time.time", lambda: 1e9 + self.events.now + self._wall_jump),
         ):
             try:
@@ -322,6 +327,9 @@ class World:
             case "clock_jump":
                 self.count(fault.kind)
                 self._wall_jump += 3600.0 if fault.where % 2 else -3600.0
+            case "trace_full":
+                self.count(fault.kind)
+                self._disk_is_full = True
             case "pause":
                 self._pause_scheduler()
             case "die_now" | "freeze" | "die_all":
