@@ -24,7 +24,10 @@ SIDE_RUNS = pytest.StashKey[SideRuns]()
 # Each of several processes collects every test, and would start every program: those that it never looks at, too.
 ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 
-LONG_FILES = ("kernels/test_triton.py", "worker_proc/test_gpu_step.py")
+LONG_FILES = (
+    *("kernels/test_triton.py", "worker_proc/test_gpu_step.py", "end_to_end/test_recovery.py"),
+    *("simulation/test_slice.py", "simulation/test_mutations.py", "scheduler_proc/test_cruise_equals_plain.py"),
+)
 """The longest ones, in the order to begin them in several processes: begun last, one would run on beside idle cores."""
 
 

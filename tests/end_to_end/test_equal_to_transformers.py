@@ -15,11 +15,14 @@ from inprocess import InProcessEngine
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-gqa": {"family": "llama"},
-    "llama-mha": {"family": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},
-    "llama-mqa": {"family": "llama", "num_key_value_heads": 1, "head_dim": 16},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
 }
+OTHER_HEADS: dict[str, dict[str, Any]] = {
+    "llama-mha": {"family": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "llama-mqa": {"family": "llama", "num_key_value_heads": 1, "head_dim": 16},
+}
+"""In one way by default, and in all of them in the slow run."""
 
 # What the engine may do differently; the tokens may not. Blocks of 8, 16 and 32, both pipelines, chunks of 7.
 WAYS: dict[str, dict[str, Any]] = {
@@ -66,15 +69,19 @@ def _prompts() -> list[list[int]]:
     return prompts
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def reference(request: pytest.FixtureRequest, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> Reference:
+def make_reference(factory: Callable[..., tuple[Path, Any]], model_name: str) -> Reference:
     """A checkpoint, the prompts, and what transformers generates for each."""
-    folder, model = checkpoint_factory(**MODELS[request.param])
+    folder, model = factory(**(MODELS | OTHER_HEADS)[model_name])
     prompts = _prompts()
     expected: list[list[int]] = []
     for start in range(0, len(prompts), PER_LENGTH):
         expected += greedy_tokens(model, prompts[start : start + PER_LENGTH], NEW_TOKENS)
     return folder, prompts, expected
+
+
+@pytest.fixture(scope="module", params=[*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_HEADS)])
+def reference(request: pytest.FixtureRequest, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> Reference:
+    return make_reference(checkpoint_factory, request.param)
 
 
 def _run(engine: InProcessEngine, prompts: list[list[int]], name: str = "r") -> list[list[int]]:
@@ -91,6 +98,18 @@ def test_greedy_tokens(reference: Reference, way: str) -> None:
     assert _run(engine, prompts) == expected
     statistics = engine.statistics()
     assert statistics.num_free_blocks == statistics.num_usable_blocks
+
+
+@pytest.mark.parametrize("model_name", OTHER_HEADS)
+def test_greedy_tokens_of_other_head_counts(
+    model_name: str, checkpoint_factory: Callable[..., tuple[Path, Any]]
+) -> None:
+    """Preempted and in chunks, which is every way to the cache."""
+    folder, prompts, expected = make_reference(checkpoint_factory, model_name)
+    way = PREEMPTED["blocks of 8, synchronous, chunks of 7"]
+    engine = InProcessEngine(folder, max_model_len=MAX_LEN, max_num_seqs=16, **way)
+    assert _run(engine, prompts) == expected
+    assert engine.statistics().num_preemptions >= 3
 
 
 @pytest.mark.parametrize("way", PREEMPTED)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.native import SOURCES, Native, load_native
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,24 @@ def test_torchs_thread_count_governs_the_library_and_one_runtime_is_mapped(nativ
     assert _python(code, OMP_NUM_THREADS="2") == "1"
 
 
-def test_it_is_built_once(native: Native, tmp_path: Path) -> None:
+STAND_IN = """#!/bin/sh
+[ "$1" = --version ] && exit 0
+echo . >> {count}
+while [ "$1" != -o ]; do shift; done
+cp {library} "$2"
+"""
+"""A compiler that knows its result beforehand."""
+
+
+@pytest.mark.parametrize("compiler", ["a stand-in", pytest.param("the one of this machine", marks=pytest.mark.slow)])
+def test_it_is_built_once(native: Native, tmp_path: Path, compiler: str) -> None:
     """Two processes that start together share one build, in a folder that only its owner can write to."""
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXXFLAGS": "-O0"}
+    count = tmp_path / "count"
+    if compiler == "a stand-in":
+        env["CXX"] = str(tmp_path / "compiler")
+        (tmp_path / "compiler").write_text(STAND_IN.format(count=count, library=native.path))
+        (tmp_path / "compiler").chmod(0o700)
     command = [sys.executable, "-P", "-c", LOAD]
     both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     lines = [line for process in both for line in process.communicate(timeout=300)[0].splitlines()]
@@ -57,6 +72,9 @@ def test_it_is_built_once(native: Native, tmp_path: Path) -> None:
     assert len(paths) == 1 and Path(paths.pop()).parent == tmp_path / "quire"
     assert [file.suffix for file in sorted((tmp_path / "quire").iterdir())] == [".so", ".lock"]
     assert (tmp_path / "quire").stat().st_mode & 0o077 == 0
+    if compiler == "a stand-in":
+        num_sources = len(list(SOURCES.glob("*.cpp")))
+        assert len(count.read_text().splitlines()) == num_sources + 1, "each source once, and the link"
 
 
 def _reason(monkeypatch: pytest.MonkeyPatch, **env: str) -> str:
