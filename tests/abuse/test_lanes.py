@@ -45,7 +45,7 @@ def ask(client: httpx.AsyncClient, route: str, size: int) -> Any:
     return asyncio.create_task(client.post(route, json={"prompt": "a" * size, **fields}))
 
 
-@pytest.mark.parametrize("size", [1, LONG_TEXT_CHARS + 1, pytest.param(MAX_LONG_CHARS - 1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, LONG_TEXT_CHARS + 1, MAX_LONG_CHARS - 1000])
 @pytest.mark.parametrize("route", ["/tokenize", "/v1/completions"])
 def test_huge_prompts_hold_up_no_other(route: str, size: int) -> None:
     text_in = Stuck()
