@@ -210,7 +210,7 @@ MUTATIONS = (
         "results of steps before the epoch are applied",
         "2, F16",
         lambda: mock.patch.object(results.Results, "_is_stale", lambda self, step: False),
-        seed=8,
+        seed=52,
     ),
     Mutation("results are not checked", "A51, F9", _bad_results_pass),
     Mutation("nobody is suspected", "F4", lambda: mock.patch.object(suspects.Suspects, "died_with", _nothing), seed=33),
