@@ -288,11 +288,14 @@ class SchedulerLoop:
             log.error("steps have at most %d tokens from now on", self._scheduler.config.max_num_batched_tokens)
         self._begin_epoch(str(fault), halved=halved, fresh=False)
 
-    def _begin_epoch(self, reason: str, *, halved: bool, fresh: bool) -> None:
+    def _begin_epoch(self, reason: str, *, halved: bool, fresh: bool) -> bool:
+        """Whether a request was found to be why, and has ended."""
         self._grammars.forget_drafts()
-        if self._scheduler is not None:
-            self._scheduler.begin_epoch(fresh=fresh)
-            self._journal.epoch_began(halved=halved, fresh=fresh, reason=reason)
+        if self._scheduler is None:
+            return False
+        found = self._scheduler.begin_epoch(fresh=fresh)
+        self._journal.epoch_began(halved=halved, fresh=fresh, reason=reason)
+        return found
 
     def _lose_group(self, reason: str, *, ends_itself: bool = False) -> None:
         """It died, or what it says cannot be right: nothing is asked of it any more. The supervisor ends it, if it has
@@ -310,7 +313,8 @@ class SchedulerLoop:
         self._doors.close_group(workers)
         self._deadline.forget()
         self._num_too_large = 0
-        self._begin_epoch(reason, halved=False, fresh=True)
+        if self._begin_epoch(reason, halved=False, fresh=True):
+            self._child.report(Report("condemned", " ".join(reason.split()), epoch=workers.epoch))
         self._front_ends.announce(EngineState("recovering" if self._scheduler is not None else "loading"))
 
     def _expect_group(self, command: Command) -> None:

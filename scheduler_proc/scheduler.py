@@ -181,7 +181,7 @@ class Scheduler:
         for request in list(self.table.requests.values()):
             self.results.finish(request, EndReason.ERROR, detail=detail)
 
-    def begin_epoch(self, *, fresh: bool = False) -> None:
+    def begin_epoch(self, *, fresh: bool = False) -> bool:
         """What the workers hold is not to be trusted: everyone that runs waits again with its tokens.
 
         Nothing in flight will be applied, and no content of the pool is found again (protocol law 6).
@@ -190,6 +190,8 @@ class Scheduler:
             fresh: the workers are others, which hold nothing: those before died, or were ended for what they did. Who
                 was in a step in flight is suspected of it (suspects.py). Else they are told to drop the rows that they
                 may still have.
+
+        Returns whether a request was found to be why they died, and has ended.
         """
         self.results.stale_until = self._step
         if fresh:
@@ -205,10 +207,13 @@ class Scheduler:
             self.table.retire_later(record.retired)
         self.cruise.acknowledged = self._step
         self.kv.reset_prefix_cache()
-        if fresh:
-            self.table.take_removed()
-            for request in self.suspects.take_condemned():
-                self.results.finish(request, EndReason.ERROR, detail=CONDEMNED)
+        if not fresh:
+            return False
+        self.table.take_removed()
+        condemned = self.suspects.take_condemned()
+        for request in condemned:
+            self.results.finish(request, EndReason.ERROR, detail=CONDEMNED)
+        return bool(condemned)
 
     def _suspect(self) -> None:
         present: dict[int, Request] = {}
