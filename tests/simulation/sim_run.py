@@ -71,10 +71,10 @@ def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: No
     return Outcome(failure, world.counts, world.num_requests, world.num_tokens, world.num_steps, given_up)
 
 
-def play_seeds(seeds: Iterable[int]) -> Total:
+def play_seeds(seeds: Iterable[int], prepare: Callable[[World], None] = lambda world: None) -> Total:
     total = Total()
     for seed in seeds:
-        total.add(seed, play(scenario_of(seed)))
+        total.add(seed, play(scenario_of(seed), prepare))
     return total
 
 

@@ -57,6 +57,16 @@ KEPT = {
         (Ask(12.339, "r59", 0, (1, 5), (882, 4), 1, ignore_eos=False, salt="salt", then=("stop", 0)),),
         (Fault(3.545, "hang", 2), Fault(14.308, "front_dies", 1)),
     ),
+    # Two front ends tried a suspect each at the same time: both were held to be why the scheduler died.
+    "suspects of two front ends": Scenario(
+        17, (Ask(3.0, "a", 0, (0, 8), (1, 5), 20), Ask(3.0, "b", 2, (0, 8), (2, 5), 20, bug=0)), ()
+    ),
+    # The next scheduler could not begin its trace, and the engine gave up with all its requests.
+    "a full disk and another scheduler": Scenario(
+        11,
+        (Ask(3.0, "a", 0, (0, 8), (1, 5), 20), Ask(3.0, "b", 1, (0, 8), (2, 5), 20)),
+        (Fault(3.0, "trace_full"), Fault(3.3, "scheduler_dies")),
+    ),
 }
 
 
