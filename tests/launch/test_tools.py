@@ -81,6 +81,19 @@ class TestConstraint:
         assert constraint(tools=[CLOCK], tool_choice="required", parallel_tool_calls=False)["maxItems"] == 1
 
 
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+ANY_CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.text(min_size=1, max_size=6), "parameters": st.dictionaries(st.text(max_size=4), VALUES)}
+    ),
+    max_size=3,
+)
+
+
 class TestScanner:
     def test_a_named_call_begins_before_its_text(self) -> None:
         call = NamedCall("f")
@@ -90,15 +103,7 @@ class TestScanner:
     @given(data=st.data())
     @settings(max_examples=60, deadline=None)
     def test_any_calls_cut_anywhere(self, data: st.DataObject) -> None:
-        values: st.SearchStrategy[Any] = st.recursive(
-            st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-            max_leaves=5,
-        )
-        one = st.fixed_dictionaries(
-            {"name": st.text(min_size=1, max_size=6), "parameters": st.dictionaries(st.text(max_size=4), values)}
-        )
-        calls = data.draw(st.lists(one, max_size=3))
+        calls = data.draw(ANY_CALLS)
         swapped = [dict(reversed(call.items())) if data.draw(st.booleans()) else call for call in calls]
         text = json.dumps(
             swapped, indent=data.draw(st.sampled_from([None, 0, 2])), ensure_ascii=data.draw(st.booleans())
