@@ -37,8 +37,15 @@ def _same(one: dict[int, Answer], other: dict[int, Answer]) -> None:
         assert other[name].logprobs == answer.logprobs, name
 
 
-@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "native"),
+    [
+        pytest.param("llama", "1", id="llama-native"),
+        pytest.param("llama", "0", id="llama-torch"),
+        pytest.param("qwen3", "1", id="qwen3-native"),
+        pytest.param("qwen3", "0", id="qwen3-torch", marks=pytest.mark.slow),
+    ],
+)
 def test_a_requests_bits_are_its_own(family: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_NATIVE", native)
     make_checkpoint(tmp_path, family)

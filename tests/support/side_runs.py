@@ -22,7 +22,8 @@ PROGRAMS: dict[str, tuple[list[str | Path], dict[str, str]]] = {
         [TESTS / "kernels" / "compile_ahead.py", "--capabilities", "80,100"],
         {},
     ),
-    "test_grid_in_the_interpreter": ([*PYTEST, *GRID], {"TRITON_INTERPRET": "1"}),
+    "test_grid_in_the_interpreter": ([*PYTEST, *GRID, "--cases", "even"], {"TRITON_INTERPRET": "1"}),
+    "test_rest_of_the_grid_in_the_interpreter": ([*PYTEST, *GRID, "--cases", "odd"], {"TRITON_INTERPRET": "1"}),
     "test_decode_step_in_the_interpreter": (
         [*PYTEST, *sorted((TESTS / "worker_proc" / "interpreted").glob("*.py"))],
         {"TRITON_INTERPRET": "1"},

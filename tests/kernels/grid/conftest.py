@@ -1,5 +1,10 @@
-"""What the kernel grids share: where they run, and batches whose every unused place is poisoned."""
+"""What the kernel grids share: where they run, and batches whose every unused place is poisoned.
 
+The interpreter is slow: ``--cases even`` runs every second case of each test, its first one included, and
+``--cases odd`` those between.
+"""
+
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +38,24 @@ class PagedCase:
 
 
 MakeCase = Callable[..., PagedCase]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", choices=("all", "even", "odd"), default="all", help="which cases of each test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.cases == "all":
+        return
+    seen: Counter[str] = Counter()
+    left_out = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % 2 != (config.option.cases == "odd"):
+            left_out.append(item)
+        seen[test] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def interpreted() -> bool:
