@@ -31,8 +31,8 @@ DEADLY = frozenset(
 """What may cost a life of the workers or of the scheduler: five of those with no token in between end the engine."""
 
 
-REAL_RUNNER_SHARE = 1 / 3
-"""Of the seeds: a step takes three times as long with it."""
+REAL_RUNNER_SHARE = 0.45
+"""Of the seeds without states, which makes a third of all: a step takes four times as long with it."""
 BUG_SHARE = 0.3
 TRACE_SHARE = 0.15
 BEGIN_S = 2.5
@@ -126,6 +126,8 @@ def shape_of(seed: int) -> Shape:
     settings["max_num_queued_reqs"] = rng.choice((0, 0, 0, 8))
     settings["num_blocks"] = max(settings["num_blocks"], 10)
     settings["trace"] = "trace.jsonl" if random.Random(f"trace {seed}").random() < TRACE_SHARE else ""
+    groups = [] if settings["layout"] is None else settings["layout"].groups
+    has_states = any(group.kind == "mamba" for group in groups)  # no model of ours has, yet
     num_ranks = rng.choice((1, 1, 2))
     return Shape(
         num_ranks=num_ranks,
@@ -134,7 +136,7 @@ def shape_of(seed: int) -> Shape:
         step_s=rng.choice((0.02, 0.05, 0.1)),
         start_s=rng.choice((0.05, 0.2, 0.6)),
         settings={**settings, "tensor_parallel_size": num_ranks},
-        real_runner=random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
+        real_runner=not has_states and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
 
 

@@ -149,6 +149,7 @@ class World:
         gc.disable()
         with (
             mock.patch.object(scheduler_loop, "Collector", NoCollector),
+            mock.patch.object(scheduler_loop, "kv_layout", lambda *args: self.layout),
             mock.patch.object(grammar_manager, "CompilePool", InlinePool),
             mock.patch.object(journal, "TraceWriter", InlineWriter),
             mock.patch.object(journal, "TraceFiles", lambda *args, **kw: SimDisk(lambda: self._disk_is_full)),
