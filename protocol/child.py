@@ -48,8 +48,8 @@ class Report(msgspec.Struct, omit_defaults=True):
     Attributes:
         event: started; alive; joined (a worker has heard of ``epoch`` and goes there); ready (the scheduler: the group
             of ``epoch`` can run steps; a front end: it accepts connections); progress (a first token was committed in
-            ``epoch``); condemned (a request ended the workers of ``epoch`` for the last time); group_failed (the scheduler gives up the group of ``epoch``, ``text`` says why); failed (it
-            ends, ``text`` says why).
+            ``epoch``); condemned (a request was why the workers of ``epoch`` died, and has ended); group_failed (the
+            scheduler gives up the group of ``epoch``, ``text`` says why); failed (it ends, ``text`` says why).
         text: for a person, one line.
     """
 
