@@ -30,7 +30,7 @@ from quire.scheduler_proc.structured.guard import Guard
 from quire.scheduler_proc.structured.make import backend_maker
 from quire.scheduler_proc.structured.shares import MemoryWatch, SlowSteps, is_over, resident_bytes
 
-WAIT_SECONDS = 2.0
+WAIT_SECONDS = 1.8
 """How long a request waits at most while no grammar begins to be compiled, its own or another's."""
 START_SECONDS = 60.0
 """How long a request waits at most where what compiles is still being started."""
