@@ -108,7 +108,7 @@ class Overseer:
         """By rank."""
         self.standbys: list[Member] = []
         self.leaving: list[Member] = []
-        """Workers that end, and are no members any more. Until they are gone they hold memory that others need."""
+        """Who ends, and is no member any more. Until workers are gone they hold memory that others need."""
         self.verdict: QuireError | None = None
         self._deaths: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
         self._num_condemned = 0
@@ -171,7 +171,7 @@ class Overseer:
                 member.failure, member.failed_at = report, now
 
     def ending(self, process: Process, how: str, now: float) -> None:
-        """A worker runs no more, but still holds its memory; ``ended`` is to follow, and only then do others load."""
+        """A process runs no more, but still holds its memory; ``ended`` is to follow, and only then do workers load."""
         member = self._find(process)
         if member is None:
             return
@@ -241,7 +241,8 @@ class Overseer:
 
     def _possible(self) -> list[tuple[tuple[Role, int], float]]:
         """Of those who are due, whoever does not wait for others to be gone."""
-        return [(who, when) for who, when in self._due.items() if who[0] != "worker" or not self.leaving]
+        is_held = any(m.role == "worker" for m in self.leaving)
+        return [(who, when) for who, when in self._due.items() if who[0] != "worker" or not is_held]
 
     # ---- looking in
 

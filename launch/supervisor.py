@@ -31,8 +31,8 @@ from quire.protocol.config import EngineConfig
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 STOP_DEADLINE = 5.0
 LOOK_S = 0.02
-"""How often the workers' flags are looked at. A look is 100 to 150 us where other programs use the caches, too: 0.5 to
-0.7 % of a core."""
+"""How often the flags of workers and scheduler are looked at. A look is 100 to 150 us where other programs use the
+caches, too: 0.5 to 0.7 % of a core."""
 PREFIX = "quire-"
 LOCK = "lock"
 """A file in the socket directory that its supervisor keeps locked: where it is not, the supervisor is gone."""
@@ -131,22 +131,25 @@ class Supervisor:
                     os.read(self._wakeup, 4096)
             else:
                 self._hear(child)
-        for child in ending:
+        for member in ending:
+            child = _child_of(member)
             self._hear(child)  # its last words, and perhaps that it is gone already
             if child.status >= 0:
-                self.overseer.ending(child, child.how_it_ends("worker"), time.monotonic())
+                self.overseer.ending(child, child.how_it_ends(member.role), time.monotonic())
         self.overseer.tick(time.monotonic())
         if self.overseer.verdict is not None:
             raise self.overseer.verdict
 
-    def _wait(self, seconds: float) -> tuple[list[ChildProcess], list[ChildProcess | None]]:
-        """Until something happens: which workers are ending, and who says something (None: ``wakeup_fd``)."""
-        workers = [_child_of(member) for member in self.overseer.group.values()]
+    def _wait(self, seconds: float) -> tuple[list[Member], list[ChildProcess | None]]:
+        """Until something happens: who is seen to end, and who says something (None: ``wakeup_fd``)."""
+        watched = [*self.overseer.group.values()]
+        if self.overseer.scheduler is not None:
+            watched.append(self.overseer.scheduler)
         until = time.monotonic() + seconds
         while True:
             remaining = max(0.0, until - time.monotonic())
-            events = self._selector.select(min(LOOK_S, remaining) if workers else remaining)
-            ending = [worker for worker in workers if worker.is_ending()]
+            events = self._selector.select(min(LOOK_S, remaining) if watched else remaining)
+            ending = [member for member in watched if _child_of(member).is_ending()]
             if ending or events or remaining <= LOOK_S:
                 return ending, [key.data for key, _ in events]
 

@@ -271,6 +271,18 @@ class TestLeaving:
         house.die(worker)
         assert standby.told == [Command("join", epoch=2, rank=0)]
 
+    def test_a_scheduler_that_ends_is_followed_at_once(self) -> None:
+        house = House()
+        house.become_ready()
+        old = house.one("scheduler")
+        house.begin_to_die(old)
+        assert house.lives == [2] and house.one("scheduler") is not old
+        house.die(house.one("worker"))
+        assert house.one("worker"), "what a scheduler holds is in no worker's way"
+        house.die(old)
+        house.become_ready()
+        assert house.overseer.is_ready and house.lives == [2]
+
     def test_one_that_never_goes_is_not_waited_for(self) -> None:
         house = House()
         house.become_ready()
