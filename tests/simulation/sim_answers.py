@@ -42,7 +42,7 @@ def right_answer(ask: Ask, max_tokens: int) -> tuple[list[int], EndReason]:
 
 def note_update(world: "World", reader: "Reader", update: Update) -> None:
     """Raises AssertionError at a token that is not the next one."""
-    ask = world._asks[reader.ask.name]
+    ask = world.asks[reader.ask.name]
     assert world.max_tokens is not None
     want, _ = right_answer(ask, world.max_tokens)
     first = len(reader.tokens)
@@ -83,7 +83,7 @@ def _check_prompt(ask: Ask, token_ids: list[int], values: list[float], *, whole:
 
 def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
     """Raises AssertionError at an ending that the request should not have had."""
-    ask = world._asks[reader.ask.name]
+    ask = world.asks[reader.ask.name]
     name = ask.name
     if isinstance(reader.error, InvalidRequest):
         _judge_refusal(world, front, reader, reader.error)
@@ -95,15 +95,15 @@ def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
     want, reason = right_answer(ask, world.max_tokens)
     if reader.ended is EndReason.ERROR:
         if reader.detail.startswith("numerical_error"):
-            assert name in world.spoiled, f"{name} is said to have bad logits"
+            assert name in world.faults.spoiled, f"{name} is said to have bad logits"
         elif reader.detail == CONDEMNED:
-            deaths = sum(at > reader.last_token_at - LATE_S for at in world.scheduler_deaths)
+            deaths = sum(at > reader.last_token_at - LATE_S for at in world.faults.scheduler_deaths)
             assert deaths > TRIED_AFTER, f"{name} was condemned after {deaths} deaths of the scheduler"
             # Where the workers hang while it is tried, another front end's turn may come as well.
-            chance = any(at > reader.last_token_at - LATE_S for at in world.other_harm)
+            chance = any(at > reader.last_token_at - LATE_S for at in world.faults.other_harm)
             assert ask.bug is not None or chance, f"{name} was condemned for what others did"
         elif reader.detail.startswith("engine_fault"):
-            lost = sum(at > reader.last_token_at - LATE_S for at in world.losses)
+            lost = sum(at > reader.last_token_at - LATE_S for at in world.faults.losses)
             assert lost >= 3, f"{name} was condemned after {lost} losses"
         else:
             raise AssertionError(f"{name} ended with {reader.detail!r}")
@@ -116,7 +116,7 @@ def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
 
 
 def _judge_refusal(world: "World", front: "SimFront", reader: "Reader", error: InvalidRequest) -> None:
-    ask = world._asks[reader.ask.name]
+    ask = world.asks[reader.ask.name]
     assert not reader.tokens, f"{ask.name} was refused after {len(reader.tokens)} tokens: {error.code}"
     if error.code == "queue_full":
         assert world.config.max_num_queued_reqs

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 PIPE_S = 0.001
 BEAT_S = 3.0
+LOOK_S = 0.02
 
 
 class SimProcess:
@@ -45,10 +46,14 @@ class SimProcess:
         raise NotImplementedError
 
     def die(self, how: str) -> None:
-        """By itself, or by a signal: whoever watches it notices."""
-        if self.alive:
-            self.vanish()
-            self.world.events.after(2 * PIPE_S, lambda: self.world.ended(self, how))
+        """By itself, or by a signal: whoever watches it notices, and before it is over if the kernel takes its time."""
+        if not self.alive:
+            return
+        self.vanish()
+        world, held = self.world, self.world.faults.memory_held() if self.role != "frontend" else 0.0
+        if held:
+            world.events.after(LOOK_S, lambda: world.ending(self, how))
+        world.events.after(2 * PIPE_S + held, lambda: world.ended(self, how))
 
     def vanish(self) -> None:
         """It was killed by whoever watches it, who need not be told."""

@@ -67,8 +67,8 @@ def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: No
         world.run()
     except Exception as error:  # whatever it is: a defect of the engine, or of the simulation
         failure = f"{type(error).__name__}: {error}"
-    given_up = world.counts.pop("engine gave up", 0)
-    return Outcome(failure, world.counts, world.num_requests, world.num_tokens, world.num_steps, given_up)
+    given_up = world.faults.counts.pop("engine gave up", 0)
+    return Outcome(failure, world.faults.counts, world.num_requests, world.num_tokens, world.num_steps, given_up)
 
 
 def play_seeds(seeds: Iterable[int], prepare: Callable[[World], None] = lambda world: None) -> Total:

@@ -59,7 +59,7 @@ class SimHub:
 
     def send(self, peer: bytes, message: Any) -> Frames | None:
         link, wire = self._links.get(peer), self._world.net.to_front.get(peer)
-        if link is None or wire is None or wire.closed or self._world.is_deaf(peer):
+        if link is None or wire is None or wire.closed or self._world.faults.is_deaf(peer):
             return None
         frames = link.outgoing(message)
         wire.send(frames)
@@ -155,7 +155,7 @@ class SimScheduler(SimProcess):
             self.die(str(error))
             return
         except SchedulerBug as error:
-            self.world.crashed_by(str(error))
+            self.world.faults.crashed_by(str(error))
             self.die("a bug")
             return
         if self.loop._scheduler is not None and "schedule" not in vars(self.loop._scheduler):
@@ -169,7 +169,7 @@ class SimScheduler(SimProcess):
         def schedule(now: float = 0.0) -> SchedulerOutput | None:
             for request in scheduler.table.requests.values():
                 num_output = scheduler.cruise.progress(request).num_tokens - request.num_prompt_tokens
-                if self.world.is_bug(request.request_id, num_output):
+                if self.world.faults.is_bug(request.request_id, num_output):
                     raise SchedulerBug(request.request_id)
             step = decide(now)
             if step is not None:

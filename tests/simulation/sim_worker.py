@@ -78,7 +78,7 @@ class SimWorker(SimProcess):
 
     def _started(self) -> None:
         if self.alive and not self.frozen:
-            if self.world.take_worker_fault("die_at_start", self.rank):
+            if self.world.faults.take_worker_fault("die_at_start", self.rank):
                 self.die("it fails as it starts")
                 return
             self.report(Report("started"))
@@ -86,6 +86,11 @@ class SimWorker(SimProcess):
             self.wake()
 
     # ---- what it hears
+
+    def die(self, how: str) -> None:
+        if self.alive and self.world.in_group(self):
+            self.world.faults.losses.append(self.world.events.now)
+        super().die(how)
 
     def hear(self, command: Command) -> None:
         self._call = command
@@ -159,7 +164,7 @@ class SimWorker(SimProcess):
                 self.die("told to")
 
     def _configure(self, configure: Configure) -> None:
-        if self.world.take_worker_fault("die_at_start", self.rank):
+        if self.world.faults.take_worker_fault("die_at_start", self.rank):
             self.die("it fails as it loads")
             return
         self.world.check_configuration(configure)
@@ -192,13 +197,13 @@ class SimWorker(SimProcess):
     # ---- steps
 
     def _run(self, step: SchedulerOutput, frames: Frames) -> None:
-        if self.world.take_worker_fault("fault", self.rank):
+        if self.world.faults.take_worker_fault("fault", self.rank):
             self._fail("error", "a kernel failed")
             return
         phase = "die_in_prefill" if step.counts or step.new_requests else "die_in_decode"
-        if self.world.take_worker_fault(phase, self.rank):
+        if self.world.faults.take_worker_fault(phase, self.rank):
             self._occupied(self.world.shape.step_s / 2, lambda: self.die("killed in a step"))
-        elif self.world.take_worker_fault("hang", self.rank):
+        elif self.world.faults.take_worker_fault("hang", self.rank):
             self.hung = True
         else:
             self._launch(step, frames)
@@ -224,7 +229,7 @@ class SimWorker(SimProcess):
         else:
             model.draft_rng.seed(self.epoch << 32 | step.step)  # all ranks propose the same
             chunks = model.launch(wanted)
-            failure = "out of memory" if world.is_out_of_memory(self.epoch, step.step) else ""
+            failure = "out of memory" if world.faults.is_out_of_memory(self.epoch, step.step) else ""
         if self.runner is not None:
             self.runner.launch(step, chunks, out_of_memory=bool(failure))
         if failure:
@@ -261,7 +266,7 @@ class SimWorker(SimProcess):
     def _compute(self, launched: _Launched, inputs: SampleInputs | None) -> None:
         model, world, step = self.model, self.world, launched.step.step
         assert model is not None
-        seconds = world.shape.step_s * (10 if world.take_worker_fault("slow", self.rank) else 1)
+        seconds = world.shape.step_s * (10 if world.faults.take_worker_fault("slow", self.rank) else 1)
         result, told = ModelRunnerOutput(step, failure=launched.failure), None
         if launched.chunks is not None:
             result = told = model.finish(launched.chunks)
@@ -270,7 +275,9 @@ class SimWorker(SimProcess):
         if self.runner is not None:
             result = self.runner.finish(told, inputs)
         if launched.chunks is not None:
-            killer = next((row.request_id for row in model.rows.values() if row.active and world.is_poison(row)), None)
+            killer = next(
+                (row.request_id for row in model.rows.values() if row.active and world.faults.is_poison(row)), None
+            )
             if killer is not None:
                 self._occupied(seconds / 2, partial(self._killed_by, killer))
                 return
@@ -279,7 +286,7 @@ class SimWorker(SimProcess):
 
     def _killed_by(self, killer: str) -> None:
         self.die("killed by a request")
-        self.world.killed_by(killer, self.epoch)
+        self.world.faults.killed_by(killer, self.epoch)
 
     def _drop_rows(self) -> None:
         """Of the step that is being launched, too."""
@@ -310,7 +317,7 @@ class SimWorker(SimProcess):
 
     def _misread(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
         """Perhaps with another token than the other ranks have."""
-        if not self.world.take_worker_fault("disagree", 0):
+        if not self.world.faults.take_worker_fault("disagree", 0):
             return result
         assert result.tokens is not None
         return msgspec.structs.replace(result, tokens=(result.tokens + 1) % self.world.config.model.vocab_size)
@@ -319,13 +326,13 @@ class SimWorker(SimProcess):
         """What rank 0 says wrongly, if it is to."""
         world = self.world
         sampled = result.tokens is not None and self.model is not None
-        if sampled and world.take_worker_fault("nan", 0):
-            handle = world.tamper.rng.choice(self.model._last_handles)  # type: ignore[union-attr]
-            world.spoiled.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
+        if sampled and world.faults.take_worker_fault("nan", 0):
+            handle = world.faults.tamper.rng.choice(self.model._last_handles)  # type: ignore[union-attr]
+            world.faults.spoiled.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
             return msgspec.structs.replace(result, bad=[handle])
-        if sampled and world.take_worker_fault("wrong", 0):
-            return damaged(result, world.tamper.rng.randrange(4))
-        if sampled and world.take_worker_fault("twice", 0):
+        if sampled and world.faults.take_worker_fault("wrong", 0):
+            return damaged(result, world.faults.tamper.rng.randrange(4))
+        if sampled and world.faults.take_worker_fault("twice", 0):
             self._channel.send(result)
         return result
 

@@ -3,24 +3,23 @@
 import contextlib
 import gc
 import logging
-import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from fake_worker import Row
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
 from sim_answers import judge, note_update
 from sim_disk import InlineWriter, SimDisk
 from sim_events import Events
+from sim_faults import Faults
 from sim_front import Reader, SimFront
 from sim_grammars import InlinePool
 from sim_net import Net
 from sim_process import SimProcess
-from sim_scenario import DEADLY, EOS, FRAME_DAMAGE, WRONG_RESULTS, Ask, Fault, Scenario, shape_of
+from sim_scenario import EOS, Ask, Scenario, shape_of
 from sim_scheduler import SimScheduler
-from sim_wire import Tamper
+from sim_violation import Violation
 from sim_worker import SimWorker
 
 from quire.launch.engine_client import Update
@@ -42,15 +41,7 @@ CALM_S = 240.0
 """After the last fault and the last request: by then everything has ended."""
 STANDSTILL_S = 90.0
 """How long nothing at all may come while somebody waits: a first step may take a minute."""
-MOST_IN_A_ROW = 2
-"""Deadly faults with no token in between that the scenario may cause; requests that kill cause others."""
 DRAIN_S = 5.0
-MOST_KILLS = 5
-"""Once behind a last token, twice beside others and twice alone, where the others got tokens in between (F4)."""
-
-
-class Violation(AssertionError):
-    """What must never be."""
 
 
 class NoCollector:
@@ -82,43 +73,20 @@ class World:
         self.config: EngineConfig = make_config(**settings)
         self.layout = layout or make_layout(self.config)
         self.events = Events()
-        self.counts: Counter[str] = Counter()
-        self.tamper = Tamper(random.Random(f"tamper {scenario.seed}"), self._harmed)
-        self.net = Net(self.events, self.tamper)
+        self.faults = Faults(self, scenario.seed)
+        self.net = Net(self.events, self.faults.tamper)
         self._num_pids = 100
         self.overseer = Overseer(Crew(shape.num_ranks, shape.num_fronts, shape.standby), self)
         self.fronts: dict[int, SimFront] = {}
         self.schedulers: list[SimScheduler] = []
         self.verdict: QuireError | None = None
-        self._armed: list[tuple[str, int]] = []
-        self._oom_at: set[tuple[int, int]] = set()
-        """(epoch, step): on all ranks, whenever each of them comes to it."""
-        self._fronts_lost = 0
-        """Front ends that were killed since one was last ready: they end the engine if there are too many."""
-        self._oom_since: set[tuple[int, int]] = set()
-        """Steps that ran out of memory since anybody last got a token."""
-        self._deaf: set[int] = set()
-        self.spoiled: set[str] = set()
-        self._asks = {ask.name: ask for ask in reversed(scenario.asks)}
-        self.even = frozenset(name for name, ask in self._asks.items() if ask.even)
+        self.asks = {ask.name: ask for ask in reversed(scenario.asks)}
+        self.even = frozenset(name for name, ask in self.asks.items() if ask.even)
         self.num_requests = self.num_tokens = self.num_steps = 0
-        self.losses: list[float] = []
-        """When workers were lost."""
-        self.scheduler_deaths: list[float] = []
-        self.other_harm: list[float] = []
-        """Deadly things that no request's bug was."""
-        self.harm = 0
-        """Deadly things that happened since the last token that was committed."""
-        self.num_deadly = 0
-        self.most_in_a_row = MOST_IN_A_ROW
         self.num_submissions: Counter[str] = Counter()
-        self._kills: dict[str, set[int]] = {}
-        """Epochs that a request has ended."""
         self.max_tokens: int | None = None
         self._moved = self.events.now
         self._begin = self.events.now
-        self._wall_jump = 0.0
-        self._disk_is_full = False
 
     # ---- the run
 
@@ -131,9 +99,9 @@ class World:
             for ask in self.scenario.asks:
                 self.events.after(ask.at, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
             for fault in self.scenario.faults:
-                self.events.after(fault.at, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
+                self.events.after(fault.at, lambda fault=fault: self.faults.befall(fault))  # type: ignore[misc]
             last = max([x.at for x in (*self.scenario.asks, *self.scenario.faults)], default=0.0)
-            self.events.after(last + 0.001, self._calm)
+            self.events.after(last + 0.001, self.faults.end)
             self._watch()
             self.events.run_until(self._begin + last + 0.002, lambda: self.verdict is not None)
             self.events.run_until(self.events.now + CALM_S, self._all_over)
@@ -152,8 +120,8 @@ class World:
             mock.patch.object(scheduler_loop, "kv_layout", lambda *args: self.layout),
             mock.patch.object(grammar_manager, "CompilePool", InlinePool),
             mock.patch.object(journal, "TraceWriter", InlineWriter),
-            mock.patch.object(journal, "TraceFiles", lambda *args, **kw: SimDisk(lambda: self._disk_is_full)),
-            mock.patch("time.time", lambda: 1e9 + self.events.now + self._wall_jump),
+            mock.patch.object(journal, "TraceFiles", lambda *args, **kw: SimDisk(lambda: self.faults.disk_is_full)),
+            mock.patch("time.time", lambda: 1e9 + self.events.now + self.faults.wall_jump),
         ):
             try:
                 yield
@@ -189,18 +157,13 @@ class World:
     def _waiting(self) -> list[str]:
         return [r.ask.name for front in self.fronts.values() for r in front.readers if not r.is_over]
 
-    def _calm(self) -> None:
-        """From here on nothing goes wrong any more."""
-        self._armed.clear()
-        self.tamper.forget()
-
     def _check_end(self) -> None:
         if not self._all_over():
             raise Violation(f"{self._waiting()} have not ended {CALM_S:g} s after the last fault")
         if self.verdict is not None:
             return
-        if self.losses and not self.num_deadly:
-            raise Violation(f"workers were lost at {self.losses[0] - self._begin:.3f} s for nothing")
+        if self.faults.losses and not self.faults.num_deadly:
+            raise Violation(f"workers were lost at {self.faults.losses[0] - self._begin:.3f} s for nothing")
         self.overseer.check()
         process = self.scheduler
         if process is None or process.scheduler is None:
@@ -230,6 +193,10 @@ class World:
         front = self.fronts[index] = SimFront(self, index)
         return front
 
+    @property
+    def scheduler(self) -> SimScheduler | None:
+        return next((s for s in reversed(self.schedulers) if s.alive), None)
+
     def tell(self, process: Any, command: Command) -> None:
         process.tell(command)
 
@@ -244,22 +211,22 @@ class World:
         return self._num_pids
 
     def reported(self, process: SimProcess, report: Report) -> None:
-        if report.event == "group_failed" and report.epoch == self.overseer.epoch:
-            self.losses.append(self.events.now)
-            if (
-                len(self._oom_since) >= scheduler_loop.MAX_TOO_LARGE - 1
-            ):  # as good as dead; a token came behind the first
-                self.count("oom without end")
-        if report.event == "ready" and isinstance(process, SimFront):
-            self._fronts_lost = 0
+        self.faults.reported(process, report)
         self.overseer.reported(process, report, self.events.now)
         self._tended()
 
+    def ending(self, process: SimProcess, how: str) -> None:
+        """Of those whom the supervisor looks at: whoever only stands by is not one of them."""
+        if process.role == "scheduler" or self.in_group(process):
+            self.overseer.ending(process, how, self.events.now)
+            self._tended()
+
     def ended(self, process: SimProcess, how: str) -> None:
-        if any(m.process is process for m in self.overseer.group.values()):
-            self.losses.append(self.events.now)
         self.overseer.ended(process, how, self.events.now)
         self._tended()
+
+    def in_group(self, process: SimProcess) -> bool:
+        return any(m.process is process for m in self.overseer.group.values())
 
     def _tend(self) -> None:
         self.overseer.tick(self.events.now)
@@ -271,166 +238,20 @@ class World:
         self.overseer.check()
         if self.overseer.verdict is not None and self.verdict is None:
             self.verdict = self.overseer.verdict
-            self.counts["engine gave up"] += 1
-            if self.harm < MAX_DEATHS - 1:  # a fault may be noticed right after the token that came with it
-                raise Violation(f"the engine gave up after {self.harm} faults: {self.verdict}")
+            self.faults.counts["engine gave up"] += 1
+            if self.faults.in_a_row < MAX_DEATHS - 1:  # a fault may be noticed right after the token that came with it
+                raise Violation(f"the engine gave up after {self.faults.in_a_row} faults: {self.verdict}")
             for front in self.fronts.values():
                 if front.alive:
                     front.hear(Command("engine_gone"))
 
-    # ---- faults
-
-    def count(self, kind: str) -> None:
-        """``kind`` has happened."""
-        self.counts[kind] += 1
-        if kind in DEADLY or kind == "oom without end":
-            self.harm += 1
-            self.num_deadly += 1
-            if kind != "bug":
-                self.other_harm.append(self.events.now)
-
-    def _harmed(self, kind: str) -> None:
-        self.count(kind)
-
-    def _befall(self, fault: Fault) -> None:
-        if fault.kind in DEADLY and self.harm + len(self._armed) >= self.most_in_a_row:
-            return
-        direction, _, damage = fault.kind.partition(" ")
-        workers = list(self.overseer.group.values())
-        match fault.kind:
-            case _ if damage in FRAME_DAMAGE:
-                self.tamper.arm(direction, damage)
-            case "die_now" | "freeze" if workers:
-                victim: Any = workers[fault.where % len(workers)].process
-                self.count(fault.kind)
-                if fault.kind == "freeze":
-                    victim.frozen = True
-                else:
-                    victim.die("killed")
-            case "die_all" if workers:
-                self.count(fault.kind)
-                for member in workers:
-                    member.process.die("killed with the others")  # type: ignore[attr-defined]
-            case "oom":
-                scheduler = self.scheduler
-                if scheduler is not None and scheduler.scheduler is not None:
-                    self._oom_at.add((self.overseer.epoch, scheduler.scheduler.last_step + 1))
-            case "scheduler_dies" | "scheduler_dies_twice":
-                self._kill_scheduler(fault.kind)
-            case "front_dies":
-                front = self.fronts[fault.where % self.shape.num_fronts]
-                if front.alive and self._fronts_lost < self.most_in_a_row:
-                    self._fronts_lost += 1
-                    self.count(fault.kind)
-                    front.die("killed")
-            case "not_reading":
-                self._deaf.add(fault.where % self.shape.num_fronts)
-            case "clock_jump":
-                self.count(fault.kind)
-                self._wall_jump += 3600.0 if fault.where % 2 else -3600.0
-            case "trace_full":
-                self.count(fault.kind)
-                self._disk_is_full = True
-            case "pause":
-                self._pause_scheduler()
-            case "die_now" | "freeze" | "die_all":
-                pass  # there is nobody
-            case kind:
-                # Only rank 0 gives results; others can fail, and disagree by being right.
-                rank = 0 if kind in WRONG_RESULTS else fault.where % self.shape.num_ranks
-                if kind != "disagree" or self.shape.num_ranks > 1:
-                    self._armed.append((kind, rank))
-
-    def _kill_scheduler(self, kind: str) -> None:
-        scheduler = self.scheduler
-        if scheduler is None:
-            return
-        self.count(kind)
-        self.scheduler_deaths.append(self.events.now)
-        scheduler.die("killed")
-        if kind == "scheduler_dies_twice":
-            again = self.shape.start_s * self.tamper.rng.uniform(0.5, 2.0) + 0.01
-            self.events.after(again, lambda: self._kill_scheduler("scheduler_dies"))
-
-    def _pause_scheduler(self) -> None:
-        """For two seconds it does not get the processor; time goes on."""
-        scheduler = self.scheduler
-        if scheduler is not None and not scheduler.frozen:
-            self.count("pause")
-            scheduler.frozen = True
-
-            def go_on() -> None:
-                scheduler.frozen = False
-                scheduler.wake()
-
-            self.events.after(2.0, go_on)
-
-    @property
-    def scheduler(self) -> SimScheduler | None:
-        return next((s for s in reversed(self.schedulers) if s.alive), None)
-
-    def take_worker_fault(self, kind: str, rank: int) -> bool:
-        """Whether it happens to this rank now."""
-        wanted = next((armed for armed in self._armed if armed[0] == kind and (armed[1] == rank or rank < 0)), None)
-        if wanted is None:
-            return False
-        self._armed.remove(wanted)
-        self.count(kind)
-        return True
-
-    def is_out_of_memory(self, epoch: int, step: int) -> bool:
-        if (epoch, step) not in self._oom_at:
-            return False
-        self.counts["oom"] += 1
-        self._oom_since.add((epoch, step))
-        return True
-
-    def is_stale(self, step: int, lost_in: int) -> bool:
-        """Whether ``step`` was decided before the scheduler knew that the workers had dropped their rows in another."""
-        process = self.scheduler
-        if process is None or process.scheduler is None:
-            return True
-        stale_until: int = process.scheduler.results.stale_until
-        return stale_until < lost_in or step <= stale_until
-
-    def is_deaf(self, peer: bytes) -> bool:
-        """Whether the front end that is ``peer`` does not take its messages now."""
-        deaf = next((i for i in self._deaf if i in self.fronts and self.fronts[i]._peer == peer), None)
-        if deaf is None:
-            return False
-        self._deaf.discard(deaf)
-        self.count("not_reading")
-        return True
-
-    def killed_by(self, name: str, epoch: int) -> None:
-        """A request has ended a worker: it does so ``MOST_KILLS`` times at most."""
-        kills = self._kills.setdefault(name, set())
-        if epoch not in kills:  # else of another rank
-            kills.add(epoch)
-            self.count("poison")
-        if len(kills) > MOST_KILLS * self.num_submissions[name]:
-            raise Violation(f"{name} has ended the workers {len(kills)} times")
-
-    def crashed_by(self, name: str) -> None:
-        """The scheduler has ended because of a request."""
-        self.count("bug")
-        self.scheduler_deaths.append(self.events.now)
-
-    def is_bug(self, name: str, num_output: int) -> bool:
-        at = self._asks[name].bug
-        return at is not None and num_output >= at
-
-    def is_poison(self, row: Row) -> bool:
-        at = self._asks[row.request_id].poison
-        return at is not None and (at < 0 or len(row.tokens) - row.num_prompt_tokens > at)
-
     # ---- requests
 
     def salt_of(self, request_id: str) -> str:
-        return self._asks[request_id].salt
+        return self.asks[request_id].salt
 
     def logprobs_of(self, request_id: str) -> int | None:
-        return self._asks[request_id].logprobs
+        return self.asks[request_id].logprobs
 
     def make_runner(self, config: EngineConfig, layout: KVLayout, num_blocks: int) -> "RealRunner":
         from sim_runner import RealRunner  # torch takes seconds to import: only where it is wanted
@@ -438,7 +259,7 @@ class World:
         return RealRunner(config, layout, num_blocks)
 
     def message(self, ask: Ask) -> AddRequest:
-        ask = self._asks[ask.name]  # of one name there is only one request: the model tells them apart by it
+        ask = self.asks[ask.name]  # of one name there is only one request: the model tells them apart by it
         return make_request(
             ask.name,
             ask.prompt,
@@ -469,6 +290,14 @@ class World:
         self._moved = self.events.now
         judge(self, front, reader)
 
+    def is_stale(self, step: int, lost_in: int) -> bool:
+        """Whether ``step`` was decided before the scheduler knew that the workers had dropped their rows in another."""
+        process = self.scheduler
+        if process is None or process.scheduler is None:
+            return True
+        stale_until: int = process.scheduler.results.stale_until
+        return stale_until < lost_in or step <= stale_until
+
     # ---- invariants
 
     def check_scheduler(self, process: SimScheduler) -> None:
@@ -478,8 +307,7 @@ class World:
             self.max_tokens = scheduler.kv.max_tokens
             scheduler.check()
             if scheduler.num_generated_tokens > process.num_generated:
-                self.harm = 0
-                self._oom_since.clear()
+                self.faults.token_came()
             process.num_generated = scheduler.num_generated_tokens
 
     def executed(self, worker: SimWorker, step: int) -> None:

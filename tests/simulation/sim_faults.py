@@ -1,0 +1,218 @@
+"""What goes wrong in a simulated engine: it is done here, and counted."""
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from fake_worker import Row
+from sim_scenario import DEADLY, FRAME_DAMAGE, WRONG_RESULTS, Fault
+from sim_violation import Violation
+from sim_wire import Tamper
+
+from quire.protocol.child import Report
+from quire.scheduler_proc.loop import MAX_TOO_LARGE
+
+if TYPE_CHECKING:
+    from sim_process import SimProcess
+    from sim_world import World
+
+MOST_IN_A_ROW = 2
+"""Deadly faults with no token in between that the scenario may cause; requests that kill cause others."""
+MOST_KILLS = 5
+"""Once behind a last token, twice beside others and twice alone, where the others got tokens in between (F4)."""
+HELD_S = (0.0, 0.05, 0.7, 12.0)
+"""For how long a dead process may hold its memory. 0: it is gone before anybody looks."""
+
+
+class Faults:
+    """Armed by the scenario, asked for by the processes.
+
+    Attributes:
+        counts: how often each kind has happened.
+        in_a_row: deadly ones since the last token that was committed.
+        num_deadly: all of them.
+        losses: when workers were lost.
+        scheduler_deaths: when they happened.
+        other_harm: when there was something deadly that no request's bug was.
+        spoiled: requests whose logits were not finite.
+    """
+
+    def __init__(self, world: "World", seed: int) -> None:
+        self._world = world
+        self._events = world.events
+        self.counts: Counter[str] = Counter()
+        self.tamper = Tamper(random.Random(f"tamper {seed}"), self.count)
+        self._dying = random.Random(f"dying {seed}")
+        self.most_in_a_row = MOST_IN_A_ROW
+        self.in_a_row = self.num_deadly = 0
+        self.losses: list[float] = []
+        self.scheduler_deaths: list[float] = []
+        self.other_harm: list[float] = []
+        self.spoiled: set[str] = set()
+        self.wall_jump = 0.0
+        self.disk_is_full = False
+        self._armed: list[tuple[str, int]] = []
+        """(kind, rank)"""
+        self._oom_at: set[tuple[int, int]] = set()
+        """(epoch, step): on all ranks, whenever each of them comes to it."""
+        self._oom_since: set[tuple[int, int]] = set()
+        """Steps that ran out of memory since anybody last got a token."""
+        self._fronts_lost = 0
+        """Front ends that were killed since one was last ready: they end the engine if there are too many."""
+        self._deaf: set[int] = set()
+        self._kills: dict[str, set[int]] = {}
+        """Epochs that a request has ended."""
+
+    def end(self) -> None:
+        """From here on nothing goes wrong any more."""
+        self._armed.clear()
+        self.tamper.forget()
+
+    def token_came(self) -> None:
+        """One was committed: what happened before it is forgiven."""
+        self.in_a_row = 0
+        self._oom_since.clear()
+
+    def reported(self, process: "SimProcess", report: Report) -> None:
+        """What the Overseer is about to hear."""
+        if report.event == "group_failed" and report.epoch == self._world.overseer.epoch:
+            self.losses.append(self._events.now)
+            # A token may have come behind the first of them. They are as good as dead by the rule.
+            if len(self._oom_since) >= MAX_TOO_LARGE - 1:
+                self.count("oom without end")
+        if report.event == "ready" and process.role == "frontend":
+            self._fronts_lost = 0
+
+    def memory_held(self) -> float:
+        """Seconds for which the process that dies now holds its memory."""
+        return self._dying.choice(HELD_S)
+
+    def count(self, kind: str) -> None:
+        """``kind`` has happened."""
+        self.counts[kind] += 1
+        if kind in DEADLY or kind == "oom without end":
+            self.in_a_row += 1
+            self.num_deadly += 1
+            if kind != "bug":
+                self.other_harm.append(self._events.now)
+
+    def befall(self, fault: Fault) -> None:
+        """Its time has come."""
+        if fault.kind in DEADLY and self.in_a_row + len(self._armed) >= self.most_in_a_row:
+            return
+        direction, _, damage = fault.kind.partition(" ")
+        workers = list(self._world.overseer.group.values())
+        match fault.kind:
+            case _ if damage in FRAME_DAMAGE:
+                self.tamper.arm(direction, damage)
+            case "die_now" | "freeze" if workers:
+                victim: Any = workers[fault.where % len(workers)].process
+                self.count(fault.kind)
+                if fault.kind == "freeze":
+                    victim.frozen = True
+                else:
+                    victim.die("killed")
+            case "die_all" if workers:
+                self.count(fault.kind)
+                for member in workers:
+                    member.process.die("killed with the others")  # type: ignore[attr-defined]
+            case "oom":
+                scheduler = self._world.scheduler
+                if scheduler is not None and scheduler.scheduler is not None:
+                    self._oom_at.add((self._world.overseer.epoch, scheduler.scheduler.last_step + 1))
+            case "scheduler_dies" | "scheduler_dies_twice":
+                self._kill_scheduler(fault.kind)
+            case "front_dies":
+                front = self._world.fronts[fault.where % self._world.shape.num_fronts]
+                if front.alive and self._fronts_lost < self.most_in_a_row:
+                    self._fronts_lost += 1
+                    self.count(fault.kind)
+                    front.die("killed")
+            case "not_reading":
+                self._deaf.add(fault.where % self._world.shape.num_fronts)
+            case "clock_jump":
+                self.count(fault.kind)
+                self.wall_jump += 3600.0 if fault.where % 2 else -3600.0
+            case "trace_full":
+                self.count(fault.kind)
+                self.disk_is_full = True
+            case "pause":
+                self._pause_scheduler()
+            case "die_now" | "freeze" | "die_all":
+                pass  # there is nobody
+            case kind:
+                # Only rank 0 gives results; others can fail, and disagree by being right.
+                rank = 0 if kind in WRONG_RESULTS else fault.where % self._world.shape.num_ranks
+                if kind != "disagree" or self._world.shape.num_ranks > 1:
+                    self._armed.append((kind, rank))
+
+    def _kill_scheduler(self, kind: str) -> None:
+        scheduler = self._world.scheduler
+        if scheduler is None:
+            return
+        self.count(kind)
+        self.scheduler_deaths.append(self._events.now)
+        scheduler.die("killed")
+        if kind == "scheduler_dies_twice":
+            again = self._world.shape.start_s * self.tamper.rng.uniform(0.5, 2.0) + 0.01
+            self._events.after(again, lambda: self._kill_scheduler("scheduler_dies"))
+
+    def _pause_scheduler(self) -> None:
+        """For two seconds it does not get the processor; time goes on."""
+        scheduler = self._world.scheduler
+        if scheduler is not None and not scheduler.frozen:
+            self.count("pause")
+            scheduler.frozen = True
+
+            def go_on() -> None:
+                scheduler.frozen = False
+                scheduler.wake()
+
+            self._events.after(2.0, go_on)
+
+    def take_worker_fault(self, kind: str, rank: int) -> bool:
+        """Whether it happens to this rank now."""
+        wanted = next((armed for armed in self._armed if armed[0] == kind and (armed[1] == rank or rank < 0)), None)
+        if wanted is None:
+            return False
+        self._armed.remove(wanted)
+        self.count(kind)
+        return True
+
+    def is_out_of_memory(self, epoch: int, step: int) -> bool:
+        if (epoch, step) not in self._oom_at:
+            return False
+        self.counts["oom"] += 1
+        self._oom_since.add((epoch, step))
+        return True
+
+    def is_deaf(self, peer: bytes) -> bool:
+        """Whether the front end that is ``peer`` does not take its messages now."""
+        deaf = next((i for i in self._deaf if i in self._world.fronts and self._world.fronts[i]._peer == peer), None)
+        if deaf is None:
+            return False
+        self._deaf.discard(deaf)
+        self.count("not_reading")
+        return True
+
+    def killed_by(self, name: str, epoch: int) -> None:
+        """A request has ended a worker: it does so ``MOST_KILLS`` times at most."""
+        kills = self._kills.setdefault(name, set())
+        if epoch not in kills:  # else of another rank
+            kills.add(epoch)
+            self.count("poison")
+        if len(kills) > MOST_KILLS * self._world.num_submissions[name]:
+            raise Violation(f"{name} has ended the workers {len(kills)} times")
+
+    def crashed_by(self, name: str) -> None:
+        """The scheduler has ended because of a request."""
+        self.count("bug")
+        self.scheduler_deaths.append(self._events.now)
+
+    def is_bug(self, name: str, num_output: int) -> bool:
+        at = self._world.asks[name].bug
+        return at is not None and num_output >= at
+
+    def is_poison(self, row: Row) -> bool:
+        at = self._world.asks[row.request_id].poison
+        return at is not None and (at < 0 or len(row.tokens) - row.num_prompt_tokens > at)
