@@ -45,7 +45,7 @@ class StepDeadline:
         took = now - max(began, self._answered)  # a worker does one after the other
         if took > SLOW_S and seconds and took > TIMES_SLOW * max(seconds):
             self.num_slow += 1
-            log.warning("step %d took %.1f s, %.0f times as long as is usual", step, took, took / max(seconds))
+            log.warning("step %d took %.1f s; the longest of its size was %.3f s so far", step, took, max(seconds))
         seconds.append(took)
         self._answered = now
 
