@@ -31,7 +31,7 @@ from quire.protocol.config import EngineConfig
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 STOP_DEADLINE = 5.0
 LOOK_S = 0.02
-"""How often the flags of workers and scheduler are looked at. A look is 100 to 150 us where other programs use the
+"""How often the flags of all but the standbys are looked at. A look is 100 to 150 us where other programs use the
 caches, too: 0.5 to 0.7 % of a core."""
 PREFIX = "quire-"
 LOCK = "lock"
@@ -142,9 +142,7 @@ class Supervisor:
 
     def _wait(self, seconds: float) -> tuple[list[Member], list[ChildProcess | None]]:
         """Until something happens: who is seen to end, and who says something (None: ``wakeup_fd``)."""
-        watched = [*self.overseer.group.values()]
-        if self.overseer.scheduler is not None:
-            watched.append(self.overseer.scheduler)
+        watched = [*self.overseer.group.values(), *(m for m in self.overseer.members if m.role != "worker")]
         until = time.monotonic() + seconds
         while True:
             remaining = max(0.0, until - time.monotonic())

@@ -50,7 +50,7 @@ class SimProcess:
         if not self.alive:
             return
         self.vanish()
-        world, held = self.world, self.world.faults.memory_held() if self.role != "frontend" else 0.0
+        world, held = self.world, self.world.faults.memory_held()
         if held:
             world.events.after(LOOK_S, lambda: world.ending(self, how))
         world.events.after(2 * PIPE_S + held, lambda: world.ended(self, how))

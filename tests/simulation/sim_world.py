@@ -217,7 +217,7 @@ class World:
 
     def ending(self, process: SimProcess, how: str) -> None:
         """Of those whom the supervisor looks at: whoever only stands by is not one of them."""
-        if process.role == "scheduler" or self.in_group(process):
+        if process.role != "worker" or self.in_group(process):
             self.overseer.ending(process, how, self.events.now)
             self._tended()
 
