@@ -280,15 +280,17 @@ class Planner:
         if state == self._refused:
             return self._refusal
         reason = self._admit(plan, request)
+        if reason not in _LASTING and reason is not WaitReason.RESULT_IN_FLIGHT:
+            return reason
+        if self.table.num_tenants > 1 and self._admit_claimant(plan, request, reason):
+            return None
         if reason in _LASTING:
-            if self.table.num_tenants > 1 and self._admit_claimant(plan, request, reason):
-                return None
             self._refused, self._refusal = state, reason
         return reason
 
     def _admit_claimant(self, plan: StepPlan, head: Request, reason: WaitReason) -> bool:
         """Whoever is next, but has its share already, lets those go before it that have less; whether somebody did."""
-        lacks_row = reason is WaitReason.MAX_NUM_SEQS
+        lacks_row = reason in (WaitReason.MAX_NUM_SEQS, WaitReason.RESULT_IN_FLIGHT)
         if not self.tenants.has_its_share(head, self.config if lacks_row else None):
             return False
         for request in self.table.waiting.heads():
@@ -303,7 +305,7 @@ class Planner:
 
     def _admit(self, plan: StepPlan, request: Request, *, has_the_pool: bool = False) -> WaitReason | None:
         """Let one of the queue run, or say why not. ``has_the_pool``: everybody else was put out for it."""
-        if plan.preempted and not has_the_pool:
+        if len(plan.preempted) > plan.num_claimed and not has_the_pool:
             return WaitReason.PREEMPTING
         if request.num_in_flight:  # preempted a moment ago: its token in flight belongs to what is recomputed
             return WaitReason.RESULT_IN_FLIGHT
@@ -406,6 +408,7 @@ class Planner:
         if victim is None or (victim.handle in plan.shares and plan.shares[victim.handle].new_blocks is None):
             return False
         self._preempt(victim, plan, request, PreemptReason.OVER_SHARE)
+        plan.num_claimed += 1
         return True
 
     def _victim(self) -> tuple[Request, PreemptReason]:

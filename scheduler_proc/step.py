@@ -48,6 +48,8 @@ class StepPlan:
         self.prefill_budget = budget
         self.shares: dict[int, Share] = {}
         self.preempted: list[Request] = []
+        self.num_claimed = 0
+        """Of these, who was over its tenant's share, and made way for another's: more may be let in all the same."""
         self.begun: list[Request] = []
         self.begun_blocks: list[int] = []
         self.last: list[Request] = []

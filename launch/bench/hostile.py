@@ -35,7 +35,8 @@ MIB = 2**20
 MOST = 0.1
 """A share that differs by no more from the calm one is as without the hostile client."""
 
-JUDGED = ("steps", "block_steps", "front_end_mib")
+JUDGED = ("steps", "block_steps")
+"""What is the honest requests' own. Of the front end's memory a hostile client may keep what the limits let it."""
 FIGURES = ("steps", "waited", "block_steps", "cached_tokens")
 
 

@@ -295,8 +295,8 @@ class TestShares:
         assert list(count_shares(lines, {"a"})) == ["a-0", "a-1"]
 
 
-def honest(steps: int, blocks: int = 10, mib: float = 60.0, text: str = "t") -> Round:
-    return Round([text], ["a"], front_end_mib=mib, shares=[RequestShare(0, 5, 1, steps, blocks)])
+def honest(steps: int, blocks: int = 10, text: str = "t") -> Round:
+    return Round([text], ["a"], front_end_mib=60.0, shares=[RequestShare(0, 5, 1, steps, blocks)])
 
 
 class TestHostile:
@@ -307,7 +307,6 @@ class TestHostile:
             (honest(90), ""),
             (honest(120), "steps x 1.20"),
             (honest(100, blocks=20), "block_steps x 2.00"),
-            (honest(100, mib=90.0), "front_end_mib x 1.50"),
             (Round(["t"], front_end_mib=60.0), "steps x -, block_steps x -"),
         ],
     )

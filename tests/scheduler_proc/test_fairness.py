@@ -252,6 +252,23 @@ def test_what_was_claimed_is_not_claimed_back() -> None:
     assert driver.scheduler.statistics().num_preemptions == 0
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_several_claim_rows_in_one_step(asynchronous: bool) -> None:
+    """Not one after the other, a step apart: who comes together to a full engine is let in together."""
+    driver = Driver(num_blocks=200, max_num_seqs=8, async_scheduling=asynchronous)
+    for i in range(12):
+        driver.add(f"flood{i}", [1, i], max_tokens=60, ignore_eos=True, tenant=1)
+    for _ in range(4):
+        driver.step()
+    for i in range(4):
+        driver.add(f"other{i}", [2, i], max_tokens=6, ignore_eos=True, tenant=2)
+    driver.step()
+    running = {request.request_id for request in driver.scheduler.table.running.values()}
+    assert {f"other{i}" for i in range(4)} <= running
+    driver.run()
+    driver.check_drained()
+
+
 def test_blocks_are_claimed_up_to_a_share() -> None:
     driver = Driver(num_blocks=33, max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=False)
     for i in range(4):
