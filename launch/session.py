@@ -92,7 +92,8 @@ class Session:
         """To be called every second or so, welcomed or not: the answer, or a cut link, shows what was lost."""
         if self.life:
             self._post(Heartbeat(self._clock()))
-        if self.state == "ready" and self._tried is None and self._clock() >= self._try_at:
+        # Whoever is tried may have ended without an output: aborted, or refused.
+        if self.state in ("ready", "draining") and (self._tried is not None or self._clock() >= self._try_at):
             self._try_next()
 
     def take(self, message: Message | ProtocolError) -> bool:

@@ -263,3 +263,16 @@ class TestProgress:
         assert session.seconds_without_progress == 14
         session.take(EngineState("ready"))
         assert session.seconds_without_progress == 0
+
+
+def test_a_suspect_that_is_refused_makes_way_for_the_next() -> None:
+    """It ends without an output: only a beat of the session's own can notice."""
+    link = Link()
+    for name in "012":
+        link.add(name)
+    for _ in range(2):
+        link.die()
+    assert link.submitted() == [("0", [])]
+    link.session.take(Rejected("0", "kv_pool_too_small", "prompt", "it is too large"))
+    link.session.beat()
+    assert link.submitted() == [("0", []), ("1", [])]

@@ -325,7 +325,7 @@ class SimWorker(SimProcess):
     def _spoil(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
         """What rank 0 says wrongly, if it is to."""
         world = self.world
-        sampled = result.tokens is not None and self.model is not None
+        sampled = result.tokens is not None and self.model is not None and -1 not in self.model._last_handles
         if sampled and world.faults.take_worker_fault("nan", 0):
             handle = world.faults.tamper.rng.choice(self.model._last_handles)  # type: ignore[union-attr]
             world.faults.spoiled.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
