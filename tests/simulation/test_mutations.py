@@ -7,7 +7,7 @@ from mutations import MUTATIONS, Mutation
 from sim_run import play
 from sim_scenario import scenario_of
 
-MOST_SEEDS = 60
+MOST_SEEDS = 120
 
 
 @cache
