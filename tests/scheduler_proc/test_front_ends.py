@@ -4,10 +4,10 @@ from collections import deque
 from typing import Any
 
 import pytest
+from scheduler_driver import make_config
 
 from quire.protocol.channel import Frames
 from quire.protocol.codec import ProtocolError
-from quire.protocol.config import EngineConfig
 from quire.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -19,21 +19,10 @@ from quire.protocol.messages import (
     Shutdown,
     Welcome,
 )
-from quire.protocol.model_config import ModelConfig
 from quire.protocol.zmq_channel import FromPeer
 from quire.scheduler_proc.front_ends import FrontEnds
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=9,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-)
-CONFIG = EngineConfig(model=MODEL, model_path="/x", max_model_len=16)
+CONFIG = make_config(max_model_len=16)
 WELCOME = Welcome(PROTOCOL_VERSION, CONFIG.digest, 16)
 DAMAGED = ProtocolError("crc", "damaged")
 
