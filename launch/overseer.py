@@ -8,16 +8,14 @@ part of starting already, take over as soon as the memory of those before is fre
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from quire.launch.members import Member, Process, Role, Standbys
 from quire.protocol.child import EX_CONFIG, Command, Report
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 
 log = logging.getLogger(__name__)
-
-Role = Literal["scheduler", "worker", "frontend"]
 
 MAX_DEATHS = 5
 """Of one role in a row, with no token committed in between, after which the engine gives up."""
@@ -31,17 +29,8 @@ LEAVE_S = 10.0
 """How long one that has begun to end may hold its memory before others take its place all the same."""
 ADOPTION_S = 2.0
 """How long a worker may take to hear that it has another scheduler: one that does not is in a step for ever."""
-STANDBY_DELAY_S = 2.0
-"""After the group is ready: its first steps come before a standby's imports."""
 BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """Before the first, second, ... restart in a row."""
-
-
-class Process(Protocol):
-    """A handle of a process, as whoever runs it likes it."""
-
-    @property
-    def pid(self) -> int: ...
 
 
 class Runner(Protocol):
@@ -68,29 +57,6 @@ class Crew(NamedTuple):
     standby: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Member:
-    """One process, and what it has said."""
-
-    role: Role
-    process: Process
-    born: float
-    heard: float
-    index: int = 0
-    """The rank of a worker of the group; the number of a front end."""
-    started: bool = False
-    ready: bool = False
-    joined: int = 0
-    """The epoch that it last said it went to."""
-    failure: Report | None = None
-    failed_at: float = 0.0
-    detail: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.role
-
-
 class Overseer:
     """Knows every process of one engine. ``verdict`` is set once the engine cannot go on.
 
@@ -106,7 +72,7 @@ class Overseer:
         self.members: list[Member] = []
         self.group: dict[int, Member] = {}
         """By rank."""
-        self.standbys: list[Member] = []
+        self.standbys = Standbys(crew.num_ranks if crew.standby else 0)
         self.leaving: list[Member] = []
         """Who ends, and is no member any more. Until workers are gone they hold memory that others need."""
         self.verdict: QuireError | None = None
@@ -114,7 +80,6 @@ class Overseer:
         self._num_condemned = 0
         self._due: dict[tuple[Role, int], float] = {}
         """(role, index) of whoever is to be started, and when."""
-        self._standby_due: float | None = None
         self._adopt_by: float | None = None
         self._was_ready = False
         self._draining = self._stopping = False
@@ -143,7 +108,7 @@ class Overseer:
         """From now on the end of a process is as it should be."""
         self._stopping = True
         self._due.clear()
-        self._standby_due = self._adopt_by = None
+        self.standbys.due = self._adopt_by = None
 
     def reported(self, process: Process, report: Report, now: float) -> None:
         """A process said something."""
@@ -193,9 +158,8 @@ class Overseer:
         if self._stopping:
             return
         reason = member.failure.text if member.failure is not None else how
-        if member in self.standbys:
-            self.standbys.remove(member)
-            self._standby_due = now + BACKOFF_S[-1]
+        if member in self.standbys.members:
+            self.standbys.lose(member, now)
             return
         if self._is_final(member):
             self._give_up(member, reason)
@@ -226,15 +190,13 @@ class Overseer:
                 self._fill(index, now)
             else:
                 self._start(role, index, now)
-        if self._standby_due is not None and now >= self._standby_due:
-            self._standby_due = None
-            while len(self.standbys) < self._crew.num_ranks:
-                self.standbys.append(self._spawn("worker", 0, now))
+        for _ in range(self.standbys.num_to_start(now)):
+            self.standbys.members.append(self._spawn("worker", 0, now))
 
     def next_event(self, now: float) -> float:
         """Seconds until ``tick`` has something to do, at most."""
         times = [when for _, when in self._possible()]
-        times += [when for when in (self._standby_due, self._adopt_by) if when is not None]
+        times += [when for when in (self.standbys.due, self._adopt_by) if when is not None]
         times += [m.heard + (SILENT_S if m.started else START_S) for m in self.members]
         times += [m.heard + LEAVE_S for m in self.leaving]
         return max(0.0, min(times, default=now + 1.0) - now)
@@ -365,11 +327,7 @@ class Overseer:
 
     def _fill(self, rank: int, now: float) -> None:
         """A worker for a rank: one that stands by, or a new one."""
-        if self.standbys:
-            member = next((m for m in self.standbys if m.started), self.standbys[0])
-            self.standbys.remove(member)
-        else:
-            member = self._spawn("worker", rank, now)
+        member = self.standbys.take() or self._spawn("worker", rank, now)
         member.index = rank
         self.group[rank] = member
         self._runner.tell(member.process, Command("join", epoch=self.epoch, rank=rank))
@@ -387,8 +345,7 @@ class Overseer:
             self._was_ready = True
             for worker in self.group.values():
                 worker.ready = True
-            if self._crew.standby and self._standby_due is None and len(self.standbys) < self._crew.num_ranks:
-                self._standby_due = now + STANDBY_DELAY_S
+            self.standbys.group_is_ready(now)
         else:
             self._deaths["frontend"] = 0  # whatever ended the one before, it is not how they begin
         member.ready = True
@@ -404,5 +361,5 @@ class Overseer:
         assert sum(m.role == "scheduler" for m in self.members) + (("scheduler", 0) in self._due) == 1
         for rank in range(self._crew.num_ranks):
             assert (rank in self.group) != (("worker", rank) in self._due), f"rank {rank}"
-        assert all(m in self.members for m in (*self.group.values(), *self.standbys))
+        assert all(m in self.members for m in (*self.group.values(), *self.standbys.members))
         assert not any(m in self.members for m in self.leaving)

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import msgspec
 
 from quire.launch.child_process import ChildProcess
-from quire.launch.overseer import Crew, Member, Overseer, Process, Role
+from quire.launch.members import Member, Process, Role
+from quire.launch.overseer import Crew, Overseer
 from quire.launch.sampling_options import import_paths
 from quire.protocol.child import Command
 from quire.protocol.config import EngineConfig

@@ -4,19 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quire.launch.overseer import (
-    ADOPTION_S,
-    BACKOFF_S,
-    LEAVE_S,
-    MAX_DEATHS,
-    SILENT_S,
-    STANDBY_DELAY_S,
-    START_S,
-    Crew,
-    Overseer,
-    Process,
-    Role,
-)
+from quire.launch.members import STANDBY_DELAY_S, Process, Role
+from quire.launch.overseer import ADOPTION_S, BACKOFF_S, LEAVE_S, MAX_DEATHS, SILENT_S, START_S, Crew, Overseer
 from quire.protocol.child import EX_CONFIG, Command, Report
 from quire.protocol.errors import ConfigError, EngineError
 
@@ -161,8 +150,27 @@ class TestWorkers:
         house.pass_time(STANDBY_DELAY_S + 1)
         house.die(house.alive("worker")[1])
         assert house.overseer.epoch == 1 and house.overseer.is_ready and len(house.alive("worker")) == 1
-        house.pass_time(BACKOFF_S[-1] + 1)
+        house.pass_time(STANDBY_DELAY_S + 1)
         assert len(house.alive("worker")) == 2
+
+    def test_standbys_that_keep_dying_are_started_ever_more_seldom_until_one_is_of_use(self) -> None:
+        house = House(standby=True)
+        house.become_ready()
+        house.pass_time(STANDBY_DELAY_S + 1)
+        for wait in (2, 4, 8, 16, 32, 60, 60):
+            house.die(house.alive("worker")[1])
+            house.pass_time(wait - 0.5)
+            assert len(house.alive("worker")) == 1
+            house.pass_time(0.5)
+            assert len(house.alive("worker")) == 2
+        worker, standby = house.alive("worker")
+        house.die(worker)
+        assert house.one("worker") is standby
+        house.become_ready()
+        for _ in range(2):
+            house.pass_time(STANDBY_DELAY_S + 0.5)
+            _, standby = house.alive("worker")
+            house.die(standby)
 
     def test_the_scheduler_can_give_up_a_group_but_not_an_older_one(self) -> None:
         house = House()

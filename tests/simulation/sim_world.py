@@ -23,7 +23,8 @@ from sim_violation import Violation
 from sim_worker import SimWorker
 
 from quire.launch.engine_client import Update
-from quire.launch.overseer import MAX_DEATHS, Crew, Overseer, Role
+from quire.launch.members import Role
+from quire.launch.overseer import MAX_DEATHS, Crew, Overseer
 from quire.protocol.child import Command, Report
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import QuireError
