@@ -25,17 +25,14 @@ from quire.protocol.messages import (
     Statistics,
     StepOutputs,
     Stop,
+    Trial,
     Welcome,
 )
 
 TRIED_AFTER = 2
-"""Deaths of the scheduler after which an answer that got no token in between is submitted with no other such beside
-it; one more, and it is held to be the reason."""
+"""Deaths of the scheduler after which an answer that got no token in between is tried: it runs with nobody beside it.
+One more death then, and it is held to be the reason."""
 CONDEMNED = "engine_fault: the scheduler died each time that this request was given to it"
-TURN_S = 3.0
-"""How long each front end waits for those of lower index before it tries its own: the other's may be the reason."""
-MAX_REFUSALS = 5
-"""Links in a row that the scheduler cut before it welcomed us, after which it will never have us."""
 
 
 class Session:
@@ -63,12 +60,11 @@ class Session:
         self.life = 0
         self.was_ready = False
         self._accepts = False
-        self._welcomed = False
-        self._num_refusals = 0
+        self._has_trials = self._granted = False
+        """They were asked for: nothing else is submitted until they are over. They were granted."""
         self._suspects: deque[Stream] = deque()
-        self._try_at = 0.0
         self._tried: Stream | None = None
-        """The one of them that is submitted."""
+        """The one of them that runs, with nobody beside it in the whole engine."""
 
     # ---- the link
 
@@ -76,10 +72,11 @@ class Session:
         """There is a new link, on which nothing was said yet. ``after_death``: to another scheduler."""
         if after_death:
             self._blame()
+        self._has_trials = self._granted = False
         self._suspects.clear()
         self._tried = None
         self.life += 1
-        self._accepts = self._welcomed = False
+        self._accepts = False
         self.table.forget_handles()
         for stream in self.table.streams:
             if stream.muted:  # the engine that should have ended it is gone
@@ -92,8 +89,7 @@ class Session:
         """To be called every second or so, welcomed or not: the answer, or a cut link, shows what was lost."""
         if self.life:
             self._post(Heartbeat(self._clock()))
-        # Whoever is tried may have ended without an output: aborted, or refused.
-        if self.state in ("ready", "draining") and (self._tried is not None or self._clock() >= self._try_at):
+        if self._granted:  # who is tried may have ended without an output
             self._try_next()
 
     def take(self, message: Message | ProtocolError) -> bool:
@@ -103,16 +99,18 @@ class Session:
                 return self._take_outputs(message)
             case Rejected():
                 self.table.reject(message)
-            case Statistics() | Heartbeat():
+            case Welcome() | Statistics() | Heartbeat():
                 pass  # whoever asked for it looks at it
-            case Welcome():
-                self._welcomed, self._num_refusals = True, 0
             case EngineState(kind="failed", detail=detail):
                 self.fail(detail)
             case EngineState():
                 self._take_state(message.kind)
-            case Refused(reason=reason):
-                return self._refused(reason)
+            case Trial():
+                self._granted = True
+                self._suspects.extend(s for s in self.table.streams if s.num_deaths >= TRIED_AFTER)
+                self._try_next()
+            case Refused(reason=reason, final=True):
+                self.fail(reason)
             case _:
                 return False
         return True
@@ -123,51 +121,60 @@ class Session:
         except (KeyError, ValueError):  # of a request or a handle that this side does not know
             return False
         self.progress_at = self._clock()
-        if self._tried is not None:
+        if self._granted:
             self._try_next()
         return True
 
     def _blame(self) -> None:
         """One of those that the dead scheduler had may be why it died, and would end the next one as well."""
-        for stream in self.table.streams:
-            if stream.life == self.life:
-                stream.note_death()
         tried = self._tried
-        if tried is not None and not tried.over and tried.num_deaths > TRIED_AFTER:
-            self.table.end_failed(tried, CONDEMNED)
+        if tried is None:
+            for stream in self.table.streams:
+                if stream.life == self.life:
+                    stream.note_death()
+        elif not tried.over:
+            tried.note_death()
+            if tried.num_deaths > TRIED_AFTER:
+                self.table.end_failed(tried, CONDEMNED)
 
     def _try_next(self) -> None:
-        """Once the suspect that is submitted has got on, the next one is."""
+        """Once the suspect that is tried has got on, the next one is; after the last, everybody else is submitted.
+
+        Without workers nobody is: to be there while others have their troubles must prove nothing.
+        """
+        if self.state not in ("ready", "draining"):
+            return
         while self._tried is None or self._tried.over or not self._tried.num_deaths:
             if not self._suspects:
+                self._post(Trial("done"))
+                self._has_trials = self._granted = False
                 self._tried = None
+                self._submit_all()
                 return
             self._tried = self._suspects.popleft()
             if not self._tried.over:
                 self._submit(self._tried)
+                self._post(Trial("try", self._tried.request_id))
+
+    def _submit_all(self) -> None:
+        """Whatever this scheduler was not given yet."""
+        for stream in self.table.streams:
+            if stream.life != self.life:
+                self._submit(stream)
 
     def _take_state(self, kind: str) -> None:
         if kind == "ready" and not self._accepts:
             self._accepts = True
-            for stream in self.table.streams:
-                if stream.num_deaths < TRIED_AFTER:
-                    self._submit(stream)
-                else:
-                    self._suspects.append(stream)
-            if not self._index:
-                self._try_next()
-        if kind == "ready":  # with workers: what is tried from here on gets a token, or shows what it does
-            self.was_ready = True
-            self._try_at = self._clock() + self._index * TURN_S
+            self._has_trials = any(stream.num_deaths >= TRIED_AFTER for stream in self.table.streams)
+            if self._has_trials:
+                self._post(Trial("ask"))
+            else:
+                self._submit_all()
+        self.was_ready |= kind == "ready"
         if self.state not in ("draining", "failed"):
             self.become("recovering" if kind == "loading" and self.was_ready else kind)
-
-    def _refused(self, reason: str) -> bool:
-        self._num_refusals += not self._welcomed
-        if self._num_refusals == MAX_REFUSALS:
-            self.fail(reason)
-            return True
-        return False
+        if self._granted:
+            self._try_next()
 
     # ---- requests
 
@@ -182,7 +189,7 @@ class Session:
         if not len(self.table):
             self.progress_at = self._clock()
         stream = self.table.add(request, on_news)
-        if self._accepts:
+        if self._accepts and not self._has_trials:
             self._submit(stream)
         return stream
 

@@ -137,6 +137,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 2 if self.async_scheduling else 1
 
     @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots behind the tokens of a step: a proposer that reads hidden states writes the KV of its drafts there."""
+        return self.num_speculative_tokens if self.drop_last_cached_block else 0
+
+    @property
     def digest(self) -> str:
         """Short hash by which two processes see that they run by the same settings."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]

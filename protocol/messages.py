@@ -61,9 +61,10 @@ class Welcome(Message, frozen=True, tag=2):
 
 
 class Refused(Message, frozen=True, tag=3):
-    """The connection, or the last message on it, is not accepted."""
+    """The connection, or the last message on it, is not accepted. ``final``: nor will another one be."""
 
     reason: str
+    final: bool = False
 
 
 class Heartbeat(Message, frozen=True, tag=4):
@@ -121,6 +122,17 @@ class Control(Message, frozen=True, tag=13):
 
     kind: str
     query: int = 0
+
+
+class Trial(Message, frozen=True, tag=19):
+    """A front end tries those of its requests that may be why schedulers died: each runs with nobody beside it.
+
+    ``kind``: ask; granted, which is the scheduler's answer; try (``request_id``, which was submitted just before, runs
+    alone from now on); done. From granted to done the scheduler reads no requests of other front ends.
+    """
+
+    kind: str
+    request_id: str = ""
 
 
 # ---- scheduler to front end
@@ -408,7 +420,9 @@ class Digest(Message, frozen=True, tag=44):
     value: bytes
 
 
-FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
-SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState
+FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control | Trial
+SchedulerToFrontEnd: TypeAlias = (
+    Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState | Trial
+)
 SchedulerToWorker: TypeAlias = Welcome | Refused | Heartbeat | Configure | SchedulerOutput | SampleInputs | Shutdown
 WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest

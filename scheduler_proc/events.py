@@ -8,7 +8,17 @@ from typing import TypeAlias
 
 import msgspec
 
-from quire.protocol.messages import Abort, AddRequest, Control, Ended, Int32, Message, ModelRunnerOutput, Stop
+from quire.protocol.messages import (
+    Abort,
+    AddRequest,
+    Control,
+    Ended,
+    Int32,
+    Message,
+    ModelRunnerOutput,
+    Stop,
+    Trial,
+)
 from quire.protocol.sampling_params import SamplingParams
 
 
@@ -82,6 +92,7 @@ Consumed: TypeAlias = (
     | Abort
     | Stop
     | Control
+    | Trial
     | Hold
     | Release
     | Refuse

@@ -1,10 +1,20 @@
 """The front ends of this scheduler: who is connected, as which client, and what all of them are told."""
 
+from collections import deque
 from collections.abc import Callable
 
 from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import PROTOCOL_VERSION, EngineState, Heartbeat, Hello, Message, Refused, Welcome
+from quire.protocol.messages import (
+    PROTOCOL_VERSION,
+    Control,
+    EngineState,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+)
 from quire.protocol.zmq_channel import FromPeer
 from quire.scheduler_proc.doors import Hub
 
@@ -13,6 +23,9 @@ class FrontEnds:
     """Owns the hub, and each connection's client: the number under which the Scheduler knows it. Knows no requests.
 
     A number is never given out again, for requests of whoever had it may still be ending.
+
+    Attributes:
+        only: while set, requests of others than this client are kept until it is not any more.
     """
 
     def __init__(self, hub: Hub, config: EngineConfig, on_gone: Callable[[int], None]) -> None:
@@ -25,12 +38,18 @@ class FrontEnds:
         self._clients: dict[bytes, int] = {}
         self._pids: dict[int, int] = {}
         self._next_client = 0
+        self.only: int | None = None
+        self._kept: deque[tuple[int, FromPeer]] = deque()
 
     def receive(self) -> tuple[int, FromPeer] | None:
         """(client, message) of the next message that is for the engine, without waiting; None: there is no other.
 
         Whoever comes is greeted, a heartbeat is answered, and who cannot be understood is cut off.
         """
+        for index, come in enumerate(self._kept):
+            if self.only in (None, come[0]):
+                del self._kept[index]
+                return come
         while (received := self._hub.receive()) is not None:
             client, message = self._clients.get(received.peer), received.message
             if isinstance(message, ProtocolError):
@@ -39,8 +58,10 @@ class FrontEnds:
                 self._greet(received.peer, message)
             elif isinstance(message, Heartbeat):
                 self.send(client, message)
-            else:
+            elif self.only in (None, client) or isinstance(message, Control):
                 return client, received
+            else:
+                self._kept.append((client, received))
         return None
 
     def send(self, client: int, message: Message) -> None:
@@ -61,9 +82,11 @@ class FrontEnds:
             self._forget(client)
 
     def _greet(self, peer: bytes, hello: Message) -> None:
-        why = mismatch(hello) if isinstance(hello, Hello) else "the first message must be Hello"
-        if why or not isinstance(hello, Hello):
-            self._cut(peer, why)
+        if not isinstance(hello, Hello):
+            self._cut(peer, "the first message must be Hello")
+            return
+        if why := mismatch(hello):
+            self._cut(peer, why, final=True)
             return
         client = self._next_client
         self._next_client += 1
@@ -75,8 +98,8 @@ class FrontEnds:
             self.send(client, EngineState("ready"))  # it takes requests, which wait here
         self.send(client, self._state)
 
-    def _cut(self, peer: bytes, reason: str) -> None:
-        self._hub.send(peer, Refused(reason))
+    def _cut(self, peer: bytes, reason: str, *, final: bool = False) -> None:
+        self._hub.send(peer, Refused(reason, final))
         client = self._clients.get(peer)
         if client is None:
             self._hub.forget(peer)
@@ -88,6 +111,7 @@ class FrontEnds:
         del self._pids[client]
         self._hub.forget(peer)
         del self._clients[peer]
+        self._kept = deque(come for come in self._kept if come[0] != client)
         self._on_gone(client)
 
 

@@ -31,6 +31,7 @@ from quire.protocol.messages import (
     Shutdown,
     Statistics,
     Stop,
+    Trial,
     Welcome,
 )
 from quire.protocol.zmq_channel import FromPeer
@@ -235,7 +236,7 @@ class SchedulerLoop:
                 self._take_from_step(self._scheduler, workers, received)
             case Hello() as hello:
                 if why := mismatch(hello):
-                    workers.send_to(rank, Refused(why))
+                    workers.send_to(rank, Refused(why, final=True))
                     raise EngineError(f"worker: {why}")
                 workers.send_to(rank, Welcome(PROTOCOL_VERSION, self._config.digest))
                 workers.send_to(rank, self._configure(workers))
@@ -355,11 +356,12 @@ class SchedulerLoop:
             case AddRequest() as request if self._scheduler is None:
                 refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")
                 self._front_ends.send(client, refusal)
-            case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
+            case AddRequest() | Abort() | Stop() | Control() | Trial() as event if self._scheduler is not None:
                 is_known = (
                     isinstance(event, AddRequest) and (client, event.request_id) in self._scheduler.table.requests
                 )
                 self._scheduler.consume(event, client)
+                self._front_ends.only = self._scheduler.suspects.trials_of
                 self._journal.consumed(client, received.frames, event)
                 if isinstance(event, AddRequest) and not is_known:
                     self._grammars.hold(self._scheduler, event, client)
@@ -371,6 +373,7 @@ class SchedulerLoop:
         """Its requests end."""
         if self._scheduler is not None:
             self._scheduler.drop_client(client)
+            self._front_ends.only = self._scheduler.suspects.trials_of
             self._journal.client_dropped(client)
 
     def _give_up(self, error: Exception) -> None:

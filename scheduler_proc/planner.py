@@ -62,8 +62,7 @@ class Planner:
         self.tap: Tap | None = None
         self._refused: tuple[object, ...] = (None,)
         self._refusal: WaitReason | None = None
-        # A proposer that reads hidden states writes the KV of its drafts in the step that makes them.
-        self._num_lookahead_tokens = config.num_speculative_tokens if config.drop_last_cached_block else 0
+        self._num_lookahead_tokens = config.num_lookahead_tokens
 
     def plan(self, step: int, pause: str) -> StepPlan:
         """The plan of the step with this number.
@@ -76,6 +75,8 @@ class Planner:
         plan = StepPlan(step, self.config.max_num_batched_tokens)
         # Whoever waits may put out somebody who has a share, so that no share is certain before the end.
         can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
+        if self._suspects.forbids_company:
+            self._leave_alone(plan, self._suspects.alone)
         self._schedule_running(plan)
         if not can_claim:
             self._cache_shares(plan)
@@ -84,6 +85,13 @@ class Planner:
         if can_claim:
             self._cache_shares(plan)
         return plan
+
+    def _leave_alone(self, plan: StepPlan, suspect: Request | None) -> None:
+        """It may be what ends processes: everybody else that runs is put out. None: it has yet to come."""
+        for other in [request for request in self.table.running.values() if request is not suspect]:
+            self.table.unsettle(other)
+            if not other.needs_no_more_steps:
+                self._preempt(other, plan, suspect, PreemptReason.SUSPECT)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Decoding requests first, then partial prefills, both in order of admission (or all in that, by policy)."""
@@ -232,9 +240,8 @@ class Planner:
         self.kv.cache_blocks(request, min(request.num_computed_tokens + num_new_tokens, request.num_tokens))
 
     def _schedule_waiting(self, plan: StepPlan, pause: str) -> None:
-        suspect = self._suspects.alone
-        if suspect is not None:
-            self._schedule_alone(plan, pause, suspect)
+        if self._suspects.forbids_company:
+            self._schedule_alone(plan, pause, self._suspects.alone)
             return
         while self.table.waiting:
             request = self.table.waiting.peek_request()
@@ -248,16 +255,14 @@ class Planner:
             self._decisions.note(Decision(plan.step, "wait", request.request_id, reason))
             request.wait_reason = reason
 
-    def _schedule_alone(self, plan: StepPlan, pause: str, suspect: Request) -> None:
-        """It may be what ends the workers: it runs with nobody beside it, until it has got a token."""
-        if suspect in self.table.waiting:
-            for other in list(self.table.running.values()):
-                self._preempt(other, plan, suspect, PreemptReason.SUSPECT)
+    def _schedule_alone(self, plan: StepPlan, pause: str, suspect: Request | None) -> None:
+        """Nobody but the suspect is let in, if there is one."""
+        if suspect is not None and suspect in self.table.waiting:
             reason = WaitReason.PAUSED if pause else self._admit(plan, suspect, has_the_pool=True)
             if reason is not None:
                 self._waits_for(plan, suspect, reason)
-        first = self.table.waiting.peek_request() if self.table.waiting else suspect
-        if first is not suspect:
+        first = self.table.waiting.peek_request() if self.table.waiting else None
+        if first is not None and first is not suspect:
             self._waits_for(plan, first, WaitReason.SUSPECT)
 
     def _why_not(self, plan: StepPlan, request: Request) -> WaitReason | None:
@@ -427,20 +432,21 @@ class Planner:
                 return heaviest, PreemptReason.OVER_SHARE
         return last, PreemptReason.YOUNGEST if fcfs else PreemptReason.LOWEST_PRIORITY
 
-    def _preempt(self, victim: Request, plan: StepPlan, beneficiary: Request, reason: PreemptReason) -> None:
+    def _preempt(self, victim: Request, plan: StepPlan, beneficiary: Request | None, reason: PreemptReason) -> None:
         """Take the victim's blocks; it waits in its old place and computes everything again, hits aside.
 
         One that was over its tenant's share keeps no place, or it would stand before those it had to give way to.
         """
         plan.take_back(victim)
         plan.preempted.append(victim)
-        if beneficiary is self._suspects.alone:
+        if beneficiary is not None and beneficiary is self._suspects.alone:
             reason = PreemptReason.SUSPECT
         elif victim is beneficiary:
             reason = PreemptReason.ITSELF
         if reason is PreemptReason.OVER_SHARE:
             victim.turn = -1
-        self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, beneficiary.request_id))
+        whose = "" if beneficiary is None else beneficiary.request_id
+        self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, whose))
         self.table.put_out(victim)
         self.kv.free(victim)
         self._stats.num_preemptions += 1

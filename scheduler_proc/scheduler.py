@@ -23,6 +23,7 @@ from quire.protocol.messages import (
     SchedulerToFrontEnd,
     Statistics,
     Stop,
+    Trial,
 )
 from quire.scheduler_proc.admission import Refusal, admit
 from quire.scheduler_proc.cruise import Cruise
@@ -101,6 +102,7 @@ class Scheduler:
             max_model_len=config.max_model_len,
             max_step_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
+            num_lookahead_tokens=config.num_lookahead_tokens,
             pool_class=_pool_class(config, policies),
         )
         self.in_flight = StepsInFlight(config.model.vocab_size)
@@ -118,7 +120,7 @@ class Scheduler:
         self.kv.pool.share_by(self.planner.tenants.blocks)
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self._stats, self.decisions)
         # Who cruises has blocks for its next token only, where a proposer that reads hidden states wants more.
-        self._cruising_allowed = cruise and not (config.num_speculative_tokens and config.drop_last_cached_block)
+        self._cruising_allowed = cruise and not config.num_lookahead_tokens
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, self.kv.block_size)
         self._step = 0
         self._tap: Tap | None = None
@@ -157,6 +159,8 @@ class Scheduler:
                     self.results.stop_at(request, event.num_output_tokens)
             case Control():
                 self._control(event, client)
+            case Trial():
+                self._trial(event, client)
             case Hold() | Release():
                 self._hold_or_release(event, client)
             case Refuse():
@@ -175,6 +179,8 @@ class Scheduler:
         """A front end is gone: so are its requests."""
         for request in [r for r in self.table.requests.values() if r.client == client]:
             self.results.finish(request, EndReason.ABORTED)
+        if self.suspects.trials_of == client:
+            self.suspects.end_trials()
 
     def fail_all(self, detail: str) -> None:
         """The engine cannot go on: each request ends with the reason."""
@@ -283,6 +289,19 @@ class Scheduler:
                 done = False
         self._replies.append((client, self.statistics(event.query, done)))
 
+    def _trial(self, event: Trial, client: int) -> None:
+        """What does not fit is ignored: a front end that is gone has left its trials."""
+        holder = self.suspects.trials_of
+        if event.kind == "ask" and holder is None:
+            self.suspects.begin_trials(client)
+            self._replies.append((client, Trial("granted")))
+        elif event.kind == "try" and holder == client:
+            self.suspects.put_on_trial(self.table.requests.get((client, event.request_id)))
+        elif event.kind == "done" and holder == client:
+            self.suspects.end_trials()
+        else:
+            self._stats.num_stray_messages += 1
+
     def _hold_or_release(self, event: Hold | Release, client: int) -> None:
         request = self._live(client, event.request_id)
         if request is None:
@@ -344,8 +363,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """No request lives, and no step is in flight."""
-        return not (self.table.requests or self.in_flight)
+        """No request lives or is to be tried, and no step is in flight."""
+        return not (self.table.requests or self.in_flight) and self.suspects.trials_of is None
 
     def go_on_after(self, step: int) -> None:
         """While it is idle: ``step`` is the last one that was decided, and answered."""

@@ -65,6 +65,7 @@ class KVCacheManager:
         max_model_len: int | None = None,
         max_step_tokens: int | None = None,
         pipeline_depth: int = 2,
+        num_lookahead_tokens: int = 0,
         pool_class: type[BlockPool] = BlockPool,
     ) -> None:
         """
@@ -76,6 +77,7 @@ class KVCacheManager:
             max_step_tokens: positions that one step computes of one request at most. With it, window groups count
                 only what they hold at a time in ``num_blocks_for`` and ``max_tokens``; without, every position.
             pipeline_depth: steps that can be unanswered at a time, the one being decided included.
+            num_lookahead_tokens: of a request, at most, in each call of ``allocate_slots``.
             pool_class: decides in which order free blocks are reused.
         """
         self.layout = layout
@@ -84,7 +86,7 @@ class KVCacheManager:
         self.coordinator = make_coordinator(layout, self.pool, drop_last_block)
         self.watermark_blocks = int(watermark * self.pool.num_usable_blocks)
         self._max_positions = max_model_len or _MANY_TOKENS
-        max_tokens = None if max_step_tokens is None else max_step_tokens * pipeline_depth
+        max_tokens = None if max_step_tokens is None else max_step_tokens * pipeline_depth + num_lookahead_tokens
         self._unacknowledged = Unacknowledged(max_tokens, pipeline_depth)
         self._max_tokens = self._longest_request()
 

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import Abort, Control, Ended, Stop
+from quire.protocol.messages import Abort, Control, Ended, Stop, Trial
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.trace.keyframe import IdleState
@@ -84,7 +84,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     prompt_token_ids: list[int] | None = None
 
 
-OtherEvent: TypeAlias = Abort | Stop | Control | Hold | Release | Refuse | Fail
+OtherEvent: TypeAlias = Abort | Stop | Control | Trial | Hold | Release | Refuse | Fail
 
 
 class Event(Line, frozen=True, kw_only=True, tag="event"):

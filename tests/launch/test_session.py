@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.launch.session import MAX_REFUSALS, TRIED_AFTER, TURN_S, Session
+from quire.launch.session import Session
 from quire.launch.streams import Stream
 from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError, InvalidRequest
@@ -21,6 +21,7 @@ from quire.protocol.messages import (
     Rejected,
     StepOutputs,
     Stop,
+    Trial,
     Welcome,
 )
 from quire.protocol.sampling_params import SamplingParams
@@ -64,6 +65,12 @@ class Link:
         """(request, tokens that it came with)."""
         adds = [message for message in self.sent if isinstance(message, AddRequest)]
         return [(a.request_id, [] if a.output_token_ids is None else a.output_token_ids.tolist()) for a in adds]
+
+    def trials(self) -> list[tuple[str, str]]:
+        return [(message.kind, message.request_id) for message in self.sent if isinstance(message, Trial)]
+
+    def grant(self) -> None:
+        assert self.session.take(Trial("granted"))
 
 
 def test_what_is_in_flight_goes_to_the_next_scheduler_with_its_tokens() -> None:
@@ -148,12 +155,13 @@ def test_a_broken_link_is_made_again(message: Any) -> None:
 
 
 def test_a_scheduler_that_never_welcomes_is_given_up() -> None:
+    """One whose first message was damaged, however often, tries again."""
     session = Session(lambda message: None, 1)
-    for _ in range(MAX_REFUSALS - 1):
+    for _ in range(20):
         session.begin()
-        assert not session.take(Refused("protocol version 1 does not match the scheduler's 2"))
+        assert not session.take(Refused("a message was damaged, lost or unknown"))
     session.begin()
-    assert session.take(Refused("protocol version 1 does not match the scheduler's 2"))
+    assert session.take(Refused("protocol version 1 does not match the scheduler's 2", final=True))
     assert session.state == "failed"
     with pytest.raises(EngineError, match="protocol version"):
         session.add(AddRequest("1", np.array([1], np.int32), SamplingParams(), 0))
@@ -166,43 +174,54 @@ def test_a_request_that_ends_each_scheduler_is_found_and_fails_alone() -> None:
     for _ in range(2):
         assert len(link.submitted()) == 4
         link.die()
-    # From here on one after the other is tried; who gets a token is cleared.
+    # From here on one after the other is tried, and nobody else; who gets a token is cleared.
+    assert link.submitted() == [] and link.trials() == [("ask", "")]
+    link.grant()
     assert link.submitted() == [("0", [])]
     link.give(streams[0], 1)
     link.give(streams[1], 1)
     assert link.submitted() == [("0", []), ("1", []), ("2", [])]
+    assert link.trials() == [("ask", ""), ("try", "0"), ("try", "1"), ("try", "2")]
     link.die()
-    assert link.submitted() == [("0", [1]), ("1", [1]), ("3", [])]
     update = poison.take()
     assert update is not None and update.ended is EndReason.ERROR and update.detail.startswith("engine_fault: ")
+    link.grant()
+    link.give(streams[3], 1)
+    assert link.submitted() == [("3", []), ("0", [1]), ("1", [1])]
+    assert link.trials() == [("ask", ""), ("try", "3"), ("done", "")]
     for stream in (streams[0], streams[1], streams[3]):
         link.give(stream, 1)
     link.die()
-    assert [name for name, _ in link.submitted()] == ["0", "1", "3"]
+    assert [name for name, _ in link.submitted()] == ["0", "1", "3"] and not link.trials()
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_front_ends_take_turns_to_try_their_suspects(index: int) -> None:
-    """Two that are tried at once would both be held to be the reason."""
-    now = [50.0]
-    sent: list[Any] = []
-    session = Session(sent.append, 7, index, clock=lambda: now[0])
-    stream = session.add(AddRequest("r", np.array([1, 2, 3], np.int32), SamplingParams(), 5))
-    for after_death in (False, True, True):
-        sent.clear()
-        session.begin(after_death=after_death)
-        session.take(Welcome(1, ""))
-        session.take(EngineState("ready"))
-    assert stream.num_deaths == TRIED_AFTER
-    waited = 0.0
-    while not any(isinstance(message, AddRequest) for message in sent):
-        now[0] += 0.5
-        waited += 0.5
-        session.beat()
-    assert waited == index * TURN_S
-    session.take(EngineState("recovering"))
-    session.beat()
-    assert sum(isinstance(message, AddRequest) for message in sent) == 1
+def test_who_comes_during_trials_waits_for_their_end() -> None:
+    """It may end the scheduler itself, and somebody else would have been alone with that."""
+    link = Link()
+    suspect = link.add("1")
+    link.die()
+    link.die()
+    link.add("2")
+    link.grant()
+    link.add("3")
+    assert link.submitted() == [("1", [])]
+    link.give(suspect, 5)
+    assert link.submitted() == [("1", []), ("2", []), ("3", [])]
+    link.die()
+    assert [stream.num_deaths for stream in link.session.table.streams] == [1, 1, 1]
+
+
+def test_nobody_is_tried_without_workers() -> None:
+    """A scheduler that dies meanwhile has not died of it."""
+    link = Link()
+    link.add("1")
+    link.die()
+    link.die()
+    link.session.take(EngineState("recovering"))
+    link.grant()
+    assert link.submitted() == []
+    link.session.take(EngineState("ready"))
+    assert link.submitted() == [("1", [])]
 
 
 def test_a_suspect_that_is_given_up_makes_way() -> None:
@@ -210,6 +229,7 @@ def test_a_suspect_that_is_given_up_makes_way() -> None:
     first, second = link.add("1"), link.add("2")
     link.die()
     link.die()
+    link.grant()
     assert link.submitted() == [("1", [])]
     link.session.abort(first)
     link.give(first, ended=EndReason.ABORTED)
@@ -272,6 +292,7 @@ def test_a_suspect_that_is_refused_makes_way_for_the_next() -> None:
         link.add(name)
     for _ in range(2):
         link.die()
+    link.grant()
     assert link.submitted() == [("0", [])]
     link.session.take(Rejected("0", "kv_pool_too_small", "prompt", "it is too large"))
     link.session.beat()

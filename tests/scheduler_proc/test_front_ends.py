@@ -11,6 +11,7 @@ from quire.protocol.codec import ProtocolError
 from quire.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Control,
     EngineState,
     Heartbeat,
     Hello,
@@ -176,3 +177,27 @@ def test_an_announcement_survives_those_that_go_by_it(house: House) -> None:
 def test_what_only_the_engine_can_judge_is_handed_on(house: House) -> None:
     house.hear(b"a", hello())
     assert house.hear(b"a", hello(), Shutdown()) == [(0, hello()), (0, Shutdown())]
+
+
+def test_while_one_has_its_trials_the_others_requests_wait_in_order(house: House) -> None:
+    for peer in (b"a", b"b", b"c"):
+        house.hear(peer, hello())
+    house.front_ends.only = 1
+    assert house.hear(b"a", Abort(["1"]), Control("statistics", 3), Heartbeat(5.0)) == [(0, Control("statistics", 3))]
+    assert house.told(b"a")[-1] == Heartbeat(5.0), "it is seen to live"
+    assert house.hear(b"b", Abort(["2"])) == [(1, Abort(["2"]))]
+    assert house.hear(b"c", Abort(["3"])) == house.hear(b"a", Abort(["4"])) == []
+    house.front_ends.only = 2
+    assert house.hear(b"b") == [(2, Abort(["3"]))], "its own, which others' trials had kept"
+    house.front_ends.only = None
+    assert house.hear(b"b", Abort(["5"])) == [(0, Abort(["1"])), (0, Abort(["4"])), (1, Abort(["5"]))]
+
+
+def test_what_was_kept_of_one_that_is_gone_is_nobodys(house: House) -> None:
+    for peer in (b"a", b"b"):
+        house.hear(peer, hello())
+    house.front_ends.only = 1
+    house.hear(b"a", Abort(["1"]))
+    house.hear(b"a", DAMAGED)
+    house.front_ends.only = None
+    assert house.gone == [0] and house.hear(b"b") == []

@@ -157,6 +157,19 @@ def test_a_window_bounds_what_a_request_holds() -> None:
         request.num_acknowledged_tokens = previous
 
 
+def test_the_slots_of_drafts_count_for_what_a_request_holds() -> None:
+    """Else one that was accepted since the pool is large enough may wait for ever, with all of it free."""
+    group = KVGroup("sliding_window", 1, [0], window=7)
+    settings = {"max_step_tokens": 12, "pipeline_depth": 1, "num_lookahead_tokens": 3}
+    assert manager_of(group, usable=20, **settings).max_tokens == 20
+    kv, request = manager_of(group, usable=21, **settings), case(1, 100)
+    assert kv.max_tokens == 2**31 - 1
+    while request.num_computed_tokens < 96:
+        assert kv.allocate_slots(request, 12, num_lookahead_tokens=3) is not None
+        request.num_computed_tokens += 12
+        request.num_acknowledged_tokens = request.num_computed_tokens
+
+
 @pytest.mark.parametrize("damage", ["hole", "skipped", "early", "twice"])
 def test_check_fails_when_it_should(damage: str) -> None:
     kv, request = manager_of(sliding(9)), case(1, 40)

@@ -17,6 +17,7 @@ from scheduler_load import Load, random_settings
 from scheduler_long_run import long_run
 
 SEEDS = st.integers(0, 2**32 - 1)
+GOVERNING = ("pause", "resume", "resume", "reset_prefix_cache", "change_budget", "trial", "trial")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -64,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def release(self, seed: int, name: str) -> None:
         self.event(seed, name)
 
-    @rule(seed=SEEDS, name=st.sampled_from(("pause", "resume", "resume", "reset_prefix_cache", "change_budget")))
+    @rule(seed=SEEDS, name=st.sampled_from(GOVERNING))
     def govern(self, seed: int, name: str) -> None:
         self.event(seed, name)
 

@@ -97,11 +97,11 @@ def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
         if reader.detail.startswith("numerical_error"):
             assert name in world.faults.spoiled, f"{name} is said to have bad logits"
         elif reader.detail == CONDEMNED:
-            deaths = sum(at > reader.last_token_at - LATE_S for at in world.faults.scheduler_deaths)
+            since = reader.last_token_at - LATE_S
+            deaths = sum(at > since for at in world.faults.scheduler_deaths)
             assert deaths > TRIED_AFTER, f"{name} was condemned after {deaths} deaths of the scheduler"
-            # Where the workers hang while it is tried, another front end's turn may come as well.
-            chance = any(at > reader.last_token_at - LATE_S for at in world.faults.other_harm)
-            assert ask.bug is not None or chance, f"{name} was condemned for what others did"
+            by_chance = deaths - sum(at > since for at in world.faults.bugs)
+            assert ask.bug is not None or by_chance, f"{name} was condemned for what others did"
         elif reader.detail.startswith("engine_fault"):
             lost = sum(at > reader.last_token_at - LATE_S for at in world.faults.losses)
             assert lost >= 3, f"{name} was condemned after {lost} losses"

@@ -32,8 +32,7 @@ class Faults:
         in_a_row: deadly ones since the last token that was committed.
         num_deadly: all of them.
         losses: when workers were lost.
-        scheduler_deaths: when they happened.
-        other_harm: when there was something deadly that no request's bug was.
+        scheduler_deaths: when one was lost, and of those ``bugs``: the ones of requests.
         spoiled: requests whose logits were not finite.
     """
 
@@ -47,7 +46,7 @@ class Faults:
         self.in_a_row = self.num_deadly = 0
         self.losses: list[float] = []
         self.scheduler_deaths: list[float] = []
-        self.other_harm: list[float] = []
+        self.bugs: list[float] = []
         self.spoiled: set[str] = set()
         self.wall_jump = 0.0
         self.disk_is_full = False
@@ -75,11 +74,10 @@ class Faults:
 
     def reported(self, process: "SimProcess", report: Report) -> None:
         """What the Overseer is about to hear."""
-        if report.event == "group_failed" and report.epoch == self._world.overseer.epoch:
-            self.losses.append(self._events.now)
-            # A token may have come behind the first of them. They are as good as dead by the rule.
-            if len(self._oom_since) >= MAX_TOO_LARGE - 1:
-                self.count("oom without end")
+        is_loss = report.event == "group_failed" and report.epoch == self._world.overseer.epoch
+        # A token may have come behind the first of them. They are as good as dead by the rule.
+        if is_loss and len(self._oom_since) >= MAX_TOO_LARGE - 1:
+            self.count("oom without end")
         if report.event == "ready" and process.role == "frontend":
             self._fronts_lost = 0
 
@@ -93,8 +91,6 @@ class Faults:
         if kind in DEADLY or kind == "oom without end":
             self.in_a_row += 1
             self.num_deadly += 1
-            if kind != "bug":
-                self.other_harm.append(self._events.now)
 
     def befall(self, fault: Fault) -> None:
         """Its time has come."""
@@ -151,7 +147,6 @@ class Faults:
         if scheduler is None:
             return
         self.count(kind)
-        self.scheduler_deaths.append(self._events.now)
         scheduler.die("killed")
         if kind == "scheduler_dies_twice":
             again = self._world.shape.start_s * self.tamper.rng.uniform(0.5, 2.0) + 0.01
@@ -207,7 +202,7 @@ class Faults:
     def crashed_by(self, name: str) -> None:
         """The scheduler has ended because of a request."""
         self.count("bug")
-        self.scheduler_deaths.append(self._events.now)
+        self.bugs.append(self._events.now)
 
     def is_bug(self, name: str, num_output: int) -> bool:
         at = self._world.asks[name].bug

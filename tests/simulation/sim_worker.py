@@ -87,11 +87,6 @@ class SimWorker(SimProcess):
 
     # ---- what it hears
 
-    def die(self, how: str) -> None:
-        if self.alive and self.world.in_group(self):
-            self.world.faults.losses.append(self.world.events.now)
-        super().die(how)
-
     def hear(self, command: Command) -> None:
         self._call = command
         self.wake()

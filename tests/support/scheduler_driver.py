@@ -31,6 +31,7 @@ from quire.protocol.messages import (
     Statistics,
     StepOutputs,
     Stop,
+    Trial,
     WorkerToScheduler,
 )
 from quire.protocol.model_config import ModelConfig
@@ -205,6 +206,9 @@ class Driver:
 
     def fail(self, request_id: str, client: int = 0) -> None:
         self.consume(Fail(request_id, "grammar_failed: no memory"), client)
+
+    def trial(self, kind: str, request_id: str = "", client: int = 0) -> None:
+        self.consume(Trial(kind, request_id), client)
 
     def begin_epoch(self) -> None:
         """The scheduler starts afresh; the worker keeps its rows, and results on their way still arrive."""

@@ -100,6 +100,7 @@ EVENTS = {
     "change_budget": 2,
     "begin_epoch": 1,
     "damaged_result": 3,
+    "trial": 3,
 }
 """Methods of Load, and how often each comes in a run without hypothesis."""
 
@@ -236,6 +237,25 @@ class Load:
             for driver in self.drivers:
                 driver.fail(victim, self.asked[victim].client)
 
+    def trial(self) -> None:
+        """A front end has its trials: of one of its requests, then of others, or of one that is gone; then no more."""
+        client = self.driver.scheduler.suspects.trials_of
+        alive = list(self.driver.scheduler.table.requests)
+        if client is None:
+            if not alive:
+                return
+            client, _ = self.rng.choice(alive)
+            self._tell_trial("ask", "", client)
+        elif self.rng.random() < 0.6:
+            self._tell_trial("done", "", client)
+            return
+        own = [request_id for owner, request_id in alive if owner == client]
+        self._tell_trial("try", self.rng.choice([*own, "nobody"]), client)
+
+    def _tell_trial(self, kind: str, request_id: str, client: int) -> None:
+        for driver in self.drivers:
+            driver.trial(kind, request_id, client)
+
     def pause(self) -> None:
         self.control(self.rng.choice(("pause", "pause_new")))
 
@@ -304,8 +324,10 @@ class Load:
 
     def check_step(self, diff: SchedulerOutput) -> None:
         """I14: nobody is admitted before somebody who came earlier (or is worth more) and could have been."""
-        table = self.driver.scheduler.table
-        if diff.new_requests and table.waiting:
+        table, suspects = self.driver.scheduler.table, self.driver.scheduler.suspects
+        if suspects.forbids_company:
+            assert list(table.running.values()) == [suspects.alone], "somebody runs beside who is to run alone"
+        elif diff.new_requests and table.waiting:
             by_handle = {r.handle: r for r in table.running.values()}
             for request in [by_handle[new.handle] for new in diff.new_requests]:
                 behind = [table.waiting.key(r) for r in table.waiting if r.tenant == request.tenant]
@@ -322,6 +344,8 @@ class Load:
         self.control("resume")
         while self.held:
             self.release()
+        while self.driver.scheduler.suspects.trials_of is not None:
+            self.trial()
         for driver in self.drivers:
             driver.scheduler.config = driver.config
             before, idle = -1, 0
