@@ -71,7 +71,7 @@ def test_the_runs_reached_what_they_are_for() -> None:
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
         pytest.skip("not all seeds ran")
     assert TOTALS["cruising"] > TOTALS["steps"] / 3, "hardly anybody cruised"
-    assert TOTALS["accepted"] > 40 and TOTALS["cruising_drafters"] > 20
+    assert TOTALS["accepted"] > 40 and TOTALS["cruising_drafters"] > 10
     assert TOTALS["preemptions"] > 25 and TOTALS["epochs"] > 10 and TOTALS["several"] > 10
 
 

@@ -103,7 +103,7 @@ def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
             by_chance = deaths - sum(at > since for at in world.faults.bugs)
             assert ask.bug is not None or by_chance, f"{name} was condemned for what others did"
         elif reader.detail.startswith("engine_fault"):
-            lost = sum(at > reader.last_token_at - LATE_S for at in world.faults.losses)
+            lost = sum(at > reader.last_token_at - LATE_S for at in world.faults.losses.values())
             assert lost >= 3, f"{name} was condemned after {lost} losses"
         else:
             raise AssertionError(f"{name} ended with {reader.detail!r}")

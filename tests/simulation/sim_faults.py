@@ -31,7 +31,7 @@ class Faults:
         counts: how often each kind has happened.
         in_a_row: deadly ones since the last token that was committed.
         num_deadly: all of them.
-        losses: when workers were lost.
+        losses: epoch → when its workers were lost.
         scheduler_deaths: when one was lost, and of those ``bugs``: the ones of requests.
         spoiled: requests whose logits were not finite.
     """
@@ -44,7 +44,7 @@ class Faults:
         self._dying = random.Random(f"dying {seed}")
         self.most_in_a_row = MOST_IN_A_ROW
         self.in_a_row = self.num_deadly = 0
-        self.losses: list[float] = []
+        self.losses: dict[int, float] = {}
         self.scheduler_deaths: list[float] = []
         self.bugs: list[float] = []
         self.spoiled: set[str] = set()
@@ -75,11 +75,17 @@ class Faults:
     def reported(self, process: "SimProcess", report: Report) -> None:
         """What the Overseer is about to hear."""
         is_loss = report.event == "group_failed" and report.epoch == self._world.overseer.epoch
+        if is_loss:
+            self.lost(report.epoch)
         # A token may have come behind the first of them. They are as good as dead by the rule.
         if is_loss and len(self._oom_since) >= MAX_TOO_LARGE - 1:
             self.count("oom without end")
         if report.event == "ready" and process.role == "frontend":
             self._fronts_lost = 0
+
+    def lost(self, epoch: int) -> None:
+        """The workers of ``epoch`` are as good as dead: somebody has noticed, or will."""
+        self.losses.setdefault(epoch, self._events.now)
 
     def memory_held(self) -> float:
         """Seconds for which the process that dies now holds its memory."""

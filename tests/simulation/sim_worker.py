@@ -87,6 +87,11 @@ class SimWorker(SimProcess):
 
     # ---- what it hears
 
+    def die(self, how: str) -> None:
+        if self.alive and self.world.in_group(self):
+            self.world.faults.lost(self.world.overseer.epoch)
+        super().die(how)
+
     def hear(self, command: Command) -> None:
         self._call = command
         self.wake()

@@ -165,7 +165,8 @@ class World:
         if self.verdict is not None:
             return
         if self.faults.losses and not self.faults.num_deadly:
-            raise Violation(f"workers were lost at {self.faults.losses[0] - self._begin:.3f} s for nothing")
+            when = min(self.faults.losses.values()) - self._begin
+            raise Violation(f"workers were lost at {when:.3f} s for nothing")
         self.overseer.check()
         process = self.scheduler
         if process is None or process.scheduler is None:
@@ -201,7 +202,7 @@ class World:
 
     def tell(self, process: Any, command: Command) -> None:
         if command.kind == "epoch":
-            self.faults.losses.append(self.events.now)
+            self.faults.lost(command.epoch - 1)
         process.tell(command)
 
     def kill(self, process: Any) -> None:

@@ -247,10 +247,14 @@ class Load:
             client, _ = self.rng.choice(alive)
             self._tell_trial("ask", "", client)
         elif self.rng.random() < 0.6:
-            self._tell_trial("done", "", client)
+            self.end_trials()
             return
         own = [request_id for owner, request_id in alive if owner == client]
         self._tell_trial("try", self.rng.choice([*own, "nobody"]), client)
+
+    def end_trials(self) -> None:
+        if (client := self.driver.scheduler.suspects.trials_of) is not None:
+            self._tell_trial("done", "", client)
 
     def _tell_trial(self, kind: str, request_id: str, client: int) -> None:
         for driver in self.drivers:
@@ -344,8 +348,7 @@ class Load:
         self.control("resume")
         while self.held:
             self.release()
-        while self.driver.scheduler.suspects.trials_of is not None:
-            self.trial()
+        self.end_trials()
         for driver in self.drivers:
             driver.scheduler.config = driver.config
             before, idle = -1, 0
