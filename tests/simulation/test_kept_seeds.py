@@ -67,6 +67,32 @@ KEPT = {
         (Ask(3.0, "a", 0, (0, 8), (1, 5), 20), Ask(3.0, "b", 1, (0, 8), (2, 5), 20)),
         (Fault(3.0, "trace_full"), Fault(3.3, "scheduler_dies")),
     ),
+    # One got tokens between the schedulers that it ended. Another got none, was tried beside it, and was condemned.
+    "tried beside the culprit": Scenario(
+        402408,
+        (
+            Ask(10.776, "r43", 4, (1, 0), (806, 5), 8, False, priority=5, salt="salt", logprobs=0, bug=3),
+            Ask(11.217, "r44", 2, (0, 0), (22, 6), 8, False, logprobs=2),
+            Ask(11.26, "r45", 3, (2, 5), (476, 4), 2, False, logprobs=2),
+        ),
+        (Fault(2.538, "front_dies"), Fault(2.674, "die_now", 3), Fault(8.717, "oom", 5)),
+    ),
+    # A front end's first messages were damaged five times in a row, and it told its clients that the engine is gone.
+    "five damaged greetings": Scenario(
+        404997,
+        (Ask(8.848, "r22", 3, (2, 0), (111, 4), 1, True, priority=1, logprobs=0),),
+        tuple(Fault(7.2 + i / 100, "from_front flip") for i in range(7)),
+    ),
+    # The slots of drafts were not counted for a window: who was put out waited for ever, with the whole pool free.
+    "a pool that is just large enough": Scenario(
+        406999,
+        (
+            Ask(4.128, "r22", 2, (0, 24), (509, 11), 8, False, priority=5, even=True),
+            Ask(6.484, "r34", 2, (0, 0), (183, 3), 2, False, priority=5, logprobs=0),
+            Ask(9.29, "r43", 4, (2, 8), (790, 9), 2, True, priority=5, then=("stop", 2), logprobs=2),
+        ),
+        (Fault(4.551, "scheduler_dies_twice"),),
+    ),
 }
 
 
