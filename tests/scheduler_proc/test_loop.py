@@ -163,11 +163,7 @@ def test_a_worker_that_dies_costs_no_token(loop: LoopUnderTest) -> None:
 
 
 def test_a_step_that_no_worker_takes_is_computed_by_another(loop: LoopUnderTest) -> None:
-    """Its socket is gone before anybody has said that it is."""
-    loop.worker.close()
-    loop.client.send(make_request("a", PROMPT, max_tokens=5, ignore_eos=True))
-    loop.wait_for_report("group_failed")
-    loop.renew_worker()
+    """Its socket is gone before anybody has said that it is: the loop finds that out, or that the step is overdue."""
     tokens: list[int] = []
 
     def heard(message: Any) -> bool:
@@ -175,5 +171,12 @@ def test_a_step_that_no_worker_takes_is_computed_by_another(loop: LoopUnderTest)
             tokens.extend(message.tokens.tolist())
         return len(tokens) == 5
 
+    loop.client.send(make_request("before", PROMPT[::-1], max_tokens=5, ignore_eos=True))
+    loop.until(heard)  # from here on it is known how long such steps take
+    loop.worker.close()
+    loop.client.send(make_request("a", PROMPT, max_tokens=5, ignore_eos=True))
+    loop.wait_for_report("group_failed")
+    loop.renew_worker()
+    tokens.clear()
     loop.until(heard)
     assert tokens == expected_tokens(PROMPT, 5)
