@@ -3,16 +3,18 @@
 from collections import deque
 from collections.abc import Callable
 
-from quire.protocol.codec import ProtocolError
+from quire.protocol.codec import Codec, ProtocolError
 from quire.protocol.config import EngineConfig
 from quire.protocol.messages import (
     PROTOCOL_VERSION,
     Control,
     EngineState,
+    FrontEndToScheduler,
     Heartbeat,
     Hello,
     Message,
     Refused,
+    Trial,
     Welcome,
 )
 from quire.protocol.zmq_channel import FromPeer
@@ -36,15 +38,22 @@ class FrontEnds:
         self._state = EngineState("loading")
         self._peers: dict[int, bytes] = {}
         self._clients: dict[bytes, int] = {}
-        self._pids: dict[int, int] = {}
+        self._who: dict[int, tuple[int, int]] = {}
+        """(process id, index) of whoever has a number."""
+        self._unaware: dict[int, tuple[int, int]] = {}
+        """Of whoever was cut off, and may not know that yet."""
         self._next_client = 0
         self.only: int | None = None
         self._kept: deque[tuple[int, FromPeer]] = deque()
+        done = Trial("done")
+        self._done = FromPeer(b"", done, Codec(FrontEndToScheduler).encode(0, 0, done))
 
     def receive(self) -> tuple[int, FromPeer] | None:
         """(client, message) of the next message that is for the engine, without waiting; None: there is no other.
 
-        Whoever comes is greeted, a heartbeat is answered, and who cannot be understood is cut off.
+        Whoever comes is greeted, a heartbeat is answered, and who cannot be understood is cut off. For one who was cut
+        off in its trials they are said to be done when it knows: it has died, or come back. Until then it thinks that
+        whatever ends this process is whom it tried.
         """
         for index, come in enumerate(self._kept):
             if self.only in (None, come[0]):
@@ -62,6 +71,8 @@ class FrontEnds:
                 return client, received
             else:
                 self._kept.append((client, received))
+        if self.only is not None and self.only not in self._who and self.only not in self._unaware:
+            return self.only, self._done
         return None
 
     def send(self, client: int, message: Message) -> None:
@@ -78,8 +89,9 @@ class FrontEnds:
 
     def process_gone(self, pid: int) -> None:
         """The front end with this process id has died, whether its connection shows it or not."""
-        for client in [client for client, its_pid in self._pids.items() if its_pid == pid]:
+        for client in [client for client, (its_pid, _) in self._who.items() if its_pid == pid]:
             self._forget(client)
+        self._unaware = {client: who for client, who in self._unaware.items() if who[0] != pid}
 
     def _greet(self, peer: bytes, hello: Message) -> None:
         if not isinstance(hello, Hello):
@@ -88,11 +100,15 @@ class FrontEnds:
         if why := mismatch(hello):
             self._cut(peer, why, final=True)
             return
+        who = (hello.pid, hello.index)
+        for client in [client for client, other in self._who.items() if other == who]:
+            self._forget(client)  # its connection was lost without a word
+        self._unaware = {client: other for client, other in self._unaware.items() if other != who}
         client = self._next_client
         self._next_client += 1
         self._clients[peer] = client
         self._peers[client] = peer
-        self._pids[client] = hello.pid
+        self._who[client] = who
         self.send(client, self._welcome)
         if self._state.kind == "recovering":
             self.send(client, EngineState("ready"))  # it takes requests, which wait here
@@ -108,7 +124,7 @@ class FrontEnds:
 
     def _forget(self, client: int) -> None:
         peer = self._peers.pop(client)
-        del self._pids[client]
+        self._unaware[client] = self._who.pop(client)
         self._hub.forget(peer)
         del self._clients[peer]
         self._kept = deque(come for come in self._kept if come[0] != client)

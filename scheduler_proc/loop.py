@@ -373,7 +373,6 @@ class SchedulerLoop:
         """Its requests end."""
         if self._scheduler is not None:
             self._scheduler.drop_client(client)
-            self._front_ends.only = self._scheduler.suspects.trials_of
             self._journal.client_dropped(client)
 
     def _give_up(self, error: Exception) -> None:

@@ -179,8 +179,6 @@ class Scheduler:
         """A front end is gone: so are its requests."""
         for request in [r for r in self.table.requests.values() if r.client == client]:
             self.results.finish(request, EndReason.ABORTED)
-        if self.suspects.trials_of == client:
-            self.suspects.end_trials()
 
     def fail_all(self, detail: str) -> None:
         """The engine cannot go on: each request ends with the reason."""
@@ -290,7 +288,7 @@ class Scheduler:
         self._replies.append((client, self.statistics(event.query, done)))
 
     def _trial(self, event: Trial, client: int) -> None:
-        """What does not fit is ignored: a front end that is gone has left its trials."""
+        """What does not fit is ignored. The trials of a front end that is gone last until somebody says done for it."""
         holder = self.suspects.trials_of
         if event.kind == "ask" and holder is None:
             self.suspects.begin_trials(client)

@@ -18,6 +18,7 @@ from quire.protocol.messages import (
     Refused,
     Rejected,
     Shutdown,
+    Trial,
     Welcome,
 )
 from quire.protocol.zmq_channel import FromPeer
@@ -78,8 +79,8 @@ class House:
         return told
 
 
-def hello(pid: int = 7, version: int = PROTOCOL_VERSION) -> Hello:
-    return Hello(version, "frontend", 0, pid)
+def hello(pid: int = 7, index: int = 0, *, version: int = PROTOCOL_VERSION) -> Hello:
+    return Hello(version, "frontend", index, pid)
 
 
 @pytest.fixture
@@ -112,8 +113,8 @@ def test_each_has_a_number_that_nobody_had_before(house: House) -> None:
 
 
 def test_all_connections_of_a_process_end_with_it(house: House) -> None:
-    for peer, pid in ((b"a", 7), (b"b", 8), (b"c", 7)):
-        house.hear(peer, hello(pid))
+    for index, (peer, pid) in enumerate(((b"a", 7), (b"b", 8), (b"c", 7))):
+        house.hear(peer, hello(pid, index))
     house.front_ends.process_gone(7)
     house.front_ends.process_gone(7)
     assert house.gone == [0, 2]
@@ -166,8 +167,8 @@ def test_who_takes_nothing_any_more_is_gone_once(house: House) -> None:
 
 
 def test_an_announcement_survives_those_that_go_by_it(house: House) -> None:
-    for peer in (b"a", b"b", b"c"):
-        house.hear(peer, hello())
+    for pid, peer in enumerate((b"a", b"b", b"c")):
+        house.hear(peer, hello(pid))
         house.told(peer)
     house.hub.deaf |= {b"a", b"c"}
     house.front_ends.announce(EngineState("recovering"))
@@ -180,8 +181,8 @@ def test_what_only_the_engine_can_judge_is_handed_on(house: House) -> None:
 
 
 def test_while_one_has_its_trials_the_others_requests_wait_in_order(house: House) -> None:
-    for peer in (b"a", b"b", b"c"):
-        house.hear(peer, hello())
+    for pid, peer in enumerate((b"a", b"b", b"c")):
+        house.hear(peer, hello(pid))
     house.front_ends.only = 1
     assert house.hear(b"a", Abort(["1"]), Control("statistics", 3), Heartbeat(5.0)) == [(0, Control("statistics", 3))]
     assert house.told(b"a")[-1] == Heartbeat(5.0), "it is seen to live"
@@ -194,10 +195,35 @@ def test_while_one_has_its_trials_the_others_requests_wait_in_order(house: House
 
 
 def test_what_was_kept_of_one_that_is_gone_is_nobodys(house: House) -> None:
-    for peer in (b"a", b"b"):
-        house.hear(peer, hello())
+    for pid, peer in enumerate((b"a", b"b")):
+        house.hear(peer, hello(pid))
     house.front_ends.only = 1
     house.hear(b"a", Abort(["1"]))
     house.hear(b"a", DAMAGED)
     house.front_ends.only = None
     assert house.gone == [0] and house.hear(b"b") == []
+
+
+@pytest.mark.parametrize("end", ["back", "dead"])
+def test_trials_of_one_that_was_cut_off_are_done_when_it_knows(house: House, end: str) -> None:
+    house.hear(b"a", hello(1))
+    house.hear(b"b", hello(2))
+    house.front_ends.only = 0
+    assert house.hear(b"a", DAMAGED) == [] and house.gone == [0]
+    assert house.hear(b"b", Abort(["1"])) == []
+    if end == "back":
+        house.hub.inbox.append(FromPeer(b"c", hello(1), []))
+    else:
+        house.front_ends.process_gone(1)
+    come = house.front_ends.receive()
+    assert come is not None and (come[0], come[1].message) == (0, Trial("done")) and come[1].frames
+    house.front_ends.only = None
+    assert house.hear(b"b") == [(1, Abort(["1"]))]
+
+
+def test_who_comes_back_is_not_there_twice(house: House) -> None:
+    """Its first connection was lost on its side, and nobody has said so."""
+    house.hear(b"a", hello(1))
+    house.hear(b"b", hello(1))
+    assert house.gone == [0] and house.hub.forgotten == [b"a"]
+    assert house.hear(b"b", Abort(["1"])) == [(1, Abort(["1"]))]

@@ -133,7 +133,7 @@ class LoopUnderTest:
             self._context, zmq.DEALER, frontend_address(self._folder), Link(SchedulerToFrontEnd), bind=False
         )
         self._sockets.append(client)
-        client.send(Hello(PROTOCOL_VERSION, "frontend", 0, 1))
+        client.send(Hello(PROTOCOL_VERSION, "frontend", len(self._sockets), 1))
         return client
 
     def until(self, wanted: Callable[[Any], bool], client: ZmqChannel | None = None) -> None:
