@@ -128,7 +128,7 @@ class Trial(Message, frozen=True, tag=19):
     """A front end tries those of its requests that may be why schedulers died: each runs with nobody beside it.
 
     ``kind``: ask; granted, which is the scheduler's answer; try (``request_id``, which was submitted just before, runs
-    alone from now on); done. From granted to done the scheduler reads no requests of other front ends.
+    alone from now on); done. From granted to done the scheduler takes no requests of other front ends.
     """
 
     kind: str

@@ -5,26 +5,13 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
 
 import psutil
 import pytest
-from chaos import (
-    HUNG_S,
-    asking,
-    client_ports,
-    disturbed,
-    held_recovery,
-    is_empty,
-    is_recovering,
-    is_running,
-    streams,
-    until,
-    within,
-)
+from chaos import HUNG_S, asking, client_ports, disturbed, held_recovery, is_empty, streams, until, within
 
 from quire.launch.bench.fault_server import FaultServer, Role, wait_until
 from quire.launch.bench.live_streams import Answer, Ask, get, make_asks, stream
@@ -92,34 +79,6 @@ class TestAnswersOutliveProcesses:
         check_same(asyncio.run(disturbed(server.port, ASKS, victim.suspend, 200)), undisturbed)
         assert not victim.is_running()
         assert any("have not finished a step in time" in line.text for line in server.log)
-
-    @pytest.mark.slow
-    def test_schedulers_that_die_before_anybody_gets_a_token(self) -> None:
-        """Then each answer is tried with nobody beside it; none of them is to blame. A step takes 1.8 s here."""
-        with FaultServer(["--simulate", "constant:1800", "--num-gpu-blocks-override", "500"]) as server:
-            num_pieces = 0
-
-            async def kill_two() -> None:
-                for _ in range(2):
-                    assert await until(lambda: is_running(server.port, 3), HUNG_S) and not num_pieces
-                    server.victims("scheduler")[0].kill()
-                    assert await until(lambda: is_recovering(server.port), HUNG_S)
-
-            def on_piece(answer: Answer) -> None:
-                nonlocal num_pieces
-                num_pieces += 1
-
-            async def all_of_it() -> list[Answer]:
-                async with asyncio.timeout(HUNG_S):
-                    tasks = [asyncio.create_task(stream(server.port, asking(2), on_piece)) for _ in range(3)]
-                    await kill_two()
-                    return await asyncio.gather(*tasks)
-
-            answers = asyncio.run(all_of_it())
-            assert [(answer.error, answer.num_tokens) for answer in answers] == [("", 2)] * 3
-            _, text = asyncio.run(get(server.port, "/metrics"))
-            put_out = re.search(r'preemptions_by_reason_total{[^}]*reason="suspect"} ([0-9.]+)', text)
-            assert put_out is not None and float(put_out[1]) >= 2, "each that was cleared made way for the next"
 
     @pytest.mark.slow
     def test_scheduler_and_worker_at_once(self, server: FaultServer, undisturbed: list[Answer]) -> None:

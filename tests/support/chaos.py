@@ -69,16 +69,6 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> boo
     return True
 
 
-async def is_running(port: int, count: int) -> bool:
-    """So many requests."""
-    return (await gauges(port)).get("num_requests_running") == count
-
-
-async def is_recovering(port: int) -> bool:
-    _, text = await get(port, "/health")
-    return "recovering" in text
-
-
 async def is_empty(port: int) -> bool:
     """Nothing runs, nothing waits, and every block is free."""
     found = await gauges(port)

@@ -127,13 +127,13 @@ class LoopUnderTest:
         self.fake.forced = forced
         self._introduce_worker()
 
-    def another_client(self) -> ZmqChannel:
-        """One more front end, which has said hello."""
+    def another_client(self, index: int | None = None) -> ZmqChannel:
+        """One more front end, which has said hello; the first one again with ``index`` 0."""
         client = ZmqChannel(
             self._context, zmq.DEALER, frontend_address(self._folder), Link(SchedulerToFrontEnd), bind=False
         )
         self._sockets.append(client)
-        client.send(Hello(PROTOCOL_VERSION, "frontend", len(self._sockets), 1))
+        client.send(Hello(PROTOCOL_VERSION, "frontend", len(self._sockets) if index is None else index, 1))
         return client
 
     def until(self, wanted: Callable[[Any], bool], client: ZmqChannel | None = None) -> None:
