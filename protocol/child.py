@@ -142,8 +142,9 @@ class Child:
 
     def put(self, command: Command) -> None:
         """As if the supervisor had said it."""
-        os.eventfd_write(self._wake, 1)  # first: who is woken too early comes again, who is not woken sleeps
+        # In this order: whoever takes the wake in between takes the command as well, or would sleep with it there.
         self._commands.append(command)
+        os.eventfd_write(self._wake, 1)
         self._pending = True
 
     def watch_progress(self, on_hang: Callable[[], None]) -> None:
