@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 MOST_IN_A_ROW = 2
 """Deadly faults with no token in between that the scenario may cause; requests that kill cause others."""
-MOST_KILLS = 5
-"""Once behind a last token, twice beside others and twice alone, where the others got tokens in between (F4)."""
+MOST_KILLS = 7
+"""Twice beside others and twice alone, where the others got tokens in between (F4). Before that three times at most,
+if its last token was in flight at each of these deaths and came through after the third: that cleared it."""
 HELD_S = (0.0, 0.05, 0.7, 12.0)
 """For how long a dead process may hold its memory. 0: it is gone before anybody looks."""
 
