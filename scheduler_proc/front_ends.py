@@ -40,10 +40,10 @@ class FrontEnds:
         self._clients: dict[bytes, int] = {}
         self._who: dict[int, tuple[int, int]] = {}
         """(process id, index) of whoever has a number."""
-        self._unaware: dict[int, tuple[int, int]] = {}
-        """Of whoever was cut off, and may not know that yet."""
         self._next_client = 0
         self.only: int | None = None
+        self._unaware: tuple[int, int] | None = None
+        """Who was cut off as the only one, and may not know that yet."""
         self._kept: deque[tuple[int, FromPeer]] = deque()
         done = Trial("done")
         self._done = FromPeer(b"", done, Codec(FrontEndToScheduler).encode(0, 0, done))
@@ -71,7 +71,7 @@ class FrontEnds:
                 return client, received
             else:
                 self._kept.append((client, received))
-        if self.only is not None and self.only not in self._who and self.only not in self._unaware:
+        if self.only is not None and self.only not in self._who and self._unaware is None:
             return self.only, self._done
         return None
 
@@ -91,7 +91,8 @@ class FrontEnds:
         """The front end with this process id has died, whether its connection shows it or not."""
         for client in [client for client, (its_pid, _) in self._who.items() if its_pid == pid]:
             self._forget(client)
-        self._unaware = {client: who for client, who in self._unaware.items() if who[0] != pid}
+        if self._unaware is not None and self._unaware[0] == pid:
+            self._unaware = None
 
     def _greet(self, peer: bytes, hello: Message) -> None:
         if not isinstance(hello, Hello):
@@ -103,7 +104,8 @@ class FrontEnds:
         who = (hello.pid, hello.index)
         for client in [client for client, other in self._who.items() if other == who]:
             self._forget(client)  # its connection was lost without a word
-        self._unaware = {client: other for client, other in self._unaware.items() if other != who}
+        if self._unaware == who:
+            self._unaware = None
         client = self._next_client
         self._next_client += 1
         self._clients[peer] = client
@@ -124,7 +126,9 @@ class FrontEnds:
 
     def _forget(self, client: int) -> None:
         peer = self._peers.pop(client)
-        self._unaware[client] = self._who.pop(client)
+        who = self._who.pop(client)
+        if client == self.only:
+            self._unaware = who
         self._hub.forget(peer)
         del self._clients[peer]
         self._kept = deque(come for come in self._kept if come[0] != client)
