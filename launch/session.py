@@ -6,7 +6,6 @@ behind them. Whoever reads a stream notices a pause, and nothing else.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 from quire.launch.streams import Stream, StreamTable
@@ -61,10 +60,9 @@ class Session:
         self.was_ready = False
         self._accepts = False
         self._has_trials = self._granted = False
-        """They were asked for: nothing else is submitted until they are over. They were granted."""
-        self._suspects: deque[Stream] = deque()
+        """There are suspects: nobody else is submitted until they were tried. One may be, now."""
         self._tried: Stream | None = None
-        """The one of them that runs, with nobody beside it in the whole engine."""
+        """The one that runs, with nobody beside it in the whole engine."""
 
     # ---- the link
 
@@ -73,7 +71,6 @@ class Session:
         if after_death:
             self._blame()
         self._has_trials = self._granted = False
-        self._suspects.clear()
         self._tried = None
         self.life += 1
         self._accepts = False
@@ -107,7 +104,6 @@ class Session:
                 self._take_state(message.kind)
             case Trial():
                 self._granted = True
-                self._suspects.extend(s for s in self.table.streams if s.num_deaths >= TRIED_AFTER)
                 self._try_next()
             case Refused(reason=reason, final=True):
                 self.fail(reason)
@@ -138,26 +134,33 @@ class Session:
                 self.table.end_failed(tried, CONDEMNED)
 
     def _try_next(self) -> None:
-        """Once the suspect that is tried has got on, the next one is; after the last, everybody else is submitted.
+        """Try one suspect; or end the trial of one that has got on, or has ended, and ask for the next one's.
 
-        Without workers nobody is: to be there while others have their troubles must prove nothing.
+        Without workers nobody is tried: to be there while others have their troubles must prove nothing.
         """
         if self.state not in ("ready", "draining"):
             return
-        while self._tried is None or self._tried.over or not self._tried.num_deaths:
-            if not self._suspects:
-                self._post(Trial("done"))
-                self._has_trials = self._granted = False
-                self._tried = None
-                self._submit_all()
-                return
-            self._tried = self._suspects.popleft()
-            if not self._tried.over:
-                self._submit(self._tried)
-                self._post(Trial("try", self._tried.request_id))
+        tried, suspect = self._tried, self._first_suspect()
+        if tried is None and suspect is not None:
+            self._tried = suspect
+            self._submit(suspect)
+            self._post(Trial("try", suspect.request_id))
+        elif tried is None or tried.over or not tried.num_deaths:
+            self._tried, self._granted = None, False
+            self._post(Trial("done"))
+            self._ask_or_submit_all()
 
-    def _submit_all(self) -> None:
-        """Whatever this scheduler was not given yet."""
+    def _first_suspect(self) -> Stream | None:
+        """Of those that this scheduler was not given yet."""
+        suspects = (s for s in self.table.streams if s.num_deaths >= TRIED_AFTER and s.life != self.life)
+        return next(suspects, None)
+
+    def _ask_or_submit_all(self) -> None:
+        """While there are suspects, whatever else this scheduler was not given yet waits."""
+        self._has_trials = self._first_suspect() is not None
+        if self._has_trials:
+            self._post(Trial("ask"))
+            return
         for stream in self.table.streams:
             if stream.life != self.life:
                 self._submit(stream)
@@ -165,11 +168,7 @@ class Session:
     def _take_state(self, kind: str) -> None:
         if kind == "ready" and not self._accepts:
             self._accepts = True
-            self._has_trials = any(stream.num_deaths >= TRIED_AFTER for stream in self.table.streams)
-            if self._has_trials:
-                self._post(Trial("ask"))
-            else:
-                self._submit_all()
+            self._ask_or_submit_all()
         self.was_ready |= kind == "ready"
         if self.state not in ("draining", "failed"):
             self.become("recovering" if kind == "loading" and self.was_ready else kind)

@@ -125,10 +125,10 @@ class Control(Message, frozen=True, tag=13):
 
 
 class Trial(Message, frozen=True, tag=19):
-    """A front end tries those of its requests that may be why schedulers died: each runs with nobody beside it.
+    """A front end tries one of its requests that may be why schedulers died: it runs with nobody beside it.
 
-    ``kind``: ask; granted, which is the scheduler's answer; try (``request_id``, which was submitted just before, runs
-    alone from now on); done. From granted to done the scheduler takes no requests of other front ends.
+    ``kind``: ask; granted, the scheduler's answer when nothing runs any more; try (``request_id``, which was submitted
+    just before, runs alone from now on); done. From ask to done the scheduler takes no requests of other front ends.
     """
 
     kind: str

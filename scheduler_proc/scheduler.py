@@ -240,7 +240,11 @@ class Scheduler:
         return True
 
     def take_messages(self) -> list[tuple[int, SchedulerToFrontEnd]]:
-        """(client, message) for the front ends, since the last call."""
+        """(client, message) for the front ends, since the last call; after a step was asked for, if one can be."""
+        suspects = self.suspects
+        if suspects.trials_of is not None and not (suspects.granted or self.in_flight or self.table.running):
+            suspects.granted = True  # whatever was there could have done its worst by now
+            self._replies.append((suspects.trials_of, Trial("granted")))
         messages = self._replies + self.results.outputs.take()
         self._replies = []
         return messages
@@ -288,15 +292,14 @@ class Scheduler:
         self._replies.append((client, self.statistics(event.query, done)))
 
     def _trial(self, event: Trial, client: int) -> None:
-        """What does not fit is ignored. The trials of a front end that is gone last until somebody says done for it."""
+        """What does not fit is ignored. The trial of a front end that is gone lasts until somebody says done for it."""
         holder = self.suspects.trials_of
         if event.kind == "ask" and holder is None:
-            self.suspects.begin_trials(client)
-            self._replies.append((client, Trial("granted")))
+            self.suspects.begin_trial(client)
         elif event.kind == "try" and holder == client:
             self.suspects.put_on_trial(self.table.requests.get((client, event.request_id)))
         elif event.kind == "done" and holder == client:
-            self.suspects.end_trials()
+            self.suspects.end_trial()
         else:
             self._stats.num_stray_messages += 1
 

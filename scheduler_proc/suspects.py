@@ -5,8 +5,8 @@ the next worker as well. Who was in a step in flight at a death, and has got no 
 it is a *suspect*: it runs with nobody beside it until it gets a token. The worker's death at that is a proof; where
 others got tokens between those two deaths, the second one is: the first may have been chance.
 
-What may have ended *schedulers*, only front ends can know (launch/session.py). One of them at a time has its *trials*:
-what it names runs with nobody beside it, and in between nobody does.
+What may have ended *schedulers*, only front ends can know (launch/session.py). One of them at a time has a *trial*:
+what it names runs with nobody beside it, and not before what ran has come to rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,8 @@ class Suspects:
         self._condemned: list[Request] = []
         self._total = -1
         self.trials_of: int | None = None
-        """The front end that has its trials."""
+        """The front end that may try one of its requests, or is about to."""
+        self.granted = False
         self._tried: Request | None = None
 
     def died_with(self, present: Sequence[Request], total: int) -> None:
@@ -75,11 +76,13 @@ class Suspects:
                 del self._entries[request.handle]
                 self._condemned.append(request)
 
-    def begin_trials(self, client: int) -> None:
+    def begin_trial(self, client: int) -> None:
+        """Nobody runs until ``granted`` is set, and ``put_on_trial`` called."""
         self.trials_of = client
 
-    def end_trials(self) -> None:
+    def end_trial(self) -> None:
         self.trials_of = self._tried = None
+        self.granted = False
 
     def put_on_trial(self, request: Request | None) -> None:
         """It runs alone from now on; None: it was refused."""

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 CALM_S = 240.0
 """After the last fault and the last request: by then everything has ended."""
-STANDSTILL_S = 90.0
-"""How long nothing at all may come while somebody waits: a first step may take a minute."""
+STANDSTILL_S = 120.0
+"""How long nothing at all may come while somebody waits: a first step may take a minute, and then three workers may die
+of one request, and hold their memory for ten seconds each."""
 DRAIN_S = 5.0
 
 
