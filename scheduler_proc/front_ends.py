@@ -52,7 +52,7 @@ class FrontEnds:
         """(client, message) of the next message that is for the engine, without waiting; None: there is no other.
 
         Whoever comes is greeted, a heartbeat is answered, and who cannot be understood is cut off. For one who was cut
-        off in its trials they are said to be done when it knows: it has died, or come back. Until then it thinks that
+        off in a trial that is said to be done when it knows: it has died, or come back. Until then it thinks that
         whatever ends this process is whom it tried.
         """
         for index, come in enumerate(self._kept):

@@ -361,7 +361,7 @@ class SchedulerLoop:
                     isinstance(event, AddRequest) and (client, event.request_id) in self._scheduler.table.requests
                 )
                 self._scheduler.consume(event, client)
-                self._front_ends.only = self._scheduler.suspects.trials_of
+                self._front_ends.only = self._scheduler.suspects.trial_of
                 self._journal.consumed(client, received.frames, event)
                 if isinstance(event, AddRequest) and not is_known:
                     self._grammars.hold(self._scheduler, event, client)

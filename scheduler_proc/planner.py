@@ -439,9 +439,7 @@ class Planner:
         """
         plan.take_back(victim)
         plan.preempted.append(victim)
-        if beneficiary is not None and beneficiary is self._suspects.alone:
-            reason = PreemptReason.SUSPECT
-        elif victim is beneficiary:
+        if victim is beneficiary:
             reason = PreemptReason.ITSELF
         if reason is PreemptReason.OVER_SHARE:
             victim.turn = -1

@@ -242,9 +242,9 @@ class Scheduler:
     def take_messages(self) -> list[tuple[int, SchedulerToFrontEnd]]:
         """(client, message) for the front ends, since the last call; after a step was asked for, if one can be."""
         suspects = self.suspects
-        if suspects.trials_of is not None and not (suspects.granted or self.in_flight or self.table.running):
+        if suspects.trial_of is not None and not (suspects.granted or self.in_flight or self.table.running):
             suspects.granted = True  # whatever was there could have done its worst by now
-            self._replies.append((suspects.trials_of, Trial("granted")))
+            self._replies.append((suspects.trial_of, Trial("granted")))
         messages = self._replies + self.results.outputs.take()
         self._replies = []
         return messages
@@ -293,7 +293,7 @@ class Scheduler:
 
     def _trial(self, event: Trial, client: int) -> None:
         """What does not fit is ignored. The trial of a front end that is gone lasts until somebody says done for it."""
-        holder = self.suspects.trials_of
+        holder = self.suspects.trial_of
         if event.kind == "ask" and holder is None:
             self.suspects.begin_trial(client)
         elif event.kind == "try" and holder == client:
@@ -365,7 +365,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """No request lives or is to be tried, and no step is in flight."""
-        return not (self.table.requests or self.in_flight) and self.suspects.trials_of is None
+        return not (self.table.requests or self.in_flight) and self.suspects.trial_of is None
 
     def go_on_after(self, step: int) -> None:
         """While it is idle: ``step`` is the last one that was decided, and answered."""

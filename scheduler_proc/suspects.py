@@ -50,7 +50,7 @@ class Suspects:
         self._entries: dict[int, _Entry] = {}
         self._condemned: list[Request] = []
         self._total = -1
-        self.trials_of: int | None = None
+        self.trial_of: int | None = None
         """The front end that may try one of its requests, or is about to."""
         self.granted = False
         self._tried: Request | None = None
@@ -78,10 +78,10 @@ class Suspects:
 
     def begin_trial(self, client: int) -> None:
         """Nobody runs until ``granted`` is set, and ``put_on_trial`` called."""
-        self.trials_of = client
+        self.trial_of = client
 
     def end_trial(self) -> None:
-        self.trials_of = self._tried = None
+        self.trial_of = self._tried = None
         self.granted = False
 
     def put_on_trial(self, request: Request | None) -> None:
@@ -91,12 +91,12 @@ class Suspects:
     @property
     def forbids_company(self) -> bool:
         """Whether only ``alone`` may run, if there is one."""
-        return self.trials_of is not None or self._suspect is not None
+        return self.trial_of is not None or self._suspect is not None
 
     @property
     def alone(self) -> Request | None:
         """Who is to run with nobody beside it."""
-        if self.trials_of is None:
+        if self.trial_of is None:
             return self._suspect
         return None if self._tried is None or self._tried.status.is_finished else self._tried
 

@@ -205,7 +205,7 @@ def test_what_was_kept_of_one_that_is_gone_is_nobodys(house: House) -> None:
 
 
 @pytest.mark.parametrize("end", ["back", "dead"])
-def test_trials_of_one_that_was_cut_off_are_done_when_it_knows(house: House, end: str) -> None:
+def test_trial_of_one_that_was_cut_off_are_done_when_it_knows(house: House, end: str) -> None:
     house.hear(b"a", hello(1))
     house.hear(b"b", hello(2))
     house.front_ends.only = 0

@@ -175,7 +175,7 @@ def test_trials_are_one_front_ends_until_it_is_said_to_have_done() -> None:
     driver.trial("ask", client=0)
     assert driver.heard == [], "one front end at a time"
     driver.trial("done", client=0)
-    assert driver.scheduler.suspects.trials_of == 1, "they are not its own"
+    assert driver.scheduler.suspects.trial_of == 1, "they are not its own"
     driver.drop_client(1)
     for _ in range(3):
         driver.step()

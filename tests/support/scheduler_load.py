@@ -239,7 +239,7 @@ class Load:
 
     def trial(self) -> None:
         """A front end has its trials: of one of its requests, then of others, or of one that is gone; then no more."""
-        client = self.driver.scheduler.suspects.trials_of
+        client = self.driver.scheduler.suspects.trial_of
         alive = list(self.driver.scheduler.table.requests)
         if client is None:
             if not alive:
@@ -247,13 +247,13 @@ class Load:
             client, _ = self.rng.choice(alive)
             self._tell_trial("ask", "", client)
         elif self.rng.random() < 0.6:
-            self.end_trials()
+            self.end_trial()
             return
         own = [request_id for owner, request_id in alive if owner == client]
         self._tell_trial("try", self.rng.choice([*own, "nobody"]), client)
 
-    def end_trials(self) -> None:
-        if (client := self.driver.scheduler.suspects.trials_of) is not None:
+    def end_trial(self) -> None:
+        if (client := self.driver.scheduler.suspects.trial_of) is not None:
             self._tell_trial("done", "", client)
 
     def _tell_trial(self, kind: str, request_id: str, client: int) -> None:
@@ -348,7 +348,7 @@ class Load:
         self.control("resume")
         while self.held:
             self.release()
-        self.end_trials()
+        self.end_trial()
         for driver in self.drivers:
             driver.scheduler.config = driver.config
             before, idle = -1, 0
