@@ -16,8 +16,8 @@ from quire.launch.engine_client import (
 from quire.launch.prompts import Prompt, check_volume, fit_params, spell_bad_words
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TextOut
-from quire.protocol.messages import EndReason
-from quire.protocol.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.wire.messages import EndReason
 
 PROMPT_TAIL = 12
 

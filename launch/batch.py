@@ -20,8 +20,8 @@ from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.messages import AddRequest
-from quire.protocol.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.wire.messages import AddRequest
 
 # Requests handed to the scheduler at once: more would only sit in sockets, whose queues are bounded.
 MAX_SUBMITTED = 1024

@@ -10,12 +10,12 @@ import zmq
 
 from quire.launch.session import Session
 from quire.launch.streams import Stream
-from quire.protocol.channel import Link
-from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, QuireError
-from quire.protocol.messages import AddRequest, Control, Message, SchedulerToFrontEnd, Statistics
-from quire.protocol.zmq_channel import ZmqChannel, frontend_address
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import AddRequest, Control, Message, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.zmq_channel import ZmqChannel, frontend_address
 
 POLL_S = 0.5
 BEAT_S = 1.0

@@ -1,4 +1,4 @@
-"""One process that the supervisor has started, and its two pipes (``protocol/child.py``).
+"""One process that the supervisor has started, and its two pipes (``protocol/process/child.py``).
 
 The kernel closes a dead process' pipes only when it has freed its memory, which takes 0.1 to 0.6 ms per MB, and so does
 the end of every thread that might be waited for. The flags of a process say at once that it has begun to end.
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from quire.protocol.child import Command, Report
+from quire.protocol.process.child import Command, Report
 
 KILL_DEADLINE = 10.0
 PF_EXITING = 0x4

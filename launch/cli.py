@@ -14,7 +14,7 @@ from quire.launch.options import EngineOptions, Help, parse_options, suggest
 from quire.launch.replay.arguments import add_replay_flags
 from quire.launch.serve import ServeOptions
 from quire.protocol.errors import ConfigError, InvalidRequest, QuireError
-from quire.protocol.log_stream import survive_without_stderr
+from quire.protocol.process.log_stream import survive_without_stderr
 from quire.version import __version__
 
 EX_USAGE = 2

@@ -13,12 +13,12 @@ import zmq.asyncio
 from quire.launch.engine_client import Update
 from quire.launch.session import Session
 from quire.launch.streams import Stream
-from quire.protocol.channel import Link
-from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.messages import AddRequest, Control, EngineState, Message, SchedulerToFrontEnd, Statistics
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.zmq_channel import AsyncZmqChannel, frontend_address
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import AddRequest, Control, EngineState, Message, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.zmq_channel import AsyncZmqChannel, frontend_address
 
 BEAT_S = 1.0
 RELINK_S = 0.05

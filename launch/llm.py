@@ -28,11 +28,11 @@ from quire.launch.request_output import EngineStatistics, RequestOutput
 from quire.launch.supervisor import Supervisor
 from quire.launch.text_in import ChatOptions, TextIn
 from quire.launch.text_out import TokenTexts
-from quire.protocol import plugins
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.messages import Control, Statistics
-from quire.protocol.sampling_params import SamplingParams, check_int
+from quire.protocol.request import plugins
+from quire.protocol.request.sampling_params import SamplingParams, check_int
+from quire.protocol.wire.messages import Control, Statistics
 
 PromptInput = str | list[int] | Mapping[str, Any]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from quire.protocol.child import Report
+from quire.protocol.process.child import Report
 
 Role = Literal["scheduler", "worker", "frontend"]
 

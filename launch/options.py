@@ -21,11 +21,11 @@ from quire.launch.sampling_options import (
 )
 from quire.launch.speculative import parse_speculative
 from quire.launch.trace_options import crash_dump_dir, trace_path
-from quire.protocol.checkpoint import check_sizes, stored_tensors
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.kv_events import check_endpoints
-from quire.protocol.model_config import ModelConfig, load_model_config
+from quire.protocol.model.checkpoint import check_sizes, stored_tensors
+from quire.protocol.model.model_config import ModelConfig, load_model_config
+from quire.protocol.wire.kv_events import check_endpoints
 from quire.version import __version__
 
 # Names that users of other engines type, and ours for them.

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from quire.launch.members import Member, Process, Role, Standbys
-from quire.protocol.child import EX_CONFIG, Command, Report
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import ConfigError, EngineError, QuireError
+from quire.protocol.process.child import EX_CONFIG, Command, Report
 
 log = logging.getLogger(__name__)
 

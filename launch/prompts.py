@@ -16,7 +16,7 @@ import numpy.typing as npt
 from quire.launch.chat_template import RESERVED_VARIABLES, Message
 from quire.launch.text_in import ChatOptions, TextIn, context_length_exceeded
 from quire.protocol.errors import InvalidRequest, did_you_mean
-from quire.protocol.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
+from quire.protocol.request.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 8192

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from quire.launch.engine_client import TokenLogprobs
 from quire.launch.text_out import TokenTexts
-from quire.protocol.messages import Statistics
+from quire.protocol.wire.messages import Statistics
 
 
 @dataclass(slots=True)

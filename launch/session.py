@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 from quire.launch.streams import Stream, StreamTable
-from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import (
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     AddRequest,

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.protocol.checkpoint import stored_tensors
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.model_config import ModelConfig, load_model_config
+from quire.protocol.model.checkpoint import stored_tensors
+from quire.protocol.model.model_config import ModelConfig, load_model_config
 
 FLAG = "--speculative-config"
 MAX_DRAFTS = 32

@@ -11,8 +11,8 @@ import numpy as np
 
 from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs, Update
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
-from quire.protocol.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.messages import AddRequest, EndReason, Rejected, StepOutputs
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.messages import AddRequest, EndReason, Rejected, StepOutputs
 
 
 class Stream:

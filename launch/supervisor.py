@@ -23,8 +23,8 @@ from quire.launch.child_process import ChildProcess
 from quire.launch.members import Member, Process, Role
 from quire.launch.overseer import Crew, Overseer
 from quire.launch.sampling_options import import_paths
-from quire.protocol.child import Command
 from quire.protocol.config import EngineConfig
+from quire.protocol.process.child import Command
 
 # A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
 # default of the OpenMP library that torch brings, takes the core from whoever is waited for: the scheduler, the front

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.launch.chat_template import CANNOT_RENDER, ChatTemplate, Message, RenderedTooLong, check_template
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.helper import Answer, Helper, HelperDied, HelperMissing, serve
+from quire.protocol.process.helper import Answer, Helper, HelperDied, HelperMissing, serve
 
 CPU_SECONDS = 1.0
 WALL_SECONDS = 8.0

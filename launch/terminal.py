@@ -11,8 +11,8 @@ from quire.launch.llm import LLM
 from quire.launch.options import EngineOptions
 from quire.launch.request_output import RequestOutput
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.structured_outputs import StructuredOutputs
 
 
 def generate(args: argparse.Namespace, options: EngineOptions) -> None:

@@ -4,7 +4,7 @@ import hashlib
 
 import msgspec
 
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 FIRST_EPOCH = 1

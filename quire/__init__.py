@@ -11,10 +11,10 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from quire.launch.llm import LLM
     from quire.launch.request_output import CompletionOutput, RequestOutput
-    from quire.protocol.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
-    from quire.protocol.sampling_params import SamplingParams
-    from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
-    from quire.protocol.structured_outputs import StructuredOutputs as StructuredOutputsParams
+    from quire.protocol.request.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
+    from quire.protocol.request.sampling_params import SamplingParams
+    from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
+    from quire.protocol.request.structured_outputs import StructuredOutputs as StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -30,14 +30,14 @@ __all__ = [
     "__version__",
 ]
 
-_LOGITS_PROCESSORS = "quire.protocol.logits_processors"
-_STRUCTURED = "quire.protocol.structured_outputs"
+_LOGITS_PROCESSORS = "quire.protocol.request.logits_processors"
+_STRUCTURED = "quire.protocol.request.structured_outputs"
 # Public name to its module, and to its name there where that is another.
 _HOMES: dict[str, tuple[str, str | None]] = {
     "LLM": ("quire.launch.llm", None),
     "RequestOutput": ("quire.launch.request_output", None),
     "CompletionOutput": ("quire.launch.request_output", None),
-    "SamplingParams": ("quire.protocol.sampling_params", None),
+    "SamplingParams": ("quire.protocol.request.sampling_params", None),
     "RepetitionDetection": (_STRUCTURED, None),
     "StructuredOutputs": (_STRUCTURED, None),
     "StructuredOutputsParams": (_STRUCTURED, "StructuredOutputs"),

@@ -4,9 +4,9 @@ import signal
 
 import msgspec
 
-from quire.protocol.child import Report, child_parser, enter_child
 from quire.protocol.config import EngineConfig
-from quire.protocol.zmq_channel import check_socket_directory
+from quire.protocol.process.child import Report, child_parser, enter_child
+from quire.protocol.wire.zmq_channel import check_socket_directory
 from quire.scheduler_proc.loop import SchedulerLoop
 from quire.scheduler_proc.sockets import Sockets
 

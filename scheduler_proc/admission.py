@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import AddRequest, Int32, Rejected
-from quire.protocol.sampling_params import MAX_SALT_LENGTH, SamplingParams
+from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
+from quire.protocol.wire.messages import AddRequest, Int32, Rejected
 from quire.scheduler_proc.events import OpaqueRequest
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.protocol.messages import Int32
+from quire.protocol.wire.messages import Int32
 from quire.scheduler_proc.request import Request
 
 Roster = dict[int, Request]

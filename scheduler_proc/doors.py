@@ -2,9 +2,9 @@
 
 from typing import Any, Protocol
 
-from quire.protocol.channel import Frames
 from quire.protocol.config import EngineConfig
-from quire.protocol.zmq_channel import FromPeer
+from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.worker_group import WorkerGroup
 

@@ -1,14 +1,15 @@
 """What a Scheduler consumes: messages that came over a wire, and events that exist in the scheduler process only.
 
 The latter are made by its loop, and by a replay where the tokens are not known. They are encoded as messages, for the
-event log, and have tags of their own among those (protocol/messages.py).
+event log, and have tags of their own among those (protocol/wire/messages.py).
 """
 
 from typing import TypeAlias
 
 import msgspec
 
-from quire.protocol.messages import (
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import (
     Abort,
     AddRequest,
     Control,
@@ -19,7 +20,6 @@ from quire.protocol.messages import (
     Stop,
     Trial,
 )
-from quire.protocol.sampling_params import SamplingParams
 
 
 class OpaqueRequest(Message, frozen=True, tag=14):

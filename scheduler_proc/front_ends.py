@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Callable
 
-from quire.protocol.codec import Codec, ProtocolError
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import (
+from quire.protocol.wire.codec import Codec, ProtocolError
+from quire.protocol.wire.messages import (
     PROTOCOL_VERSION,
     Control,
     EngineState,
@@ -17,7 +17,7 @@ from quire.protocol.messages import (
     Trial,
     Welcome,
 )
-from quire.protocol.zmq_channel import FromPeer
+from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.doors import Hub
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from quire.protocol.codec import Codec
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import AddRequest, Proposed
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import AddRequest, Proposed
 from quire.scheduler_proc.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.structured.drafts import has_drafts

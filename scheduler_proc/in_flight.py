@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.messages import Int32, ModelRunnerOutput
-from quire.protocol.sampling_params import MAX_LOGPROBS
+from quire.protocol.request.sampling_params import MAX_LOGPROBS
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.messages import Int32, ModelRunnerOutput
 from quire.scheduler_proc.cruise import Roster
 from quire.scheduler_proc.events import OpaqueResult
 from quire.scheduler_proc.request import Request

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from quire.protocol.curve_keys import CurveContext, load_curve_keys
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints, is_tcp
-from quire.protocol.zmq_channel import ReplayRouter
+from quire.protocol.wire.curve_keys import CurveContext, load_curve_keys
+from quire.protocol.wire.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints, is_tcp
+from quire.protocol.wire.zmq_channel import ReplayRouter
 from quire.scheduler_proc.kv.events import KVEventRecorder
 
 KEPT_BATCHES = 10_000

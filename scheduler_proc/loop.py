@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from quire.protocol.channel import Received
-from quire.protocol.child import Child, Command, Report
-from quire.protocol.codec import ProtocolError
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import EngineError, QuireError
-from quire.protocol.kv_events import HASH_BYTES
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.messages import (
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.process.child import Child, Command, Report
+from quire.protocol.wire.channel import Received
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.kv_events import HASH_BYTES
+from quire.protocol.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     AddRequest,
@@ -34,7 +34,7 @@ from quire.protocol.messages import (
     Trial,
     Welcome,
 )
-from quire.protocol.zmq_channel import FromPeer
+from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.collect import Collector
 from quire.scheduler_proc.doors import Doors
 from quire.scheduler_proc.front_ends import FrontEnds, mismatch

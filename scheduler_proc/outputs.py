@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.messages import Ended, EndReason, Int32, Introduced, ModelRunnerOutput, StepOutputs
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.messages import Ended, EndReason, Int32, Introduced, ModelRunnerOutput, StepOutputs
 from quire.scheduler_proc.in_flight import Sampled
 from quire.scheduler_proc.request import Request
 

@@ -4,7 +4,7 @@ from collections import Counter
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.drafting import DraftPolicy
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.protocol.structured_outputs import RepetitionDetection
+from quire.protocol.request.structured_outputs import RepetitionDetection
 
 _NO_TOKEN = -1
 

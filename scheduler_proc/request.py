@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.protocol.messages import EndReason, Int32
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import EndReason, Int32
 from quire.scheduler_proc.drafting import DraftState
 from quire.scheduler_proc.kv.block_hash import HashChain
 from quire.scheduler_proc.reasons import WaitReason

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import NamedTuple
 
-from quire.protocol.messages import EndReason, ModelRunnerOutput
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
 from quire.scheduler_proc.drafting import DraftPolicy
 from quire.scheduler_proc.events import OpaqueResult
 from quire.scheduler_proc.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge

@@ -11,8 +11,8 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import (
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.messages import (
     Abort,
     AddRequest,
     Control,

@@ -6,10 +6,10 @@ from typing import Any
 
 import zmq
 
-from quire.protocol.channel import Link
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import FrontEndToScheduler, WorkerToScheduler
-from quire.protocol.zmq_channel import Waiter, ZmqChannel, ZmqHub, frontend_address, worker_address
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.messages import FrontEndToScheduler, WorkerToScheduler
+from quire.protocol.wire.zmq_channel import Waiter, ZmqChannel, ZmqHub, frontend_address, worker_address
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.worker_group import WorkerGroup
 

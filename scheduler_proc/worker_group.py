@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from quire.protocol.channel import Channel, Frames, NotTaken, Received
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import Digest, ModelRunnerOutput, Ready
+from quire.protocol.wire.channel import Channel, Frames, NotTaken, Received
+from quire.protocol.wire.messages import Digest, ModelRunnerOutput, Ready
 
 
 class WorkerGroup:

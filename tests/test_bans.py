@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch", "tests", ".ci")
-RECEIVES = "protocol/zmq_channel.py"
+RECEIVES = "protocol/wire/zmq_channel.py"
 
 MODULES = {
     "pickle", "cPickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle",

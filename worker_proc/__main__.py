@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from quire.protocol.child import Report, child_parser, enter_child
+from quire.protocol.process.child import Report, child_parser, enter_child
 
 
 def main() -> None:
@@ -18,11 +18,11 @@ def main() -> None:
     try:
         import zmq
 
-        from quire.protocol.channel import Link
         from quire.protocol.config import EngineConfig
-        from quire.protocol.messages import SchedulerToWorker
-        from quire.protocol.worker_handshake import Calls
-        from quire.protocol.zmq_channel import ZmqChannel, check_socket_directory, worker_address
+        from quire.protocol.wire.channel import Link
+        from quire.protocol.wire.messages import SchedulerToWorker
+        from quire.protocol.wire.worker_handshake import Calls
+        from quire.protocol.wire.zmq_channel import ZmqChannel, check_socket_directory, worker_address
         from quire.worker_proc.loop import WorkerLoop
         from quire.worker_proc.parallel.group import TensorParallel
         from quire.worker_proc.parallel.join import join_group

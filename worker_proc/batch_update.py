@@ -1,6 +1,6 @@
 """Gathers how the rows of the batch change in one step, for the BatchUpdate that processors are given."""
 
-from quire.protocol.logits_processors import AddedRequest, BatchUpdate, MovedRequest
+from quire.protocol.request.logits_processors import AddedRequest, BatchUpdate, MovedRequest
 
 
 class BatchUpdateBuilder:

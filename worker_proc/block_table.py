@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.slot_mapping import ContextParallel
-from quire.protocol.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID
 from quire.worker_proc.input_batch import StepRefused
 
 Ints = npt.NDArray[np.integer[Any]]

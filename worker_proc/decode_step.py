@@ -15,7 +15,7 @@ from quire.kernels.prepare_decode import DecodeInputs, advance_decode, prepare_d
 from quire.kernels.sampling import sample
 from quire.kernels.sampling_noise import uniform
 from quire.kernels.sampling_stats import row_statistics
-from quire.protocol.kv_layout import KVGroup
+from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.group_tables import MultiGroupBlockTable
 from quire.worker_proc.input_batch import InputBatch

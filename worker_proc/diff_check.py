@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import NULL_BLOCK_ID
-from quire.protocol.messages import Int32, NewRequestData, SchedulerOutput
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID
+from quire.protocol.wire.messages import Int32, NewRequestData, SchedulerOutput
 from quire.worker_proc.block_table import BlockTable, Ints
 from quire.worker_proc.group_tables import MultiGroupBlockTable
 from quire.worker_proc.input_batch import InputBatch, StepRefused

@@ -9,7 +9,7 @@ import torch
 from quire.kernels.pointer_table import TableSet
 from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from quire.kernels.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
-from quire.protocol.kv_layout import KVGroup
+from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.block_table import BlockTable, Ints, rank_among_equals
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.slot_owners import SlotOwners

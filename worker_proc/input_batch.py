@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
-from quire.protocol.messages import Int32, NewRequestData
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import Int32, NewRequestData
 from quire.worker_proc.batch_update import BatchUpdateBuilder
 
 

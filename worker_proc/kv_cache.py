@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
 from quire.worker_proc.attention.backend import AttentionBackend
 
 

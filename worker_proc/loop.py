@@ -7,11 +7,11 @@ from hashlib import blake2b
 
 import msgspec
 
-from quire.protocol.channel import Channel, Frames, Received
-from quire.protocol.codec import ProtocolError
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.messages import (
+from quire.protocol.wire.channel import Channel, Frames, Received
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import (
     Configure,
     Digest,
     Fault,
@@ -22,7 +22,7 @@ from quire.protocol.messages import (
     SchedulerOutput,
     Shutdown,
 )
-from quire.protocol.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
+from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.parallel.group import TensorParallel

@@ -5,8 +5,8 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import DTYPE_BYTES, KVLayout
-from quire.protocol.messages import MemoryPlan
+from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
+from quire.protocol.wire.messages import MemoryPlan
 
 DEFAULT_CPU_KV_BYTES = 2**30
 _MIB = 2**20

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import Proposed, SampleInputs, SchedulerOutput
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.messages import Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.decode_step import DecodeStep

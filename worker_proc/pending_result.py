@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.messages import ModelRunnerOutput
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.messages import ModelRunnerOutput
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.positions import Ints
 from quire.worker_proc.sampling.prompt_logprobs import PromptRows

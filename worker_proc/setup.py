@@ -11,9 +11,9 @@ import torch
 from quire.kernels.cpu.native import load_native
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import Ready
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.wire.messages import Ready
 from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.draft_setup import load_draft, plan_draft

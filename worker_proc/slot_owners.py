@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.kv_layout import NULL_BLOCK_ID, KVGroup
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
 from quire.worker_proc.input_batch import StepRefused
 
 Ints = npt.NDArray[np.integer[Any]]

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.messages import SchedulerOutput
+from quire.protocol.wire.messages import SchedulerOutput
 from quire.worker_proc.decode_graphs import DecodeGraphs
 from quire.worker_proc.group_tables import MultiGroupBlockTable
 from quire.worker_proc.input_batch import InputBatch

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.messages import SchedulerOutput
+from quire.protocol.wire.messages import SchedulerOutput
 from quire.worker_proc.input_batch import InputBatch, StepRefused
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 

@@ -29,7 +29,7 @@ from quire.launch.model_folder import find_model
 from quire.launch.options import EngineOptions, make_engine_config
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 
 # Ids below are special tokens of most checkpoints.
 LOW_ID = 3

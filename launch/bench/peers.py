@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.launch.bench.shapes import checkpoint_config
 from quire.protocol.errors import ConfigError
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 
 DRIVER = Path(__file__).with_name("peer_driver.py")
 PEERS = ("transformers-static", "transformers-continuous", "vllm")

@@ -25,8 +25,8 @@ from quire.launch.model_folder import find_model
 from quire.launch.options import EngineOptions, make_engine_config
 from quire.launch.supervisor import WORKER_ENVIRONMENT
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.drafting import DraftController, DraftState
 from quire.scheduler_proc.structured.backend import Matcher
 from quire.scheduler_proc.structured.make import make_backend

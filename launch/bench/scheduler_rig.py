@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 
 from quire.launch.bench.shapes import find_shape
-from quire.protocol.channel import Frames
-from quire.protocol.codec import Codec
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.messages import (
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import (
     Abort,
     AddRequest,
     Int32,
@@ -30,7 +31,6 @@ from quire.protocol.messages import (
     StepOutputs,
     WorkerToScheduler,
 )
-from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.scheduler import Scheduler
 
 BLOCK_SIZE = 16

@@ -27,11 +27,11 @@ from quire.launch.bench.scheduler_rig import (
     unfreeze,
 )
 from quire.launch.bench.scheduler_trace import TraceSizes, measure_trace
-from quire.protocol.channel import Frames
-from quire.protocol.codec import Codec
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import QuireError
-from quire.protocol.messages import SchedulerOutput, SchedulerToFrontEnd, SchedulerToWorker, StepOutputs
+from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import SchedulerOutput, SchedulerToFrontEnd, SchedulerToWorker, StepOutputs
 from quire.scheduler_proc.collect import Collector
 
 # Our names of the hashes, and the peer's.

@@ -17,7 +17,7 @@ import msgspec
 
 from quire.launch.bench.scheduler_rig import BLOCK_SIZE, Rig, now_ns
 from quire.protocol.config import FIRST_EPOCH
-from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import kv_layout
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.trace.lines import Result, StepDecision, decode_line

@@ -3,8 +3,8 @@
 from typing import Any
 
 from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.model_config import ModelConfig, parse_model_config
-from quire.protocol.rope_config import RopeConfig
+from quire.protocol.model.model_config import ModelConfig, parse_model_config
+from quire.protocol.model.rope_config import RopeConfig
 
 SHAPES = {
     # As small as the built-in demo model: what remains is the engine's own cost.

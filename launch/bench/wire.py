@@ -16,11 +16,12 @@ import numpy as np
 from quire.launch.bench.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.launch.bench.scheduler_rig import BatchWorker
 from quire.launch.bench.shapes import find_shape
-from quire.protocol.channel import Frames, Link
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.messages import (
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import Frames, Link
+from quire.protocol.wire.messages import (
     AddRequest,
     SchedulerOutput,
     SchedulerToFrontEnd,
@@ -28,7 +29,6 @@ from quire.protocol.messages import (
     StepOutputs,
     WorkerToScheduler,
 )
-from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.scheduler import Scheduler
 
 # Token ids above 65,535 take four bytes each on the wire: the worse case.

@@ -17,10 +17,10 @@ from quire.launch.http.socket_protocol import BoundedHttpProtocol
 from quire.launch.http.thinking import Thinking
 from quire.launch.serve import FrontEndSettings
 from quire.launch.text_in import TextIn
-from quire.protocol.child import Child, Report, child_parser, enter_child
 from quire.protocol.config import EngineConfig
-from quire.protocol.plugins import load_logits_processors
-from quire.protocol.zmq_channel import check_socket_directory
+from quire.protocol.process.child import Child, Report, child_parser, enter_child
+from quire.protocol.request.plugins import load_logits_processors
+from quire.protocol.wire.zmq_channel import check_socket_directory
 
 LAST_WORDS_S = 0.5
 """For what still lies in sockets when the time is over."""

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from quire.launch.http.errors import shorten
 from quire.protocol.errors import InvalidRequest, did_you_mean
-from quire.protocol.sampling_params import check_int
+from quire.protocol.request.sampling_params import check_int
 
 Check: TypeAlias = Callable[[str, Any], object]
 

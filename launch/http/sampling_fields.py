@@ -7,8 +7,8 @@ from typing import Any
 from quire.launch.http.errors import shorten
 from quire.launch.http.fields import Fields, any_object, boolean, string
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.sampling_params import MAX_LOGIT_BIAS, check_float
-from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.request.sampling_params import MAX_LOGIT_BIAS, check_float
+from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 REPETITION_FIELDS = ("max_pattern_size", "min_pattern_size", "min_count")

@@ -26,11 +26,11 @@ from quire.launch.http.sampling_fields import constraint, sampling_objects
 from quire.launch.http.tools import ToolUse, parse_tools
 from quire.launch.prompts import ModelLimits, check_messages, check_params, check_template_variables, split_prompts
 from quire.launch.text_in import ChatOptions
-from quire.protocol import plugins
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.logits_processors import LogitsProcessor
-from quire.protocol.sampling_params import (
+from quire.protocol.request import plugins
+from quire.protocol.request.logits_processors import LogitsProcessor
+from quire.protocol.request.sampling_params import (
     MAX_LOGPROBS,
     MAX_N,
     MAX_SALT_LENGTH,

@@ -13,7 +13,7 @@ from quire.launch.http.thinking import Thinking
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
-from quire.protocol.logits_processors import LogitsProcessor
+from quire.protocol.request.logits_processors import LogitsProcessor
 from quire.version import __version__
 
 

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from quire.launch.text_in import TextIn
 from quire.protocol.config import EngineConfig
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.thinking import Marker, ThinkingState
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.thinking import Marker, ThinkingState
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from quire.launch.http.errors import shorten
 from quire.launch.http.fields import Fields, any_object, boolean, string
 from quire.launch.http.sampling_fields import function_name, members, schema_constraint
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
+from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarRefused
 from quire.scheduler_proc.structured.checks import check_schema
 

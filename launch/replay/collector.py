@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.launch.replay.cost import StepShape
 from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
-from quire.protocol.messages import Ended, EndReason, Int32, Rejected, SchedulerToFrontEnd, StepOutputs
+from quire.protocol.wire.messages import Ended, EndReason, Int32, Rejected, SchedulerToFrontEnd, StepOutputs
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.tap import Tap

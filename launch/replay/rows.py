@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.launch.replay.cost import StepShape
-from quire.protocol.messages import Int32, NewRequestData, SchedulerOutput
+from quire.protocol.wire.messages import Int32, NewRequestData, SchedulerOutput
 
 
 @dataclass(slots=True)

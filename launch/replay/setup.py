@@ -15,8 +15,8 @@ from quire.launch.replay.setting_values import parse_setting
 from quire.launch.replay.workload import NAME_BYTES, Call, Workload, block_names
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.kv_layout import KVLayout, kv_layout
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import KVLayout, kv_layout
+from quire.protocol.model.model_config import ModelConfig
 from quire.scheduler_proc.policies import QUIRE, Policies, find_preset
 
 DEFAULT_MODEL = "llama-3.1-8b"

@@ -10,7 +10,7 @@ from quire.launch.replay.worker_process import plan_pool
 from quire.launch.supervisor import WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import kv_layout
 
 
 def simulated_engine(options: EngineOptions, cost: str, folder: Path) -> tuple[EngineConfig, WorkerProgram]:

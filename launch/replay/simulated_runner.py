@@ -10,8 +10,15 @@ import numpy.typing as npt
 from quire.launch.replay.cost import StepShape
 from quire.launch.replay.rows import SimulatedRows
 from quire.protocol.config import EngineConfig
-from quire.protocol.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.messages import Float32, Int32, ModelRunnerOutput, NewRequestData, SampleInputs, SchedulerOutput
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.messages import (
+    Float32,
+    Int32,
+    ModelRunnerOutput,
+    NewRequestData,
+    SampleInputs,
+    SchedulerOutput,
+)
 
 _UInt64 = npt.NDArray[np.uint64]
 

@@ -12,9 +12,9 @@ from quire.launch.replay.run_record import RequestRun, RunRecord
 from quire.launch.replay.sources import NEVER, Source
 from quire.launch.replay.workload import NAME_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import Int32
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import Int32
 from quire.scheduler_proc.events import OpaqueRequest, OpaqueResult
 from quire.scheduler_proc.policies import QUIRE, Policies
 from quire.scheduler_proc.scheduler import Scheduler

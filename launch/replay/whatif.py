@@ -14,7 +14,7 @@ from quire.launch.replay.simulator import Simulator
 from quire.launch.replay.sources import ClosedLoop, Concurrency, OpenLoop, Source
 from quire.launch.replay.workload import Call, Workload
 from quire.protocol.errors import ConfigError
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 
 DEFAULT_STEP_MS = 10.0
 OVERLONG = ("refuse", "clip", "drop")

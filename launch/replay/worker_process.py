@@ -15,12 +15,12 @@ from typing import Protocol
 
 from quire.launch.replay.cost import CostModel
 from quire.launch.replay.simulated_runner import LaunchedStep, SimulatedRunner
-from quire.protocol.channel import Channel
-from quire.protocol.child import Report, child_parser, enter_child
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import (
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.process.child import Report, child_parser, enter_child
+from quire.protocol.wire.channel import Channel
+from quire.protocol.wire.messages import (
     Fault,
     Heartbeat,
     MemoryPlan,
@@ -30,7 +30,7 @@ from quire.protocol.messages import (
     SchedulerOutput,
     Shutdown,
 )
-from quire.protocol.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
+from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
 
 SPIN_SECONDS = 0.0002
 """How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
@@ -224,9 +224,9 @@ def main() -> None:
         import zmq
 
         from quire.launch.replay.costs.parse import parse_cost
-        from quire.protocol.channel import Link
-        from quire.protocol.messages import SchedulerToWorker
-        from quire.protocol.zmq_channel import ZmqChannel, check_socket_directory, worker_address
+        from quire.protocol.wire.channel import Link
+        from quire.protocol.wire.messages import SchedulerToWorker
+        from quire.protocol.wire.zmq_channel import ZmqChannel, check_socket_directory, worker_address
 
         check_socket_directory(args.directory)
         child.report(Report("started"))

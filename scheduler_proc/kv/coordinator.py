@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from math import lcm
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.cross_attention import CrossAttentionManager

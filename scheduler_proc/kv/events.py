@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from quire.protocol.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 
 
 class KVEventRecorder:

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
 from quire.scheduler_proc.kv.single_type import Extent, Unacknowledged

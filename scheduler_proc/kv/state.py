@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from quire.protocol.kv_layout import KVGroup
+from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.single_type import Extent, Unacknowledged, num_free

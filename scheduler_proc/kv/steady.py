@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.request import Request

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 
 Masks = npt.NDArray[np.int32]
 """int32 ``[num_rows, ceil(vocab_size / 32)]``, as in ``SampleInputs``: a set bit allows its token."""

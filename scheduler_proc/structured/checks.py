@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarRefused
 
 MAX_SCHEMA_DEPTH = 64

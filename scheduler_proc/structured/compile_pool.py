@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.protocol.helper import on_a_large_stack
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.process.helper import on_a_large_stack
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarRefused, GrammarTooSlow
 from quire.scheduler_proc.structured.cache import Outcome, Source
 from quire.scheduler_proc.structured.fair_queue import FairQueue

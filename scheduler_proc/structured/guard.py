@@ -9,8 +9,8 @@ import resource
 import msgspec
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.helper import Answer, Helper, HelperDied, serve
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarRefused, GrammarTooSlow
 from quire.scheduler_proc.structured.make import make_backend
 

@@ -15,7 +15,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarRefused, Masks
 from quire.scheduler_proc.structured.checks import check, is_gbnf
 

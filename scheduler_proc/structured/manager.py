@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.messages import AddRequest, Proposed, SampleInputs
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.messages import AddRequest, Proposed, SampleInputs
 from quire.scheduler_proc.events import Fail, Refuse, Release
 from quire.scheduler_proc.in_flight import InFlightStep
 from quire.scheduler_proc.request import Request

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarRefused, Masks
 from quire.scheduler_proc.structured.checks import check, is_gbnf
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.codec import Codec
-from quire.protocol.messages import AddRequest, Control, ModelRunnerOutput, SchedulerOutput
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import AddRequest, Control, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.events import Consumed
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.files import open_private

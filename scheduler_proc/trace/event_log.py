@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from quire.protocol.channel import Frames
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.channel import Frames
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
 

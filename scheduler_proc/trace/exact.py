@@ -6,7 +6,7 @@ from typing import Protocol, assert_never
 import msgspec
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import Ended, EndReason, Rejected, SchedulerOutput
+from quire.protocol.wire.messages import Ended, EndReason, Rejected, SchedulerOutput
 from quire.scheduler_proc.events import OpaqueRequest
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler, WorkerFault

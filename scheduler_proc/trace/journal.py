@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.protocol.channel import Frames
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import SchedulerOutput
+from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.messages import SchedulerOutput
 from quire.scheduler_proc.events import Consumed
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler

@@ -11,9 +11,9 @@ from zlib import crc32
 import msgspec
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import Abort, Control, Ended, Stop, Trial
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import Abort, Control, Ended, Stop, Trial
 from quire.scheduler_proc.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.trace.keyframe import IdleState
 from quire.scheduler_proc.trace.tap import NAME_BYTES

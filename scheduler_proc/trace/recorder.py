@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from quire.protocol.codec import Codec
-from quire.protocol.messages import Abort, AddRequest, Control, EndReason, ModelRunnerOutput, SchedulerOutput
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import Abort, AddRequest, Control, EndReason, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.events import Consumed, OpaqueRequest, OpaqueResult
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.protocol.messages import Ended
+from quire.protocol.wire.messages import Ended
 
 NAME_BYTES = 8
 """Of a SHA-256: enough that no two of a billion blocks are taken for one (1 in 37)."""

@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_events import HASH_BYTES as KEY_BYTES
-from quire.protocol.messages import AddRequest, Ended, Int32, ModelRunnerOutput, SchedulerOutput
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
+from quire.protocol.wire.messages import AddRequest, Ended, Int32, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.events import Fail, OpaqueResult, Refuse
 from quire.scheduler_proc.reasons import Decision
 from quire.scheduler_proc.trace.event_log import TraceHeader

@@ -28,10 +28,10 @@ from hostile_frames import altered, damaged, directions, frames_of
 from runner_steps import CONFIG, MODEL, adding, appending
 from scheduler_driver import expected_tokens, make_config, make_request, scheduler_of
 
-from quire.protocol import messages as m
-from quire.protocol.channel import Link
-from quire.protocol.codec import ProtocolError
-from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.wire import messages as m
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.codec import ProtocolError
 from quire.scheduler_proc.scheduler import WorkerFault
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.setup import make_runner

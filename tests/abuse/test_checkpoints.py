@@ -29,8 +29,8 @@ from hostile_checkpoints import (
 )
 
 from quire.launch.cli import main
-from quire.protocol.child import EX_CONFIG
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.child import EX_CONFIG
 
 NORM, Q_PROJ, EMBED = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
 

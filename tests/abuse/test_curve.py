@@ -17,9 +17,9 @@ from scheduler_driver import make_config
 from zmq.auth import create_certificates
 from zmq.utils.monitor import recv_monitor_message
 
-from quire.protocol.curve_keys import ALLOWED, SECRET, load_curve_keys
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_events import END, TOPIC, check_endpoints
+from quire.protocol.wire.curve_keys import ALLOWED, SECRET, load_curve_keys
+from quire.protocol.wire.kv_events import END, TOPIC, check_endpoints
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher

@@ -19,7 +19,7 @@ from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
 
 from quire.launch.http.errors import ClientGone
 from quire.launch.http.gate import OPEN_PATHS, Gate
-from quire.protocol.messages import Statistics
+from quire.protocol.wire.messages import Statistics
 
 COMPLETIONS = "/v1/completions"
 KEYS = ("first", "second", "third")

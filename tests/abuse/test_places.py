@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from quire.launch.supervisor import Supervisor
-from quire.protocol import messages as m
 from quire.protocol.errors import EngineError
-from quire.protocol.zmq_channel import ZmqHub, check_socket_directory, frontend_address
+from quire.protocol.wire import messages as m
+from quire.protocol.wire.zmq_channel import ZmqHub, check_socket_directory, frontend_address
 from quire.worker_proc.parallel.shared_memory import SharedMemoryGroup
 
 MODES = [

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
 
-from quire.protocol.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.messages import EndReason, ModelRunnerOutput
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
 from quire.scheduler_proc.scheduler import WorkerFault
 
 PROMPTS = {"a": list(range(3, 12)), "b": [7, 8, 9], "c": [1, 2, 3, 4, 5], "d": [4, 4]}

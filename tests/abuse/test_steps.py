@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from runner_steps import CONFIG, MODEL, NUM_BLOCKS, adding, appending
 
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.messages import NewRequestData, SchedulerOutput
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.setup import make_runner

@@ -14,11 +14,11 @@ from hostile_frames import Frames, add_request, damaged, directions, every_flip,
 from loop_under_test import LoopUnderTest
 from scheduler_driver import expected_tokens, make_config, make_request
 
-from quire.protocol import messages as m
-from quire.protocol.channel import Link
-from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import QuireError
-from quire.protocol.zmq_channel import ZmqChannel, ZmqHub, frontend_address, worker_address
+from quire.protocol.wire import messages as m
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.zmq_channel import ZmqChannel, ZmqHub, frontend_address, worker_address
 
 DIRECTIONS = directions(make_config())
 KNOWN_TAG = {

@@ -10,7 +10,7 @@ from json_schemas import schemas, validates
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 from checkpoints import make_checkpoint
 from inprocess import InProcessEngine
 
-from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import kv_layout
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.loader import load_weights
 from quire.worker_proc.model_runner import ModelRunner

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.kernels.rotary import rotary, rotary_reference
-from quire.protocol.model_config import RopeConfig
+from quire.protocol.model.model_config import RopeConfig
 from quire.worker_proc.models.rope import rope_table, rotate
 
 

@@ -14,7 +14,7 @@ from quire.kernels.slot_mapping import (
     slot_mapping_reference,
     slot_mappings_reference,
 )
-from quire.protocol import kv_layout
+from quire.protocol.model import kv_layout
 
 
 def starts_of(*query_lens: int) -> torch.Tensor:

@@ -18,8 +18,8 @@ from quire.launch.http.app import make_app
 from quire.launch.http.server import ServerSettings
 from quire.launch.text_in import TextIn
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.messages import EndReason, Statistics
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import EndReason, Statistics
 
 TEMPLATE = (
     "{%- if messages[0].role == 'tool' %}{{ raise_exception('a tool cannot begin') }}{% endif %}"

@@ -26,8 +26,8 @@ from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
 from quire.launch.bench.trace_share import RequestShare, count_shares
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.messages import EndReason
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import EndReason
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,

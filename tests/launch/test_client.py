@@ -10,9 +10,9 @@ import zmq
 
 from quire.launch.client import ZmqEngineClient
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.messages import AddRequest, EngineState, FrontEndToScheduler, Hello, Rejected
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.zmq_channel import FromPeer, ZmqHub, frontend_address
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import AddRequest, EngineState, FrontEndToScheduler, Hello, Rejected
+from quire.protocol.wire.zmq_channel import FromPeer, ZmqHub, frontend_address
 
 WAIT = 10.0
 

@@ -23,7 +23,7 @@ from quire.launch.prompts import (
 from quire.launch.text_in import ChatOptions, TextIn
 from quire.launch.text_out import StopStrings
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
+from quire.protocol.request.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
 
 MESSAGE_TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "test")
 

@@ -11,8 +11,8 @@ from quire.launch.http.app import make_app
 from quire.launch.http.server import ServerSettings
 from quire.launch.text_in import TextIn
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.messages import EndReason
-from quire.protocol.sampling_params import seed_for_sample
+from quire.protocol.request.sampling_params import seed_for_sample
+from quire.protocol.wire.messages import EndReason
 
 REPLY = "one two three four five"
 

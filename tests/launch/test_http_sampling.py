@@ -8,10 +8,10 @@ import pytest
 from quire.launch.http.app import make_app
 from quire.launch.http.sampling_fields import response_format
 from quire.launch.http.server import ServerSettings
-from quire.protocol.logits_processors import AdapterLogitsProcessor
-from quire.protocol.messages import EndReason
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.request.logits_processors import AdapterLogitsProcessor
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.wire.messages import EndReason
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 REPLY = "one two three four five"

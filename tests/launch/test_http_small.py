@@ -20,7 +20,7 @@ from quire.launch.http.metrics import AnswerClock, Metrics
 from quire.launch.http.server import ServerSettings
 from quire.launch.http.socket_protocol import BoundedHttpProtocol
 from quire.launch.text_in import TextIn
-from quire.protocol.messages import Histogram, Statistics
+from quire.protocol.wire.messages import Histogram, Statistics
 from quire.version import __version__
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from quire.launch.members import STANDBY_DELAY_S, Process, Role
 from quire.launch.overseer import ADOPTION_S, BACKOFF_S, LEAVE_S, MAX_DEATHS, SILENT_S, START_S, Crew, Overseer
-from quire.protocol.child import EX_CONFIG, Command, Report
 from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.process.child import EX_CONFIG, Command, Report
 
 
 @dataclass(eq=False)

@@ -23,8 +23,8 @@ from quire.launch.streams import Stream
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import TokenTexts
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.messages import Abort, AddRequest, EngineState, Hello, Message, Rejected, StepOutputs
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import Abort, AddRequest, EngineState, Hello, Message, Rejected, StepOutputs
 
 VOCAB_SIZE = 300
 PROMPTS = [[i, i + 1, i + 2] for i in range(3, 43)]

@@ -17,8 +17,8 @@ from quire.launch.sampling_options import import_paths, processor_name, thinking
 from quire.launch.terminal import _sampling
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.logits_processors import LogitsProcessor
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.request.logits_processors import LogitsProcessor
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

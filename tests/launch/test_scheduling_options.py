@@ -9,7 +9,7 @@ from quire.launch.cli import main
 from quire.launch.options import make_engine_config, parse_options
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -7,9 +7,10 @@ import pytest
 
 from quire.launch.session import Session
 from quire.launch.streams import Stream
-from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.messages import (
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import (
     Abort,
     AddRequest,
     Ended,
@@ -24,7 +25,6 @@ from quire.protocol.messages import (
     Trial,
     Welcome,
 )
-from quire.protocol.sampling_params import SamplingParams
 
 
 class Link:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from quire.launch.engine_client import PromptLogprobTable
 from quire.launch.streams import Stream, StreamTable
-from quire.protocol.logprobs import PromptLogprobs
-from quire.protocol.messages import AddRequest, Ended, EndReason, Introduced, StepOutputs
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.logprobs import PromptLogprobs
+from quire.protocol.wire.messages import AddRequest, Ended, EndReason, Introduced, StepOutputs
 
 WIDTH = 3
 

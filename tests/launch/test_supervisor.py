@@ -12,7 +12,7 @@ from scheduler_driver import make_config
 
 from quire.launch.child_process import ChildProcess
 from quire.launch.supervisor import Supervisor, WorkerProgram
-from quire.protocol.child import Command
+from quire.protocol.process.child import Command
 
 WAIT_S = 20.0
 

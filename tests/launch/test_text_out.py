@@ -13,8 +13,8 @@ from quire.launch.engine_client import TokenLogprobs, Update
 from quire.launch.prompts import Prompt
 from quire.launch.text_in import TextIn
 from quire.launch.text_out import MAX_HELD_TOKENS, Detokenizer, StopStrings, TextOut, TokenTexts
-from quire.protocol.messages import EndReason
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import EndReason
 
 
 def cut(text: str, stop: list[str], *, include: bool = False) -> tuple[str, str | None]:

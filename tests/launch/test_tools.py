@@ -15,7 +15,7 @@ from quire.launch.http.thinking import Thinking
 from quire.launch.http.tool_calls import AnyCalls, NamedCall
 from quire.launch.http.tools import parse_tools
 from quire.launch.prompts import check_messages
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 
 WEATHER = {
     "type": "function",

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from quire.protocol.channel import Link, memory_pair
-from quire.protocol.codec import ProtocolError
-from quire.protocol.messages import (
+from quire.protocol.wire.channel import Link, memory_pair
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import (
     Abort,
     FrontEndToScheduler,
     Heartbeat,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.protocol.checkpoint import full_name, stored_tensors
-from quire.protocol.checksums import verify_checksums
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.checkpoint import full_name, stored_tensors
+from quire.protocol.model.checksums import verify_checksums
 
 
 def write(folder: Path, tensors: dict[str, tuple[str, list[int], int]], name: str = "model.safetensors") -> Path:

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.protocol import child as child_module
-from quire.protocol.child import EX_CONFIG, Child, Command, Report
 from quire.protocol.errors import ConfigError
+from quire.protocol.process import child as child_module
+from quire.protocol.process.child import EX_CONFIG, Child, Command, Report
 
 WAIT_S = 10.0
 
@@ -169,7 +169,7 @@ def test_it_ends_with_its_parent_and_its_sockets_directory_goes(
     directory.mkdir()
     child = (
         "import sys, pathlib, time, os\n"
-        "from quire.protocol.child import enter_child\n"
+        "from quire.protocol.process.child import enter_child\n"
         f"place = pathlib.Path({str(directory)!r})\n"
         f"enter_child(int(sys.argv[1]), int(sys.argv[2]), place, death_signal={death_signal})\n"
         "os.write(1, b'up')\n"

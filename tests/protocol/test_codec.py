@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.protocol import messages as m
-from quire.protocol.codec import INLINE_BYTES, MAX_FRAMES, Codec, ProtocolError
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.model_config import ModelConfig
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire import messages as m
+from quire.protocol.wire.codec import INLINE_BYTES, MAX_FRAMES, Codec, ProtocolError
 from quire.scheduler_proc.events import Consumed
 
 MODEL = ModelConfig(

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.model_config import ModelConfig, MoeConfig, parse_model_config
-from quire.protocol.rope_config import RopeConfig
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig, MoeConfig, parse_model_config
+from quire.protocol.model.rope_config import RopeConfig
 
 BASE: dict[str, Any] = {
     "vocab_size": 100,

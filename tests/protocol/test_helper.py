@@ -12,7 +12,7 @@ import psutil
 import pytest
 from engine_processes import engine_processes
 
-from quire.protocol.helper import Helper, HelperDied
+from quire.protocol.process.helper import Helper, HelperDied
 
 CPU_S, WALL_S = 0.2, 20.0
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_events import (
+from quire.protocol.wire.kv_events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,

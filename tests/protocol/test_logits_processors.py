@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protocol.logits_processors import (
+from quire.protocol.request.logits_processors import (
     AdapterLogitsProcessor,
     AddedRequest,
     BatchUpdate,
@@ -16,7 +16,7 @@ from quire.protocol.logits_processors import (
     MovedRequest,
     apply_update,
 )
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 
 ONE_WAY, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
 NUM_ROWS = 5

@@ -9,9 +9,9 @@ import pytest
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.model_config import SUPPORTED_ARCHITECTURES, load_model_config, parse_model_config
-from quire.protocol.rope_config import RopeConfig
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import SUPPORTED_ARCHITECTURES, load_model_config, parse_model_config
+from quire.protocol.model.rope_config import RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.protocol import plugins
 from quire.protocol.errors import ConfigError, InvalidRequest
-from quire.protocol.plugins import ENTRY_POINT_GROUP, check_params, load_logits_processors
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request import plugins
+from quire.protocol.request.plugins import ENTRY_POINT_GROUP, check_params, load_logits_processors
+from quire.protocol.request.sampling_params import SamplingParams
 
 PREFERS = "processor_plugins:Prefers"
 Write = Callable[[str, str], None]

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams, seed_for_sample
-from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.request.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams, seed_for_sample
+from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 
 NOT_INTEGERS = [1.5, "1", True, None, [1], math.nan]
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, 10**309, -(10**400), "hot", True, None, [0.5]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.protocol.thinking import ThinkingState
+from quire.protocol.request.thinking import ThinkingState
 
 TOKENS = st.integers(0, 2)
 MARKERS = st.lists(TOKENS, max_size=4)

@@ -10,10 +10,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from quire.protocol.channel import Link
-from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import (
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import (
     Abort,
     EngineState,
     FrontEndToScheduler,
@@ -24,7 +24,7 @@ from quire.protocol.messages import (
     Shutdown,
     WorkerToScheduler,
 )
-from quire.protocol.zmq_channel import (
+from quire.protocol.wire.zmq_channel import (
     AsyncZmqChannel,
     FromPeer,
     ZmqChannel,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scheduler_driver import Driver, expected_tokens
 
-from quire.protocol.messages import AddRequest, EndReason
-from quire.protocol.sampling_params import MAX_SALT_LENGTH, SamplingParams
+from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
+from quire.protocol.wire.messages import AddRequest, EndReason
 
 VOCAB = 300
 CONTEXT = 64

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 from quire.scheduler_proc.drafting import (
     MAX_PROBE_INTERVAL,
     PROBE_INTERVAL,

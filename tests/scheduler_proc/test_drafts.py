@@ -8,7 +8,7 @@ from kv_cases import full, layout_of, mamba
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import EndReason, ModelRunnerOutput, SchedulerOutput
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.scheduler import WorkerFault
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

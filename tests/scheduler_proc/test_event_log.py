@@ -10,9 +10,9 @@ import pytest
 from log_replay import replay
 from scheduler_driver import Driver, change, expected_tokens
 
-from quire.protocol.codec import Codec
-from quire.protocol.messages import AddRequest, ModelRunnerOutput, SchedulerOutput
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import AddRequest, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.events import Consumed
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
 from quire.scheduler_proc.trace.lines import Arrival, Result, encode_line

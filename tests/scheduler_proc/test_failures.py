@@ -7,7 +7,7 @@ import pytest
 from log_replay import replay
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
-from quire.protocol.messages import EndReason, ModelRunnerOutput
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
 from quire.scheduler_proc.scheduler import WorkerFault
 
 PROMPT = list(range(3, 20))

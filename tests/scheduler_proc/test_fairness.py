@@ -11,7 +11,7 @@ from log_replay import replay
 from scheduler_driver import Driver, expected_tokens
 from scheduler_load import Load, random_settings
 
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.scheduler_proc.reasons import PreemptReason
 from quire.scheduler_proc.request import Request, Tokens
 from quire.scheduler_proc.request_queue import OUTPUT_WEIGHT, RequestQueue

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from scheduler_driver import make_config
 
-from quire.protocol.channel import Frames
-from quire.protocol.codec import ProtocolError
-from quire.protocol.messages import (
+from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Control,
@@ -21,7 +21,7 @@ from quire.protocol.messages import (
     Trial,
     Welcome,
 )
-from quire.protocol.zmq_channel import FromPeer
+from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.front_ends import FrontEnds
 
 CONFIG = make_config(max_model_len=16)

@@ -18,10 +18,10 @@ from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
 from scheduler_load import Load, random_settings
 
-from quire.protocol.child import Command
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVGroup
-from quire.protocol.messages import StepOutputs
+from quire.protocol.model.kv_layout import KVGroup
+from quire.protocol.process.child import Command
+from quire.protocol.wire.messages import StepOutputs
 from quire.scheduler_proc import loop as scheduler_loop
 from quire.scheduler_proc.trace import journal
 from quire.scheduler_proc.trace.event_log import KEYFRAMES_PER_RING, EventLog, Record, RecordKind

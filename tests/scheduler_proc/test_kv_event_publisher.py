@@ -11,7 +11,7 @@ from curve_files import make_keys
 from kv_event_ends import Engine, Subscriber, keys_of
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_events import END, GONE, MORE
+from quire.protocol.wire.kv_events import END, GONE, MORE
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_event_ends import Holder, Mirror, key_of, keys_of, layout_of
 
-from quire.protocol.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 

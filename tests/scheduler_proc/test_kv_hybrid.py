@@ -7,7 +7,7 @@ import pytest
 from kv_cases import CacheCase, case, chunked, cross, full, layout_of, mamba, picture, shape, sliding, step
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVGroup
+from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.manager import KVCacheManager
 

@@ -7,7 +7,7 @@ from kv_cases import CacheCase, case, cross, full, mamba, picture, sliding
 from kv_cases import layout_of as cases_layout
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.scheduler_proc.kv.manager import KVCacheManager
 
 SIZE = 4

@@ -4,7 +4,7 @@ import pytest
 from kv_cases import case, chunked, layout_of, shape, sliding, step
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVGroup
+from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.manager import KVCacheManager
 
 

@@ -11,8 +11,8 @@ import zmq
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, expected_tokens, make_config, make_request
 
-from quire.protocol.messages import EndReason, ModelRunnerOutput, Refused, StepOutputs, Stop, Trial, Welcome
-from quire.protocol.zmq_channel import ZmqChannel
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, Refused, StepOutputs, Stop, Trial, Welcome
+from quire.protocol.wire.zmq_channel import ZmqChannel
 
 PROMPT = [3, 1, 4, 1, 5]
 

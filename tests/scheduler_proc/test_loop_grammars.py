@@ -12,8 +12,16 @@ from log_replay import replay
 from loop_under_test import LoopUnderTest, no_drafts
 from scheduler_driver import change, make_config, make_layout, make_request
 
-from quire.protocol.messages import Abort, EndReason, Proposed, Rejected, SampleInputs, SchedulerOutput, StepOutputs
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.messages import (
+    Abort,
+    EndReason,
+    Proposed,
+    Rejected,
+    SampleInputs,
+    SchedulerOutput,
+    StepOutputs,
+)
 from quire.scheduler_proc.trace.event_log import TraceHeader
 
 PROMPT = [3, 1, 4, 1, 5]

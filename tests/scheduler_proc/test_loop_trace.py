@@ -11,9 +11,9 @@ import zmq
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, make_config, make_layout, make_request
 
-from quire.protocol.child import Command
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import Abort, ModelRunnerOutput, StepOutputs, Welcome
+from quire.protocol.process.child import Command
+from quire.protocol.wire.messages import Abort, ModelRunnerOutput, StepOutputs, Welcome
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.journal import Journal

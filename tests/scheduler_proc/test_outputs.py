@@ -3,8 +3,8 @@
 import numpy as np
 from scheduler_driver import Driver
 
-from quire.protocol.logprobs import Logprobs
-from quire.protocol.messages import ModelRunnerOutput, StepOutputs
+from quire.protocol.wire.logprobs import Logprobs
+from quire.protocol.wire.messages import ModelRunnerOutput, StepOutputs
 
 
 def result(step: int, handle: int, token: int, logprob: float) -> ModelRunnerOutput:

@@ -8,9 +8,9 @@ from kv_cases import full, layout_of, mamba, sliding
 from scheduler_driver import Driver, change, end_of, expected_tokens
 from scheduler_load import prompt_logprobs_of
 
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.logprobs import PromptLogprobs
-from quire.protocol.messages import EndReason, ModelRunnerOutput, StepOutputs
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.logprobs import PromptLogprobs
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, StepOutputs
 from quire.scheduler_proc.scheduler import WorkerFault
 
 LONG = list(range(100, 120))

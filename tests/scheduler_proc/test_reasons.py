@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scheduler_driver import Driver, change
 
-from quire.protocol.messages import Control, EndReason, ModelRunnerOutput, Statistics
+from quire.protocol.wire.messages import Control, EndReason, ModelRunnerOutput, Statistics
 from quire.scheduler_proc.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.scheduler import WorkerFault
 

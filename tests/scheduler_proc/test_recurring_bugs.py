@@ -15,8 +15,8 @@ from kv_cases import chunked, full, layout_of, mamba, sliding
 from log_replay import appended_blocks
 from scheduler_driver import Driver, expected_tokens
 
-from quire.protocol.kv_layout import NULL_BLOCK_ID
-from quire.protocol.messages import EndReason, SchedulerOutput
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID
+from quire.protocol.wire.messages import EndReason, SchedulerOutput
 from quire.scheduler_proc.reasons import WaitReason
 
 OLD, YOUNG = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]

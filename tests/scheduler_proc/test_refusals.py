@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens, make_request
 
-from quire.protocol.logprobs import Logprobs
-from quire.protocol.messages import EndReason, ModelRunnerOutput
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.logprobs import Logprobs
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
 from quire.scheduler_proc.events import OpaqueRequest
 from quire.scheduler_proc.scheduler import WorkerFault
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.protocol.messages import EndReason
-from quire.protocol.structured_outputs import RepetitionDetection
+from quire.protocol.request.structured_outputs import RepetitionDetection
+from quire.protocol.wire.messages import EndReason
 from quire.scheduler_proc.repetition import RepetitionWatch
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.protocol.messages import EndReason, SchedulerOutput, Trial
+from quire.protocol.wire.messages import EndReason, SchedulerOutput, Trial
 from quire.scheduler_proc.reasons import PreemptReason, WaitReason
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

@@ -15,7 +15,7 @@ from scheduler_driver import Driver, change
 from traced_runs import encoded, random_run, traced, write_trace
 
 from quire.protocol.errors import ConfigError, InvalidRequest
-from quire.protocol.messages import Abort, EndReason, Stop
+from quire.protocol.wire.messages import Abort, EndReason, Stop
 from quire.scheduler_proc.trace.difference import Difference
 from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.lines import (

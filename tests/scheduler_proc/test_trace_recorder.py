@@ -7,9 +7,9 @@ import pytest
 from kv_cases import chunked, full, layout_of, mamba, sliding
 from scheduler_driver import Driver, expected_tokens, make_config, make_layout, make_request
 
-from quire.protocol.messages import Control, EndReason
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.wire.messages import Control, EndReason
 from quire.scheduler_proc.events import Fail, OpaqueRequest, Refuse
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.lines import (

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.protocol.channel import MemoryChannel, memory_pair
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import (
+from quire.protocol.wire.channel import MemoryChannel, memory_pair
+from quire.protocol.wire.messages import (
     Digest,
     MemoryPlan,
     ModelRunnerOutput,

@@ -13,7 +13,7 @@ import msgspec
 import without_guards as without
 
 from quire.launch import overseer, session, streams
-from quire.protocol import channel, codec
+from quire.protocol.wire import channel, codec
 from quire.scheduler_proc import front_ends, planner, request_table, results, scheduler, suspects, worker_group
 from quire.scheduler_proc import loop as scheduler_loop
 from quire.scheduler_proc.kv import block_pool, manager

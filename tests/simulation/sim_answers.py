@@ -12,7 +12,7 @@ from sim_scenario import VOCAB_SIZE, Ask
 from quire.launch.engine_client import Update
 from quire.launch.session import CONDEMNED, TRIED_AFTER
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.messages import EndReason
+from quire.protocol.wire.messages import EndReason
 
 if TYPE_CHECKING:
     from sim_front import Reader, SimFront

@@ -9,7 +9,7 @@ from sim_scenario import DEADLY, FRAME_DAMAGE, WRONG_RESULTS, Fault
 from sim_violation import Violation
 from sim_wire import Tamper
 
-from quire.protocol.child import Report
+from quire.protocol.process.child import Report
 from quire.scheduler_proc.loop import MAX_TOO_LARGE
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from sim_wire import WireChannel
 
 from quire.launch.session import Session
 from quire.launch.streams import Stream
-from quire.protocol.child import Command, Report
-from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
-from quire.protocol.messages import AddRequest, EndReason, Message
+from quire.protocol.process.child import Command, Report
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import AddRequest, EndReason, Message
 
 if TYPE_CHECKING:
     from sim_world import World

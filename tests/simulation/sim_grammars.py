@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
 from quire.scheduler_proc.structured.cache import Outcome, Source
 

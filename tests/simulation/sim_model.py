@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from fake_worker import Chunk, FakeWorker, Row, extend_context
 
-from quire.protocol.logprobs import Logprobs
-from quire.protocol.messages import ModelRunnerOutput
+from quire.protocol.wire.logprobs import Logprobs
+from quire.protocol.wire.messages import ModelRunnerOutput
 
 GRAMMAR_STEP = 2
 """The runner-up of an even token is even: a grammar that allows the one allows the other."""

@@ -6,8 +6,8 @@ from sim_events import Events
 from sim_scheduler import HubInbox
 from sim_wire import Tamper, Wire, WireChannel
 
-from quire.protocol.channel import Link
-from quire.protocol.messages import SchedulerToFrontEnd, SchedulerToWorker, WorkerToScheduler
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.messages import SchedulerToFrontEnd, SchedulerToWorker, WorkerToScheduler
 
 
 def _nothing() -> None:

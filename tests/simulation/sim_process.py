@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from quire.protocol.child import Command, Report
+from quire.protocol.process.child import Command, Report
 
 if TYPE_CHECKING:
     from sim_world import World

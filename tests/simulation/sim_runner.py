@@ -11,8 +11,8 @@ from fake_worker import Chunk, first_read
 from sim_model import GRAMMAR_STEP, SlotModel, gap
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import ModelRunnerOutput, Proposed, SampleInputs, SchedulerOutput
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.messages import ModelRunnerOutput, Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc import model_runner
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.launched_step import LaunchedStep

@@ -7,12 +7,12 @@ from sim_process import SimProcess
 from sim_turns import Turns
 from sim_wire import Wire
 
-from quire.protocol.channel import Frames, Link
-from quire.protocol.child import Command, Report
-from quire.protocol.codec import ProtocolError
 from quire.protocol.errors import QuireError
-from quire.protocol.messages import FrontEndToScheduler, SchedulerOutput
-from quire.protocol.zmq_channel import FromPeer
+from quire.protocol.process.child import Command, Report
+from quire.protocol.wire.channel import Frames, Link
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import FrontEndToScheduler, SchedulerOutput
+from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.loop import SchedulerLoop
 from quire.scheduler_proc.scheduler import Scheduler

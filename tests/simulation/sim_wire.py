@@ -7,7 +7,7 @@ from typing import Any
 
 from sim_events import Events
 
-from quire.protocol.channel import Frames, Link, Received
+from quire.protocol.wire.channel import Frames, Link, Received
 
 LATENCY_S = 0.002
 HOLD_S = 0.4
@@ -124,7 +124,7 @@ def _flipped(frames: Frames, rng: random.Random) -> Frames:
 
 
 class WireChannel:
-    """``protocol.channel.Channel`` over two wires; ``on_arrival`` is called when there is something to receive."""
+    """``protocol.wire.channel.Channel`` over two wires; ``on_arrival`` is called when there is something to receive."""
 
     def __init__(self, link: Link, on_arrival: Callable[[], None]) -> None:
         self.link = link

@@ -13,10 +13,10 @@ from sim_grammars import EVEN_TOKENS
 from sim_model import SlotModel
 from sim_process import SimProcess
 
-from quire.protocol.channel import Frames
-from quire.protocol.child import Command, Report
-from quire.protocol.codec import ProtocolError
-from quire.protocol.messages import (
+from quire.protocol.process.child import Command, Report
+from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import (
     PROTOCOL_VERSION,
     Configure,
     Digest,

@@ -25,12 +25,12 @@ from sim_worker import SimWorker
 from quire.launch.engine_client import Update
 from quire.launch.members import Role
 from quire.launch.overseer import MAX_DEATHS, Crew, Overseer
-from quire.protocol.child import Command, Report
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import QuireError
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.messages import AddRequest, Configure
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.process.child import Command, Report
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.messages import AddRequest, Configure
 from quire.scheduler_proc import loop as scheduler_loop
 from quire.scheduler_proc.structured import manager as grammar_manager
 from quire.scheduler_proc.trace import journal

@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 from zmq.auth import create_certificates, load_certificate
 
-from quire.protocol.curve_keys import ALLOWED, SECRET
+from quire.protocol.wire.curve_keys import ALLOWED, SECRET
 
 
 def make_keys(folder: Path, *clients: str) -> Path:

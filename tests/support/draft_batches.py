@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from quire.protocol.messages import NewRequestData
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData
 from quire.worker_proc.input_batch import InputBatch
 
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quire.protocol.child import Child
-from quire.protocol.worker_handshake import Calls
+from quire.protocol.process.child import Child
+from quire.protocol.wire.worker_handshake import Calls
 
 
 @contextmanager

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from log_replay import appended_blocks
 
-from quire.protocol.kv_layout import NULL_BLOCK_ID, KVGroup
-from quire.protocol.logprobs import PromptLogprobs
-from quire.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
+from quire.protocol.wire.logprobs import PromptLogprobs
+from quire.protocol.wire.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 _MASK = (1 << 64) - 1
 _NOTHING = -1

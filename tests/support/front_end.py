@@ -17,8 +17,8 @@ from quire.launch.http.app import make_app
 from quire.launch.http.server import ServerSettings
 from quire.launch.http.socket_protocol import BoundedHttpProtocol, ConnectionLimits
 from quire.launch.text_in import TextIn
-from quire.protocol.messages import EndReason, Statistics
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import EndReason, Statistics
 
 CANARY = {"prompt": [5, 6, 7], "max_tokens": 5}
 WAIT_S = 10.0

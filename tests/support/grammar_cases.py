@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 import quire.launch.demo
 from quire.protocol.config import EngineConfig
-from quire.protocol.model_config import load_model_config
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.model.model_config import load_model_config
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.llguidance_backend import LLGuidanceBackend
 
 DEMO = Path(quire.launch.demo.__file__).parent / "model"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from quire.protocol.checkpoint import check_sizes, stored_tensors
-from quire.protocol.model_config import load_model_config
+from quire.protocol.model.checkpoint import check_sizes, stored_tensors
+from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.loader import load_weights
 from quire.worker_proc.models.registry import build_model
 

@@ -9,12 +9,12 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from quire.protocol import messages as m
-from quire.protocol.codec import MAX_FRAMES, Codec
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.logprobs import Logprobs
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire import messages as m
+from quire.protocol.wire.codec import MAX_FRAMES, Codec
+from quire.protocol.wire.logprobs import Logprobs
 from quire.scheduler_proc.events import Consumed
 
 Frames = list[bytes]

@@ -9,10 +9,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from quire.protocol.channel import memory_pair
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.messages import (
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import load_model_config
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import memory_pair
+from quire.protocol.wire.messages import (
     Abort,
     AddRequest,
     Ended,
@@ -24,8 +26,6 @@ from quire.protocol.messages import (
     StepOutputs,
     WorkerToScheduler,
 )
-from quire.protocol.model_config import load_model_config
-from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.events import Hold
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from quire.protocol.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from quire.protocol.kv_events import (
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.wire.kv_events import (
     END,
     GONE,
     MORE,
@@ -20,7 +21,6 @@ from quire.protocol.kv_events import (
     KVEvent,
     KVEventBatch,
 )
-from quire.protocol.kv_layout import KVGroup, KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool

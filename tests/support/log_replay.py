@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.codec import Codec
-from quire.protocol.messages import SchedulerOutput
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import SchedulerOutput
 from quire.scheduler_proc.events import Consumed
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader

@@ -15,11 +15,11 @@ import zmq
 from fake_worker import FakeWorker
 from kv_event_ends import WAIT_MS
 
-from quire.protocol.channel import Link
-from quire.protocol.child import Child, Command, Report
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import QuireError
-from quire.protocol.messages import (
+from quire.protocol.process.child import Child, Command, Report
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.messages import (
     PROTOCOL_VERSION,
     Configure,
     Hello,
@@ -33,7 +33,7 @@ from quire.protocol.messages import (
     SchedulerToWorker,
     Shutdown,
 )
-from quire.protocol.zmq_channel import ZmqChannel, frontend_address, worker_address
+from quire.protocol.wire.zmq_channel import ZmqChannel, frontend_address, worker_address
 from quire.scheduler_proc.loop import SchedulerLoop
 from quire.scheduler_proc.sockets import Sockets
 from quire.scheduler_proc.trace.event_log import EventLog

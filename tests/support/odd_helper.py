@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from quire.protocol.helper import Answer, serve
+from quire.protocol.process.helper import Answer, serve
 
 EXTRA_BYTES = 256 * 2**20
 

@@ -9,14 +9,14 @@ import torch
 from sampling_batch import CPU, sampling_config
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.logits_processors import (
+from quire.protocol.request.logits_processors import (
     AddedRequest,
     BatchUpdate,
     LogitsProcessor,
     MoveDirectionality,
     MovedRequest,
 )
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 
 VOCAB = 12
 EOS, START, END = 3, [1], [7, 8]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, apply_update
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, apply_update
+from quire.protocol.request.sampling_params import SamplingParams
 
 State = tuple[SamplingParams, list[int], list[int]]
 

@@ -8,7 +8,7 @@ import torch
 from processor_cases import Request, processor_config
 from sampling_batch import CPU
 
-from quire.protocol.messages import NewRequestData
+from quire.protocol.wire.messages import NewRequestData
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.accept import accept_drafts
 from quire.worker_proc.sampling.positions import SampledPositions

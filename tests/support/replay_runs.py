@@ -12,7 +12,7 @@ from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
 from quire.launch.replay.simulator import Simulator
 from quire.launch.replay.sources import OpenLoop
 from quire.launch.replay.workload import Call, Content
-from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import kv_layout
 
 BLOCK_SIZE, NUM_BLOCKS, BUDGET = 16, 120, 256
 

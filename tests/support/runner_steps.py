@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from quire.protocol.model_config import ModelConfig
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.worker_proc.model_runner import ModelRunner
 from quire.worker_proc.setup import make_runner
 

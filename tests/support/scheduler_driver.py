@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 
-from quire.protocol.channel import Received, memory_pair
-from quire.protocol.codec import Codec
 from quire.protocol.config import EngineConfig, SpeculativeConfig
-from quire.protocol.kv_layout import KVLayout, kv_layout
-from quire.protocol.messages import (
+from quire.protocol.model.kv_layout import KVLayout, kv_layout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import Received, memory_pair
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import (
     Abort,
     AddRequest,
     Control,
@@ -34,8 +36,6 @@ from quire.protocol.messages import (
     Trial,
     WorkerToScheduler,
 )
-from quire.protocol.model_config import ModelConfig
-from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.policies import QUIRE, Policies
 from quire.scheduler_proc.request import Request

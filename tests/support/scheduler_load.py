@@ -14,9 +14,9 @@ from fake_worker import extend_context, prompt_logprob
 from log_replay import appended_blocks, describe
 from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
 
-from quire.protocol.kv_layout import KVGroup, KVLayout
-from quire.protocol.messages import EndReason, ModelRunnerOutput, SchedulerOutput, StepOutputs
-from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, SchedulerOutput, StepOutputs
 
 EOS = list(range(0, VOCAB_SIZE, 40))
 MAX_MODEL_LEN = 40

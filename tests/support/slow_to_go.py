@@ -11,7 +11,7 @@ import select
 import signal
 from pathlib import Path
 
-from quire.protocol.child import Child, Report, child_parser
+from quire.protocol.process.child import Child, Report, child_parser
 
 
 def holder_file(directory: Path, pid: int) -> Path:

@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint
 from inprocess import Answer, InProcessEngine
 
 from quire.protocol.config import SpeculativeConfig
-from quire.protocol.model_config import load_model_config
+from quire.protocol.model.model_config import load_model_config
 
 METHODS = ("ngram", "suffix", "draft_model")
 Prompts = list[tuple[list[int], dict[str, Any]]]

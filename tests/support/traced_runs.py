@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from scheduler_driver import Driver, expected_tokens
 
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.trace.lines import Line, encode_line
 from quire.scheduler_proc.trace.recorder import record_log
 

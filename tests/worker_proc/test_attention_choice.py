@@ -12,8 +12,8 @@ import torch
 from quire.kernels.triton_runtime import require_launchable
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVGroup, KVLayout, kv_layout
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import KVGroup, KVLayout, kv_layout
+from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.attention.supports import HALVES, Needs, Supports

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_steps import Rows
 
-from quire.protocol.model_config import SUPPORTED_ARCHITECTURES, load_model_config
+from quire.protocol.model.model_config import SUPPORTED_ARCHITECTURES, load_model_config
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.loader import load_weights
 from quire.worker_proc.models.decoder import Decoder

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runner_steps import PROMPT, Runner, adding, alone
 
-from quire.protocol.messages import ModelRunnerOutput
+from quire.protocol.wire.messages import ModelRunnerOutput
 from quire.worker_proc.input_batch import StepRefused
 
 BLOCKS = [3, 1, 7, 5, 2, 9]

@@ -11,7 +11,7 @@ from cpu_attention_cases import OUTSIDE, Ask, Case, Rows, make_case
 from dense_attention import DenseBackend
 from model_steps import Rows as SteppedRows
 
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.flash_attn_backend import FlashAttn2, FlashAttn3, FlashAttnBackend
 from quire.worker_proc.loader import init_dummy_weights

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.protocol.logits_processors import BatchUpdate, MoveDirectionality
-from quire.protocol.messages import Int32, NewRequestData
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import BatchUpdate, MoveDirectionality
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import Int32, NewRequestData
 from quire.worker_proc.block_table import BlockTable
 from quire.worker_proc.group_tables import MultiGroupBlockTable
 from quire.worker_proc.input_batch import Column, InputBatch, StepRefused

@@ -9,9 +9,9 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.messages import MemoryPlan
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.wire.messages import MemoryPlan
 from quire.worker_proc import memory
 from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
 

@@ -16,8 +16,8 @@ from runner_steps import (
     appending,
 )
 
-from quire.protocol.messages import NewRequestData, SchedulerOutput
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.input_batch import StepRefused
 
 

@@ -16,7 +16,7 @@ from model_steps import Rows
 from thread_ranks import ThreadRank, on_ranks
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model_config import load_model_config
+from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.models.decoder import Decoder

@@ -14,8 +14,8 @@ from model_steps import Rows
 from plain_decoder import plain_logits
 from thread_ranks import on_ranks
 
-from quire.protocol.model_config import ModelConfig, load_model_config, parse_model_config
-from quire.protocol.rope_config import RopeConfig
+from quire.protocol.model.model_config import ModelConfig, load_model_config, parse_model_config
+from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.models.decoder import Decoder

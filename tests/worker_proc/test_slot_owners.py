@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.slot_mapping import ContextParallel
-from quire.protocol.kv_layout import KVGroup
+from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.group_tables import make_block_tables
 from quire.worker_proc.input_batch import StepRefused
 

@@ -9,7 +9,7 @@ START = """
 import resource, sys
 from quire.launch.model_folder import find_model
 from quire.launch.options import EngineOptions, make_engine_config
-from quire.protocol.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import kv_layout
 from quire.worker_proc.setup import make_runner
 config = make_engine_config(EngineOptions(dtype="float32", device="cpu"), folder=find_model(None))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.protocol.messages import NewRequestData
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.pending_result import HostCopy
 from quire.worker_proc.token_history import TokenHistory

@@ -8,10 +8,10 @@ import pytest
 from fake_child import no_calls
 from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
 
-from quire.protocol.channel import Channel, memory_pair
 from quire.protocol.config import FIRST_EPOCH
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.messages import (
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.wire.channel import Channel, memory_pair
+from quire.protocol.wire.messages import (
     Configure,
     Hello,
     ModelRunnerOutput,

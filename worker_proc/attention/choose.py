@@ -9,7 +9,7 @@ import torch
 from quire.kernels.attention_tiles import MOST_HEAD_DIM
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.supports import Needs, Supports
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.protocol.kv_layout import NULL_BLOCK_ID
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.cpu_plan import CpuPlan
 from quire.worker_proc.attention.cpu_torch import write

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.kv_layout import NULL_BLOCK_ID
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID
 from quire.worker_proc.attention.backend import StepBatch
 
 QUERY_TILE = 256

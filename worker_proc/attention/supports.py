@@ -6,7 +6,7 @@ import torch
 
 from quire.kernels.fp8 import FP8_DTYPES
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout
 
 HALVES = (torch.float16, torch.bfloat16)
 

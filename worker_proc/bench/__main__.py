@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import msgspec
 import torch
 
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.bench.limits import measure_limits
 from quire.worker_proc.bench.record import Bench, OutOfTime, Row, Size, describe, free_memory
 from quire.worker_proc.bench.sections import Section, choose

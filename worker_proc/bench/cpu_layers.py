@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.bench.record import Bench
 from quire.worker_proc.bench.timing import Call
 from quire.worker_proc.models.ops import TorchOps

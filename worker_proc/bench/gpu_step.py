@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.bench.record import Bench, Limits, OutOfTime, describe, free_memory
 from quire.worker_proc.bench.static_step import static_step
 from quire.worker_proc.bench.step_driver import BLOCK_SIZE, StepDriver, dummy_model, sized

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.bench.timing import Call, Clock
 
 Size = Literal["full", "quick", "dry"]

@@ -16,8 +16,8 @@ import torch
 
 from quire.kernels.cpu.native import load_native
 from quire.protocol.config import EngineConfig, SpeculativeConfig
-from quire.protocol.messages import NewRequestData
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData
 from quire.worker_proc.drafts.make import make_proposer
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.positions import SampledPositions

@@ -12,10 +12,10 @@ import torch
 
 from quire.kernels.triton_runtime import require_launchable
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import NULL_BLOCK_ID, KVLayout, kv_layout
-from quire.protocol.messages import NewRequestData, SchedulerOutput
-from quire.protocol.model_config import ModelConfig
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVLayout, kv_layout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.bench.record import Size
 from quire.worker_proc.loader import init_dummy_weights

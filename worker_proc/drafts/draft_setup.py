@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from quire.protocol.checkpoint import stored_tensors
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import KVGroup, KVLayout
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.checkpoint import stored_tensors
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.kv_cache import allocate_kv_caches

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.protocol.messages import Int32
+from quire.protocol.wire.messages import Int32
 from quire.worker_proc.drafts.text_index import TextIndex
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.positions import Ints

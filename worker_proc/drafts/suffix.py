@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.messages import Int32
+from quire.protocol.wire.messages import Int32
 from quire.worker_proc.drafts.row_texts import RowTexts
 from quire.worker_proc.drafts.text_index import NONE, TextIndex
 from quire.worker_proc.input_batch import InputBatch

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quire.protocol.model_config import ModelConfig
-from quire.protocol.rope_config import RopeConfig
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.backend import AttentionBackend, Rotary
 from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.linear import Linear

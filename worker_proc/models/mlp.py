@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from quire.protocol.model_config import MoeConfig
+from quire.protocol.model.model_config import MoeConfig
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.ops import Experts
 from quire.worker_proc.models.weights import Build, Rows, WeightSlot, column_slots, row_slots, summed_bias_slot

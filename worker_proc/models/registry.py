@@ -3,7 +3,7 @@
 import torch
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from quire.protocol.model.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Ops
 from quire.worker_proc.parallel.group import TensorParallel

@@ -5,7 +5,7 @@ import math
 import torch
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.rope_config import RopeConfig
+from quire.protocol.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> torch.Tensor:

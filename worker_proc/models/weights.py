@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.ops import Ops
 from quire.worker_proc.parallel.group import TensorParallel

@@ -8,9 +8,9 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.logits_processors import AddedRequest, BatchUpdate, LogitsProcessor
-from quire.protocol.plugins import one_line
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import AddedRequest, BatchUpdate, LogitsProcessor
+from quire.protocol.request.plugins import one_line
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.positions import Ints
 
 log = logging.getLogger(__name__)

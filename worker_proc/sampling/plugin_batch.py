@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.logits_processors import BatchUpdate, LogitsProcessor, apply_update
+from quire.protocol.request.logits_processors import BatchUpdate, LogitsProcessor, apply_update
 from quire.worker_proc.sampling.isolated import Held, IsolatedPlugin
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 

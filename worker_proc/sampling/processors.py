@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.logits_processors import BatchUpdate, LogitsProcessor
-from quire.protocol.plugins import load_logits_processors
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import BatchUpdate, LogitsProcessor
+from quire.protocol.request.plugins import load_logits_processors
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds

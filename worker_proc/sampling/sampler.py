@@ -13,7 +13,7 @@ import torch
 from quire.kernels.sampling import sampled_logits
 from quire.kernels.sampling_logprobs import TopLogprobs
 from quire.protocol.config import EngineConfig
-from quire.protocol.logits_processors import BatchUpdate
+from quire.protocol.request.logits_processors import BatchUpdate
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.draw import Draw, make_draw

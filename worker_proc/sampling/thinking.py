@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.thinking import ThinkingState
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.thinking import ThinkingState
 from quire.worker_proc.sampling.builtin.base import RowProcessor, find
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.token_bitmask import apply_token_bitmask
-from quire.protocol.messages import SampleInputs
+from quire.protocol.wire.messages import SampleInputs
 from quire.worker_proc.input_batch import InputBatch, StepRefused
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 

@@ -11,8 +11,8 @@ from quire.launch.replay.cost import StepShape
 from quire.launch.replay.costs.nonnegative import Floats, nonnegative_least_squares
 from quire.launch.replay.rows import SimulatedRows
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import NewRequestData, SchedulerOutput
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.trace.lines import Epoch, Keyframe, Lost, Result, StepDecision
 from quire.scheduler_proc.trace.reader import TraceLine, TraceReader
 

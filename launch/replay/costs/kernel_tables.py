@@ -16,8 +16,8 @@ from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.roofline import UTILIZATION, check_cut
 from quire.launch.replay.costs.sizes import room_for_kv
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import DTYPE_BYTES
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import DTYPE_BYTES
+from quire.protocol.model.model_config import ModelConfig
 
 _TOP = 16_384
 _HEAD_TOP = 512

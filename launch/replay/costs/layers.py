@@ -21,8 +21,8 @@ from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.link import Link
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import DTYPE_BYTES
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import DTYPE_BYTES
+from quire.protocol.model.model_config import ModelConfig
 
 DENSE, PER_SEQUENCE, ATTENTION = "profile_dense.csv", "profile_per_sequence.csv", "profile_attention.csv"
 EXPERTS = "profile_moe.csv"

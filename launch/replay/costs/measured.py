@@ -12,8 +12,8 @@ from quire.launch.replay.costs.link import Link
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.sizes import room_for_kv
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
 
 UTILIZATION = 0.9
 _PCIE = Link(25e9, 1e-5)

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.launch.bench.shapes import SHAPES
-from quire.protocol.config_fields import read_json
 from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.model_config import ModelConfig, parse_model_config
+from quire.protocol.model.config_fields import read_json
+from quire.protocol.model.model_config import ModelConfig, parse_model_config
 
 _LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256}
 _QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936}

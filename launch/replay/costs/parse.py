@@ -12,7 +12,7 @@ from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.roofline import Roofline
 from quire.launch.replay.workload import Workload
 from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_CHIP = "h200"

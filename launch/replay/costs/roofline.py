@@ -7,8 +7,8 @@ from quire.launch.replay.costs.chips import Chip
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read, room_for_kv
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import DTYPE_BYTES
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import DTYPE_BYTES
+from quire.protocol.model.model_config import ModelConfig
 
 UTILIZATION = 0.9
 """Of a chip's memory, what an engine uses."""

@@ -1,7 +1,7 @@
 """What a model's weights and activations take, from its shape alone."""
 
-from quire.protocol.kv_layout import DTYPE_BYTES
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import DTYPE_BYTES
+from quire.protocol.model.model_config import ModelConfig
 
 MAX_STEP_TOKENS = 8192
 """Tokens of the largest step that memory is set aside for."""

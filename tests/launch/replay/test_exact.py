@@ -21,7 +21,7 @@ from quire.launch.replay.setup import make_setup
 from quire.launch.replay.whatif import run_workload
 from quire.launch.replay.workload import Call
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import EndReason
+from quire.protocol.wire.messages import EndReason
 from quire.scheduler_proc.trace.lines import Arrival, End, Line, Lost, Result, StepDecision
 
 

@@ -14,8 +14,8 @@ from quire.launch.replay.rows import SimulatedRows
 from quire.launch.replay.run_record import RunRecord
 from quire.launch.replay.simulator import Simulator
 from quire.launch.replay.sources import ClosedLoop
-from quire.protocol.messages import NewRequestData, SchedulerOutput
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 
 
 @dataclass

@@ -11,8 +11,8 @@ from quire.launch.replay.simulator import Simulator
 from quire.launch.replay.sources import OpenLoop
 from quire.launch.replay.workload import Call
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVGroup, KVLayout
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.model_config import ModelConfig
 from quire.scheduler_proc.policies import QUIRE, Policies
 
 MODEL = ModelConfig(

@@ -13,10 +13,11 @@ from scheduler_driver import make_config, make_layout, make_request
 from quire.launch.replay.cost import ConstantCost, StepShape
 from quire.launch.replay.simulated_runner import SimulatedRunner
 from quire.launch.replay.worker_process import MOST_BLOCKS, SimulatedWorker, plan_pool
-from quire.protocol.channel import Channel, memory_pair
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.messages import (
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import Channel, memory_pair
+from quire.protocol.wire.messages import (
     AddRequest,
     Configure,
     Ended,
@@ -35,7 +36,6 @@ from quire.protocol.messages import (
     Welcome,
     WorkerToScheduler,
 )
-from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler_proc.scheduler import Scheduler
 
 CONFIG = make_config(eos=[7, 8], num_blocks_override=32)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBusy, GrammarRefused, GrammarTooSlow
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED, MAX_QUEUED_SLOW, CompilePool
 from quire.scheduler_proc.structured.fair_queue import FairQueue

@@ -13,8 +13,8 @@ from grammar_cases import demo_backend, demo_config, tokens_of
 from scheduler_driver import make_request
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.messages import AddRequest, Proposed
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.messages import AddRequest, Proposed
 from quire.scheduler_proc.events import Refuse, Release
 from quire.scheduler_proc.in_flight import InFlightStep, WorkerFault
 from quire.scheduler_proc.request import Request, RequestStatus, Tokens

@@ -16,7 +16,7 @@ from engine_processes import engine_processes
 from grammar_cases import demo_backend, demo_config
 
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
+from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
 from quire.scheduler_proc.structured.backend import MAX_REASON, GrammarBusy, GrammarRefused
 from quire.scheduler_proc.structured.compile_pool import CompilePool
 from quire.scheduler_proc.structured.guard import Guard

@@ -9,7 +9,7 @@ import fake_xgrammar
 import numpy as np
 import pytest
 
-from quire.protocol.structured_outputs import StructuredOutputs
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarRefused
 
 TOKENIZER: dict[str, Any] = {

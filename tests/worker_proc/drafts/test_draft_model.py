@@ -10,8 +10,8 @@ from inprocess import InProcessEngine
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.kv_layout import kv_layout
-from quire.protocol.model_config import ModelConfig, load_model_config
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig, load_model_config
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.drafts.draft_model import DraftModel, DraftModelProposer
 from quire.worker_proc.drafts.draft_sampling import DraftSampler

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVGroup, KVLayout
-from quire.protocol.messages import NewRequestData, SchedulerOutput
-from quire.protocol.model_config import ModelConfig
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.triton_backend import TritonBackend

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protocol.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch_update import BatchUpdateBuilder
 
 

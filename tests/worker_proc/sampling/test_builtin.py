@@ -20,8 +20,8 @@ from processor_cases import (
 )
 from processor_plugins import AddText, Halve, Prefers
 
-from quire.protocol.logits_processors import LogitsProcessor
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import LogitsProcessor
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.accept import accept_drafts
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords

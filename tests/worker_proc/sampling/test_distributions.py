@@ -12,8 +12,8 @@ import pytest
 import torch
 from sampling_batch import make_sampler, sample_each
 
-from quire.protocol.messages import NewRequestData
-from quire.protocol.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.wire.messages import NewRequestData
 from quire.worker_proc.sampling.positions import SampledPositions
 
 VOCAB = 16

@@ -10,7 +10,7 @@ from processor_cases import VOCAB, Request
 from processors_under_test import ProcessorsUnderTest
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.processors import NOTHING_ALLOWED
 

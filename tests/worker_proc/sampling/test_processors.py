@@ -12,8 +12,8 @@ from processor_plugins import AddText, Prefers
 from processors_under_test import ProcessorsUnderTest
 from sampling_batch import batch_of, sample_each
 
-from quire.protocol.logits_processors import LogitsProcessor
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import LogitsProcessor
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords
 from quire.worker_proc.sampling.builtin.logit_bias import LogitBias

@@ -8,8 +8,8 @@ import torch
 from model_steps import Rows
 from runner_steps import Runner, adding
 
-from quire.protocol.messages import ModelRunnerOutput, NewRequestData
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import ModelRunnerOutput, NewRequestData
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling import prompt_logprobs

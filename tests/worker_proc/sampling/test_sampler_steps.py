@@ -8,8 +8,8 @@ import torch
 from processor_plugins import Halve
 from sampling_batch import batch_of, make_sampler, sample_each
 
-from quire.protocol.messages import NewRequestData
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import NewRequestData
 from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.accept import accept_drafts
 from quire.worker_proc.sampling.positions import SampledPositions

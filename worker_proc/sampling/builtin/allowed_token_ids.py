@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.token_bitmask import WORD_BITS, apply_token_bitmask
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.builtin.base import RowProcessor, find, model_tokens
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 

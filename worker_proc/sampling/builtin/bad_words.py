@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, Places, RowTokens, find, model_tokens
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.builtin.base import Places, RowProcessor, RowTokens, find
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 

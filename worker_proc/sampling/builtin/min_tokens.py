@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, Places, RowTokens, find, model_tokens
 from quire.worker_proc.sampling.positions import Ints, SampledPositions
 

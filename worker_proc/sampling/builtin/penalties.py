@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.builtin.base import RowProcessor, find
 from quire.worker_proc.sampling.builtin.token_counts import Tokens, make_counts

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 
 T = TypeVar("T")
 Tensor: TypeAlias = Any

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.protocol.config_fields import shown
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.config_fields import shown
 
 MAX_HEADER_BYTES = 16 * 2**20
 """More than a hundred thousand tensors need; and what is read as JSON takes many times its size."""

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.kv_layout import KVLayout
-from quire.protocol.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 
 PROTOCOL_VERSION = 1
 

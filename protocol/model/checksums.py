@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from quire.protocol.config_fields import read_json
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.config_fields import read_json
 
 SUMS = "SHA256SUMS"
 JSON = "checksums.json"

@@ -14,8 +14,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from quire.protocol.errors import ConfigError, InvalidRequest
-from quire.protocol.logits_processors import LogitsProcessor
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request.logits_processors import LogitsProcessor
+from quire.protocol.request.sampling_params import SamplingParams
 
 ENTRY_POINT_GROUP = "quire.logits_processors"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.protocol.config_fields import read_json, shown
 from quire.protocol.errors import ConfigError
-from quire.protocol.safetensors_header import DTYPE_BYTES, PACKED_BYTES, StoredTensor, read_header
+from quire.protocol.model.config_fields import read_json, shown
+from quire.protocol.model.safetensors_header import DTYPE_BYTES, PACKED_BYTES, StoredTensor, read_header
 
 if TYPE_CHECKING:
-    from quire.protocol.model_config import ModelConfig  # which needs this module itself
+    from quire.protocol.model.model_config import ModelConfig  # which needs this module itself
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

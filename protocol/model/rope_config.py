@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.config_fields import Fields, shown
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.config_fields import Fields, shown
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 
 MAX_N = 128
 MAX_LOGPROBS = 20

@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from quire.protocol.codec import Codec, ProtocolError
 from quire.protocol.errors import EngineError
+from quire.protocol.wire.codec import Codec, ProtocolError
 
 Frames = list[bytes | memoryview]
 

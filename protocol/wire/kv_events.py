@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from quire.protocol.curve_keys import FLAG, load_curve_keys
 from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.wire.curve_keys import FLAG, load_curve_keys
 
 TOPIC = b"kv"
 """First frame of every published batch, and of a kept one in an answer."""
@@ -118,7 +118,9 @@ def _is_one_address(endpoint: str) -> bool:
 
 def _check_path(flag: str, endpoint: str) -> None:
     """Binding deletes what has the socket's name: only another socket may have it."""
-    from quire.protocol.zmq_channel import check_socket_directory  # not at the top: the command line does without zmq
+    from quire.protocol.wire.zmq_channel import (
+        check_socket_directory,  # not at the top: the command line does without zmq
+    )
 
     path = Path(endpoint.removeprefix("ipc://"))
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:

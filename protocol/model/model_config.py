@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.protocol.checkpoint import check_links
-from quire.protocol.config_fields import Fields, read_json, shown, token_ids
 from quire.protocol.errors import ConfigError
-from quire.protocol.families import (
+from quire.protocol.model.checkpoint import check_links
+from quire.protocol.model.config_fields import Fields, read_json, shown, token_ids
+from quire.protocol.model.families import (
     FAMILIES,
     Family,
     cache_sources,
@@ -21,7 +21,7 @@ from quire.protocol.families import (
     layer_windows,
     layers_without_rope,
 )
-from quire.protocol.rope_config import RopeConfig, parse_ropes
+from quire.protocol.model.rope_config import RopeConfig, parse_ropes
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 DTYPES = ("bfloat16", "float16", "float32")

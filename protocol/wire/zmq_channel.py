@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.asyncio
 
-from quire.protocol.channel import Frames, Link, NotTaken, Received
-from quire.protocol.codec import MAX_FRAME_BYTES, ProtocolError
 from quire.protocol.errors import EngineError
+from quire.protocol.wire.channel import Frames, Link, NotTaken, Received
+from quire.protocol.wire.codec import MAX_FRAME_BYTES, ProtocolError
 
 HIGH_WATER_MARK = 4096
 LINGER_MS = 500

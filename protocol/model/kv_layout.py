@@ -2,7 +2,7 @@
 
 import msgspec
 
-from quire.protocol.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig
 
 NULL_BLOCK_ID = 0
 """Block 0 is never given to a request: it stands where a block would, and padding may point at it."""

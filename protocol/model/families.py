@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.protocol.config_fields import Fields
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.config_fields import Fields
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

@@ -2,10 +2,10 @@
 
 import time
 
-from quire.protocol.channel import Channel, Received
-from quire.protocol.child import Child, Command, Report
 from quire.protocol.errors import EngineError
-from quire.protocol.messages import PROTOCOL_VERSION, Configure, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.process.child import Child, Command, Report
+from quire.protocol.wire.channel import Channel, Received
+from quire.protocol.wire.messages import PROTOCOL_VERSION, Configure, Heartbeat, Hello, Refused, Welcome
 
 BEAT_S = 1.0
 

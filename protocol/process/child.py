@@ -29,7 +29,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from quire.protocol.errors import ConfigError, QuireError
-from quire.protocol.log_stream import survive_without_stderr
+from quire.protocol.process.log_stream import survive_without_stderr
 
 EX_CONFIG = 78
 LOG_LEVEL_VARIABLE = "QUIRE_LOG_LEVEL"

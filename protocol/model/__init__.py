@@ -1,0 +1,1 @@
+"""What a checkpoint is: its configuration, files and KV layout."""

@@ -1,0 +1,1 @@
+"""What child processes share: reports, helpers, log streams."""

@@ -1,0 +1,1 @@
+"""What a request may ask for: sampling, constraints, logits processors, thinking."""
