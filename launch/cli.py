@@ -9,10 +9,10 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import msgspec
 
-from quire.launch.descriptors import raise_descriptor_limit
-from quire.launch.options import EngineOptions, Help, parse_options, suggest
+from quire.launch.config.options import EngineOptions, Help, parse_options, suggest
 from quire.launch.replay.arguments import add_replay_flags
 from quire.launch.serve import ServeOptions
+from quire.launch.supervision.descriptors import raise_descriptor_limit
 from quire.protocol.errors import ConfigError, InvalidRequest, QuireError
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.version import __version__
@@ -281,15 +281,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _serve(args: argparse.Namespace) -> None:
     survive_without_stderr()
     raise_descriptor_limit()
-    from quire.launch.model_folder import find_model
-    from quire.launch.options import make_engine_config
+    from quire.launch.config.model_folder import find_model
+    from quire.launch.config.options import make_engine_config
     from quire.launch.serve import model_display_name, serve
 
     engine, front_end = _options(args)
     folder = find_model(engine.model)
     name = model_display_name(folder, engine.model)
     if front_end.simulate is not None:
-        from quire.launch.replay.simulated_engine import simulated_engine
+        from quire.launch.replay.simulate.simulated_engine import simulated_engine
 
         config, worker = simulated_engine(engine, front_end.simulate, folder)
         serve(config, front_end, name, worker)
@@ -298,13 +298,13 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from quire.launch.terminal import generate
+    from quire.launch.offline.terminal import generate
 
     generate(args, _options(args)[0])
 
 
 def _chat(args: argparse.Namespace) -> None:
-    from quire.launch.terminal import chat
+    from quire.launch.offline.terminal import chat
 
     chat(args, _options(args)[0])
 
@@ -334,7 +334,7 @@ def _bench_wire(args: argparse.Namespace) -> None:
 
 
 def _bench_scheduler(args: argparse.Namespace) -> None:
-    from quire.launch.bench.scheduler import run
+    from quire.launch.bench.scheduler.command import run
 
     run(args)
 

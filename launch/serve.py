@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from quire.launch.options import Help, with_keys
-from quire.launch.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
+from quire.launch.config.options import Help, with_keys
+from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.version import __version__

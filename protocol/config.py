@@ -38,7 +38,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What scheduler and worker run by. ``quire.launch.options`` makes it from flags and the checkpoint.
+    """What scheduler and worker run by. ``quire.launch.config.options`` makes it from flags and the checkpoint.
 
     Attributes:
         model_path: checkpoint folder; empty for random weights of a named shape.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.launch.llm import LLM
-    from quire.launch.request_output import CompletionOutput, RequestOutput
+    from quire.launch.offline.llm import LLM
+    from quire.launch.offline.request_output import CompletionOutput, RequestOutput
     from quire.protocol.request.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
     from quire.protocol.request.sampling_params import SamplingParams
     from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
@@ -34,9 +34,9 @@ _LOGITS_PROCESSORS = "quire.protocol.request.logits_processors"
 _STRUCTURED = "quire.protocol.request.structured_outputs"
 # Public name to its module, and to its name there where that is another.
 _HOMES: dict[str, tuple[str, str | None]] = {
-    "LLM": ("quire.launch.llm", None),
-    "RequestOutput": ("quire.launch.request_output", None),
-    "CompletionOutput": ("quire.launch.request_output", None),
+    "LLM": ("quire.launch.offline.llm", None),
+    "RequestOutput": ("quire.launch.offline.request_output", None),
+    "CompletionOutput": ("quire.launch.offline.request_output", None),
     "SamplingParams": ("quire.protocol.request.sampling_params", None),
     "RepetitionDetection": (_STRUCTURED, None),
     "StructuredOutputs": (_STRUCTURED, None),

@@ -46,9 +46,17 @@ class Allowed(NamedTuple):
 
 EXCEPTIONS = [
     Allowed("launch/bench/raw_streams.py:", ".recv", "an HTTP client's plain socket, in a benchmark"),
-    Allowed("launch/replay/sweep.py:", "multiprocessing", "pipes to its own children only, which it spawned itself"),
-    Allowed("launch/replay/sweep.py:", "concurrent.futures.ProcessPoolExecutor", "the same: simulations, no requests"),
-    Allowed("launch/bench/peer_driver.py:", "runpy", "a peer's program may not import ours: its neighbour, by path"),
+    Allowed(
+        "launch/replay/simulate/sweep.py:", "multiprocessing", "pipes to its own children only, which it spawned itself"
+    ),
+    Allowed(
+        "launch/replay/simulate/sweep.py:",
+        "concurrent.futures.ProcessPoolExecutor",
+        "the same: simulations, no requests",
+    ),
+    Allowed(
+        "launch/bench/peers/peer_driver.py:", "runpy", "a peer's program may not import ours: its neighbour, by path"
+    ),
     Allowed("tests/kernels/compile_ahead.py:", "runpy", "the same: files of its own folder"),
     Allowed("tests/worker_proc/test_parallel.py:", "multiprocessing", "ranks that only share memory"),
 ]

@@ -48,7 +48,7 @@ def test_the_two_commands_are_in_makefile_and_readme() -> None:
 
 
 def test_each_flag_is_documented() -> None:
-    from quire.launch.options import EngineOptions
+    from quire.launch.config.options import EngineOptions
     from quire.launch.serve import ServeOptions
 
     page = (ROOT / "docs/flags.md").read_text().replace("[no-]", "")

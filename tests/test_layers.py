@@ -54,7 +54,8 @@ def test_torch_stays_in_the_worker(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["quire.scheduler_proc.__main__", "quire.launch.cli", "quire.launch.http.__main__", "quire.launch.llm"]
+    "module",
+    ["quire.scheduler_proc.__main__", "quire.launch.cli", "quire.launch.http.__main__", "quire.launch.offline.llm"],
 )
 def test_it_runs_where_torch_is_not_installed(module: str) -> None:
     code = f"import sys; sys.modules.update(torch=None, transformers=None); import {module}"

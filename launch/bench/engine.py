@@ -21,12 +21,12 @@ import msgspec
 import psutil
 from tqdm import tqdm
 
-from quire.launch.bench.peers import Peer, PeerFailed, write_checkpoint
-from quire.launch.bench.report import Report, Table, rounded
-from quire.launch.bench.shapes import find_shape
-from quire.launch.llm import LLM
-from quire.launch.model_folder import find_model
-from quire.launch.options import EngineOptions, make_engine_config
+from quire.launch.bench.peers.peers import Peer, PeerFailed, write_checkpoint
+from quire.launch.config.model_folder import find_model
+from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.measure.report import Report, Table, rounded
+from quire.launch.measure.shapes import find_shape
+from quire.launch.offline.llm import LLM
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from quire.launch.bench.fault_server import FaultServer, Role, has_settled, wait_until
 from quire.launch.bench.fault_slots import Slots, Verdicts
 from quire.launch.bench.live_streams import Answer, Ask, get, make_asks, stream
-from quire.launch.bench.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 Kind = Literal["worker", "worker-stop", "scheduler", "frontend", "supervisor"]

@@ -18,8 +18,8 @@ from typing import Any
 from quire.launch.bench.hostile_attacks import ATTACKS, VOCABULARY
 from quire.launch.bench.own_server import Target, serving
 from quire.launch.bench.raw_http import connected
-from quire.launch.bench.report import Report, Table, rounded, spell
-from quire.launch.bench.trace_share import RequestShare, count_shares
+from quire.launch.bench.scheduler.trace_share import RequestShare, count_shares
+from quire.launch.measure.report import Report, Table, rounded, spell
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.reader import TraceReader
 

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from quire.launch.bench.engine import QUIET_CORES, OthersClock, default_threads
-from quire.launch.bench.report import Report, Table, rounded
-from quire.launch.bench.shapes import find_shape
+from quire.launch.measure.report import Report, Table, rounded
+from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError, EngineError
 
 DEVICE_LOST = 3

@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 import psutil
 
-from quire.launch.bench.http_client import parse_metrics
+from quire.launch.measure.http_client import parse_metrics
 from quire.protocol.errors import ConfigError, EngineError
 
 T = TypeVar("T")

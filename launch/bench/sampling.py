@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.launch.bench.report import Report, Table, rounded
-from quire.launch.bench.shapes import find_shape
-from quire.launch.llm import LLM
-from quire.launch.model_folder import find_model
-from quire.launch.options import EngineOptions, make_engine_config
-from quire.launch.supervisor import WORKER_ENVIRONMENT
+from quire.launch.config.model_folder import find_model
+from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.measure.report import Report, Table, rounded
+from quire.launch.measure.shapes import find_shape
+from quire.launch.offline.llm import LLM
+from quire.launch.supervision.supervisor import WORKER_ENVIRONMENT
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs

@@ -12,8 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from quire.launch.bench.dataset import read_prompts
-from quire.launch.bench.http_client import Prompt, RequestSettings, ServerClient, Timing
-from quire.launch.bench.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.launch.measure.http_client import Prompt, RequestSettings, ServerClient, Timing
+from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 # The scheduler runs a step ahead: a moment after the last answer it may still hold what that left behind.

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from quire.launch.bench.own_server import Holdings, Target, busy_shares, is_clean, serving
 from quire.launch.bench.raw_http import Connection, connected
-from quire.launch.bench.report import Report, Table, rounded
 from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
+from quire.launch.measure.report import Report, Table, rounded
 from quire.protocol.errors import ConfigError
 
 MIB = 2**20

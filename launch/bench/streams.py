@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.launch.bench.own_server import Target, busy_shares, is_clean, serving
 from quire.launch.bench.raw_streams import RawStream, StreamedAnswer, drive, read_answer
-from quire.launch.bench.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 VOCABULARY = range(3, 1000)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.launch.bench.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
-from quire.launch.bench.scheduler_rig import BatchWorker
-from quire.launch.bench.shapes import find_shape
+from quire.launch.bench.scheduler.scheduler_rig import BatchWorker
+from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.launch.measure.shapes import find_shape
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout

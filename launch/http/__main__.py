@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
-from quire.launch.client import ZmqEngineClient
+from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
-from quire.launch.http.server import ServerSettings
-from quire.launch.http.socket_protocol import BoundedHttpProtocol
-from quire.launch.http.thinking import Thinking
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
+from quire.launch.http.serving.thinking import Thinking
 from quire.launch.serve import FrontEndSettings
-from quire.launch.text_in import TextIn
+from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, enter_child
 from quire.protocol.request.plugins import load_logits_processors

@@ -13,13 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.launch.engine_client import EngineClient
-from quire.launch.http.chat import chat_completions
-from quire.launch.http.completions import completions
-from quire.launch.http.errors import ApiError, shorten
-from quire.launch.http.gate import Gate
-from quire.launch.http.server import Server, ServerSettings
-from quire.launch.http.tokens import detokenize, tokenize
+from quire.launch.frontend.engine_client import EngineClient
+from quire.launch.http.routes.chat import chat_completions
+from quire.launch.http.routes.completions import completions
+from quire.launch.http.routes.tokens import detokenize, tokenize
+from quire.launch.http.schema.errors import ApiError, shorten
+from quire.launch.http.serving.gate import Gate
+from quire.launch.http.serving.server import Server, ServerSettings
 
 Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
 

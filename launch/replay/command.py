@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from quire.launch.bench.report import Table, rounded
+from quire.launch.measure.report import Table, rounded
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.output import Result, check_outputs, progress_bar, publish, result_of
 from quire.launch.replay.report.summary import SWEEP_COLUMNS, side_by_side, summary, sweep_cells
-from quire.launch.replay.run_record import RunRecord
-from quire.launch.replay.workload import Workload
+from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.workload.workload import Workload
 from quire.protocol.errors import ConfigError
 
 EX_INTERRUPTED = 130
@@ -110,7 +110,7 @@ def _is_exact(args: argparse.Namespace) -> bool:
 
 
 def _exact(args: argparse.Namespace) -> Result:
-    from quire.launch.replay.exact import replay_trace
+    from quire.launch.replay.recorded.command import replay_trace
 
     with progress_bar(None) as progress:
         record = replay_trace(args.trace, lenient=args.lenient, progress=progress)
@@ -143,7 +143,7 @@ def _what_if(args: argparse.Namespace) -> Result:
 
 def _run(args: argparse.Namespace, workload: Workload, more: dict[str, str]) -> RunRecord:
     """``more``: settings on top of the user's."""
-    from quire.launch.replay.whatif import prepare, run_workload
+    from quire.launch.replay.simulate.whatif import prepare, run_workload
 
     setup, cost = prepare(workload, dict(args.set) | more, args.cost)
     with progress_bar(len(workload.calls)) as progress:
@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace, workload: Workload, more: dict[str, str]) -> 
 
 
 def _compare(args: argparse.Namespace) -> Result:
-    from quire.launch.replay.compare import compare
+    from quire.launch.replay.report.compare import compare
 
     workload = _load(args)
     more = dict(args.compare)
@@ -168,7 +168,7 @@ def _compare(args: argparse.Namespace) -> Result:
 
 def _sweep(args: argparse.Namespace) -> Result:
     """Raises ConfigError: no run of them ended well; says why the first did not."""
-    from quire.launch.replay.sweep import SweepTask, sweep
+    from quire.launch.replay.simulate.sweep import SweepTask, sweep
 
     task = SweepTask(args.trace, args.format, _load_options(args), dict(args.set), args.cost, _run_options(args))
     with progress_bar(None, " runs") as progress:

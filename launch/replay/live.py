@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from quire.launch.bench.http_client import RequestSettings, ServerClient, Timing
+from quire.launch.measure.http_client import RequestSettings, ServerClient, Timing
 from quire.launch.replay.live_prompts import PromptMaker
-from quire.launch.replay.run_record import RequestRun, RunRecord
-from quire.launch.replay.sources import NEVER, ClosedLoop, Concurrency, OpenLoop, Source
-from quire.launch.replay.workload import Call, Workload
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
+from quire.launch.replay.workload.sources import NEVER, ClosedLoop, Concurrency, OpenLoop, Source
+from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.launch.bench.http_client import Prompt
-from quire.launch.replay.workload import Call
+from quire.launch.measure.http_client import Prompt
+from quire.launch.replay.workload.workload import Call
 
 _OWN = 2**32 - 2
 """The space of tokens that no id of the trace covers; the call's number is their id."""

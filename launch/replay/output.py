@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.launch.bench.report import Table
+from quire.launch.measure.report import Table
 from quire.launch.replay.report.summary import summary, tables
-from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.run.run_record import RunRecord
 from quire.protocol.errors import ConfigError
 
 PROGRESS_AFTER_S = 2.0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, short
 
-from quire.launch.http import schema
-from quire.launch.http.body import MAX_BODY_WEIGHT
-from quire.launch.http.tokens import TOKENIZE_FIELDS
+from quire.launch.http.routes.tokens import TOKENIZE_FIELDS
+from quire.launch.http.schema.schema import schema
+from quire.launch.http.serving.body import MAX_BODY_WEIGHT
 
 GENERATING = (COMPLETIONS, CHAT)
 PATHS = (*GENERATING, "/tokenize", "/detokenize")

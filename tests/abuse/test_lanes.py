@@ -11,9 +11,9 @@ from front_end import EndlessEngine
 from tokenizers import Tokenizer, models
 
 from quire.launch.http.app import make_app
-from quire.launch.http.lanes import MAX_LONG_CHARS, NUM_HUGE_TEXTS, NUM_LONG_TEXTS, TextLanes
-from quire.launch.http.server import ServerSettings
-from quire.launch.text_in import LONG_TEXT_CHARS, TextIn
+from quire.launch.http.serving.lanes import MAX_LONG_CHARS, NUM_HUGE_TEXTS, NUM_LONG_TEXTS, TextLanes
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.text_in import LONG_TEXT_CHARS, TextIn
 
 WAIT_S = 30.0
 HUGE = MAX_LONG_CHARS + 1

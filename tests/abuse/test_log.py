@@ -17,8 +17,8 @@ import pytest
 from front_end import EndlessEngine, FrontEnd
 from served import QUIRE
 
-from quire.launch.http.errors import as_api_error
-from quire.launch.http.metrics import Metrics
+from quire.launch.http.schema.errors import as_api_error
+from quire.launch.http.serving.metrics import Metrics
 
 COMPLETIONS = "/v1/completions"
 WAIT_S = 60.0

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused
 
-from quire.launch.http.metrics import Metrics
+from quire.launch.http.serving.metrics import Metrics
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.messages import Statistics
 

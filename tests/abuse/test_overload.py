@@ -17,8 +17,8 @@ import pytest
 from abuse import AbusedServer, check_error
 from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
 
-from quire.launch.http.errors import ClientGone
-from quire.launch.http.gate import OPEN_PATHS, Gate
+from quire.launch.http.schema.errors import ClientGone
+from quire.launch.http.serving.gate import OPEN_PATHS, Gate
 from quire.protocol.wire.messages import Statistics
 
 COMPLETIONS = "/v1/completions"
@@ -329,7 +329,7 @@ class TestCollectedAnswers:
     def test_too_many_at_once(
         self, narrow: FrontEnd, fields: dict[str, Any], most: int, status: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("quire.launch.http.generate.MAX_COLLECTED_VALUES", most)
+        monkeypatch.setattr("quire.launch.http.routes.generate.MAX_COLLECTED_VALUES", most)
         response = narrow.client.post(COMPLETIONS, json={"prompt": [1], **fields})
         assert response.status_code == status, response.text[:500]
         if status == 400:

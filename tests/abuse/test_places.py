@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from quire.launch.supervisor import Supervisor
+from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.errors import EngineError
 from quire.protocol.wire import messages as m
 from quire.protocol.wire.zmq_channel import ZmqHub, check_socket_directory, frontend_address

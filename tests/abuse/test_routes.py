@@ -11,9 +11,9 @@ from front_end import FrontEnd, post, status_of
 from starlette.routing import Route
 
 from quire.launch.http.app import make_app
-from quire.launch.http.gate import OPEN_PATHS
-from quire.launch.http.server import ServerSettings
-from quire.launch.text_in import TextIn
+from quire.launch.http.serving.gate import OPEN_PATHS
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import ConfigError
 
 KEYS = ("first-key", "zweiter-schlüssel", "third key")
@@ -289,7 +289,7 @@ class TestKeys:
             compared.append(known)
             return given == known
 
-        monkeypatch.setattr("quire.launch.http.gate.hmac.compare_digest", compare)
+        monkeypatch.setattr("quire.launch.http.serving.gate.hmac.compare_digest", compare)
         for key in (*KEYS, "wrong", ""):
             compared.clear()
             ask(locked, "GET", "/v1/models", bearer(key))

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from front_end import EndlessEngine, FrontEnd, post
 
-from quire.launch.http.sse import MAX_UNSENT_BYTES, MAX_UNSENT_WRITES, MIN_UNSENT_WRITES, EventStream, SlowReader
+from quire.launch.http.serving.sse import (
+    MAX_UNSENT_BYTES,
+    MAX_UNSENT_WRITES,
+    MIN_UNSENT_WRITES,
+    EventStream,
+    SlowReader,
+)
 
 COMPLETIONS = "/v1/completions"
 MAX_TOKENS = 10**5

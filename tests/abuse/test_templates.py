@@ -14,12 +14,12 @@ from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, che
 from engine_processes import engine_processes, processes_of
 from grammar_cases import DEMO
 
-from quire.launch.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
-from quire.launch.template_helper import TemplateHelper
-from quire.launch.text_in import ChatOptions, TextIn
+from quire.launch.text.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
+from quire.launch.text.template_helper import TemplateHelper
+from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 
-HELPER = "quire.launch.template_helper"
+HELPER = "quire.launch.text.template_helper"
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
 
 LOOP = "{% for a in range(99999) %}"
@@ -151,7 +151,7 @@ def test_messages_are_not_blamed_for_a_helper_that_is_not_let_run(
     """A front end answers 503 to that, and not 400."""
     mine(one_helper)[1].send_signal(signal.SIGSTOP)
     with monkeypatch.context() as hurried, pytest.raises(EngineError):
-        hurried.setattr("quire.launch.template_helper.WALL_SECONDS", 0.05)
+        hurried.setattr("quire.launch.text.template_helper.WALL_SECONDS", 0.05)
         render(one_helper)
     assert render(one_helper) == "hello"
 

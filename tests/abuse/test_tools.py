@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from abuse import CHAT, MESSAGES, AbusedServer, assert_refused, check_error, short
 
-from quire.launch.http.tool_calls import AfterThought, AnyCalls, NamedCall
+from quire.launch.http.routes.tool_calls import AfterThought, AnyCalls, NamedCall
 
 
 def tool(**function: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def server() -> Iterator[Served]:
     yield served
     assert served.stop() == 0
     assert not any("Traceback" in line for line in served.log), "".join(served.log)
-    assert not engine_processes("quire.launch.replay.worker_process")
+    assert not engine_processes("quire.launch.replay.simulate.worker_process")
 
 
 def complete(server: Served, **body: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def stream(server: Served, num_tokens: int, seed: int) -> tuple[str, int]:
 def test_it_says_that_it_is_no_model(server: Served) -> None:
     said = next(line for line in server.log if "SIMULATED" in line)
     assert "nonsense" in said and "2 ms per step" in said and "500 KV blocks" in said
-    workers = [" ".join(p.cmdline()) for p in engine_processes("quire.launch.replay.worker_process")]
+    workers = [" ".join(p.cmdline()) for p in engine_processes("quire.launch.replay.simulate.worker_process")]
     assert len(workers) == 1 and not engine_processes("quire.worker_proc")
 
 

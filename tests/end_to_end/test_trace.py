@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from served import Served
 
-from quire.launch.replay.exact import replay_trace
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.quire import load
-from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.recorded.command import replay_trace
+from quire.launch.replay.run.run_record import RunRecord
 from quire.scheduler_proc.trace.lines import Line, encode_line
 from quire.scheduler_proc.trace.reader import TraceReader
 

@@ -12,11 +12,11 @@ import pytest
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quire.launch.chat_template import ChatTemplate
-from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs, Update
+from quire.launch.frontend.engine_client import PromptLogprobTable, TokenLogprobs, Update
 from quire.launch.http.app import make_app
-from quire.launch.http.server import ServerSettings
-from quire.launch.text_in import TextIn
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.chat_template import ChatTemplate
+from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import EndReason, Statistics

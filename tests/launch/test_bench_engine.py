@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from quire.launch.bench.engine import Contestant, default_threads, make_prompts, run
-from quire.launch.bench.peers import PEERS, Peer, PeerFailed, write_checkpoint
-from quire.launch.bench.shapes import find_shape
-from quire.launch.options import EngineOptions
+from quire.launch.bench.peers.peers import PEERS, Peer, PeerFailed, write_checkpoint
+from quire.launch.config.options import EngineOptions
+from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError
 
 

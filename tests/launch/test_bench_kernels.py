@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quire.launch.bench.kernels import Found, _report, run
-from quire.launch.bench.shapes import find_shape
 from quire.launch.cli import main
+from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError
 from quire.worker_proc.bench.cpu_attention import gather_and_attend, spec_of
 from quire.worker_proc.bench.gpu_attention import prefill_flops

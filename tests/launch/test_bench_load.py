@@ -22,8 +22,8 @@ from quire.launch.bench.hostile import CALM, Round
 from quire.launch.bench.own_server import Holdings, Target, is_clean, serving
 from quire.launch.bench.raw_http import connected
 from quire.launch.bench.raw_streams import RawStream, StreamedAnswer, dechunk, drive, read_answer
+from quire.launch.bench.scheduler.trace_share import RequestShare, count_shares
 from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
-from quire.launch.bench.trace_share import RequestShare, count_shares
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams

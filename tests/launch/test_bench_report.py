@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.launch.bench.report import Report, Table, distribution, distribution_row, machine_facts, rounded, spell
-from quire.launch.bench.shapes import SHAPES, checkpoint_config, find_shape
+from quire.launch.measure.report import Report, Table, distribution, distribution_row, machine_facts, rounded, spell
+from quire.launch.measure.shapes import SHAPES, checkpoint_config, find_shape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import parse_model_config
 

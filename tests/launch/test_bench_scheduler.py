@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.launch.bench.churn_trace import churn_trace
-from quire.launch.bench.peers import PeerFailed
-from quire.launch.bench.scheduler import SHOWN, make_table, parse_sections, run
-from quire.launch.bench.scheduler_churn import ChurnSizes, Load, load_churn_trace
-from quire.launch.bench.scheduler_peer import SchedulerPeer, as_ours, median_of, one_core, ratio_of, run_json
-from quire.launch.bench.scheduler_rig import BatchWorker, Rig, summary
-from quire.launch.bench.scheduler_sections import SECTIONS, Sizes, measure
-from quire.launch.bench.scheduler_trace import TraceSizes
+from quire.launch.bench.peers.peers import PeerFailed
+from quire.launch.bench.scheduler.churn_trace import churn_trace
+from quire.launch.bench.scheduler.command import SHOWN, make_table, parse_sections, run
+from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
+from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, as_ours, median_of, one_core, ratio_of, run_json
+from quire.launch.bench.scheduler.scheduler_rig import BatchWorker, Rig, summary
+from quire.launch.bench.scheduler.scheduler_sections import SECTIONS, Sizes, measure
+from quire.launch.bench.scheduler.scheduler_trace import TraceSizes
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zmq
 
-from quire.launch.client import ZmqEngineClient
+from quire.launch.frontend.client import ZmqEngineClient
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import AddRequest, EngineState, FrontEndToScheduler, Hello, Rejected

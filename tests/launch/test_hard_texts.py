@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from quire.launch.chat_template import ChatTemplate
 from quire.launch.http.app import make_app
-from quire.launch.http.body import CONTAINER_WEIGHT, MAX_BODY_WEIGHT, TEXT_WEIGHT, parse_body
-from quire.launch.http.server import ServerSettings
-from quire.launch.prompts import (
+from quire.launch.http.serving.body import CONTAINER_WEIGHT, MAX_BODY_WEIGHT, TEXT_WEIGHT, parse_body
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.chat_template import ChatTemplate
+from quire.launch.text.prompts import (
     MAX_ANSWER_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     MAX_SUBMITTED_TOKENS,
     Prompt,
     check_volume,
 )
-from quire.launch.text_in import ChatOptions, TextIn
-from quire.launch.text_out import StopStrings
+from quire.launch.text.text_in import ChatOptions, TextIn
+from quire.launch.text.text_out import StopStrings
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
 

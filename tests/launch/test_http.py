@@ -8,8 +8,8 @@ import pytest
 from starlette.applications import Starlette
 
 from quire.launch.http.app import make_app
-from quire.launch.http.server import ServerSettings
-from quire.launch.text_in import TextIn
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import seed_for_sample
 from quire.protocol.wire.messages import EndReason

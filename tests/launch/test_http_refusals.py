@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 
-from quire.launch.http import schema
 from quire.launch.http.app import ROUTES, make_app
-from quire.launch.http.body import MAX_BODY_BYTES
-from quire.launch.http.gate import OPEN_PATHS
-from quire.launch.http.server import ServerSettings
-from quire.launch.text_in import TextIn
+from quire.launch.http.schema.schema import schema
+from quire.launch.http.serving.body import MAX_BODY_BYTES
+from quire.launch.http.serving.gate import OPEN_PATHS
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 
 VOCAB = 420

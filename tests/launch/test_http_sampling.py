@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from quire.launch.http.app import make_app
-from quire.launch.http.sampling_fields import response_format
-from quire.launch.http.server import ServerSettings
+from quire.launch.http.schema.sampling_fields import response_format
+from quire.launch.http.serving.server import ServerSettings
 from quire.protocol.request.logits_processors import AdapterLogitsProcessor
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs

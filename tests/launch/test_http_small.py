@@ -14,12 +14,12 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
-from quire.launch.answers import Piece
+from quire.launch.frontend.answers import Piece
 from quire.launch.http.app import make_app
-from quire.launch.http.metrics import AnswerClock, Metrics
-from quire.launch.http.server import ServerSettings
-from quire.launch.http.socket_protocol import BoundedHttpProtocol
-from quire.launch.text_in import TextIn
+from quire.launch.http.serving.metrics import AnswerClock, Metrics
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
+from quire.launch.text.text_in import TextIn
 from quire.protocol.wire.messages import Histogram, Statistics
 from quire.version import __version__
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from curve_files import make_keys
 
-from quire.launch.options import EngineOptions, make_engine_config
+from quire.launch.config.options import EngineOptions, make_engine_config
 from quire.protocol.errors import ConfigError
 
 

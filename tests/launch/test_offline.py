@@ -8,7 +8,7 @@ import pytest
 from checkpoints import greedy_tokens
 
 from quire import LLM, SamplingParams
-from quire.launch.request_output import EngineStatistics
+from quire.launch.offline.request_output import EngineStatistics
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.messages import Histogram, Statistics
 

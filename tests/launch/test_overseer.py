@@ -4,8 +4,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quire.launch.members import STANDBY_DELAY_S, Process, Role
-from quire.launch.overseer import ADOPTION_S, BACKOFF_S, LEAVE_S, MAX_DEATHS, SILENT_S, START_S, Crew, Overseer
+from quire.launch.supervision.members import STANDBY_DELAY_S, Process, Role
+from quire.launch.supervision.overseer import (
+    ADOPTION_S,
+    BACKOFF_S,
+    LEAVE_S,
+    MAX_DEATHS,
+    SILENT_S,
+    START_S,
+    Crew,
+    Overseer,
+)
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.process.child import EX_CONFIG, Command, Report
 

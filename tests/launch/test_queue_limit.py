@@ -12,16 +12,16 @@ from scheduler_driver import Driver, expected_tokens
 from tqdm import tqdm
 
 import quire
-from quire.launch.batch import Batch, BatchRequest
-from quire.launch.engine_client import Update
+from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.session import Session
+from quire.launch.frontend.streams import Stream
 from quire.launch.http.app import make_app
-from quire.launch.http.errors import STATUS_OF_CODE
-from quire.launch.http.server import ServerSettings
-from quire.launch.prompts import Prompt
-from quire.launch.session import Session
-from quire.launch.streams import Stream
-from quire.launch.text_in import TextIn
-from quire.launch.text_out import TokenTexts
+from quire.launch.http.schema.errors import STATUS_OF_CODE
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.offline.batch import Batch, BatchRequest
+from quire.launch.text.prompts import Prompt
+from quire.launch.text.text_in import TextIn
+from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import Abort, AddRequest, EngineState, Hello, Message, Rejected, StepOutputs
@@ -62,7 +62,7 @@ class ScheduledEngine(Driver):
         if not isinstance(message, Hello):
             self.consume(message)
 
-    # ---- as quire.launch.batch.BlockingEngine
+    # ---- as quire.launch.offline.batch.BlockingEngine
 
     def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
         return self.session.add(request, on_news)
@@ -70,7 +70,7 @@ class ScheduledEngine(Driver):
     def receive(self) -> None:
         self.step()
 
-    # ---- as quire.launch.engine_client.EngineClient
+    # ---- as quire.launch.frontend.engine_client.EngineClient
 
     async def add(
         self,
@@ -105,7 +105,7 @@ class ScheduledEngine(Driver):
 
 
 class ScheduledSequence:
-    """``quire.launch.engine_client.Sequence``: whoever reads it lets the engine run."""
+    """``quire.launch.frontend.engine_client.Sequence``: whoever reads it lets the engine run."""
 
     def __init__(self, engine: ScheduledEngine, stream: Stream) -> None:
         self.request_id = stream.request_id

@@ -9,12 +9,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import quire
-from quire.launch.child_process import python_path
 from quire.launch.cli import main
+from quire.launch.config.options import EngineOptions, make_engine_config, parse_options
+from quire.launch.config.sampling_options import import_paths, processor_name, thinking_markers
 from quire.launch.demo import demo_model_path
-from quire.launch.options import EngineOptions, make_engine_config, parse_options
-from quire.launch.sampling_options import import_paths, processor_name, thinking_markers
-from quire.launch.terminal import _sampling
+from quire.launch.offline.terminal import _sampling
+from quire.launch.supervision.child_process import python_path
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig

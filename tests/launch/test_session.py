@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.launch.session import Session
-from quire.launch.streams import Stream
+from quire.launch.frontend.session import Session
+from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.codec import ProtocolError

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.launch.engine_client import PromptLogprobTable
-from quire.launch.streams import Stream, StreamTable
+from quire.launch.frontend.engine_client import PromptLogprobTable
+from quire.launch.frontend.streams import Stream, StreamTable
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.logprobs import PromptLogprobs
 from quire.protocol.wire.messages import AddRequest, Ended, EndReason, Introduced, StepOutputs

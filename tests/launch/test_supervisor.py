@@ -10,8 +10,8 @@ import pytest
 import slow_to_go
 from scheduler_driver import make_config
 
-from quire.launch.child_process import ChildProcess
-from quire.launch.supervisor import Supervisor, WorkerProgram
+from quire.launch.supervision.child_process import ChildProcess
+from quire.launch.supervision.supervisor import Supervisor, WorkerProgram
 from quire.protocol.process.child import Command
 
 WAIT_S = 20.0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 
-from quire.launch.chat_template import ChatTemplate
-from quire.launch.text_in import ChatOptions, TextIn
+from quire.launch.text.chat_template import ChatTemplate
+from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import ConfigError, InvalidRequest
 
 USER = {"role": "user", "content": "hello"}
@@ -183,7 +183,7 @@ class TestTemplate:
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
     code = (
-        "import sys, quire.launch.http.app, quire.launch.answers\n"
+        "import sys, quire.launch.http.app, quire.launch.frontend.answers\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from quire.launch.answers import Answer
-from quire.launch.engine_client import TokenLogprobs, Update
-from quire.launch.prompts import Prompt
-from quire.launch.text_in import TextIn
-from quire.launch.text_out import MAX_HELD_TOKENS, Detokenizer, StopStrings, TextOut, TokenTexts
+from quire.launch.frontend.answers import Answer
+from quire.launch.frontend.engine_client import TokenLogprobs, Update
+from quire.launch.text.prompts import Prompt
+from quire.launch.text.text_in import TextIn
+from quire.launch.text.text_out import MAX_HELD_TOKENS, Detokenizer, StopStrings, TextOut, TokenTexts
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import EndReason
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.launch.http.app import make_app
-from quire.launch.http.fields import Fields
-from quire.launch.http.server import ServerSettings
-from quire.launch.http.thinking import Thinking
-from quire.launch.http.tool_calls import AnyCalls, NamedCall
-from quire.launch.http.tools import parse_tools
-from quire.launch.prompts import check_messages
+from quire.launch.http.routes.tool_calls import AnyCalls, NamedCall
+from quire.launch.http.schema.fields import Fields
+from quire.launch.http.schema.tools import parse_tools
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.http.serving.thinking import Thinking
+from quire.launch.text.prompts import check_messages
 from quire.protocol.request.sampling_params import SamplingParams
 
 WEATHER = {

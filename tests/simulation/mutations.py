@@ -12,7 +12,8 @@ from unittest import mock
 import msgspec
 import without_guards as without
 
-from quire.launch import overseer, session, streams
+from quire.launch.frontend import session, streams
+from quire.launch.supervision import overseer
 from quire.protocol.wire import channel, codec
 from quire.scheduler_proc import front_ends, planner, request_table, results, scheduler, suspects, worker_group
 from quire.scheduler_proc import loop as scheduler_loop

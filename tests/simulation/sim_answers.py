@@ -9,8 +9,8 @@ from scheduler_load import EOS, MAX_MODEL_LEN, prompt_logprobs_of
 from sim_model import best_two
 from sim_scenario import VOCAB_SIZE, Ask
 
-from quire.launch.engine_client import Update
-from quire.launch.session import CONDEMNED, TRIED_AFTER
+from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.session import CONDEMNED, TRIED_AFTER
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.wire.messages import EndReason
 

@@ -9,8 +9,8 @@ from sim_process import SimProcess
 from sim_scenario import Ask
 from sim_wire import WireChannel
 
-from quire.launch.session import Session
-from quire.launch.streams import Stream
+from quire.launch.frontend.session import Session
+from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.codec import ProtocolError

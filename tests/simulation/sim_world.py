@@ -22,9 +22,9 @@ from sim_scheduler import SimScheduler
 from sim_violation import Violation
 from sim_worker import SimWorker
 
-from quire.launch.engine_client import Update
-from quire.launch.members import Role
-from quire.launch.overseer import MAX_DEATHS, Crew, Overseer
+from quire.launch.frontend.engine_client import Update
+from quire.launch.supervision.members import Role
+from quire.launch.supervision.overseer import MAX_DEATHS, Crew, Overseer
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import QuireError
 from quire.protocol.model.kv_layout import KVLayout

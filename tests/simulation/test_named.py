@@ -7,7 +7,7 @@ from sim_run import Outcome, play
 from sim_scenario import Ask, Fault, Scenario
 from sim_world import World
 
-from quire.launch.overseer import Overseer
+from quire.launch.supervision.overseer import Overseer
 
 ASKS = tuple(Ask(2.6 + i / 10, f"r{i}", i, (0, 8), (i, 6), 12) for i in range(5))
 

@@ -12,11 +12,11 @@ import httpx
 import numpy as np
 import uvicorn
 
-from quire.launch.engine_client import PromptLogprobTable, TokenLogprobs, Update
+from quire.launch.frontend.engine_client import PromptLogprobTable, TokenLogprobs, Update
 from quire.launch.http.app import make_app
-from quire.launch.http.server import ServerSettings
-from quire.launch.http.socket_protocol import BoundedHttpProtocol, ConnectionLimits
-from quire.launch.text_in import TextIn
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol, ConnectionLimits
+from quire.launch.text.text_in import TextIn
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import EndReason, Statistics
 

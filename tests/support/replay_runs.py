@@ -5,13 +5,13 @@ from functools import cache
 import msgspec
 import numpy as np
 
-from quire.launch.bench.shapes import SHAPES
-from quire.launch.options import EngineOptions, make_engine_config
-from quire.launch.replay.cost import ConstantCost
-from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
-from quire.launch.replay.simulator import Simulator
-from quire.launch.replay.sources import OpenLoop
-from quire.launch.replay.workload import Call, Content
+from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.measure.shapes import SHAPES
+from quire.launch.replay.costs.cost import ConstantCost
+from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.simulate.simulator import Simulator
+from quire.launch.replay.workload.sources import OpenLoop
+from quire.launch.replay.workload.workload import Call, Content
 from quire.protocol.model.kv_layout import kv_layout
 
 BLOCK_SIZE, NUM_BLOCKS, BUDGET = 16, 120, 256

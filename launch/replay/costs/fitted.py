@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.launch.replay.cost import StepShape
+from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.nonnegative import Floats, nonnegative_least_squares
-from quire.launch.replay.rows import SimulatedRows
+from quire.launch.replay.costs.rows import SimulatedRows
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData, SchedulerOutput

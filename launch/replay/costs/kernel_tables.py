@@ -9,8 +9,8 @@ between kernels, scheduling and the network are not in them, nor added.
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.launch.replay.cost import StepShape
 from quire.launch.replay.costs.chips import CHIPS, Chip
+from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.csv_table import read_points, read_table
 from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.roofline import UTILIZATION, check_cut

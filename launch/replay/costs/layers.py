@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.launch.replay.cost import StepShape
+from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.csv_table import find_file, read_points, read_table
 from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.link import Link

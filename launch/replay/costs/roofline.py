@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from quire.launch.replay.cost import StepShape
 from quire.launch.replay.costs.chips import Chip
+from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read, room_for_kv
 from quire.protocol.errors import ConfigError

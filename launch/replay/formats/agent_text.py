@@ -21,8 +21,8 @@ from quire.launch.replay.formats.read import (
     order_notes,
     records,
 )
-from quire.launch.replay.workload import Call, Content, Workload
-from quire.launch.text_in import NO_TOKENIZER, TextIn
+from quire.launch.replay.workload.workload import Call, Content, Workload
+from quire.launch.text.text_in import NO_TOKENIZER, TextIn
 from quire.protocol.errors import ConfigError
 
 _BATCH = 64

@@ -22,7 +22,7 @@ from quire.launch.replay.formats.read import (
     finish,
     records,
 )
-from quire.launch.replay.workload import Call, Content, Workload
+from quire.launch.replay.workload.workload import Call, Content, Workload
 
 
 class _Request(msgspec.Struct, tag_field="type"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import Faults, at_least_one_token, empty_notes, files_of, finish, order_notes
 from quire.launch.replay.formats.table import read_table, token_count
-from quire.launch.replay.workload import Call, Workload
+from quire.launch.replay.workload.workload import Call, Workload
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:\+00:00|Z)?")

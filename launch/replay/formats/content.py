@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import pairwise
 
-from quire.launch.replay.workload import Call, Content
+from quire.launch.replay.workload.workload import Call, Content
 
 
 def chain_ids(tokens: Sequence[int], unit: int) -> array[int]:

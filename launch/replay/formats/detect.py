@@ -24,7 +24,7 @@ from quire.launch.replay.formats import (
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import Faults, files_of, read_lines
 from quire.launch.replay.formats.table import fields_of
-from quire.launch.replay.workload import Workload
+from quire.launch.replay.workload.workload import Workload
 from quire.protocol.errors import ConfigError, did_you_mean
 
 Loader = Callable[[Path, LoadOptions], Workload]

@@ -22,7 +22,7 @@ from quire.launch.replay.formats.read import (
     read_whole,
     records,
 )
-from quire.launch.replay.workload import Call, Content, Workload
+from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.policies import find_preset
 

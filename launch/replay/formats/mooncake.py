@@ -20,7 +20,7 @@ from quire.launch.replay.formats.read import (
     order_notes,
     records,
 )
-from quire.launch.replay.workload import Call, Content, Workload
+from quire.launch.replay.workload.workload import Call, Content, Workload
 
 UNIT = 512
 

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.workload import Call, Workload
+from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.unpack import Damaged, open_unpacked
 

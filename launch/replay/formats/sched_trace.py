@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import MAX_TOKENS, Faults, files_of, finish, records
-from quire.launch.replay.workload import Call, Content, Workload
+from quire.launch.replay.workload.workload import Call, Content, Workload
 
 KINDS = {
     "step_snapshot": "free_blocks",

@@ -20,7 +20,7 @@ from quire.launch.replay.formats.arrivals import Doubles, draw_gaps
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import MAX_TOKENS, Faults, finish, read_lines, read_whole
 from quire.launch.replay.formats.table import fields_of
-from quire.launch.replay.workload import Call, Workload
+from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 
 WINDOW = 600.0

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from quire.launch.replay.formats.arrivals import Lengths, parse_arrivals, parse_lengths
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import MAX_TOKENS, Faults, finish
-from quire.launch.replay.workload import Call, Content, Workload
+from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError, did_you_mean
 
 PREFIX = "synthetic:"

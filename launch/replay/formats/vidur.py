@@ -8,7 +8,7 @@ from quire.launch.replay.formats.arrivals import parse_arrivals
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import Faults, at_least_one_token, empty_notes, files_of, finish
 from quire.launch.replay.formats.table import read_table, token_count
-from quire.launch.replay.workload import Call, Workload
+from quire.launch.replay.workload.workload import Call, Workload
 
 COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.launch.replay.run_record import RequestRun, StepColumns
+from quire.launch.replay.run.run_record import RequestRun, StepColumns
 
 Floats = npt.NDArray[np.float64]
 MAX_STEP_BINS = 2000

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from quire.launch.replay.run_record import RequestRun, RunRecord
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 UNSUCCESSFUL = ("", "rejected", "abort", "error")
 """Words for how a request ended (``RequestRun.finish``) that keep it out of all latencies; empty: it had not ended."""

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from quire.launch.replay.report.page_data import page_data
-from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.run.run_record import RunRecord
 
 SCRIPTS = (
     "base.js",

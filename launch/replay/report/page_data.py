@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from quire.launch.replay.compare import Comparison, compare
 from quire.launch.replay.report import bins, figures
 from quire.launch.replay.report.bins import microseconds
+from quire.launch.replay.report.compare import Comparison, compare
 from quire.launch.replay.report.stretches import STATES, run_end, stretches
-from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 
 MAX_REQUESTS = 20_000
 MAX_MOMENTS = 40_000

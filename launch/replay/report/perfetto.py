@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.launch.replay.report.stretches import Stretch, run_end, stretches
-from quire.launch.replay.run_record import RequestRun, RunRecord
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 Event = dict[str, Any]
 _ENGINE, _REQUESTS = 1, 2

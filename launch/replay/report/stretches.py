@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from quire.launch.replay.run_record import RequestRun
+from quire.launch.replay.run.run_record import RequestRun
 
 STATES = ("queued", "prefill", "decode", "preempted")
 """prefill: let in, no token yet; decode: from its first token on, what is computed again after a preemption included;

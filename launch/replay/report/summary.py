@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.launch.bench.report import Table, rounded
+from quire.launch.measure.report import Table, rounded
 from quire.launch.replay.report.figures import (
     prefix_cache,
     sorted_latencies,
     spread,
     weighted_percentile,
 )
-from quire.launch.replay.run_record import RunRecord
+from quire.launch.replay.run.run_record import RunRecord
 
 SPREAD = ("mean", "p50", "p90", "p99")
 LATENCY_WORDS = {

@@ -4,7 +4,7 @@ import pytest
 from replay_runs import made_up_run
 
 from quire.launch.replay.report import bins
-from quire.launch.replay.run_record import Moment, RequestRun, StepColumns
+from quire.launch.replay.run.run_record import Moment, RequestRun, StepColumns
 
 
 def test_few_steps_are_drawn_as_they_are() -> None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scheduler_driver import make_config, make_layout
 
-from quire.launch.replay.collector import RunCollector
-from quire.launch.replay.rows import SimulatedRows
-from quire.launch.replay.run_record import RequestRun, RunRecord
+from quire.launch.replay.costs.rows import SimulatedRows
+from quire.launch.replay.run.collector import RunCollector
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import Abort, Int32
 from quire.scheduler_proc.events import Fail, OpaqueRequest, OpaqueResult

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls
 from scheduler_driver import make_config, make_layout
 
-from quire.launch.replay.compare import compare
-from quire.launch.replay.lives import QueueHead, life
-from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
-from quire.launch.replay.simulator import Simulator
-from quire.launch.replay.sources import OpenLoop
-from quire.launch.replay.workload import Call
+from quire.launch.replay.report.compare import compare
+from quire.launch.replay.run.lives import QueueHead, life
+from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.simulate.simulator import Simulator
+from quire.launch.replay.workload.sources import OpenLoop
+from quire.launch.replay.workload.workload import Call
 
 
 def ended(name: str, arrival: float, scheduled: float, first_token: float, end: float, **fields: object) -> RequestRun:

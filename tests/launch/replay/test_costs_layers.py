@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.launch.bench.shapes import SHAPES
-from quire.launch.replay.cost import StepShape
+from quire.launch.measure.shapes import SHAPES
+from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.layers import (
     ATTENTION,
     DENSE,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.launch.bench.shapes import SHAPES
-from quire.launch.replay.cost import StepShape
+from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.chips import CHIPS, find_chip
+from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.models import MODELS, find_model
 from quire.launch.replay.costs.parse import default_cost, parse_cost
-from quire.launch.replay.workload import Workload
+from quire.launch.replay.workload.workload import Workload
 from quire.protocol.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data"

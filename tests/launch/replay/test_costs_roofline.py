@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.launch.bench.shapes import SHAPES
-from quire.launch.replay.cost import StepShape
+from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.chips import CHIPS
+from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.kernel_tables import KernelTableCost
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs

@@ -9,17 +9,17 @@ import pytest
 from scheduler_driver import Driver, make_request
 from traced_runs import STEP_SECONDS, encoded, random_run, traced, write_trace
 
-from quire.launch.options import EngineOptions
-from quire.launch.replay.cost import ConstantCost
-from quire.launch.replay.exact import replay_trace
+from quire.launch.config.options import EngineOptions
+from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.quire import load
-from quire.launch.replay.recorded import SETTINGS
-from quire.launch.replay.run_record import RunRecord
-from quire.launch.replay.setup import make_setup
-from quire.launch.replay.whatif import run_workload
-from quire.launch.replay.workload import Call
+from quire.launch.replay.recorded.command import replay_trace
+from quire.launch.replay.recorded.workload_of import SETTINGS
+from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.setup import make_setup
+from quire.launch.replay.simulate.whatif import run_workload
+from quire.launch.replay.workload.workload import Call
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.messages import EndReason
 from quire.scheduler_proc.trace.lines import Arrival, End, Line, Lost, Result, StepDecision

@@ -15,8 +15,8 @@ import pytest
 
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.run_record import RequestRun, RunRecord
-from quire.launch.replay.whatif import prepare, run_workload
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
+from quire.launch.replay.simulate.whatif import prepare, run_workload
 
 MOST_OFF = {"ttft": 0.05, "tpot": 0.02, "e2e": 0.03}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.launch.replay.report import figures
-from quire.launch.replay.run_record import RequestRun, RunRecord
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 
 @pytest.mark.parametrize(("q", "value"), [(0, 1), (1, 1), (50, 5), (51, 6), (90, 9), (99, 10), (100, 10)])

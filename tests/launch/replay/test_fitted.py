@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from scheduler_driver import make_config, make_layout, make_request
 
-from quire.launch.replay.cost import StepShape
+from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.fitted import FittedCost, TimedStep, fit, fit_steps
 from quire.launch.replay.costs.nonnegative import nonnegative_least_squares
-from quire.launch.replay.simulated_runner import SimulatedRunner
+from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.messages import ModelRunnerOutput
 from quire.scheduler_proc.scheduler import Scheduler

@@ -14,8 +14,8 @@ from quire.launch.demo import demo_model_path
 from quire.launch.replay.formats.content import chain_ids
 from quire.launch.replay.formats.detect import detect_format, load_workload
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.workload import NAME_BYTES, Call, Workload, block_names
-from quire.launch.text_in import TextIn
+from quire.launch.replay.workload.workload import NAME_BYTES, Call, Workload, block_names
+from quire.launch.text.text_in import TextIn
 
 DATA = Path(__file__).parents[2] / "data"
 EXCERPTS = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.launch.replay.formats.detect import FORMATS, detect_format, load_workload
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.workload import Workload
+from quire.launch.replay.workload.workload import Workload
 from quire.protocol.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data"

@@ -11,7 +11,7 @@ from quire.launch.replay.formats.arrivals import draw_gaps, parse_arrivals, pars
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.servegen import Window, draw_times, parse_histogram
-from quire.launch.replay.workload import Workload, block_names
+from quire.launch.replay.workload.workload import Workload, block_names
 from quire.protocol.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data"

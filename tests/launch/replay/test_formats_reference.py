@@ -11,7 +11,7 @@ import pytest
 
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.workload import NAME_BYTES, Call, Workload, block_names
+from quire.launch.replay.workload.workload import NAME_BYTES, Call, Workload, block_names
 
 
 class Found(NamedTuple):

@@ -14,7 +14,7 @@ from replay_runs import made_up_run, simulated_run
 
 from quire.launch.replay.report import page_data
 from quire.launch.replay.report.html import write_html
-from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 
 EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{data}}\u2028"
 

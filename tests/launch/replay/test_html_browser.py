@@ -8,7 +8,7 @@ from browser import Browser, find_browser
 from replay_runs import made_up_run, simulated_run
 
 from quire.launch.replay.report.html import write_html
-from quire.launch.replay.run_record import RequestRun, RunRecord
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 PROGRAM = find_browser()
 pytestmark = [

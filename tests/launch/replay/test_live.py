@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 from quire.launch.replay.live import Target, run_live
 from quire.launch.replay.live_prompts import PromptMaker, invented_tokens
 from quire.launch.replay.report.summary import summary
-from quire.launch.replay.run_record import RunRecord
-from quire.launch.replay.workload import Call, Content, Workload
+from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
 
 

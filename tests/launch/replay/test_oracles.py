@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.launch.replay.cost import ConstantCost
+from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.setup import make_setup
-from quire.launch.replay.whatif import run_workload
-from quire.launch.replay.workload import NAME_BYTES, Workload, block_names
+from quire.launch.replay.simulate.setup import make_setup
+from quire.launch.replay.simulate.whatif import run_workload
+from quire.launch.replay.workload.workload import NAME_BYTES, Workload, block_names
 
 EXCERPT = Path(__file__).parents[2] / "data" / "mooncake_excerpt.jsonl"
 TRACES = os.environ.get("QUIRE_TRACES", "")

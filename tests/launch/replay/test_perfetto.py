@@ -11,7 +11,7 @@ import pytest
 from replay_runs import made_up_run, simulated_run
 
 from quire.launch.replay.report.perfetto import write_perfetto
-from quire.launch.replay.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 
 Events = list[dict[str, Any]]
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_layout
 
-from quire.launch.replay.cost import StepShape
-from quire.launch.replay.rows import SimulatedRows
-from quire.launch.replay.run_record import RunRecord
-from quire.launch.replay.simulator import Simulator
-from quire.launch.replay.sources import ClosedLoop
+from quire.launch.replay.costs.cost import StepShape
+from quire.launch.replay.costs.rows import SimulatedRows
+from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.simulator import Simulator
+from quire.launch.replay.workload.sources import ClosedLoop
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from replay_workloads import workload
 
-from quire.launch.bench.shapes import SHAPES
-from quire.launch.options import EngineOptions
-from quire.launch.replay.cost import ConstantCost
-from quire.launch.replay.setting_values import parse_setting
-from quire.launch.replay.setup import INERT, Setup, make_setup, most_blocks, setting_keys, settle_model
-from quire.launch.replay.workload import Call, Content
+from quire.launch.config.options import EngineOptions
+from quire.launch.measure.shapes import SHAPES
+from quire.launch.replay.costs.cost import ConstantCost
+from quire.launch.replay.simulate.setting_values import parse_setting
+from quire.launch.replay.simulate.setup import INERT, Setup, make_setup, most_blocks, setting_keys, settle_model
+from quire.launch.replay.workload.workload import Call, Content
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.policies import QUIRE
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_config, make_layout
 
-from quire.launch.replay.cost import ConstantCost, StepShape
-from quire.launch.replay.run_record import RunRecord
-from quire.launch.replay.simulator import Simulator
-from quire.launch.replay.sources import ClosedLoop, Concurrency, OpenLoop, Source
-from quire.launch.replay.workload import NAME_BYTES, Call, block_names
+from quire.launch.replay.costs.cost import ConstantCost, StepShape
+from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.simulator import Simulator
+from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
+from quire.launch.replay.workload.workload import NAME_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.scheduler import Scheduler
 

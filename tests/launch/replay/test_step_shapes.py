@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from quire.launch.replay.cost import StepShape
-from quire.launch.replay.run_record import RunRecord
-from quire.launch.replay.simulator import Simulator
-from quire.launch.replay.sources import OpenLoop
-from quire.launch.replay.workload import Call
+from quire.launch.replay.costs.cost import StepShape
+from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.simulator import Simulator
+from quire.launch.replay.workload.sources import OpenLoop
+from quire.launch.replay.workload.workload import Call
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig

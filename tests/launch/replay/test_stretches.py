@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from quire.launch.replay.report.stretches import STATES, Stretch, stretches
-from quire.launch.replay.run_record import Moment, RequestRun
+from quire.launch.replay.run.run_record import Moment, RequestRun
 
 
 def test_a_life_with_a_preemption() -> None:

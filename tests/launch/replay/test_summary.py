@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.launch.replay.report.summary import summary, tables
-from quire.launch.replay.run_record import RequestRun, RunRecord
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 CONTRACT = (
     *("requests", "rejected", "prefix_cache", "preemptions", "latency_ms", "virtual_s", "wall_s", "speedup", "steps"),

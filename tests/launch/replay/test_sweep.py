@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.sweep import SweepTask, run_point, sweep
+from quire.launch.replay.simulate.sweep import SweepTask, run_point, sweep
 from quire.protocol.errors import ConfigError
 
 EXCERPT = Path(__file__).parents[2] / "data" / "mooncake_excerpt.jsonl"

@@ -3,10 +3,10 @@
 import pytest
 from replay_workloads import AffineCost, workload
 
-from quire.launch.replay.run_record import RunRecord
-from quire.launch.replay.setup import make_setup
-from quire.launch.replay.whatif import prepare, run_workload
-from quire.launch.replay.workload import Call, Content
+from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.setup import make_setup
+from quire.launch.replay.simulate.whatif import prepare, run_workload
+from quire.launch.replay.workload.workload import Call, Content
 from quire.protocol.errors import ConfigError
 
 SMALL = {"block_size": "16", "num_usable_blocks": "64", "max_model_len": "256"}

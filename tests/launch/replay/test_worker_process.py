@@ -10,9 +10,9 @@ import pytest
 from fake_child import no_calls
 from scheduler_driver import make_config, make_layout, make_request
 
-from quire.launch.replay.cost import ConstantCost, StepShape
-from quire.launch.replay.simulated_runner import SimulatedRunner
-from quire.launch.replay.worker_process import MOST_BLOCKS, SimulatedWorker, plan_pool
+from quire.launch.replay.costs.cost import ConstantCost, StepShape
+from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
+from quire.launch.replay.simulate.worker_process import MOST_BLOCKS, SimulatedWorker, plan_pool
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams

@@ -1,0 +1,1 @@
+"""Drivers that run other engines for comparison."""

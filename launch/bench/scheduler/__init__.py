@@ -1,0 +1,1 @@
+"""``quire bench scheduler``: what a step costs the scheduler."""

@@ -1,0 +1,175 @@
+"""The section ``churn``: arrivals, endings, preemptions in a nearly full pool, with the process's own collector."""
+
+import gc
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.launch.bench.scheduler.scheduler_rig import Rig, now_ns, summary
+from quire.protocol.errors import ConfigError
+from quire.scheduler_proc.collect import Collector
+
+OWN_TRACE = Path(__file__).with_name("churn_trace.py")
+SEED = 11
+
+ChurnTrace = Callable[..., list[list[tuple[list[int], int]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One run: ``rate`` arrivals per step, ``initial`` more at the first."""
+
+    steps: int
+    rate: float
+    initial: int
+    num_blocks: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChurnSizes:
+    """``trace_from``: the peer's driver, whose trace is then used; else, and for ``large``, ours of the same kind."""
+
+    trace_from: str = ""
+    usual: Load = Load(steps=2000, rate=1.3, initial=320, num_blocks=9000, max_num_seqs=256)
+    large: Load = Load(steps=1000, rate=5.2, initial=1300, num_blocks=36_000, max_num_seqs=1024)
+
+
+def measure_churn(sizes: ChurnSizes, cruise: bool = True) -> dict[str, Any]:
+    usual, large = sizes.usual, sizes.large
+    if sizes.trace_from:
+        trace = load_churn_trace(Path(sizes.trace_from))(SEED, usual.steps, usual.rate)
+    else:
+        trace = load_churn_trace(OWN_TRACE)(SEED, usual.steps, usual.rate, usual.initial)
+    out = {
+        name: run_churn(trace, usual, async_scheduling, cruise)
+        for name, async_scheduling in (("sync", False), ("async", True))
+    }
+    trace = load_churn_trace(OWN_TRACE)(SEED, large.steps, large.rate, large.initial)
+    out[f"async_{large.max_num_seqs}"] = run_churn(trace, large, True, cruise)
+    return out
+
+
+def load_churn_trace(path: Path) -> ChurnTrace:
+    """``churn_trace`` of the module in this file.
+
+    Raises:
+        ConfigError: the file is not Python, or has no such function.
+    """
+    spec = importlib.util.spec_from_file_location("churn_trace_source", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found: ChurnTrace = module.churn_trace
+    except (OSError, SyntaxError, ImportError, AttributeError) as error:
+        raise ConfigError(f"{path}: no churn_trace can be taken from it: {error}") from None
+    return found
+
+
+@dataclass(slots=True)
+class _Counted:
+    schedule: list[int] = field(default_factory=list)
+    update: list[int] = field(default_factory=list)
+    both: list[int] = field(default_factory=list)
+    added_ns: int = 0
+    num_added: int = 0
+    finished: int = 0
+    running: int = 0
+    tokens: int = 0
+    usage: list[float] = field(default_factory=list)
+
+
+def run_churn(trace: Any, load: Load, async_scheduling: bool, cruise: bool = True) -> dict[str, Any]:
+    """Figures of one run. Collections by the process's own policy run inside the way up, and count there."""
+    rig = Rig(load.num_blocks, load.max_num_seqs, async_scheduling=async_scheduling, cruise=cruise)
+    counted = _Counted()
+    collector = Collector()
+    collector.start()
+    try:
+        with collection_pauses() as pauses:
+            for index, arrivals in enumerate(trace):
+                _churn_step(rig, arrivals, counted, collector)
+                if index % 50 == 0:
+                    known = rig.scheduler.statistics()
+                    counted.usage.append(1 - known.num_free_blocks / known.num_usable_blocks)
+    finally:
+        collector.stop()
+    figures = _figures(counted, len(trace), rig.scheduler.statistics().num_preemptions)
+    return figures | {"gc": _pause_figures(pauses)}
+
+
+def _churn_step(rig: Rig, arrivals: Any, counted: _Counted, collector: Collector) -> None:
+    for prompt, max_tokens in arrivals:
+        counted.added_ns += rig.add(np.array(prompt, np.int32), max_tokens, collector.after_message)[1]
+        counted.num_added += 1
+    step = rig.step(after=collector.after_step)
+    counted.schedule.append(step.schedule_ns)
+    if step.update_ns is not None:
+        counted.update.append(step.update_ns)
+        counted.both.append(step.schedule_ns + step.update_ns)
+    counted.finished += sum(len(said.ended) for said in step.outputs)
+    if step.diff is not None:
+        counted.running += rig.worker.num_active
+        counted.tokens += rig.worker.num_tokens
+
+
+def _figures(counted: _Counted, steps: int, preemptions: int) -> dict[str, Any]:
+    """A request is built and hashed inside ``consume``, so that its time cannot be told from the queue's."""
+    busy = (sum(counted.schedule) + sum(counted.update) + counted.added_ns) / 1e9
+    return {
+        "steps": steps,
+        "scheduler_seconds_incl_request_build": round(busy, 3),
+        "steps_per_s_incl_request_build": round(steps / busy, 1),
+        "requests_per_s_incl_request_build": round(counted.finished / busy, 1),
+        "requests_finished": counted.finished,
+        "preemptions": preemptions,
+        "requests_added": counted.num_added,
+        "mean_running": round(counted.running / steps, 1),
+        "mean_scheduled_tokens": round(counted.tokens / steps, 1),
+        "median_kv_usage": round(statistics.median(counted.usage), 3),
+        "build_and_add_mean_us": round(counted.added_ns / counted.num_added / 1e3, 2),
+        "schedule": summary(counted.schedule),
+        "update_from_output": summary(counted.update),
+        "both": summary(counted.both),
+    }
+
+
+Pauses = dict[int, list[int]]
+"""Nanoseconds of each collection, by generation."""
+
+
+@contextmanager
+def collection_pauses() -> Iterator[Pauses]:
+    """Every collection of the block's run."""
+    pauses: Pauses = {}
+    begun = 0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal begun
+        if phase == "start":
+            begun = now_ns()
+        else:
+            pauses.setdefault(info["generation"], []).append(now_ns() - begun)
+
+    gc.callbacks.append(note)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(note)
+
+
+def _pause_figures(pauses: Pauses) -> dict[str, Any]:
+    every = [spent for spans in pauses.values() for spent in spans]
+    return {
+        "max_pause_ms": round(max(every, default=0) / 1e6, 3),
+        "total_ms": round(sum(every) / 1e6, 3),
+        "collections": {str(generation): len(spans) for generation, spans in sorted(pauses.items())},
+    }

@@ -1,0 +1,270 @@
+"""What the sections of ``quire bench scheduler`` share: the clock, the Scheduler and its codecs, a counting worker.
+
+A step is measured as the process pays for it: deciding it and encoding it; and, once its result is decoded, applying
+it, taking the messages for the front ends and encoding them. The worker's side is never inside a timed region.
+"""
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.launch.measure.shapes import find_shape
+from quire.protocol.config import FIRST_EPOCH, EngineConfig
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.messages import (
+    Abort,
+    AddRequest,
+    Int32,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerToFrontEnd,
+    SchedulerToWorker,
+    StepOutputs,
+    WorkerToScheduler,
+)
+from quire.scheduler_proc.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 32_000
+FIRST_TOKEN = 3
+MAX_MODEL_LEN = 32_768
+
+now_ns = time.process_time_ns
+"""CPU time of the whole process: a helper thread's work counts, what other processes do does not."""
+
+Summary = dict[str, Any]
+
+
+def summary(samples_ns: Sequence[float]) -> Summary:
+    """Microseconds. The names are the peer driver's, so that the two can be laid side by side."""
+    ordered = sorted(samples_ns)
+    count = len(ordered)
+    at = {"median_us": count // 2, "p99_us": min(count - 1, count * 99 // 100), "max_us": count - 1}
+    figures: Summary = {name: round(ordered[index] / 1e3, 2) for name, index in at.items()}
+    return {"n": count, "mean_us": round(sum(ordered) / count / 1e3, 2)} | figures
+
+
+def timed(action: Callable[[], object], repeats: int, inner: int = 10) -> Summary:
+    """One call of ``action``; each sample is the mean of ``inner`` calls, for the clock itself takes most of a µs."""
+    samples: list[float] = []
+    for _ in range(repeats):
+        begun = now_ns()
+        for _ in range(inner):
+            action()
+        samples.append((now_ns() - begun) / inner)
+    return summary(samples)
+
+
+def num_bytes(frames: Frames) -> int:
+    return sum(len(frame) for frame in frames)
+
+
+def freeze() -> None:
+    """What is there stays: later collections do not look at it, as in a process that has started up."""
+    gc.collect()
+    gc.freeze()
+
+
+def unfreeze() -> None:
+    gc.unfreeze()
+    gc.collect()
+
+
+class BatchWorker:
+    """Counts of each row, in a dense batch that is changed as the real worker changes its own; no contents.
+
+    Attributes:
+        num_active: rows that ran in the last step; ``num_tokens``: positions that they computed.
+    """
+
+    def __init__(self, max_rows: int, seed: int = 7, vocab_size: int = VOCAB_SIZE) -> None:
+        self._vocab_size = vocab_size
+        self._rng = np.random.default_rng(seed)
+        self._row_of: dict[int, int] = {}
+        self._handles, self._known, self._computed = (np.zeros(max_rows, np.int32) for _ in range(3))
+        self._active = np.zeros(max_rows, np.bool_)
+        self._columns: tuple[Any, ...] = (self._handles, self._known, self._computed, self._active)
+        self._told: Int32 = np.zeros(0, np.int32)
+        self.num_active = self.num_tokens = 0
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Random tokens for whoever reaches its last known position; ``handles`` only when it differs."""
+        self._change_rows(step)
+        for changed, active in ((step.parked, False), (step.unparked, True)):
+            for handle in changed:
+                self._active[self._row_of[handle]] = active
+        count = len(self._row_of)
+        shares = self._active[:count].astype(np.int32)
+        for handle, num_tokens in step.counts:
+            shares[self._row_of[handle]] = num_tokens
+        self.num_active, self.num_tokens = int(np.count_nonzero(shares)), int(shares.sum())
+        self._computed[:count] += shares
+        sampling = np.flatnonzero((shares > 0) & (self._computed[:count] == self._known[:count]))
+        self._known[sampling] += 1
+        handles = self._handles[sampling]
+        tokens = self._rng.integers(FIRST_TOKEN, self._vocab_size, len(handles), dtype=np.int32)
+        if np.array_equal(handles, self._told) and not step.removed and not step.new_requests:
+            return ModelRunnerOutput(step.step, tokens)
+        self._told = handles
+        return ModelRunnerOutput(step.step, tokens, handles)
+
+    def _change_rows(self, step: SchedulerOutput) -> None:
+        """New requests take the holes from the left, then the end; the last rows fill what holes remain."""
+        holes = sorted(self._row_of.pop(handle) for handle in step.removed)
+        count = len(self._row_of) + len(holes)
+        self._active[holes] = False
+        for new in step.new_requests:
+            row = holes.pop(0) if holes else count
+            count = max(count, row + 1)
+            self._row_of[new.handle] = row
+            for column, value in zip(
+                self._columns, (new.handle, new.num_tokens, new.num_computed_tokens, True), strict=True
+            ):
+                column[row] = value
+        while holes:
+            count -= 1
+            if holes[-1] == count:
+                holes.pop()
+                continue
+            target = holes.pop(0)
+            for column in self._columns:
+                column[target] = column[count]
+            self._active[count] = False
+            self._row_of[int(self._handles[target])] = target
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: nanoseconds on the way down and on the way up (None: nothing came back yet), and what was said."""
+
+    schedule_ns: int
+    update_ns: int | None
+    diff: SchedulerOutput | None
+    outputs: list[StepOutputs]
+
+
+class Rig:
+    """The Scheduler, stepping as its process does, with both ends of every link.
+
+    Prefill may take the whole step (``max_prefill_share`` 1), as the peer's does.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int = 8192,
+        *,
+        async_scheduling: bool = False,
+        max_model_len: int = MAX_MODEL_LEN,
+        hash_algo: str = "sha256",
+        cruise: bool = True,
+    ) -> None:
+        """``num_blocks``: the null block included."""
+        self.config = EngineConfig(
+            model=_MODEL,
+            model_path="",
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_share=1.0,
+            block_size=BLOCK_SIZE,
+            prefix_caching_hash_algo=hash_algo,
+            async_scheduling=async_scheduling,
+        )
+        layout = kv_layout(_MODEL, BLOCK_SIZE, "bfloat16")
+        self.scheduler = Scheduler(self.config, layout, num_blocks, cruise=cruise)
+        self.worker = BatchWorker(max_num_seqs)
+        self._steps: Codec[Any] = Codec(WorkerToScheduler)
+        self._replies: Codec[Any] = Codec(SchedulerToFrontEnd)
+        self._worker_side: Codec[Any] = Codec(SchedulerToWorker)
+        self._in_flight: deque[ModelRunnerOutput] = deque()
+        self._rng = np.random.default_rng(3)
+        self._serial = 0
+
+    def prompt(self, length: int) -> Int32:
+        """Random tokens, never the same twice."""
+        return self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, length, dtype=np.int32)
+
+    def add(self, prompt: Int32, max_tokens: int, after: Callable[[], None] | None = None) -> tuple[str, int]:
+        """(request id, nanoseconds): to check the request, build it, name its blocks and queue it, and for ``after``.
+
+        Raises:
+            RuntimeError: it was refused, so that the figures would be of nothing.
+        """
+        request_id = f"req-{self._serial:06d}"
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.8, top_p=0.95)
+        event = AddRequest(request_id, prompt, sampling, seed=self._serial)
+        self._serial += 1
+        begun = now_ns()
+        self.scheduler.consume(event)
+        if after is not None:
+            after()
+        spent = now_ns() - begun
+        if (0, request_id) not in self.scheduler.table.requests:
+            raise RuntimeError(f"{request_id} was refused: {self.scheduler.take_messages()}")
+        return request_id, spent
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.consume(Abort([request_id]))
+
+    def step(self, after: Callable[[], None] | None = None) -> Step:
+        """Decide a step; apply the oldest result once the pipeline is full, or when nothing can be decided.
+
+        ``after`` belongs to the way up and is timed with it.
+        """
+        begun = now_ns()
+        diff = self.scheduler.schedule() if self.scheduler.can_schedule else None
+        frames = None if diff is None else self._steps.encode(FIRST_EPOCH, 0, diff)
+        schedule_ns = now_ns() - begun
+        if frames is not None:
+            self._in_flight.append(self._answer(frames))
+        if not self._in_flight or (diff is not None and len(self._in_flight) < self.config.pipeline_depth):
+            return Step(schedule_ns, None, diff, [])
+        result = self._in_flight.popleft()
+        begun = now_ns()
+        self.scheduler.consume(result)
+        messages = self.scheduler.take_messages()
+        self.scheduler.decisions.take()
+        for _, message in messages:
+            self._replies.encode(FIRST_EPOCH, 0, message)
+        if after is not None:
+            after()
+        update_ns = now_ns() - begun
+        return Step(schedule_ns, update_ns, diff, [m for _, m in messages if isinstance(m, StepOutputs)])
+
+    def _answer(self, frames: Frames) -> ModelRunnerOutput:
+        """What the worker says to a step, as the Scheduler's process decodes it."""
+        step = self._worker_side.decode([bytes(frame) for frame in frames]).message
+        result = self._worker_side.encode(FIRST_EPOCH, 0, self.worker.execute(step))
+        decoded: ModelRunnerOutput = self._steps.decode([bytes(frame) for frame in result]).message
+        return decoded
+
+    def fill(self, num_requests: int, prompt_len: int, max_tokens: int) -> None:
+        """Add so many requests and step until each of them decodes."""
+        for _ in range(num_requests):
+            self.add(self.prompt(prompt_len), max_tokens)
+        while True:
+            diff = self.step().diff
+            decoding = self.worker.num_active == self.worker.num_tokens == num_requests
+            if decoding and diff is not None and not diff.new_requests:
+                return
+
+    def run_dry(self) -> None:
+        """Step until nothing runs and nothing is in flight."""
+        while self.step().update_ns is not None or self._in_flight:
+            pass
+
+
+_MODEL = msgspec.structs.replace(
+    find_shape("llama-3.1-8b"), vocab_size=VOCAB_SIZE, max_position=1 << 20, eos_token_ids=[2]
+)

@@ -1,0 +1,148 @@
+"""The section ``trace`` of ``quire bench scheduler``: what recording costs a steady step, all threads together.
+
+Two equal runs by turns, one with a trace and one without (the event log is kept in both). On a machine that others use
+their difference is mostly noise; so what the journal costs the loop's thread, and the CPU time of the writer's thread,
+are measured by themselves, too. Neither has the naming of blocks where they fill, some 0.2 us each.
+"""
+
+import gc
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from quire.launch.bench.scheduler.scheduler_rig import BLOCK_SIZE, Rig, now_ns
+from quire.protocol.config import FIRST_EPOCH
+from quire.protocol.model.kv_layout import kv_layout
+from quire.scheduler_proc.trace.event_log import TraceHeader
+from quire.scheduler_proc.trace.journal import Journal
+from quire.scheduler_proc.trace.lines import Result, StepDecision, decode_line
+
+UNIT = 16
+"""Steps after which everybody had a new block, and lines were encoded about once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSizes:
+    """``chunks`` of ``steps`` each with and without, by turns; the median over units of ``UNIT`` steps counts."""
+
+    batch: int = 256
+    prompt_len: int = 512
+    steps: int = 320
+    chunks: int = 12
+    names: tuple[str, ...] = ("trace.jsonl", "trace.jsonl.zst")
+
+
+class JournalRig(Rig):
+    """Steps as the loop does, with its journal.
+
+    Attributes:
+        journal_ns: CPU time of this thread in the journal since it was set.
+    """
+
+    def __init__(self, sizes: TraceSizes, trace: str) -> None:
+        per_request = (sizes.prompt_len + sizes.steps * (sizes.chunks + 2)) // BLOCK_SIZE + 4
+        num_blocks = sizes.batch * per_request
+        super().__init__(num_blocks, sizes.batch, async_scheduling=True)
+        self.journal_ns = 0
+        config = msgspec.structs.replace(self.config, trace=trace)
+        self.journal = Journal(config, time.monotonic)
+        layout = kv_layout(self.config.model, BLOCK_SIZE, "bfloat16")
+        self.journal.begin(self.scheduler, TraceHeader(config, layout, num_blocks))
+
+    def fill_staggered(self, sizes: TraceSizes) -> None:
+        """So that in every step a sixteenth of the requests needs a block."""
+        for index in range(sizes.batch):
+            self.add(self.prompt(sizes.prompt_len + index % BLOCK_SIZE), 1 << 20)
+        for _ in range(40 + sizes.batch * sizes.prompt_len // self.config.max_num_batched_tokens):
+            self.run_step()
+
+    def run_step(self) -> None:
+        """A step down, the result of the one before up."""
+        scheduler, journal = self.scheduler, self.journal
+        now = time.monotonic()
+        begun = time.thread_time_ns()
+        journal.before_step()
+        spent = time.thread_time_ns() - begun
+        diff = scheduler.schedule(now)
+        assert diff is not None
+        frames = self._steps.encode(FIRST_EPOCH, 0, diff)
+        decisions = scheduler.decisions.take()
+        begun = time.thread_time_ns()
+        journal.note(decisions)
+        journal.decided(now, diff, frames)
+        spent += time.thread_time_ns() - begun
+        self._in_flight.append(self._answer(frames))
+        if len(self._in_flight) == self.config.pipeline_depth:
+            result = self._in_flight.popleft()
+            scheduler.consume(result)
+            begun = time.thread_time_ns()
+            journal.consumed(0, frames, result)
+            spent += time.thread_time_ns() - begun
+            for _, message in scheduler.take_messages():
+                self._replies.encode(FIRST_EPOCH, 0, message)
+        begun = time.thread_time_ns()
+        journal.pause()
+        self.journal_ns += spent + time.thread_time_ns() - begun
+
+
+def measure_trace(sizes: TraceSizes) -> dict[str, Any]:
+    """Microseconds of CPU per step, for each kind of file."""
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
+        return {name: _measure(sizes, Path(folder) / name) for name in sizes.names}
+
+
+def _measure(sizes: TraceSizes, path: Path) -> dict[str, float]:
+    rigs = {"with": JournalRig(sizes, str(path)), "without": JournalRig(sizes, "")}
+    for rig in rigs.values():
+        rig.fill_staggered(sizes)
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # its turns would fall to one or the other
+    whole: dict[str, list[float]] = {"with": [], "without": []}
+    thread: dict[str, list[float]] = {"with": [], "without": []}
+    writer_begun = rigs["with"].journal.writer_cpu_ns()
+    for chunk in range(sizes.chunks):
+        for name in sorted(rigs, reverse=bool(chunk % 2)):
+            for _ in range(sizes.steps // UNIT):
+                rig, begun = rigs[name], now_ns()
+                rig.journal_ns = 0
+                for _ in range(UNIT):
+                    rig.run_step()
+                whole[name].append((now_ns() - begun) / UNIT / 1e3)
+                thread[name].append(rig.journal_ns / UNIT / 1e3)
+    rigs["with"].journal.idle()
+    gc.enable()
+    gc.unfreeze()
+    recorded_steps = sizes.steps * sizes.chunks
+    writer_us = (rigs["with"].journal.writer_cpu_ns() - writer_begun) / recorded_steps / 1e3
+    lost = rigs["with"].journal.num_lost_lines
+    for rig in rigs.values():
+        rig.journal.close()
+    figures = {"by_difference_us": _typical(whole), "loop_thread_us": _typical(thread), "writer_thread_us": writer_us}
+    figures |= {"loop_thread_p10_us": _typical(thread, 10), "step_without_us": median(whole["without"])}
+    return {name: round(value, 2) for name, value in figures.items()} | _per_step(sizes, path) | {"lost_lines": lost}
+
+
+def _typical(samples: dict[str, list[float]], parts: int = 2) -> float:
+    """Median with, less the median without; or another quantile: the first of so many parts."""
+    found = {name: sorted(values)[len(values) // parts] for name, values in samples.items()}
+    return found["with"] - found["without"]
+
+
+def _per_step(sizes: TraceSizes, path: Path) -> dict[str, float]:
+    """Bytes of the file per recorded step; and of the plain lines of a steady one, a request that nothing happens to
+    being in none of them.
+    """
+    if path.suffix == ".zst":
+        return {"file_bytes": round(path.stat().st_size / (sizes.steps * sizes.chunks), 1)}
+    steady = path.read_bytes().splitlines()[-3 * sizes.steps :]
+    lines = [decode_line(raw) for raw in steady]
+    results = [line for line in lines if isinstance(line, Result)]
+    assert results and all(line.handles is None for line in results)
+    steps = sum(isinstance(line, StepDecision) for line in lines)
+    return {"line_bytes": round(sum(len(raw) + 1 for raw in steady) / steps, 1)}

@@ -1,0 +1,1 @@
+"""Flags, their defaults and ranges, and the configuration made from them."""

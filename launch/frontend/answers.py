@@ -1,0 +1,214 @@
+"""One answer in flight: the engine's updates turned into text, ended by its stop strings or by the engine."""
+
+import secrets
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, replace
+
+from quire.launch.frontend.engine_client import (
+    EngineClient,
+    PromptLogprobTable,
+    Sequence,
+    Stoppable,
+    TokenLogprobs,
+    Update,
+)
+from quire.launch.text.prompts import Prompt, check_volume, fit_params, spell_bad_words
+from quire.launch.text.text_in import TextIn
+from quire.launch.text.text_out import TextOut
+from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.wire.messages import EndReason
+
+PROMPT_TAIL = 12
+
+
+@dataclass(slots=True)
+class PlacedLogprobs:
+    """A token's log probabilities, and where in the answer's text it begins."""
+
+    logprobs: TokenLogprobs
+    text_offset: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one update adds to an answer.
+
+    Attributes:
+        finish_reason: stop, length, abort, error or repetition; set on the last piece, and only there.
+        stop_reason: the stop string, or the stop token's id, that ended the answer.
+        num_output_tokens: of the answer so far, this piece included.
+        detail: why, when the finish reason is error.
+        prompt_logprobs: on the first piece, of the whole prompt but its first token, when asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[PlacedLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    num_output_tokens: int
+    num_cached_tokens: int
+    detail: str
+    prompt_logprobs: PromptLogprobTable | None = None
+
+    def without_answer(self) -> "Piece":
+        """The same for a client that asked for no tokens; the engine's one token ended it, whichever it was."""
+        ended = self.finish_reason
+        return replace(
+            self,
+            text="",
+            token_ids=[],
+            logprobs=None if self.logprobs is None else [],
+            finish_reason="length" if ended in ("stop", "repetition") else ended,
+            stop_reason=None,
+            num_output_tokens=0,
+        )
+
+
+class Answer:
+    """One sequence of the engine and the text made of it. Whoever holds it calls ``abort`` unless it ended."""
+
+    def __init__(self, sequence: Stoppable, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
+        self._sequence = sequence
+        self._text_out = TextOut(
+            text_in.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            prompt_tail=prompt.token_ids[-PROMPT_TAIL:].tolist(),
+        )
+        self._speak_stop_token = params.include_stop_str_in_output
+        self._num_logprobs = params.logprobs or 0
+        self._prompt_logprobs_due = params.prompt_logprobs is not None
+
+    def assemble(self, update: Update) -> Piece:
+        """The piece that an update makes. A stop string found in it is told to the engine."""
+        out = self._text_out
+        spoken: ListLike[int] = update.token_ids
+        if update.ended is EndReason.STOPPED and spoken and not self._speak_stop_token:
+            spoken = spoken[:-1]
+        before = update.num_output_tokens - len(update.token_ids)
+        offsets: list[int] = []
+        if update.logprobs is None:
+            text = out.push(spoken)
+        else:
+            text, offsets = self._push_one_by_one(spoken)
+            offsets += [out.num_chars] * (len(update.token_ids) - len(offsets))
+        if update.ended is not None and out.stop is None:
+            text += out.finish()
+        finish_reason = None if update.ended is None else update.ended.finish_reason
+        stop_reason: int | str | None = update.stop_reason
+        num_output_tokens = update.num_output_tokens
+        if out.stop is not None:
+            finish_reason, stop_reason = "stop", out.stop.text
+            num_output_tokens = min(out.stop.num_output_tokens, num_output_tokens)
+            if update.ended is None:
+                self._sequence.stop_at(num_output_tokens)
+        kept = num_output_tokens - before
+        return Piece(
+            text=text,
+            token_ids=update.token_ids[:kept],
+            logprobs=None if update.logprobs is None else self._place(update.logprobs[:kept], offsets),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_output_tokens=num_output_tokens,
+            num_cached_tokens=update.num_cached_tokens,
+            detail=update.detail,
+            prompt_logprobs=self._prompt_logprobs(update.prompt_logprobs),
+        )
+
+    def abort(self) -> None:
+        self._sequence.abort()
+
+    def _push_one_by_one(self, token_ids: ListLike[int]) -> tuple[str, list[int]]:
+        """The text of the tokens, and the offset at which each begins."""
+        texts: list[str] = []
+        offsets: list[int] = []
+        for token in token_ids:
+            offsets.append(self._text_out.num_chars)
+            texts.append(self._text_out.push((token,)))
+        return "".join(texts), offsets
+
+    def _place(self, logprobs: list[TokenLogprobs], offsets: list[int]) -> list[PlacedLogprobs]:
+        """With the best tokens cut to as many as were asked for: a step gives each request as many as any."""
+        for entry in logprobs:
+            del entry.top[self._num_logprobs :]
+        return [PlacedLogprobs(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False)]
+
+    def _prompt_logprobs(self, table: PromptLogprobTable | None) -> PromptLogprobTable | None:
+        """For the first piece; empty for a prompt of one token, of which the engine tells nothing."""
+        due, self._prompt_logprobs_due = self._prompt_logprobs_due, False
+        return (table or PromptLogprobTable()) if due else None
+
+
+class StreamedAnswer(Answer):
+    """An answer whose pieces are awaited."""
+
+    def __init__(
+        self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False
+    ) -> None:
+        """``prompt_only``: the pieces tell nothing of the answer."""
+        super().__init__(sequence, text_in, prompt, params)
+        self._updates = sequence.updates
+        self._prompt_only = prompt_only
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answer as it grows; ends after the piece with a finish reason.
+
+        Raises:
+            InvalidRequest, EngineError: as ``Sequence.updates``.
+        """
+        async for update in self._updates():
+            if not update.token_ids and update.ended is None:
+                continue
+            piece = self.assemble(update)
+            yield piece.without_answer() if self._prompt_only else piece
+            if piece.finish_reason is not None:
+                return
+
+
+async def start_answers(
+    engine: EngineClient,
+    text_in: TextIn,
+    request_id: str,
+    prompts: ListLike[Prompt],
+    params: SamplingParams,
+    *,
+    clamp_max_tokens: bool,
+    priority: int = 0,
+    cache_salt: str = "",
+    prompt_only: bool = False,
+    tenant: int = 0,
+) -> list[StreamedAnswer]:
+    """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
+
+    Sample ``i`` draws with its own seed, derived from the request's, so that it does not depend on ``n``.
+
+    Raises:
+        InvalidRequest, EngineError: as ``EngineClient.add``; those already submitted are aborted.
+    """
+    params = spell_bad_words(params, text_in, engine)
+    fitted = [fit_params(params, prompt, engine, clamp=clamp_max_tokens) for prompt in prompts]
+    check_volume(fitted, prompts, params.n)
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    answers: list[StreamedAnswer] = []
+    try:
+        for prompt, sample_params in zip(prompts, fitted, strict=True):
+            for sample in range(params.n):
+                sequence = await engine.add(
+                    f"{request_id}-{len(answers)}",
+                    prompt.token_ids,
+                    sample_params,
+                    seed_for_sample(seed, sample),
+                    priority,
+                    cache_salt,
+                    tenant,
+                )
+                answers.append(StreamedAnswer(sequence, text_in, prompt, params, prompt_only=prompt_only))
+    except BaseException:  # a cancelled request, too, must leave nothing running
+        for answer in answers:
+            answer.abort()
+        raise
+    return answers

@@ -1,0 +1,229 @@
+"""The engine over ZeroMQ, for an asyncio front end."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zmq.asyncio
+
+from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.session import Session
+from quire.launch.frontend.streams import Stream
+from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import AddRequest, Control, EngineState, Message, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.zmq_channel import AsyncZmqChannel, frontend_address
+
+BEAT_S = 1.0
+RELINK_S = 0.05
+"""Before a link that was cut is made again."""
+
+
+class ZmqSequence:
+    """One answer in flight; see ``engine_client.Sequence``."""
+
+    def __init__(self, session: Session, stream: Stream, news: asyncio.Event) -> None:
+        self.request_id = stream.request_id
+        self._session = session
+        self._stream = stream
+        self._news = news
+
+    async def updates(self) -> AsyncIterator[Update]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            update = self._stream.take()
+            if update is not None:
+                yield update
+                if update.ended is not None:
+                    return
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        self._session.stop_at(self._stream, num_output_tokens)
+
+    def abort(self) -> None:
+        self._session.abort(self._stream)
+
+
+class ZmqEngineClient:
+    """Implements ``engine_client.EngineClient``.
+
+    One task receives; a step's outputs wake each touched sequence once. Owns the socket and the session. What is posted
+    while there is no link is not lost: the session submits it on the next one.
+    """
+
+    def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self._directory = directory
+        self._context = zmq.asyncio.Context()
+        self._channel: AsyncZmqChannel | None = None
+        self._session = Session(self._post, os.getpid(), index)
+        self._scheduler_life = 0
+        self._queries: dict[int, asyncio.Future[Statistics]] = {}
+        self._next_query = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._told = asyncio.Event()
+        self._was_ready = asyncio.Event()
+
+    @property
+    def state(self) -> str:
+        return self._session.state
+
+    @property
+    def seconds_without_progress(self) -> float:
+        return self._session.seconds_without_progress
+
+    def connect(self, life: int = 1) -> None:
+        """Say hello to the scheduler of this ``life``, which need not be up yet, and submit to it what is in flight."""
+        if not self._tasks:
+            self._tasks.append(asyncio.create_task(self._beat()))
+        for task in self._tasks[1:]:
+            task.cancel()
+        del self._tasks[1:]
+        again, self._scheduler_life = self._scheduler_life > 0, life
+        self._session.was_ready |= life > 1  # of the scheduler before, at least
+        self._relink(after_death=again)
+        self._tasks.append(asyncio.create_task(self._receive()))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._channel is not None:
+            self._channel.close()
+        self._context.term()  # waits no longer than the sockets linger
+
+    async def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int] | npt.NDArray[np.int32],
+        params: SamplingParams,
+        seed: int,
+        priority: int,
+        cache_salt: str,
+        tenant: int = 0,
+    ) -> ZmqSequence:
+        if self._channel is not None and self._channel.is_full:
+            raise InvalidRequest("the engine does not keep up; try again soon", None, "queue_full")
+        news = asyncio.Event()
+        request = AddRequest(
+            request_id=request_id,
+            prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
+            sampling=params,
+            seed=seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival=time.monotonic(),
+            tenant=tenant,
+        )
+        stream = self._session.add(request, news.set)
+        self._idle.clear()
+        return ZmqSequence(self._session, stream, news)
+
+    async def statistics(self) -> Statistics:
+        self._session.require_alive()
+        if self.state in ("loading", "recovering"):
+            return Statistics(0, done=False)
+        self._next_query += 1
+        query = self._next_query
+        answer: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
+        self._queries[query] = answer
+        self._post(Control("statistics", query))
+        try:
+            return await answer
+        finally:
+            del self._queries[query]
+
+    async def wait_told(self) -> None:
+        """Until the scheduler has said how the engine is."""
+        await self._told.wait()
+
+    async def wait_ready(self) -> None:
+        """Until the engine takes requests for the first time."""
+        await self._was_ready.wait()
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Wait until no answer is in flight; False when that took longer than ``timeout`` seconds."""
+        self._settle()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def shut_down(self, detail: str) -> None:
+        """End every answer in flight with an error; each reader sees it."""
+        self._session.shut_down(detail)
+        self._settle()
+
+    def drain(self) -> None:
+        """New requests are not taken any more."""
+        if self.state != "failed":
+            self._session.become("draining")
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone for good: every stream and query ends with that."""
+        self._session.fail(reason)
+        self._told.set()
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(EngineError(reason))
+        self._settle()
+
+    # ---- the link
+
+    def _post(self, message: Message) -> None:
+        """Send without waiting: the socket keeps the order, and its queue is bounded."""
+        if self._channel is not None:
+            self._channel.post(message)
+
+    def _relink(self, *, after_death: bool = False) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        address = frontend_address(self._directory, self._scheduler_life)
+        self._channel = AsyncZmqChannel(self._context, address, Link(SchedulerToFrontEnd))
+        self._session.begin(after_death=after_death)
+        self._settle()
+
+    async def _receive(self) -> None:
+        while True:
+            assert self._channel is not None
+            try:
+                message = await self._channel.receive()
+            except ProtocolError as error:
+                message = error
+            if not self._session.take(message):
+                await asyncio.sleep(RELINK_S)
+                self._relink()
+            elif self.state == "failed":
+                self.fail(self._session.detail)
+            elif isinstance(message, Statistics):
+                self._answer(message)
+            elif isinstance(message, EngineState):
+                self._told.set()
+            self._settle()
+
+    def _answer(self, statistics: Statistics) -> None:
+        answer = self._queries.get(statistics.query)
+        if answer is not None and not answer.done():
+            answer.set_result(statistics)
+
+    def _settle(self) -> None:
+        if self.state == "ready":
+            self._was_ready.set()
+        if not len(self._session.table):
+            self._idle.set()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._session.beat()

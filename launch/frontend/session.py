@@ -1,0 +1,246 @@
+"""One front end's side of its link to the scheduler, without any I/O: what to send, what came, what to send again.
+
+The scheduler may die and be started again, and a message may be damaged on its way. Then the link begins anew, and
+every answer in flight is submitted once more, with the tokens that its client has got already: the scheduler goes on
+behind them. Whoever reads a stream notices a pause, and nothing else.
+"""
+
+import time
+from collections.abc import Callable
+
+from quire.launch.frontend.streams import Stream, StreamTable
+from quire.protocol.errors import EngineError
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AddRequest,
+    EngineState,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    Rejected,
+    Statistics,
+    StepOutputs,
+    Stop,
+    Trial,
+    Welcome,
+)
+
+TRIED_AFTER = 2
+"""Deaths of the scheduler after which an answer that got no token in between is tried: it runs with nobody beside it.
+One more death then, and it is held to be the reason."""
+CONDEMNED = "engine_fault: the scheduler died each time that this request was given to it"
+
+
+class Session:
+    """What one front end knows of the engine. Owns the table of streams.
+
+    Attributes:
+        state: loading, ready, recovering, draining or failed.
+        since: when that state began, in seconds of ``clock``.
+        progress_at: when a token, or an ending, came last, or the first of those in flight was added.
+        detail: why, when it failed.
+        life: which link this is; grows with each new one.
+        was_ready: the engine has been ready before, on whichever link: what loads now, recovers.
+    """
+
+    def __init__(
+        self, post: Callable[[Message], None], pid: int, index: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``post``: sends a message over the present link, in order, and does not wait."""
+        self._post = post
+        self._pid, self._index = pid, index
+        self._clock = clock
+        self.state, self.detail, self.since = "loading", "", clock()
+        self.progress_at = self.since
+        self.table = StreamTable()
+        self.life = 0
+        self.was_ready = False
+        self._accepts = False
+        self._has_trials = self._granted = False
+        """There are suspects: nobody else is submitted until they were tried. One may be, now."""
+        self._tried: Stream | None = None
+        """The one that runs, with nobody beside it in the whole engine."""
+
+    # ---- the link
+
+    def begin(self, *, after_death: bool = False) -> None:
+        """There is a new link, on which nothing was said yet. ``after_death``: to another scheduler."""
+        if after_death:
+            self._blame()
+        self._has_trials = self._granted = False
+        self._tried = None
+        self.life += 1
+        self._accepts = False
+        self.table.forget_handles()
+        for stream in self.table.streams:
+            if stream.muted:  # the engine that should have ended it is gone
+                self.table.drop(stream)
+        if self.state == "ready":
+            self.become("recovering")
+        self._post(Hello(PROTOCOL_VERSION, "frontend", self._index, self._pid))
+
+    def beat(self) -> None:
+        """To be called every second or so, welcomed or not: the answer, or a cut link, shows what was lost."""
+        if self.life:
+            self._post(Heartbeat(self._clock()))
+        if self._granted:  # who is tried may have ended without an output
+            self._try_next()
+
+    def take(self, message: Message | ProtocolError) -> bool:
+        """What came. False: the link is broken, or was cut; the caller makes a new one and calls ``begin``."""
+        match message:
+            case StepOutputs():
+                return self._take_outputs(message)
+            case Rejected():
+                self.table.reject(message)
+            case Welcome() | Statistics() | Heartbeat():
+                pass  # whoever asked for it looks at it
+            case EngineState(kind="failed", detail=detail):
+                self.fail(detail)
+            case EngineState():
+                self._take_state(message.kind)
+            case Trial():
+                self._granted = True
+                self._try_next()
+            case Refused(reason=reason, final=True):
+                self.fail(reason)
+            case _:
+                return False
+        return True
+
+    def _take_outputs(self, message: StepOutputs) -> bool:
+        try:
+            self.table.apply(message)
+        except (KeyError, ValueError):  # of a request or a handle that this side does not know
+            return False
+        self.progress_at = self._clock()
+        if self._granted:
+            self._try_next()
+        return True
+
+    def _blame(self) -> None:
+        """One of those that the dead scheduler had may be why it died, and would end the next one as well."""
+        tried = self._tried
+        if tried is None:
+            for stream in self.table.streams:
+                if stream.life == self.life:
+                    stream.note_death()
+        elif not tried.over:
+            tried.note_death()
+            if tried.num_deaths > TRIED_AFTER:
+                self.table.end_failed(tried, CONDEMNED)
+
+    def _try_next(self) -> None:
+        """Try one suspect; or end the trial of one that has got on, or has ended, and ask for the next one's.
+
+        Without workers nobody is tried: to be there while others have their troubles must prove nothing.
+        """
+        if self.state not in ("ready", "draining"):
+            return
+        tried, suspect = self._tried, self._first_suspect()
+        if tried is None and suspect is not None:
+            self._tried = suspect
+            self._submit(suspect)
+            self._post(Trial("try", suspect.request_id))
+        elif tried is None or tried.over or not tried.num_deaths:
+            self._tried, self._granted = None, False
+            self._post(Trial("done"))
+            self._ask_or_submit_all()
+
+    def _first_suspect(self) -> Stream | None:
+        """Of those that this scheduler was not given yet."""
+        suspects = (s for s in self.table.streams if s.num_deaths >= TRIED_AFTER and s.life != self.life)
+        return next(suspects, None)
+
+    def _ask_or_submit_all(self) -> None:
+        """While there are suspects, whatever else this scheduler was not given yet waits."""
+        self._has_trials = self._first_suspect() is not None
+        if self._has_trials:
+            self._post(Trial("ask"))
+            return
+        for stream in self.table.streams:
+            if stream.life != self.life:
+                self._submit(stream)
+
+    def _take_state(self, kind: str) -> None:
+        if kind == "ready" and not self._accepts:
+            self._accepts = True
+            self._ask_or_submit_all()
+        self.was_ready |= kind == "ready"
+        if self.state not in ("draining", "failed"):
+            self.become("recovering" if kind == "loading" and self.was_ready else kind)
+        if self._granted:
+            self._try_next()
+
+    # ---- requests
+
+    def add(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> Stream:
+        """Submit it now, or as soon as the engine takes requests.
+
+        Raises:
+            InvalidRequest: its id is in use.
+            EngineError: the engine has failed.
+        """
+        self.require_alive()
+        if not len(self.table):
+            self.progress_at = self._clock()
+        stream = self.table.add(request, on_news)
+        if self._accepts and not self._has_trials:
+            self._submit(stream)
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        """Nobody waits for the rest."""
+        self._end(stream, Abort([stream.request_id]))
+
+    def stop_at(self, stream: Stream, num_output_tokens: int) -> None:
+        """It ends with that many tokens."""
+        self._end(stream, Stop(stream.request_id, num_output_tokens))
+
+    def shut_down(self, detail: str) -> None:
+        """End every answer in flight with an error, for whoever still reads."""
+        sent = [stream.request_id for stream in self.table.streams if stream.life == self.life]
+        if sent:
+            self._post(Abort(sent))
+        for stream in self.table.streams:
+            self.table.end_failed(stream, detail)
+
+    def _end(self, stream: Stream, message: Message) -> None:
+        if not stream.over and not stream.muted:
+            if stream.life == self.life:
+                self._post(message)
+            else:
+                self.table.drop(stream)
+        stream.muted = True
+
+    def _submit(self, stream: Stream) -> None:
+        request = stream.submission()
+        stream.life = self.life
+        self._post(request)
+
+    # ---- states
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """How long nothing has come although something is in flight, or the engine recovers already."""
+        now = self._clock()
+        waiting = now - self.progress_at if len(self.table) else 0.0
+        return max(waiting, now - self.since if self.state == "recovering" else 0.0)
+
+    def become(self, state: str) -> None:
+        if state != self.state:
+            self.state, self.since = state, self._clock()
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone for good: every stream ends with that."""
+        self.become("failed")
+        self.detail = reason
+        self._accepts = False
+        self.table.fail(reason)
+
+    def require_alive(self) -> None:
+        if self.state == "failed":
+            raise EngineError(self.detail)

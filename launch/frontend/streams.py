@@ -1,0 +1,230 @@
+"""Which answers are in flight, and what each step brings them: the front end's bookkeeping, without any I/O.
+
+The asynchronous client (HTTP) and the blocking one (the offline API) both stand on it.
+"""
+
+from array import array
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from quire.launch.frontend.engine_client import PromptLogprobTable, TokenLogprobs, Update
+from quire.protocol.errors import EngineError, InvalidRequest, QuireError
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.messages import AddRequest, EndReason, Rejected, StepOutputs
+
+
+class Stream:
+    """One sampled answer: what was asked, all tokens that came, and what of it was not taken yet.
+
+    Attributes:
+        request: as it was first submitted.
+        tokens: of the answer so far, int32: what another scheduler is told, should this one die.
+        life: of the session's link on which it was submitted last; 0 before.
+        handle: the scheduler's number for it; None before its first message.
+        error: set instead of an ending when the request was refused or the engine died.
+        muted: nobody reads any more; what still comes is dropped.
+        over: nothing will come any more.
+    """
+
+    def __init__(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.tokens = array("i")
+        self.life = 0
+        self._num_deaths = self._num_tokens_at_death = 0
+        self._on_news = on_news
+        self.handle: int | None = None
+        self.num_output_tokens = 0
+        self.num_cached_tokens = -1
+        self.error: QuireError | None = None
+        self.muted = False
+        self.over = False
+        self._update: Update | None = None
+        self._prompt_logprobs: PromptLogprobTable | None = None
+
+    def take(self) -> Update | None:
+        """What piled up since the last call; None when nothing did. Raises the error if there is one."""
+        if self.error is not None:
+            raise self.error
+        update, self._update = self._update, None
+        if update is not None:
+            update.num_output_tokens = self.num_output_tokens
+            update.num_cached_tokens = max(self.num_cached_tokens, 0)
+            update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return update
+
+    def submission(self) -> AddRequest:
+        """The request; after the first time, to be gone on with behind what came of it."""
+        if not self.life:
+            return self.request
+        delivered = np.array(self.tokens, np.int32) if self.tokens else None
+        return msgspec.structs.replace(self.request, output_token_ids=delivered, again=True)
+
+    @property
+    def num_deaths(self) -> int:
+        """How many schedulers died with it since it last got a token."""
+        return self._num_deaths if len(self.tokens) == self._num_tokens_at_death else 0
+
+    def note_death(self) -> None:
+        self._num_deaths, self._num_tokens_at_death = self.num_deaths + 1, len(self.tokens)
+
+    def notify(self) -> None:
+        """Tell whoever waits that something came."""
+        if self._on_news is not None and not self.muted:
+            self._on_news()
+
+    def place_prompt_logprobs(self, start: int, part: PromptLogprobTable) -> None:
+        """Keep a part of the prompt's log probabilities for the update with the first tokens.
+
+        Those that come again with a later token, after a preemption, were told.
+        """
+        if not self.muted and not self.num_output_tokens:
+            self._prompt_logprobs = (self._prompt_logprobs or PromptLogprobTable()).placed(start, part)
+
+    def pending(self) -> Update:
+        """The update being gathered, for the table to add to."""
+        if self._update is None:
+            self._update = Update()
+        return self._update
+
+
+class StreamTable:
+    """All streams of one front end, by request id and by handle. Drops a stream when it ends."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Stream] = {}
+        self._by_handle: dict[int, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def streams(self) -> list[Stream]:
+        """In order of arrival."""
+        return list(self._by_id.values())
+
+    def add(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> Stream:
+        """Raises InvalidRequest when its id is in use."""
+        if request.request_id in self._by_id:
+            raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
+        stream = self._by_id[request.request_id] = Stream(request, on_news)
+        return stream
+
+    def forget_handles(self) -> None:
+        """The scheduler that gave them is gone."""
+        for stream in self._by_handle.values():
+            stream.handle = None
+        self._by_handle.clear()
+
+    def drop(self, stream: Stream) -> None:
+        """Nobody reads it, and nobody will tell of its end."""
+        stream.over = True
+        del self._by_id[stream.request_id]
+
+    def end_failed(self, stream: Stream, detail: str) -> None:
+        """It ends here, whatever the scheduler still says of it."""
+        self.drop(stream)
+        update = stream.pending()
+        update.ended, update.detail = EndReason.ERROR, detail
+        stream.notify()
+
+    def apply(self, message: StepOutputs) -> None:
+        """Give each stream what the step brought it, and notify it once."""
+        for introduced in message.introduced:
+            stream = self._by_id[introduced.request_id]
+            stream.handle = introduced.handle
+            if stream.num_cached_tokens < 0:  # else it is the second time, and may hit what it left itself
+                stream.num_cached_tokens = introduced.num_cached_tokens
+            self._by_handle[introduced.handle] = stream
+        if message.prompt_logprobs is not None:
+            self._apply_prompt_logprobs(message, message.prompt_logprobs)
+        touched: dict[int, Stream] = {}
+        if message.handles is not None and message.tokens is not None:
+            touched = self._apply_tokens(_handle_per_token(message), message.tokens.tolist())
+            if message.logprobs is not None:
+                self._apply_logprobs(message, message.logprobs)
+        for ended in message.ended:
+            stream = self._by_handle.pop(ended.handle)
+            del self._by_id[stream.request_id]
+            stream.num_output_tokens = ended.num_output_tokens
+            update = stream.pending()
+            update.ended = EndReason(ended.reason)
+            update.stop_reason, update.detail = ended.stop_reason, ended.detail
+            stream.over = True
+            touched[ended.handle] = stream
+        for stream in touched.values():
+            stream.notify()
+
+    def reject(self, message: Rejected) -> None:
+        """The scheduler did not accept a request."""
+        stream = self._by_id.pop(message.request_id, None)
+        if stream is not None:
+            self._end_with(stream, InvalidRequest(message.message, message.param or None, message.code))
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: nothing in flight will go on."""
+        streams = list(self._by_id.values())
+        self._by_id.clear()
+        self._by_handle.clear()
+        for stream in streams:
+            self._end_with(stream, EngineError(reason))
+
+    @staticmethod
+    def _end_with(stream: Stream, error: QuireError) -> None:
+        stream.error = error
+        stream.over = True
+        stream.notify()
+
+    def _apply_tokens(self, handles: list[int], tokens: list[int]) -> dict[int, Stream]:
+        touched: dict[int, Stream] = {}
+        for handle, token in zip(handles, tokens, strict=True):
+            stream = self._by_handle[handle]
+            if not stream.muted:
+                stream.num_output_tokens += 1
+                stream.tokens.append(token)
+                stream.pending().token_ids.append(token)
+            touched[handle] = stream
+        return touched
+
+    def _apply_logprobs(self, message: StepOutputs, layout: Logprobs) -> None:
+        assert message.handles is not None and message.tokens is not None and message.logprob_ranks is not None
+        assert message.logprob_token_ids is not None and message.logprob_values is not None
+        token_ids = message.logprob_token_ids.reshape(-1, layout.width).tolist()
+        values = message.logprob_values.reshape(-1, layout.width).tolist()
+        ranks = message.logprob_ranks.tolist()
+        handles = _handle_per_token(message)
+        for row, ids, logprobs, rank in zip(layout.rows, token_ids, values, ranks, strict=True):
+            stream = self._by_handle[handles[row]]
+            if stream.muted:
+                continue
+            update = stream.pending()
+            if update.logprobs is None:
+                update.logprobs = []
+            top = list(zip(ids[1:], logprobs[1:], strict=True))
+            update.logprobs.append(TokenLogprobs(ids[0], logprobs[0], rank, top))
+
+    def _apply_prompt_logprobs(self, message: StepOutputs, layout: PromptLogprobs) -> None:
+        """Before the message's tokens: the last part comes with the first of them."""
+        assert message.prompt_logprob_token_ids is not None and message.prompt_logprob_values is not None
+        assert message.prompt_logprob_ranks is not None
+        token_ids = message.prompt_logprob_token_ids.reshape(-1, layout.width)
+        values = message.prompt_logprob_values.reshape(-1, layout.width)
+        at = 0
+        for handle, start, count in zip(layout.handles, layout.starts, layout.counts, strict=True):
+            part = slice(at, at + count)
+            at += count
+            ranks = message.prompt_logprob_ranks[part]
+            self._by_handle[handle].place_prompt_logprobs(
+                start, PromptLogprobTable(token_ids[part], values[part], ranks)
+            )
+
+
+def _handle_per_token(message: StepOutputs) -> list[int]:
+    """Whose each token is: a request with accepted drafts gets several."""
+    assert message.handles is not None
+    handles: list[int] = message.handles.tolist()
+    if message.counts is None:
+        return handles
+    return [handle for handle, count in zip(handles, message.counts.tolist(), strict=True) for _ in range(count)]

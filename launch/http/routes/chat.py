@@ -1,0 +1,239 @@
+"""POST /v1/chat/completions: a conversation in, the assistant's message out."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.launch.frontend.answers import Piece, PlacedLogprobs
+from quire.launch.http.routes.completions import LOWEST_LOGPROB, spell_prompt_logprobs
+from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
+from quire.launch.http.routes.tool_calls import AfterThought, AnyCalls, CallDelta, NamedCall, new_call_id
+from quire.launch.http.schema.schema import ChatRequest
+from quire.launch.http.schema.tools import ToolUse
+from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.server import Server
+from quire.launch.offline.request_output import Logprob
+from quire.launch.text.prompts import encode_messages
+from quire.launch.text.text_out import TokenTexts
+
+T = TypeVar("T")
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ContentLogprob]
+
+
+class FunctionDelta(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """``id``, ``type`` and the function's name are in a call's first delta only."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct, frozen=True):
+    content: str | UnsetType | None = UNSET
+    role: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: Function
+    type: str = "function"
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str | None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
+
+
+async def chat_completions(server: Server, request: Request) -> ASGIApp:
+    """The route's handler."""
+    server.require_serving()
+    parsed, size = await read_json(request, server.texts, server.parser.chat)
+    messages, options = parsed.messages, parsed.options
+    prompt = await server.conversations.run(
+        size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)
+    )
+    thoughts_end = ""
+    if parsed.tool_use is not None:
+        thoughts_end = server.settings.thinking.end_before_answer(prompt.token_ids, parsed.params)
+        if thoughts_end:
+            # The marker may be a special token, and is looked for in the text.
+            parsed = replace(parsed, params=msgspec.structs.replace(parsed.params, skip_special_tokens=False))
+    return Generation(server, parsed, [prompt], ChatSpeller(server, parsed, thoughts_end))
+
+
+class ChatSpeller:
+    """Writes ``chat.completion`` objects and their chunks; the first chunk of an answer has its role.
+
+    ``thoughts_end``: what ends the thinking that comes before a demanded call; empty for none.
+    """
+
+    def __init__(self, server: Server, request: ChatRequest, thoughts_end: str = "") -> None:
+        self.request_id = new_request_id("chatcmpl")
+        self._created = int(time.time())
+        self._model = request.model
+        self._include_usage = request.stream.include_usage
+        self._token_texts = server.token_texts
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._tool_use = request.tool_use
+        self._calls: dict[int, AfterThought] = {}
+        if request.tool_use is not None:
+            self._calls = {
+                index: AfterThought(_scanner(request.tool_use), thoughts_end) for index in range(request.params.n)
+            }
+        self._called: set[int] = set()
+        """Answers that have begun a call."""
+        self._to_begin = set(range(request.params.n))
+
+    def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        role: str | UnsetType = "assistant" if index in self._to_begin else UNSET
+        self._to_begin.discard(index)
+        if self._tool_use is None:
+            delta = Delta(piece.text, role)
+        else:
+            thought, found = self._calls[index].push(piece.text, last=piece.finish_reason is not None)
+            calls = self._note(index, [_call_delta(call) for call in found])
+            delta = Delta(UNSET if role is UNSET else None, role, calls or UNSET, thought or UNSET)
+        logprobs = None if piece.logprobs is None else spell_logprobs(piece.logprobs, self._token_texts)
+        choice = ChunkChoice(index, delta, logprobs, self._reason(index, piece.finish_reason), piece.stop_reason)
+        return self._chunk([choice], usage or (None if self._include_usage else UNSET))
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._chunk([], usage)
+
+    def whole(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        # All answers have the one prompt.
+        of_prompt = spell_prompt_logprobs(answers[0].prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
+        return msgspec.json.encode(
+            ChatCompletion(self.request_id, "chat.completion", self._created, self._model, choices, usage, of_prompt)
+        )
+
+    def _choice(self, index: int, answer: Collected) -> ChatChoice:
+        text = "".join(answer.texts)
+        if self._tool_use is None:
+            message = AnswerMessage("assistant", text)
+        else:
+            thought, found = self._calls[index].push(text, last=True)
+            calls = self._note(index, _calls(found))
+            message = AnswerMessage("assistant", None, tool_calls=calls or UNSET, reasoning_content=thought or UNSET)
+        logprobs = None if answer.logprobs is None else spell_logprobs(answer.logprobs, self._token_texts)
+        return ChatChoice(index, message, logprobs, self._reason(index, answer.finish_reason), answer.stop_reason)
+
+    def _note(self, index: int, calls: list[T]) -> list[T]:
+        if calls:
+            self._called.add(index)
+        return calls
+
+    def _reason(self, index: int, finish_reason: str | None) -> str | None:
+        """As OpenAI has it: an answer that was to call a certain function has merely stopped."""
+        any_call = self._tool_use is not None and self._tool_use.function is None and index in self._called
+        return "tool_calls" if any_call and finish_reason == "stop" else finish_reason
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
+        return msgspec.json.encode(
+            ChatChunk(self.request_id, "chat.completion.chunk", self._created, self._model, choices, usage)
+        )
+
+
+def _scanner(use: ToolUse) -> NamedCall | AnyCalls:
+    return AnyCalls() if use.function is None else NamedCall(use.function)
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    if call.name is None:
+        return ToolCallDelta(call.index, FunctionDelta(call.arguments))
+    return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), new_call_id(), "function")
+
+
+def _calls(deltas: Sequence[CallDelta]) -> list[ToolCall]:
+    """The calls of a whole answer, which has one delta of each."""
+    return [ToolCall(new_call_id(), Function(call.name or "", call.arguments)) for call in deltas]
+
+
+def spell_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts) -> ChatLogprobs:
+    """Log probabilities in the form of chat: one object per token, with its own bytes."""
+    return ChatLogprobs([_content(entry, texts) for entry in placed])
+
+
+def _content(entry: PlacedLogprobs, texts: TokenTexts) -> ContentLogprob:
+    sampled = _token(entry.logprobs.token_id, entry.logprobs.logprob, texts)
+    best = [_token(token_id, logprob, texts) for token_id, logprob in entry.logprobs.top]
+    return ContentLogprob(sampled.token, sampled.logprob, sampled.bytes, best)
+
+
+def _token(token_id: int, logprob: float, texts: TokenTexts) -> TokenLogprob:
+    raw = texts.raw(token_id)
+    return TokenLogprob(raw.decode("utf-8", "replace"), max(logprob, LOWEST_LOGPROB), list(raw))

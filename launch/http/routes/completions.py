@@ -1,0 +1,170 @@
+"""POST /v1/completions: raw text or token ids in, text out."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.launch.frontend.answers import Piece, PlacedLogprobs
+from quire.launch.frontend.engine_client import PromptLogprobTable, TokenLogprobs
+from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
+from quire.launch.http.schema.schema import CompletionRequest
+from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.server import Server
+from quire.launch.offline.request_output import Logprob, logprob_by_id
+from quire.launch.text.prompts import MAX_PROMPTS, Prompt, encode_prompt
+from quire.launch.text.text_out import TextOut, TokenTexts
+from quire.protocol.errors import InvalidRequest
+
+# JSON has no infinity; this is what others write for a token that cannot be.
+LOWEST_LOGPROB = -9999.0
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """OpenAI's four parallel lists. An echoed prompt's first token has no log probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+async def completions(server: Server, request: Request) -> ASGIApp:
+    """The route's handler."""
+    server.require_serving()
+    parsed, size = await read_json(request, server.texts, server.parser.completion)
+    if len(parsed.prompts) * parsed.params.n > MAX_PROMPTS:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_PROMPTS}", "n")
+    prompts = await server.texts.run(
+        size, lambda: [encode_prompt(prompt, server.text_in, server.engine) for prompt in parsed.prompts]
+    )
+    return Generation(server, parsed, prompts, CompletionSpeller(server, parsed, prompts))
+
+
+class CompletionSpeller:
+    """Writes ``text_completion`` objects."""
+
+    def __init__(self, server: Server, request: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+        self.request_id = new_request_id("cmpl")
+        self._created = int(time.time())
+        self._model = request.model
+        self._include_usage = request.stream.include_usage
+        self._token_texts = server.token_texts
+        self._num_logprobs = request.params.logprobs
+        self._num_prompt_logprobs = request.prompt_logprobs
+        # What is still to be written before an answer's own text, and the texts that stand before all of it.
+        echoes = [_Echo(server, prompt) for prompt in prompts] if request.echo else []
+        self._echoes = [echo for echo in echoes for _ in range(request.params.n)]
+        self._to_begin = set(range(len(self._echoes)))
+
+    def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        return self._object([self._choice(index, piece.text, piece)], usage or (None if self._include_usage else UNSET))
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._object([], usage)
+
+    def whole(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+        return self._object([self._choice(i, "".join(answer.texts), answer) for i, answer in enumerate(answers)], usage)
+
+    def _choice(self, index: int, text: str, answer: Piece | Collected) -> CompletionChoice:
+        logprobs = None
+        if answer.logprobs is not None:
+            shift = len(self._echoes[index].text) if self._echoes else 0
+            logprobs = spell_logprobs(answer.logprobs, self._token_texts, shift)
+        if index in self._to_begin:
+            self._to_begin.discard(index)
+            echo = self._echoes[index]
+            text = echo.text + text
+            if logprobs is not None and answer.prompt_logprobs is not None:
+                begin = echo.logprobs(answer.prompt_logprobs, self._num_logprobs or 0, self._token_texts)
+                logprobs = join_logprobs(begin, logprobs)
+        of_prompt = spell_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
+        return CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason, of_prompt)
+
+    def _object(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
+        return msgspec.json.encode(
+            Completion(self.request_id, "text_completion", self._created, self._model, choices, usage)
+        )
+
+
+def spell_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts, shift: int = 0) -> CompletionLogprobs:
+    """Log probabilities in the form of completions. The sampled token is always among the best ones given.
+
+    ``shift``: characters that stand before the answer's own text.
+    """
+    return CompletionLogprobs(
+        tokens=[texts.text(entry.logprobs.token_id) for entry in placed],
+        token_logprobs=[max(entry.logprobs.logprob, LOWEST_LOGPROB) for entry in placed],
+        top_logprobs=[_best(entry.logprobs, texts) for entry in placed],
+        text_offset=[shift + entry.text_offset for entry in placed],
+    )
+
+
+def join_logprobs(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        first.tokens + then.tokens,
+        first.token_logprobs + then.token_logprobs,
+        first.top_logprobs + then.top_logprobs,
+        first.text_offset + then.text_offset,
+    )
+
+
+def spell_prompt_logprobs(
+    table: PromptLogprobTable | None, num_best: int | None, texts: TokenTexts
+) -> list[dict[int, Logprob] | None] | UnsetType:
+    """In vLLM's form: per prompt token, token id to Logprob; nothing unless asked for and there."""
+    if table is None or num_best is None:
+        return UNSET
+    return [None, *(logprob_by_id(entry, texts, lowest=LOWEST_LOGPROB) for entry in table.entries(num_best))]
+
+
+class _Echo:
+    """A prompt as the beginning of its answers."""
+
+    def __init__(self, server: Server, prompt: Prompt) -> None:
+        self._text_in = server.text_in
+        self._token_ids = prompt.token_ids
+        self.text = server.text_in.decode(prompt.token_ids.tolist()) if prompt.text is None else prompt.text
+
+    def logprobs(self, table: PromptLogprobTable, num_best: int, texts: TokenTexts) -> CompletionLogprobs:
+        """Of the prompt's tokens, of which the first has none."""
+        ids = self._token_ids.tolist()
+        out = TextOut(self._text_in.tokenizer)
+        offsets: list[int] = []
+        for token in ids:
+            # What the tokenizer put before the text, or lost of it, moves no token beyond its end.
+            offsets.append(min(out.num_chars, len(self.text)))
+            out.push((token,))
+        entries = table.entries(num_best)
+        best = [_best(entry, texts) for entry in entries]
+        values = [max(entry.logprob, LOWEST_LOGPROB) for entry in entries]
+        return CompletionLogprobs([texts.text(token) for token in ids], [None, *values], [None, *best], offsets)
+
+
+def _best(entry: TokenLogprobs, texts: TokenTexts) -> dict[str, float]:
+    best: dict[str, float] = {}
+    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        # Two tokens may have the same text; the likelier one keeps the name.
+        best.setdefault(texts.text(token_id), max(logprob, LOWEST_LOGPROB))
+    return best

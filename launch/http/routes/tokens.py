@@ -1,0 +1,98 @@
+"""POST /tokenize and /detokenize, in vLLM's form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.launch.http.schema.fields import Fields, string
+from quire.launch.http.schema.schema import TEMPLATE_FIELDS, Parser
+from quire.launch.http.schema.tools import parse_tools
+from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.server import Server
+from quire.launch.text.chat_template import Message
+from quire.launch.text.prompts import check_token_ids
+from quire.launch.text.text_in import NO_TOKENIZER, ChatOptions
+from quire.protocol.errors import InvalidRequest
+
+TOKENIZE_FIELDS = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs", "tools", *TEMPLATE_FIELDS)
+MAX_DETOKENIZED = 2**19
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """``prompt`` is text, or the messages of a conversation with how they are laid out."""
+
+    prompt: str | tuple[list[Message], ChatOptions]
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+async def tokenize(server: Server, request: Request) -> Response:
+    parsed, size = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw))
+    if isinstance(parsed.prompt, str):
+        return _json(await server.texts.run(size, lambda: _tokenized(server, parsed)))
+    return _json(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
+
+
+async def detokenize(server: Server, request: Request) -> Response:
+    tokens, size = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw))
+    if server.text_in.tokenizer is None:
+        raise InvalidRequest(NO_TOKENIZER, "tokens")
+    text = await server.texts.run(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
+    return _json(Detokenized(text))
+
+
+def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
+    context = server.engine.max_model_len
+    if isinstance(request.prompt, str):
+        tokens = server.text_in.encode(
+            request.prompt, add_special_tokens=request.add_special_tokens, max_tokens=context
+        )
+    else:
+        tokens = server.text_in.encode_chat(*request.prompt, context)
+    strings = [server.token_texts.text(token) for token in tokens] if request.return_token_strs else None
+    return Tokenized(len(tokens), context, tokens, strings)
+
+
+def _parse_tokenize(parser: Parser, raw: Mapping[str, Any]) -> TokenizeRequest:
+    fields = Fields(raw)
+    fields.refuse_unknown(TOKENIZE_FIELDS)
+    parser.model(fields)
+    if fields.has("messages"):
+        messages, options = parser.conversation(fields)
+        tools, _ = parse_tools(fields)
+        prompt: str | tuple[list[Message], ChatOptions] = messages, replace(options, tools=tools)
+    else:
+        prompt = string("prompt", fields.require("prompt"))
+    return TokenizeRequest(
+        prompt, fields.boolean("add_special_tokens", True), fields.boolean("return_token_strs", False)
+    )
+
+
+def _parse_detokenize(parser: Parser, raw: Mapping[str, Any]) -> list[int]:
+    fields = Fields(raw)
+    fields.refuse_unknown(("model", "tokens"))
+    parser.model(fields)
+    tokens = fields.require("tokens")
+    if isinstance(tokens, list) and len(tokens) > MAX_DETOKENIZED:
+        raise InvalidRequest(f"tokens must hold at most {MAX_DETOKENIZED} token ids", "tokens")
+    return check_token_ids(tokens, parser.limits.vocab_size, "tokens")
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,1 @@
+"""What all routes share: the server's state, sockets, streams, metrics."""

@@ -1,0 +1,1 @@
+"""What benchmarks and replay share: report tables, model shapes, an HTTP client."""

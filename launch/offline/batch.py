@@ -1,0 +1,220 @@
+"""One call of the offline API: hands its requests to the engine, a bounded number at once, and collects what comes."""
+
+import heapq
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from tqdm import tqdm
+
+from quire.launch.frontend.answers import Answer, Piece
+from quire.launch.frontend.session import Session
+from quire.launch.frontend.streams import Stream
+from quire.launch.offline.request_output import CompletionOutput, RequestOutput, logprob_by_id
+from quire.launch.text.prompts import ModelLimits, Prompt, fit_params
+from quire.launch.text.text_in import TextIn
+from quire.launch.text.text_out import TokenTexts
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.wire.messages import AddRequest
+
+# Requests handed to the scheduler at once: more would only sit in sockets, whose queues are bounded.
+MAX_SUBMITTED = 1024
+
+
+class BlockingEngine(ModelLimits, Protocol):
+    """The engine, as a caller that waits sees it."""
+
+    config: EngineConfig
+    session: Session
+
+    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
+        """Raises EngineError once it is closed."""
+        ...
+
+    def receive(self) -> None:
+        """Wait for a message, though not for ever, and give the table what it brings.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One prompt of a call; ``params.n`` answers are wanted."""
+
+    name: str
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+
+
+class _OfflineSequence:
+    """What an Answer needs of a sequence when nobody awaits: a stop and an abort."""
+
+    def __init__(self, session: Session, stream: Stream) -> None:
+        self.request_id = stream.request_id
+        self.stream = stream
+        self._session = session
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        self._session.stop_at(self.stream, num_output_tokens)
+
+    def abort(self) -> None:
+        self._session.abort(self.stream)
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One answer of one prompt on its way. ``queued``: nothing came for it yet, so it may still wait."""
+
+    order: int
+    prompt: int
+    index: int
+    answer: Answer
+    sequence: _OfflineSequence
+    queued: bool = True
+
+
+class Batch:
+    """The requests of one call, those in flight, and their outputs in the order of the prompts.
+
+    No request meets a full queue as long as only arrivals wait there. One that does all the same, since preempted
+    requests wait too, is handed over again later: the queue's limit never fails a call.
+    """
+
+    def __init__(
+        self, engine: BlockingEngine, text_in: TextIn, token_texts: TokenTexts, requests: list[BatchRequest]
+    ) -> None:
+        self._engine = engine
+        self._text_in = text_in
+        self._token_texts = token_texts
+        self._requests = requests
+        self._max_queued = engine.config.max_num_queued_reqs or MAX_SUBMITTED
+        self._touched: deque[str] = deque()
+        self._open: dict[str, _Sample] = {}
+        self._num_queued = 0
+        self._refused = False
+        """The queue was full, and nothing has come since that could have made room."""
+        self._left = [r.params.n for r in requests]
+        urgent = engine.config.scheduling_policy == "priority"
+        # A heap of (priority, prompt, sample): what is handed over late must not be what should run first.
+        self._to_submit = [
+            (r.priority if urgent else 0, p, i) for p, r in enumerate(requests) for i in range(r.params.n)
+        ]
+        heapq.heapify(self._to_submit)
+        self._seeds = [secrets.randbits(64) if r.params.seed is None else r.params.seed for r in requests]
+        self.outputs = [
+            RequestOutput(r.name, r.prompt.text, r.prompt.token_ids.tolist(), list(map(CompletionOutput, range(n))))
+            for r, n in zip(requests, self._left, strict=True)
+        ]
+
+    def finish(self, bar: "tqdm[Any]") -> None:
+        """Run to the end.
+
+        Raises:
+            InvalidRequest: the scheduler refused a request for good.
+            EngineError: the engine is gone.
+        """
+        self._submit()
+        while self._open:
+            self._engine.receive()
+            while self._touched:
+                self._advance(self._open[self._touched.popleft()], bar)
+            self._submit()
+
+    def abort(self) -> None:
+        """Leave nothing running, if the engine still listens."""
+        for sample in self._open.values():
+            try:
+                sample.answer.abort()
+            except EngineError:
+                return
+
+    def _submit(self) -> None:
+        if self._refused and self._open:
+            return
+        while self._to_submit and len(self._open) < MAX_SUBMITTED and self._num_queued < self._max_queued:
+            self._start(*heapq.heappop(self._to_submit))
+
+    def _start(self, order: int, prompt: int, index: int) -> None:
+        engine, request = self._engine, self._requests[prompt]
+        request_id = f"{request.name}-{index}"
+        params = request.params
+        if index and params.prompt_logprobs is not None:
+            # Those of the prompt come once, with its first answer; the others may read cached prefixes.
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        added = AddRequest(
+            request_id,
+            request.prompt.token_ids,
+            fit_params(params, request.prompt, engine, clamp=True),
+            seed_for_sample(self._seeds[prompt], index),
+            priority=request.priority,
+            arrival=time.monotonic(),
+        )
+        stream = engine.submit(added, lambda: self._touched.append(request_id))
+        sequence = _OfflineSequence(engine.session, stream)
+        answer = Answer(sequence, self._text_in, request.prompt, params)
+        self._open[request_id] = _Sample(order, prompt, index, answer, sequence)
+        self._num_queued += 1
+
+    def _advance(self, sample: _Sample, bar: "tqdm[Any]") -> None:
+        try:
+            update = sample.sequence.stream.take()
+        except InvalidRequest as refused:
+            if refused.code != "queue_full":
+                raise
+            self._put_back(sample)
+            return
+        if update is None:
+            return
+        self._refused = False
+        self._leave_queue(sample)
+        piece = sample.answer.assemble(update)
+        self._append(self.outputs[sample.prompt].outputs[sample.index], piece)
+        if piece.prompt_logprobs is not None:
+            num_best = self._requests[sample.prompt].params.prompt_logprobs or 0
+            entries = [logprob_by_id(entry, self._token_texts) for entry in piece.prompt_logprobs.entries(num_best)]
+            self.outputs[sample.prompt].prompt_logprobs = [None, *entries]
+        if piece.finish_reason is None:
+            return
+        self.outputs[sample.prompt].outputs[sample.index].error = piece.detail or None
+        self._end(sample, piece, bar)
+
+    def _end(self, sample: _Sample, piece: Piece, bar: "tqdm[Any]") -> None:
+        del self._open[sample.sequence.request_id]
+        output = self.outputs[sample.prompt]
+        output.num_cached_tokens = max(output.num_cached_tokens, piece.num_cached_tokens)
+        self._left[sample.prompt] -= 1
+        if not self._left[sample.prompt]:
+            output.finished = True
+            bar.update()
+
+    def _put_back(self, sample: _Sample) -> None:
+        """The request is to be handed over again, once an answer of another has got on."""
+        del self._open[sample.sequence.request_id]
+        self._leave_queue(sample)
+        self._refused = True
+        heapq.heappush(self._to_submit, (sample.order, sample.prompt, sample.index))
+
+    def _leave_queue(self, sample: _Sample) -> None:
+        self._num_queued -= sample.queued
+        sample.queued = False
+
+    def _append(self, output: CompletionOutput, piece: Piece) -> None:
+        output.text += piece.text
+        output.token_ids += piece.token_ids
+        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+        if piece.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + [
+                logprob_by_id(placed.logprobs, self._token_texts) for placed in piece.logprobs
+            ]
+            total = sum(placed.logprobs.logprob for placed in piece.logprobs)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + total

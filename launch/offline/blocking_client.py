@@ -1,0 +1,118 @@
+"""The engine over ZeroMQ, for a caller that waits: the offline API's side of the link."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from quire.launch.frontend.session import Session
+from quire.launch.frontend.streams import Stream
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import EngineError, QuireError
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.messages import AddRequest, Control, Message, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.zmq_channel import ZmqChannel, frontend_address
+
+POLL_S = 0.5
+BEAT_S = 1.0
+
+
+class Engine(Protocol):
+    """What the client goes by: see ``engine_thread.EngineThread``."""
+
+    life: int
+    failure: QuireError | None
+
+    def fileno(self) -> int: ...
+
+    def take_news(self) -> None: ...
+
+
+class BlockingClient:
+    """Implements ``batch.BlockingEngine``. Owns the socket and the session; one thread at a time may use it."""
+
+    def __init__(self, config: EngineConfig, directory: Path, engine: Engine) -> None:
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self.vocab_size = config.model.vocab_size
+        self._directory = directory
+        self._engine = engine
+        self._statistics: Statistics | None = None
+        self._closed = False
+        self._life = engine.life
+        self._beat_at = 0.0
+        self.session = Session(self._post, os.getpid())
+        self._channel: ZmqChannel | None = None
+        self._relink()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._closed = True
+
+    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
+        self._check_open()
+        return self.session.add(request, on_news)
+
+    def ask(self, control: Control) -> Statistics:
+        """The answer to a Control."""
+        self._statistics = None
+        life = 0
+        while self._statistics is None:
+            if self.session.state in ("ready", "recovering") and life != self.session.life:
+                life = self.session.life  # asked again of a scheduler that was not there when it was asked
+                self._post(control)
+            self.receive()
+        return self._statistics
+
+    def receive(self) -> None:
+        """Wait for a message, though not for ever, and give the table what it brings.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        self._check_open()
+        assert self._channel is not None
+        try:
+            received = self._channel.receive(POLL_S)
+            message: Message | ProtocolError | None = None if received is None else received.message
+        except ProtocolError as error:
+            message = error
+        if isinstance(message, Statistics):
+            self._statistics = message
+        self._look_after_link(message is None or self.session.take(message))
+        if self.session.state == "failed":
+            raise EngineError(self.session.detail)
+
+    def _look_after_link(self, is_whole: bool) -> None:
+        self._engine.take_news()
+        if self._engine.failure is not None:
+            self.session.fail(str(self._engine.failure))
+            raise self._engine.failure
+        if not is_whole or self._engine.life != self._life:
+            died, self._life = self._engine.life != self._life, self._engine.life
+            self._relink(after_death=died)
+        elif time.monotonic() > self._beat_at:
+            self._beat_at = time.monotonic() + BEAT_S
+            self.session.beat()
+
+    def _relink(self, *, after_death: bool = False) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        address = frontend_address(self._directory, self._life)
+        self._channel = ZmqChannel(zmq.Context.instance(), zmq.DEALER, address, Link(SchedulerToFrontEnd), bind=False)
+        self._channel.wake_on(self._engine.fileno())
+        self.session.begin(after_death=after_death)
+
+    def _post(self, message: Message) -> None:
+        self._check_open()
+        assert self._channel is not None
+        self._channel.send(message)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this LLM is closed")

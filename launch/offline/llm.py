@@ -1,0 +1,224 @@
+"""The offline API: the same processes as the server's, driven from Python without HTTP."""
+
+import atexit
+import threading
+import weakref
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from quire.launch.config.model_folder import find_model
+from quire.launch.config.options import make_engine_config, parse_options
+from quire.launch.offline.batch import Batch, BatchRequest
+from quire.launch.offline.blocking_client import BlockingClient
+from quire.launch.offline.engine_thread import EngineThread
+from quire.launch.offline.request_output import EngineStatistics, RequestOutput
+from quire.launch.supervision.supervisor import Supervisor
+from quire.launch.text.prompts import (
+    Prompt,
+    check_messages,
+    check_params,
+    encode_messages,
+    encode_prompt,
+    spell_bad_words,
+)
+from quire.launch.text.text_in import ChatOptions, TextIn
+from quire.launch.text.text_out import TokenTexts
+from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig
+from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.request import plugins
+from quire.protocol.request.sampling_params import SamplingParams, check_int
+from quire.protocol.wire.messages import Control, Statistics
+
+PromptInput = str | list[int] | Mapping[str, Any]
+
+
+class LLM:
+    """An engine of its own: starts a scheduler and a worker process, and ends them with ``close`` or ``with``.
+
+    Keyword arguments are the flags of ``quire serve`` with underscores; ``logits_processors`` may hold classes, and
+    ``speculative_config`` is a dictionary. Usable from several threads, one at a time.
+
+    Raises:
+        ConfigError: an unknown keyword (with the nearest known one), a value out of range, an unusable checkpoint.
+        EngineError: a process did not come up; says why.
+    """
+
+    max_model_len: int
+    vocab_size: int
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        parsed = parse_options({"model": model, **options}, "LLM")
+        folder = find_model(parsed.model)
+        self._start(make_engine_config(parsed, folder=folder), TextIn.load(folder))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, quiet: bool = False) -> "LLM":
+        """An engine by a finished configuration, random weights of a named shape included; no tokenizer then."""
+        llm = cls.__new__(cls)
+        llm._start(config, TextIn.load(Path(config.model_path)) if config.model_path else TextIn(), quiet=quiet)
+        return llm
+
+    def _start(self, config: EngineConfig, text_in: TextIn, *, quiet: bool = True) -> None:
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self.vocab_size = config.model.vocab_size
+        self._text_in = text_in
+        self._token_texts = TokenTexts(text_in.tokenizer)
+        self._processors = plugins.load_logits_processors(config.logits_processors)
+        self._lock = threading.Lock()
+        self._num_requests = 0
+        self._client: BlockingClient | None = None
+        self._engine = EngineThread(lambda on_life: Supervisor(config, quiet=quiet, on_life=on_life))
+        atexit.register(_close_if_alive, weakref.ref(self))
+        self._client = BlockingClient(config, self._engine.supervisor.directory, self._engine)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine's processes. May be called twice."""
+        self._text_in.close()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        self._engine.close()
+
+    def generate(
+        self,
+        prompts: PromptInput | ListLike[PromptInput],
+        sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int | ListLike[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many.
+
+        Args:
+            prompts: a string, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``, or a list
+                of these.
+            sampling_params: one for all, or one for each prompt.
+            priority: likewise; the lowest runs first. Without effect unless ``scheduling_policy="priority"``.
+
+        Returns:
+            One RequestOutput per prompt, in order.
+
+        Raises:
+            InvalidRequest: a prompt or a parameter is refused; nothing is left running.
+            EngineError: the engine died.
+        """
+        many: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        encoded = [self._encode(prompt) for prompt in many]
+        return self._run(encoded, sampling_params, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        use_tqdm: bool = False,
+        priority: int | ListLike[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, through the checkpoint's chat template; else as ``generate``.
+
+        ``tools``: descriptions of functions, for the template. What the model makes of them is in the text.
+        """
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations: list[Any] = [messages] if one else list(messages)
+        options = ChatOptions(tools=tools)
+        encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
+        return self._run(encoded, sampling_params, priority, use_tqdm)
+
+    def statistics(self) -> EngineStatistics:
+        """Counters since start, and gauges as of now."""
+        return EngineStatistics.of(self._ask(Control("statistics", 1)))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False when requests still hold blocks."""
+        return self._ask(Control("reset_prefix_cache", 1)).done
+
+    def _ask(self, control: Control) -> Statistics:
+        with self._lock:
+            return self._open_client().ask(control)
+
+    # ---- one call of generate
+
+    def _encode(self, prompt: PromptInput) -> Prompt:
+        if isinstance(prompt, Mapping):
+            keys = set(prompt) & {"prompt", "prompt_token_ids"}
+            if len(prompt) != 1 or not keys:
+                raise InvalidRequest('a prompt must be {"prompt": str} or {"prompt_token_ids": [...]}', "prompt")
+            prompt = prompt[keys.pop()]
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, str | list):
+            raise InvalidRequest("prompt must be a string or a list of token ids", "prompt")
+        return encode_prompt(prompt, self._text_in, self)
+
+    def _params_for(
+        self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        params = [given or SamplingParams()] * num_prompts if isinstance(given, SamplingParams | None) else list(given)
+        if len(params) != num_prompts:
+            raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
+        for each in params:
+            check_params(each, self)
+            plugins.check_params(self._processors, each)
+        return [spell_bad_words(each, self._text_in, self) for each in params]
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | ListLike[SamplingParams] | None,
+        priority: int | ListLike[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        each_params = self._params_for(params, len(prompts))
+        each_priority = _priorities_for(priority, len(prompts))
+        with self._lock:
+            first = self._num_requests + 1
+            self._num_requests += len(prompts)
+            requests = [
+                BatchRequest(f"offline-{first + i}", *each)
+                for i, each in enumerate(zip(prompts, each_params, each_priority, strict=True))
+            ]
+            batch = Batch(self._open_client(), self._text_in, self._token_texts, requests)
+            try:
+                with tqdm(total=len(prompts), desc="Requests", disable=not use_tqdm) as bar:
+                    batch.finish(bar)
+            except BaseException:
+                batch.abort()
+                raise
+            return batch.outputs
+
+    def _open_client(self) -> BlockingClient:
+        if self._client is None:
+            raise EngineError("this LLM is closed")
+        return self._client
+
+
+def _is_single(prompts: Any) -> bool:
+    if isinstance(prompts, str | Mapping | np.ndarray):
+        return True
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int | np.integer)
+
+
+def _priorities_for(given: int | ListLike[int] | None, num_prompts: int) -> list[int]:
+    each = list(given) if isinstance(given, ListLike) else [0 if given is None else given] * num_prompts
+    if len(each) != num_prompts:
+        raise InvalidRequest(f"{len(each)} priorities for {num_prompts} prompts", "priority")
+    return [check_int("priority", value, MIN_PRIORITY, MAX_PRIORITY) for value in each]
+
+
+def _close_if_alive(ref: "weakref.ref[LLM]") -> None:
+    llm = ref()
+    if llm is not None:
+        llm.close()

@@ -1,0 +1,1 @@
+"""Traces that Quire recorded: reading, exact replay, differences."""

@@ -1,0 +1,146 @@
+"""A recorded trace through the real Scheduler again: were all decisions equal, and what was the run like?"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from quire.launch.replay.costs.cost import StepShape
+from quire.launch.replay.recorded.workload_of import recorded_settings
+from quire.launch.replay.run.collector import RunCollector
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
+from quire.scheduler_proc.reasons import Decision
+from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.trace.lines import Arrival, Header, Lost, Result, StepDecision
+from quire.scheduler_proc.trace.reader import TraceLine, TraceReader
+from quire.scheduler_proc.trace.tap import Tap
+
+Progress = Callable[[float, int], None]
+"""Told now and then of the recorded time and the number of ended requests."""
+
+_PROGRESS_EVERY = 1024
+
+
+def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None = None) -> RunRecord:
+    """Replay ``path`` exactly: ``decisions_equal`` and ``first_difference`` of the record say how it went.
+
+    The record is of the recorded run with its own times, up to the first difference.
+
+    Args:
+        lenient: where lines are missing or damaged, stop there; what was before is compared.
+
+    Raises:
+        ConfigError: the trace cannot be read, or lines of it are missing.
+    """
+    began = time.perf_counter()
+    reader = TraceReader(path, lenient=lenient, keep_altered=True)
+    header = reader.header
+    record = RunRecord(
+        title=f"{path.name}: as recorded",
+        source=str(path),
+        cost="as recorded",
+        settings={"model": header.config.model.architecture, **recorded_settings(header)},
+        block_size=header.config.block_size,
+        num_usable_blocks=header.num_blocks - 1,
+        max_num_batched_tokens=header.config.max_num_batched_tokens,
+    )
+    run = _Run(record, progress)
+    gaps: list[TraceLine] = []
+    difference = replay_lines(_until_lost(reader, gaps) if lenient else reader, observe=run)
+    run.finish()
+    record.decisions_equal = None if gaps and difference is None else difference is None
+    if difference is not None:
+        record.first_difference = msgspec.to_builtins(difference)
+        record.notes.append(f"the run is shown up to the first difference: {difference}")
+    if not header.complete:
+        record.notes.append("the run had begun before: this begins at an idle moment of it")
+    record.notes += reader.notes
+    record.notes += [f"compared up to {gap.file}:{gap.number}, where lines are missing" for gap in gaps]
+    record.extra["lines"] = run.num_lines
+    record.wall_s = time.perf_counter() - began
+    return record
+
+
+def _until_lost(lines: Iterable[TraceLine], gaps: list[TraceLine]) -> Iterator[TraceLine]:
+    """What can be replayed: after a gap nothing can. The gap is added to ``gaps``."""
+    for told in lines:
+        if isinstance(told.line, Lost):
+            gaps.append(told)
+            return
+        yield told
+
+
+class _Run:
+    """Fills the record of a run while its trace is replayed; see ``trace.exact.Observer``."""
+
+    def __init__(self, record: RunRecord, progress: Progress | None) -> None:
+        self._record = record
+        self._progress = progress
+        self.num_lines = 1
+        self._begin = self._now = self._worker_free = 0.0
+        self._num_ended = 0
+        self._times_back = 0
+
+    def begin(self, header: Header, scheduler: Scheduler, tap: Tap) -> None:
+        self._begin = header.now
+        self._scheduler = scheduler
+        self._tap = tap
+        self._collector = RunCollector(self._record, scheduler, tap)
+
+    def arrived(self, line: Arrival) -> None:
+        now = self._time(line.now)
+        run = RequestRun(line.req_id, now, line.num_prompt_tokens, line.job_id, line.priority)
+        ended_at_once = bool(self._tap.ended)
+        self._collector.arrived(run, line.client, self._tap.ended[0].handle if ended_at_once else None)
+        if ended_at_once:
+            self._count(len(self._collector.changed(now)))
+
+    def decided(self, line: StepDecision, decisions: list[Decision]) -> None:
+        now = self._time(line.now)
+        step = self._scheduler.in_flight.records[-1]
+        prefill = sum([share.num_tokens for share in step.shares.values() if share.is_prefill])
+        shape = StepShape([(prefill, 0)] if prefill else [], step.num_tokens - prefill, 0, 0)
+        self._collector.decided(now, line.step, shape)
+        self._collector.note(now, decisions)
+
+    def answered(self, line: Result, decisions: list[Decision]) -> None:
+        now = self._time(line.now)
+        begin = min(max(now - line.seconds, self._worker_free), now)
+        self._worker_free = now
+        handles = None if line.handles is None else np.array(line.handles, np.int32)
+        accepted = 0 if line.counts is None else sum(line.counts) - len(line.counts)
+        ended = self._collector.answered(now, line.step, begin, now, handles, accepted)
+        self._collector.note(now, decisions)
+        self._count(len(ended))
+        if self._progress is not None and len(self._record.steps) % _PROGRESS_EVERY == 0:
+            self._progress(now, self._num_ended)
+
+    def changed(self, now: float, decisions: list[Decision]) -> None:
+        at = self._time(now)
+        ended = self._collector.changed(at)
+        self._collector.note(at, decisions)
+        self._count(len(ended))
+
+    def finish(self) -> None:
+        """What never ended stays unfinished."""
+        runs = self._record.requests
+        last = max([run.end for run in runs], default=0.0)
+        self._collector.finish(max(last - runs[0].arrival, 0.0) if runs else 0.0)
+        if self._times_back:
+            self._record.notes.append(f"the clock went back {self._times_back} times: it was taken to stand still")
+
+    def _count(self, num_ended: int) -> None:
+        self._num_ended += num_ended
+
+    def _time(self, now: float) -> float:
+        """Seconds since the header was written; never less than before."""
+        self.num_lines += 1
+        since = now - self._begin
+        if since < self._now:
+            self._times_back += 1
+        else:
+            self._now = since
+        return self._now

@@ -1,0 +1,221 @@
+"""Two runs of one workload, request by request: who waited longer in the second, and for what."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.launch.measure.report import Table
+from quire.launch.replay.report.figures import latency
+from quire.launch.replay.run.lives import COMPUTING, QueueHead, life, stretches
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
+
+MOST_SHOWN = 10
+MOST_BEHIND = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``seconds`` of a request's life in each run that went to ``what``: a reason to wait, or prefill, or decode."""
+
+    what: str
+    seconds: tuple[float, float]
+
+    @property
+    def change(self) -> float:
+        return self.seconds[1] - self.seconds[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """One request in both runs; changes are the second's less the first's, in milliseconds.
+
+    Attributes:
+        parts: what its end-to-end time consists of, the largest change first; the changes add up to ``e2e``.
+        preempted_for: in the second run, for whose sake it was put out, each time.
+        behind: requests of the second run that ran longest while this one waited, and how many seconds of that.
+    """
+
+    request_id: str
+    ttft: float
+    e2e: float
+    queue: float
+    cached_tokens: int
+    preemptions: int
+    parts: list[Part]
+    preempted_for: list[str] = field(default_factory=list)
+    behind: list[tuple[str, float]] = field(default_factory=list)
+
+    @property
+    def blame(self) -> str:
+        """Why it took longer, or less long, in words."""
+        said = [f"{part.what} {_signed(part.change * 1e3)} ms" for part in self.parts[:3] if abs(part.change) >= 5e-7]
+        if self.behind and any(part.what not in COMPUTING and part.change > 0 for part in self.parts):
+            said.append("behind " + ", ".join(name for name, _ in self.behind))
+        if self.preemptions:
+            times = f"put out {_signed(self.preemptions)} times"
+            said.append(
+                times + (f" (for {', '.join(dict.fromkeys(self.preempted_for))})" if self.preempted_for else "")
+            )
+        if self.cached_tokens:
+            said.append(f"{_signed(self.cached_tokens)} cached tokens")
+        return "; ".join(said) or "nothing changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of the requests that ended well in both runs.
+
+    Attributes:
+        deltas: all of them, by how much longer they took in the second run, the longest first.
+        parts: seconds of all of them together, by what they went to.
+        only_first, only_second: ids of those that ended well in one run only (rejected, failed or absent in the other).
+    """
+
+    titles: tuple[str, str]
+    settings: dict[str, tuple[Any, Any]]
+    deltas: list[RequestDelta]
+    parts: list[Part]
+    only_first: list[str]
+    only_second: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON's types only."""
+        ranked = [delta for delta in self.deltas if delta.e2e > 0]
+        return {
+            "runs": list(self.titles),
+            "settings": {key: list(values) for key, values in self.settings.items()},
+            "requests": len(self.deltas),
+            "slower": len(ranked),
+            "faster": sum(delta.e2e < 0 for delta in self.deltas),
+            "mean_change_ms": {name: _mean(self.deltas, name) for name in ("ttft", "e2e", "queue")},
+            "seconds_by_reason": {part.what: list(part.seconds) for part in self.parts},
+            "only_first": self.only_first,
+            "only_second": self.only_second,
+            "most_delayed": [_delta_dict(delta) for delta in ranked[:MOST_SHOWN]],
+        }
+
+    def tables(self) -> list[Table]:
+        """For people."""
+        means: list[tuple[str, list[float | str | None]]] = [
+            (name, [_mean(self.deltas, name)]) for name in ("ttft", "queue", "e2e")
+        ]
+        parts: list[tuple[str, list[float | str | None]]] = [
+            (part.what, [part.seconds[0], part.seconds[1], part.change]) for part in self.parts
+        ]
+        ranked = [delta for delta in self.deltas if delta.e2e > 0][:MOST_SHOWN]
+        rows: list[tuple[str, list[float | str | None]]] = [
+            (d.request_id, [d.ttft, d.queue, d.e2e, d.blame]) for d in ranked
+        ]
+        made = [
+            Table("change, ms", ("mean",), means),
+            Table("seconds of all requests", ("first", "second", "change"), parts),
+        ]
+        return [*made, Table("waited longer, ms", ("ttft", "queue", "e2e", "why"), rows)] if rows else made
+
+    def text(self) -> str:
+        """The tables, with what they are of."""
+        faster = sum(delta.e2e < 0 for delta in self.deltas)
+        slower = sum(delta.e2e > 0 for delta in self.deltas)
+        lines = [
+            f"first:  {self.titles[0]}",
+            f"second: {self.titles[1]}",
+            *(f"  {key}: {first} -> {second}" for key, (first, second) in self.settings.items()),
+            f"{len(self.deltas)} requests ended in both: {slower} later in the second, {faster} earlier; "
+            f"{len(self.only_first)} in the first only, {len(self.only_second)} in the second only",
+        ]
+        return "\n\n".join(["\n".join(lines), *(table.text() for table in self.tables())])
+
+
+def compare(a: RunRecord, b: RunRecord) -> Comparison:
+    """``b`` against ``a``. Requests are the same where their ids are, and of equal ids in order of arrival."""
+    first, second = _by_name(a), _by_name(b)
+    common = [name for name in first if name in second]
+    heads = QueueHead(a.requests), QueueHead(b.requests)
+    pairs = [(_delta(first[name], second[name], heads), second[name]) for name in common]
+    pairs.sort(key=lambda pair: (-pair[0].e2e, pair[0].request_id))
+    deltas = [delta for delta, _ in pairs]
+    whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for delta in deltas:
+        for part in delta.parts:
+            whole[part.what][0] += part.seconds[0]
+            whole[part.what][1] += part.seconds[1]
+    for delta, run in [pair for pair in pairs if pair[0].e2e > 0][:MOST_SHOWN]:
+        delta.behind.extend(_who_ran_meanwhile(run, b.requests))
+    keys = dict.fromkeys([*a.settings, *b.settings])
+    told = {key: (a.settings.get(key), b.settings.get(key)) for key in keys}
+    return Comparison(
+        (a.title, b.title),
+        {key: values for key, values in told.items() if values[0] != values[1]},
+        deltas,
+        _ranked({what: (seconds[0], seconds[1]) for what, seconds in whole.items()}),
+        [run.request_id for name, run in first.items() if name not in second],
+        [run.request_id for name, run in second.items() if name not in first],
+    )
+
+
+def _delta(a: RequestRun, b: RequestRun, heads: tuple[QueueHead, QueueHead]) -> RequestDelta:
+    before, after, spent = latency(a), latency(b), (life(a, heads[0]), life(b, heads[1]))
+    whats = dict.fromkeys([*spent[0], *spent[1]])
+    return RequestDelta(
+        b.request_id,
+        (after.ttft or 0.0) - (before.ttft or 0.0),
+        (after.e2e or 0.0) - (before.e2e or 0.0),
+        (after.queue or 0.0) - (before.queue or 0.0),
+        b.num_cached_tokens - a.num_cached_tokens,
+        b.num_preemptions - a.num_preemptions,
+        _ranked({what: (spent[0].get(what, 0.0), spent[1].get(what, 0.0)) for what in whats}),
+        [moment.other or "nobody" for moment in b.moments if moment.what == "preempt"],
+    )
+
+
+def _who_ran_meanwhile(run: RequestRun, others: Sequence[RequestRun]) -> list[tuple[str, float]]:
+    """Whom it waited behind: O(requests)."""
+    waits = [(begin, end) for begin, end, what in stretches(run) if what not in COMPUTING]
+    if not waits:
+        return []
+    shares = []
+    for other in others:
+        if other is not run and other.scheduled >= 0:
+            share = sum(max(min(end, other.end) - max(begin, other.scheduled), 0.0) for begin, end in waits)
+            if share > 0:
+                shares.append((other.request_id, share))
+    return sorted(shares, key=lambda pair: (-pair[1], pair[0]))[:MOST_BEHIND]
+
+
+def _by_name(record: RunRecord) -> dict[tuple[str, int], RequestRun]:
+    """Those that ended well, by id and by how many had that id before."""
+    counts: dict[str, int] = defaultdict(int)
+    found: dict[tuple[str, int], RequestRun] = {}
+    for run in record.requests:
+        counts[run.request_id] += 1
+        if latency(run).e2e is not None:
+            found[run.request_id, counts[run.request_id]] = run
+    return found
+
+
+def _ranked(seconds: Mapping[str, tuple[float, float]]) -> list[Part]:
+    parts = [Part(what, each) for what, each in seconds.items()]
+    return sorted(parts, key=lambda part: (-abs(part.change), part.what))
+
+
+def _mean(deltas: Sequence[RequestDelta], name: str) -> float | None:
+    values = [{"ttft": delta.ttft, "e2e": delta.e2e, "queue": delta.queue}[name] for delta in deltas]
+    return sum(values) / len(values) if values else None
+
+
+def _delta_dict(delta: RequestDelta) -> dict[str, Any]:
+    return {
+        "request_id": delta.request_id,
+        "change_ms": {"ttft": delta.ttft, "e2e": delta.e2e, "queue": delta.queue},
+        "cached_tokens": delta.cached_tokens,
+        "preemptions": delta.preemptions,
+        "seconds_by_reason": {part.what: list(part.seconds) for part in delta.parts},
+        "preempted_for": delta.preempted_for,
+        "behind": [[name, seconds] for name, seconds in delta.behind],
+        "why": delta.blame,
+    }
+
+
+def _signed(value: float) -> str:
+    return f"{value:+,.0f}" if abs(value) >= 1 else f"{value:+.3g}"

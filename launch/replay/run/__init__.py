@@ -1,0 +1,1 @@
+"""The record of one simulated or replayed run."""

@@ -1,0 +1,273 @@
+"""What stands in for a model: rows without tensors, and tokens without a meaning."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.launch.replay.costs.cost import StepShape
+from quire.launch.replay.costs.rows import SimulatedRows
+from quire.protocol.config import EngineConfig
+from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.messages import (
+    Float32,
+    Int32,
+    ModelRunnerOutput,
+    NewRequestData,
+    SampleInputs,
+    SchedulerOutput,
+)
+
+_UInt64 = npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step whose rows have advanced, and whose tokens were not told yet.
+
+    Attributes:
+        handles, tokens: int32 ``[n]``: who samples, and what where no mask says otherwise.
+        tell_handles: the result has to name them.
+        prompts: fields of the result with log probabilities of prompts.
+    """
+
+    step: int
+    awaits_sample_inputs: bool
+    shape: StepShape
+    handles: Int32
+    tokens: Int32
+    tell_handles: bool
+    prompts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt of which log probabilities are wanted, as long as some are missing."""
+
+    token_ids: Int32
+    num_computed: int
+    num_best: int
+    active: bool = True
+
+
+class _Columns(NamedTuple):
+    """What a row's tokens depend on, by handle; each ``[capacity]``.
+
+    Attributes:
+        seeds: uint64, of the request.
+        positions: int64, of the token that it samples next.
+        first_end: int64, the first position at which an end of text may stand (``min_tokens``).
+    """
+
+    seeds: _UInt64
+    positions: npt.NDArray[np.int64]
+    first_end: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, capacity: int) -> "_Columns":
+        return cls(np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64), np.zeros(capacity, np.int64))
+
+    def grown(self) -> "_Columns":
+        return _Columns(*(np.concatenate([column, np.zeros_like(column)]) for column in self))
+
+
+@dataclass(slots=True)
+class _Wishes:
+    """Rows that want more than any token, by handle."""
+
+    allowed: dict[int, Int32] = field(default_factory=dict)
+    num_logprobs: dict[int, int] = field(default_factory=dict)
+    prompts: dict[int, _Prompt] = field(default_factory=dict)
+
+    def forget(self, handle: int) -> None:
+        self.allowed.pop(handle, None)
+        self.num_logprobs.pop(handle, None)
+        self.prompts.pop(handle, None)
+
+
+class SimulatedRunner:
+    """Applies diffs and samples, as a worker's model runner does, in time that hardly depends on the model.
+
+    A token follows from its request's seed and its position alone. It never ends a text or begins a thought, unless a
+    grammar leaves nothing else: then the text ends as soon as it may. Token lists and grammars are kept to; what
+    shapes a distribution (temperature, penalties, biases) means nothing here.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._vocab_size = config.model.vocab_size
+        self._ends = np.array(config.model.eos_token_ids, np.int64)
+        markers = [*config.thinking_start_token_ids, *config.thinking_end_token_ids]
+        usual = np.setdiff1d(np.arange(self._vocab_size, dtype=np.int32), [*self._ends.tolist(), *markers])
+        self._usual = usual if len(usual) else np.arange(self._vocab_size, dtype=np.int32)
+        self._rows = SimulatedRows()
+        self._columns = _Columns.of(256)
+        self._wishes = _Wishes()
+        self._handles = np.zeros(0, np.int32)
+
+    def launch(self, diff: SchedulerOutput) -> LaunchedStep:
+        """Take one step's diff: the rows are then those after it."""
+        for handle in diff.removed:
+            self._wishes.forget(handle)
+        at = 0
+        for new in diff.new_requests:
+            assert diff.token_ids is not None
+            self._add(new, diff.token_ids[at : at + new.num_tokens])
+            at += new.num_tokens
+        prompts = self._prompt_logprobs(diff) if self._wishes.prompts else {}
+        shape = self._rows.apply(diff)
+        changed = self._rows.take_handles()
+        if changed is not None:
+            self._handles = changed
+        tell = changed is not None or bool(diff.removed or diff.new_requests)
+        return LaunchedStep(
+            diff.step, diff.awaits_sample_inputs, shape, self._handles, self._sample(self._handles), tell, prompts
+        )
+
+    def finish(self, launched: LaunchedStep, inputs: SampleInputs | None, seconds: float) -> ModelRunnerOutput:
+        """The result; ``inputs`` where the step awaits them, and else None."""
+        failed = [] if inputs is None else self._constrain(launched, inputs)
+        return ModelRunnerOutput(
+            launched.step,
+            tokens=launched.tokens if len(launched.tokens) else None,
+            handles=launched.handles if launched.tell_handles else None,
+            seconds=seconds,
+            failed=failed,
+            **(self._logprobs(launched) if self._wishes.num_logprobs else {}),
+            **launched.prompts,
+        )
+
+    # ---- rows
+
+    def _add(self, new: NewRequestData, token_ids: Int32) -> None:
+        handle, sampling = new.handle, new.sampling
+        while handle >= len(self._columns.seeds):
+            self._columns = self._columns.grown()
+        self._columns.seeds[handle] = new.seed % 2**64
+        self._columns.positions[handle] = new.num_tokens
+        self._columns.first_end[handle] = new.num_prompt_tokens + sampling.min_tokens
+        if sampling.allowed_token_ids is not None:
+            self._wishes.allowed[handle] = np.array(sampling.allowed_token_ids, np.int32)
+        if sampling.logprobs is not None:
+            self._wishes.num_logprobs[handle] = min(sampling.logprobs, self._vocab_size)
+        if sampling.prompt_logprobs is not None:
+            num_best = min(sampling.prompt_logprobs, self._vocab_size)
+            prompt = token_ids[: new.num_prompt_tokens].copy()
+            self._wishes.prompts[handle] = _Prompt(prompt, new.num_computed_tokens, num_best)
+
+    # ---- tokens
+
+    def _sample(self, handles: Int32) -> Int32:
+        """int32 ``[n]``: the next token of each of ``handles``, which then are one further."""
+        noise = _noise(self._columns.seeds[handles], self._columns.positions[handles])
+        tokens: Int32 = self._usual[noise % np.uint64(len(self._usual))]
+        if self._wishes.allowed:
+            for index, handle in enumerate(handles.tolist()):
+                allowed = self._wishes.allowed.get(handle)
+                if allowed is not None:
+                    tokens[index] = allowed[int(noise[index]) % len(allowed)]
+        self._columns.positions[handles] += 1
+        return tokens
+
+    def _constrain(self, launched: LaunchedStep, inputs: SampleInputs) -> list[tuple[int, str]]:
+        """Tokens that the masks allow, in place of those of the rows that have one; returns who can have none."""
+        if inputs.bitmask is None:
+            return []
+        masks = inputs.bitmask.reshape(sum(inputs.counts), -1).view(np.uint8)
+        index_of = {handle: index for index, handle in enumerate(launched.handles.tolist())}
+        failed, first = [], 0
+        for handle, count in zip(inputs.handles, inputs.counts, strict=True):
+            mask = masks[first]
+            first += count
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: self._vocab_size])
+            if handle in index_of:
+                token = self._choose(handle, allowed)
+                launched.tokens[index_of[handle]] = max(token, 0)
+                if token < 0:
+                    failed.append((handle, "no token is allowed"))
+        return failed
+
+    def _choose(self, handle: int, allowed: npt.NDArray[np.int64]) -> int:
+        """One of the ``allowed`` for the position just sampled; -1 where none is."""
+        position = self._columns.positions[handle] - 1
+        ends = np.isin(allowed, self._ends)
+        allowed = allowed[ends] if ends.any() and position >= self._columns.first_end[handle] else allowed[~ends]
+        own = self._wishes.allowed.get(handle)
+        if own is not None:
+            allowed = np.intersect1d(allowed, own)
+        if not len(allowed):
+            return -1
+        noise = _noise(self._columns.seeds[[handle]], np.array([position]))
+        return int(allowed[int(noise[0]) % len(allowed)])
+
+    # ---- log probabilities
+
+    def _logprobs(self, launched: LaunchedStep) -> dict[str, Any]:
+        """Fields of the result, for the rows that want them."""
+        wanted = self._wishes.num_logprobs
+        rows = [index for index, handle in enumerate(launched.handles.tolist()) if handle in wanted]
+        if not rows:
+            return {}
+        width = 1 + max(wanted[int(launched.handles[index])] for index in rows)
+        ids, values, ranks = self._best(launched.tokens[rows], width)
+        return {
+            "logprobs": Logprobs(rows, width),
+            "logprob_token_ids": ids,
+            "logprob_values": values,
+            "logprob_ranks": ranks,
+        }
+
+    def _prompt_logprobs(self, diff: SchedulerOutput) -> dict[str, Any]:
+        """Fields of the result, for what this step computes of prompts; before it is applied."""
+        counts = dict(diff.counts)
+        for handle, prompt in self._wishes.prompts.items():
+            prompt.active = (prompt.active or handle in diff.unparked) and handle not in diff.parked
+        parts = list(self._prompt_parts(counts))
+        if not parts:
+            return {}
+        width = 1 + max(prompt.num_best for _, prompt, _, _ in parts)
+        tokens = np.concatenate([prompt.token_ids[start:end] for _, prompt, start, end in parts])
+        ids, values, ranks = self._best(tokens, width)
+        told = PromptLogprobs(
+            [handle for handle, _, _, _ in parts],
+            [start for _, _, start, _ in parts],
+            [end - start for _, _, start, end in parts],
+            width,
+        )
+        return {
+            "prompt_logprobs": told,
+            "prompt_logprob_token_ids": ids,
+            "prompt_logprob_values": values,
+            "prompt_logprob_ranks": ranks,
+        }
+
+    def _prompt_parts(self, counts: dict[int, int]) -> Iterator[tuple[int, _Prompt, int, int]]:
+        """(handle, prompt, start, end) of prompt tokens whose predecessors are computed in this step."""
+        for handle, prompt in list(self._wishes.prompts.items()):
+            if not prompt.active:
+                continue
+            start = prompt.num_computed + 1
+            prompt.num_computed += counts.get(handle, 1)
+            end = min(prompt.num_computed + 1, len(prompt.token_ids))
+            if end == len(prompt.token_ids):
+                del self._wishes.prompts[handle]
+            if end > start:
+                yield handle, prompt, start, end
+
+    def _best(self, tokens: Int32, width: int) -> tuple[Int32, Float32, Int32]:
+        """Frames of a distribution in which the given token is the likeliest, at one half, and each next one half as
+        likely as the one before: ids and values ``[n * width]``, ranks ``[n]``."""
+        others = (tokens[:, None].astype(np.int64) + np.arange(width - 1)) % self._vocab_size
+        ids = np.concatenate([tokens[:, None], others], axis=1, dtype=np.int32, casting="unsafe")
+        falling = np.log(0.5) * np.array([1, *range(1, width)], np.float32)
+        return ids.ravel(), np.tile(falling.astype(np.float32), len(tokens)), np.ones(len(tokens), np.int32)
+
+
+def _noise(seeds: _UInt64, positions: npt.NDArray[np.int64] | Sequence[int]) -> _UInt64:
+    """uint64 ``[n]``: bits without a pattern, the finaliser of SplitMix64 (Steele et al., 2014)."""
+    bits = seeds + np.asarray(positions).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: _UInt64 = bits ^ (bits >> np.uint64(31))
+    return result

@@ -1,0 +1,191 @@
+"""A workload through the real Scheduler and KV manager, on a virtual clock, with a simulated worker."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from quire.launch.replay.costs.cost import CostModel
+from quire.launch.replay.costs.rows import SimulatedRows
+from quire.launch.replay.run.collector import RunCollector
+from quire.launch.replay.run.run_record import RequestRun, RunRecord
+from quire.launch.replay.workload.sources import NEVER, Source
+from quire.launch.replay.workload.workload import NAME_BYTES, Call, block_names
+from quire.protocol.config import EngineConfig
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.messages import Int32
+from quire.scheduler_proc.events import OpaqueRequest, OpaqueResult
+from quire.scheduler_proc.policies import QUIRE, Policies
+from quire.scheduler_proc.scheduler import Scheduler
+
+FEWEST_TO_COAST = 3
+"""Of fewer quiet steps each by itself is done sooner."""
+
+
+class _Computing(NamedTuple):
+    """A step that the worker has, with when it begins and ends it."""
+
+    step: int
+    begin: float
+    end: float
+    handles: Int32 | None
+
+
+class Simulator:
+    """Runs one workload to its end. Owns the virtual clock and what stands between Scheduler and worker.
+
+    The order of things is the live loop's: what has come by now is consumed, then steps are decided while the
+    pipeline has room; a step begins when the worker is done with the one before.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: KVLayout,
+        num_usable_blocks: int,
+        cost: CostModel,
+        source: Source,
+        record: RunRecord,
+        *,
+        policies: Policies = QUIRE,
+        reuse_answers: bool = False,
+        coasting: bool = True,
+        progress: Callable[[float, int], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            policies: of another engine than this one.
+            reuse_answers: see ``block_names``.
+            coasting: False: each step is decided by itself, which costs more and gives the same.
+            progress: told now and then of the virtual time and the ended calls.
+        """
+        self.scheduler = Scheduler(config, layout, num_usable_blocks + 1, policies=policies)
+        self._collector = RunCollector(record, self.scheduler)
+        self._cost = cost
+        self._source = source
+        self._reuse_answers = reuse_answers
+        self._coasting = coasting
+        self._takes_between_steps = policies.takes_between_steps
+        self._progress = progress
+        self._rows = SimulatedRows()
+        self._computing: deque[_Computing] = deque()
+        self._worker_free = 0.0
+        self._calls: dict[RequestRun, Call] = {}
+        self._now = 0.0
+        self._num_ended = 0
+
+    def run(self) -> RunRecord:
+        """Until every call has ended."""
+        began = time.perf_counter()
+        source, scheduler = self._source, self.scheduler
+        begin = min(source.next_time(), 1e18)
+        while True:
+            done = self._computing[0].end if self._computing else NEVER
+            waits = self._takes_between_steps and bool(self._computing)
+            now = done if waits else min(source.next_time(), done)
+            if now == NEVER:
+                break
+            self._now = max(self._now, now)
+            if done <= self._now:
+                self._answer()
+            for call in source.take(self._now):
+                self._arrive(call)
+            while scheduler.can_schedule and self._decide():
+                pass
+            if self._coasting and (quiet := scheduler.num_quiet_steps) >= FEWEST_TO_COAST:
+                self._coast(quiet)
+        stuck = scheduler.table.requests
+        assert not stuck, f"{len(stuck)} requests never ended, {next(iter(stuck.values()))!r} among them"
+        record = self._collector.finish(self._now - begin if self._num_ended else 0.0)
+        record.wall_s = time.perf_counter() - began
+        return record
+
+    def _arrive(self, call: Call) -> None:
+        run = RequestRun(call.request_id, self._now, call.num_prompt_tokens, call.conversation, call.priority)
+        refusal = self._refusal(call)
+        if refusal:
+            self._collector.rejected(run, refusal)
+            self._end(call)
+            return
+        names = block_names(call, self.scheduler.kv.block_size, reuse_answers=self._reuse_answers)
+        sampling = SamplingParams(max_tokens=call.num_output_tokens, ignore_eos=True)
+        known_as = f"{call.number}"  # a trace's own ids may be equal, or of any length
+        self.scheduler.consume(
+            OpaqueRequest(
+                known_as,
+                call.num_prompt_tokens,
+                sampling,
+                0,
+                names,
+                hash_bytes=NAME_BYTES,
+                priority=call.priority,
+                arrival=self._now,
+            )
+        )
+        self._calls[run] = call
+        for refused in self._collector.arrived(run, known_as=known_as):
+            self._end(self._calls.pop(refused))
+
+    def _refusal(self, call: Call) -> str:
+        """Why the call can never run to its end; empty when it can."""
+        total = call.num_prompt_tokens + call.num_output_tokens
+        limit = self.scheduler.config.max_model_len
+        if total > limit:
+            return f"prompt and answer have {total} tokens; max_model_len is {limit}"
+        kv = self.scheduler.kv
+        needed = kv.num_blocks_for(total - 1)
+        if needed > kv.pool.num_usable_blocks:
+            return f"it needs {needed} KV blocks; the pool has {kv.pool.num_usable_blocks}"
+        return ""
+
+    def _decide(self) -> bool:
+        diff = self.scheduler.schedule(self._now)
+        if diff is None:
+            return False
+        shape = self._rows.apply(diff)
+        self._collector.decided(self._now, diff.step, shape)
+        begin = max(self._now, self._worker_free)
+        self._worker_free = begin + self._cost.seconds(shape)
+        self._computing.append(_Computing(diff.step, begin, self._worker_free, self._rows.take_handles()))
+        return True
+
+    def _answer(self) -> None:
+        done = self._computing.popleft()
+        self.scheduler.consume(OpaqueResult(done.step, done.handles, [], seconds=done.end - done.begin))
+        for run in self._collector.answered(self._now, done.step, done.begin, done.end, done.handles):
+            self._end(self._calls.pop(run))
+
+    def _coast(self, count: int) -> None:
+        """Up to ``count`` times, without looking: the oldest step is answered, and one more is decided.
+
+        A call that comes meanwhile ends it: the answers before that are the last that are given.
+        """
+        shape, until = self._rows.steady_shape(), self._source.next_time()
+        depth, first = len(self._computing), self._worker_free
+        ends = [done.end for done in self._computing]
+        for at in range(count):
+            if ends[at] >= until:
+                break
+            self._worker_free += self._cost.seconds(shape)
+            shape.decode_context += shape.num_decodes
+            shape.longest_decode += 1
+            ends.append(self._worker_free)
+        count = len(ends) - depth
+        if not count:
+            return
+        self._now = ends[count - 1]
+        step = self._computing[-1].step + 1
+        self.scheduler.coast(count, self._now)
+        self._rows.coast(count)
+        begins = [*(done.begin for done in self._computing), first, *ends[depth:-1]]
+        self._collector.coasted(range(step, step + count), shape.num_decodes, begins[:count], ends[:count])
+        for at in range(depth, len(ends)):
+            self._computing.append(_Computing(step + at - depth, begins[at], ends[at], None))
+            self._computing.popleft()
+
+    def _end(self, call: Call) -> None:
+        self._num_ended += 1
+        self._source.ended(call, self._now)
+        if self._progress is not None and self._num_ended % 64 == 0:
+            self._progress(self._now, self._num_ended)

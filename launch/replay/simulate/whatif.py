@@ -1,0 +1,185 @@
+"""A workload through a simulated engine: from a Workload, a Setup and a cost to the record of the run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from quire.launch.replay.costs.cost import ConstantCost, CostModel
+from quire.launch.replay.costs.models import find_model
+from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
+from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.setup import Setup, make_setup, settle_model
+from quire.launch.replay.simulate.simulator import Simulator
+from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
+from quire.launch.replay.workload.workload import Call, Workload
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.model_config import ModelConfig
+
+DEFAULT_STEP_MS = 10.0
+OVERLONG = ("refuse", "clip", "drop")
+
+
+def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> tuple[Setup, CostModel]:
+    """The engine, and the machine that computes its steps: each may depend on the other's settings.
+
+    Args:
+        given: ``--set`` key to its text.
+        cost: as ``--cost`` has it; None: what the trace tells of its machine, else a usual one.
+
+    Raises:
+        ConfigError: either cannot be.
+    """
+    if cost is not None and "model" not in {*given, *workload.settings} and (config := config_of(cost)):
+        workload = replace(workload, settings=workload.settings | {"model": _for_all(find_model(config), workload)})
+    model, size = settle_model(workload, given)
+    if cost is not None:
+        machine = parse_cost(cost, tensor_parallel_size=size, model=model)
+        return make_setup(workload, given, machine), machine
+    machine, note = _usual_machine(workload, size, model)
+    setup = make_setup(workload, given, machine)
+    setup.notes.append(note)
+    return setup, machine
+
+
+def _for_all(model: ModelConfig, workload: Workload) -> ModelConfig:
+    """The model that only the cost names tells how large blocks are, not which prompts are too long."""
+    longest = max((call.num_prompt_tokens + call.num_output_tokens for call in workload.calls), default=2)
+    return msgspec.structs.replace(model, max_position=max(model.max_position, longest))
+
+
+def _usual_machine(workload: Workload, size: int, model: ModelConfig) -> tuple[CostModel, str]:
+    """And what to say of it."""
+    try:
+        machine = default_cost(workload, tensor_parallel_size=size, model=model)
+    except ConfigError as error:
+        if workload.format != "quire":  # a profile that is there and cannot be used is not to be passed over
+            raise
+        return ConstantCost(DEFAULT_STEP_MS), f"no --cost was given; every step takes {DEFAULT_STEP_MS:g} ms: {error}"
+    return machine, f"no --cost was given: {machine.describe()}"
+
+
+def run_workload(
+    workload: Workload,
+    setup: Setup,
+    cost: CostModel,
+    *,
+    concurrency: int | None = None,
+    closed_loop: bool = False,
+    overlong: str = "refuse",
+    reuse_answers: bool = False,
+    progress: Callable[[float, int], None] | None = None,
+) -> RunRecord:
+    """Run all calls to their ends.
+
+    Args:
+        concurrency: so many at a time, whatever their times.
+        closed_loop: a turn comes when the one before has ended and its pause is over.
+        overlong: what becomes of calls beyond ``max_model_len``: they count as rejected (refuse), lose the end of
+            their prompt (clip), or are left out (drop).
+        reuse_answers: blocks of answers can be found by the next turn, where the trace tells that it contains them.
+        progress: told now and then of the virtual time and the number of ended calls.
+
+    Raises:
+        ConfigError: arguments that contradict each other, or are out of range.
+    """
+    if overlong not in OVERLONG:
+        raise ConfigError(f"--overlong must be one of {', '.join(OVERLONG)}, not {overlong!r}")
+    limit = setup.config.max_model_len
+    calls = [call for call in workload.calls if call.num_prompt_tokens + call.num_output_tokens > limit]
+    kept = _without_overlong(workload.calls, limit, overlong)
+    record = RunRecord(
+        title=f"{workload.format}: {_pace(concurrency, closed_loop)}",
+        source=workload.source,
+        cost=cost.describe(),
+        settings=dict(setup.shown),
+        notes=[*workload.notes, *setup.notes],
+        block_size=setup.config.block_size,
+        num_usable_blocks=setup.num_usable_blocks,
+        max_num_batched_tokens=setup.config.max_num_batched_tokens,
+    )
+    if calls:
+        record.notes.append(f"{len(calls)} calls longer than max_model_len ({limit}): {_FATES[overlong]}")
+    record.extra["overlong"] = {"calls": len(calls), "policy": overlong}
+    record.extra["generated"] = generated = _generated(kept, setup.config.block_size, reuse_answers)
+    if generated["other_bound_tokens"]:
+        record.notes.append(_say_generated(reuse_answers, generated["other_bound_tokens"]))
+    source = _source(kept, concurrency, closed_loop)
+    simulator = Simulator(
+        setup.config,
+        setup.layout,
+        setup.num_usable_blocks,
+        cost,
+        source,
+        record,
+        policies=setup.policies,
+        reuse_answers=reuse_answers,
+        progress=progress,
+    )
+    return simulator.run()
+
+
+_FATES = {"refuse": "rejected", "clip": "the end of their prompts was cut", "drop": "left out"}
+
+
+def _pace(concurrency: int | None, closed_loop: bool) -> str:
+    if concurrency is not None:
+        return f"{concurrency} at a time"
+    return "closed loop" if closed_loop else "open loop"
+
+
+def _source(calls: Sequence[Call], concurrency: int | None, closed_loop: bool) -> Source:
+    if concurrency is None:
+        return ClosedLoop(calls) if closed_loop else OpenLoop(calls)
+    if closed_loop:
+        raise ConfigError("--concurrency and --closed-loop both say when a call comes: choose one")
+    if concurrency < 1:
+        raise ConfigError(f"--concurrency must be at least 1, not {concurrency}")
+    return Concurrency(calls, concurrency)
+
+
+def _without_overlong(calls: Sequence[Call], limit: int, policy: str) -> list[Call]:
+    """The calls to run: changed copies where the policy asks for it."""
+    kept: list[Call] = []
+    dropped: dict[int, Call] = {}
+    for call in calls:
+        fits = call.num_prompt_tokens + call.num_output_tokens <= limit
+        if policy == "drop" and not fits:
+            dropped[call.number] = _relinked(call, dropped)
+        elif policy == "clip" and not fits and call.num_output_tokens < limit:
+            kept.append(_clipped(call, limit - call.num_output_tokens))
+        else:
+            kept.append(_relinked(call, dropped))
+    return kept
+
+
+def _clipped(call: Call, num_prompt_tokens: int) -> Call:
+    """Without the end of its prompt; what its prompt and answer became is not known any more then."""
+    tokens = None if call.tokens is None else call.tokens[:num_prompt_tokens]
+    return replace(call, num_prompt_tokens=num_prompt_tokens, tokens=tokens, text=None, answer=None)
+
+
+def _relinked(call: Call, dropped: dict[int, Call]) -> Call:
+    """After a call that was left out comes what came after it, both pauses later."""
+    before = None if call.after is None else dropped.get(call.after)
+    if before is None:
+        return call
+    if before.after is None:
+        return replace(call, after=None, pause=0.0)
+    return replace(call, after=before.after, pause=before.pause + call.pause)
+
+
+def _generated(calls: Sequence[Call], block_size: int, reuse_answers: bool) -> dict[str, str | int]:
+    """How answers are named, and the tokens that more or fewer could be found if they were named the other way."""
+    found = 0
+    for call in calls:
+        if call.answer is not None:
+            end = min(call.num_prompt_tokens + call.num_output_tokens, len(call.answer.ids) * call.answer.unit)
+            found += max(end // block_size - call.num_prompt_tokens // block_size, 0) * block_size
+    return {"mode": "reused" if reuse_answers else "own", "other_bound_tokens": found}
+
+
+def _say_generated(reuse_answers: bool, tokens: int | str) -> str:
+    if reuse_answers:
+        return f"next turns find answers in the cache; if they did not, at most {tokens} tokens fewer would be hits"
+    return f"no turn finds an answer in the cache; if the next one did, at most {tokens} tokens more would be hits"

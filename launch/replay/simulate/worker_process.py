@@ -1,0 +1,250 @@
+"""A simulated worker as a process: ``python -P -m quire.launch.replay.simulate.worker_process``, by the supervisor only.
+
+It speaks the worker's protocol, takes as long for a step as a cost model says, and answers with tokens that mean
+nothing. One of it stands for all ranks of a group.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.launch.replay.costs.cost import CostModel
+from quire.launch.replay.simulate.simulated_runner import LaunchedStep, SimulatedRunner
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.process.child import Report, child_parser, enter_child
+from quire.protocol.wire.channel import Channel
+from quire.protocol.wire.messages import (
+    Fault,
+    Heartbeat,
+    MemoryPlan,
+    ModelRunnerOutput,
+    Ready,
+    SampleInputs,
+    SchedulerOutput,
+    Shutdown,
+)
+from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
+
+SPIN_SECONDS = 0.0002
+"""How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
+POLL_SECONDS = 0.001
+"""A poll counts whole ones of these."""
+ENOUGH_BLOCKS = 65_536
+"""Of a machine that does not say its memory."""
+MOST_BLOCKS = 2**20
+"""Of one that does: a large one would have room for tens of millions of a tiny model's, each an object here."""
+
+
+class Clock(Protocol):
+    """Time as the loop meets it, in monotonic seconds."""
+
+    def now(self) -> float: ...
+
+    def sleep_until(self, when: float) -> None: ...
+
+
+class RealClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep_until(self, when: float) -> None:
+        """To the nearest few microseconds: sleeps, then looks at the clock for the rest."""
+        rest = when - time.monotonic()
+        if rest > SPIN_SECONDS:
+            time.sleep(rest - SPIN_SECONDS)
+        while time.monotonic() < when:
+            pass
+
+
+@dataclass(slots=True)
+class _Computing:
+    """A step on the pretended device. ``result`` is None while it awaits its masks."""
+
+    launched: LaunchedStep
+    begin: float
+    end: float
+    result: ModelRunnerOutput | None
+
+
+class SimulatedWorker:
+    """Owns the channel to the scheduler, the rows, and the time at which the pretended device is free.
+
+    Steps queue up as on a device: one that comes while another is computed begins when that one ends.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        cost: CostModel,
+        clock: Clock,
+        pid: int,
+        say: Callable[[str], None],
+        calls: Calls,
+        num_ranks: int = 1,
+    ) -> None:
+        """``say``: takes each line that a person should see. ``num_ranks``: of the pretended machine."""
+        self._channel = channel
+        self._calls = calls
+        self._cost = cost
+        self._say = say
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._pid = pid
+        self._computing: deque[_Computing] = deque()
+        self._free_at = 0.0
+
+    def run(self) -> None:
+        """Until the scheduler sends Shutdown, or another call comes.
+
+        Raises:
+            ConfigError, EngineError, ProtocolError: also told to the scheduler as a Fault.
+        """
+        try:
+            configure = ask_configuration(self._channel, 0, self._pid, self._calls)
+            plan = plan_pool(configure.config, configure.kv_layout, self._cost, self._num_ranks)
+            more = " (more would fit)" if plan.num_blocks == MOST_BLOCKS else ""
+            pool = f"{plan.num_blocks - 1} KV blocks{more}"
+            self._say(f"SIMULATED, answers are nonsense; {self._cost.describe()}; {pool}")
+            num_blocks = configure.num_blocks or plan.num_blocks
+            self._channel.send(Ready([num_blocks] * len(configure.kv_layout.groups), plan, {}))
+            self._steps(SimulatedRunner(configure.config))
+        except CalledAway:
+            return
+        except Exception as error:
+            kind = "checkpoint" if isinstance(error, ConfigError) else "error"
+            self._channel.send(Fault(kind, " ".join(str(error).split()) or type(error).__name__))
+            raise
+
+    def _steps(self, runner: SimulatedRunner) -> None:
+        while True:
+            patience = self._patience()
+            if patience is None:
+                received = wait_for_message(self._channel, self._calls)
+            else:
+                received = self._channel.receive(patience)
+            match received.message if received else None:
+                case SchedulerOutput() as step:
+                    self._begin(runner, step)
+                case SampleInputs() as inputs:
+                    self._take_inputs(runner, inputs)
+                case Shutdown():
+                    return
+                case None if patience is not None:
+                    self._send_oldest()
+                case Heartbeat() | None:
+                    pass
+                case other:
+                    raise EngineError(f"unexpected {type(other).__name__} instead of a step")
+
+    def _patience(self) -> float | None:
+        """How long to wait for a message. What came while a step was computed is taken before its result is sent: it
+        found the device busy."""
+        if not self._computing or self._computing[0].result is None:
+            return None
+        return max(0.0, self._computing[0].end - self._clock.now() - POLL_SECONDS)
+
+    def _begin(self, runner: SimulatedRunner, step: SchedulerOutput) -> None:
+        if self._computing and self._computing[-1].result is None:  # void: the scheduler has begun anew
+            waiting = self._computing[-1]
+            waiting.result = ModelRunnerOutput(waiting.launched.step)
+        launched = runner.launch(step)
+        begin = self._free_at if self._computing else max(self._clock.now(), self._free_at)
+        seconds = self._cost.seconds(launched.shape)
+        self._free_at = begin + seconds
+        result = None if launched.awaits_sample_inputs else runner.finish(launched, None, seconds)
+        self._computing.append(_Computing(launched, begin, self._free_at, result))
+
+    def _take_inputs(self, runner: SimulatedRunner, inputs: SampleInputs) -> None:
+        """The tokens of the step that awaits them are there when it is computed, or now if that is later."""
+        waiting = self._computing[-1] if self._computing else None
+        if waiting is None or waiting.result is not None or waiting.launched.step != inputs.step:
+            return  # of a step that was void
+        self._free_at = waiting.end = max(waiting.end, self._clock.now())
+        waiting.result = runner.finish(waiting.launched, inputs, waiting.end - waiting.begin)
+
+    def _send_oldest(self) -> None:
+        """If it is computed. Else sleeps away what the poll left of its time; messages are then looked for again."""
+        oldest = self._computing[0]
+        rest = oldest.end - self._clock.now()
+        if rest > 2 * POLL_SECONDS:
+            return  # the poll came back early
+        if rest > 0:
+            self._clock.sleep_until(oldest.end)
+        elif oldest.result is not None:
+            self._computing.popleft()
+            self._channel.send(oldest.result)
+
+
+def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks: int) -> MemoryPlan:
+    """How many KV blocks the pretended machine has: by flag; by its memory, where that is known; or for a full batch.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    per_rank = layout.block_bytes * max(1, layout.num_kv_heads // num_ranks) // layout.num_kv_heads
+    per_request = -(-config.max_model_len // config.block_size)
+    if config.num_blocks_override:
+        num_blocks = config.num_blocks_override + 1
+    elif config.kv_cache_memory_bytes:
+        num_blocks = config.kv_cache_memory_bytes // per_rank
+    elif cost.kv_bytes:
+        num_blocks = min(cost.kv_bytes // (per_rank * num_ranks), MOST_BLOCKS)
+    else:
+        num_blocks = max(min(config.max_num_seqs * per_request, ENOUGH_BLOCKS), len(layout.groups) * per_request) + 1
+    if num_blocks < 2:
+        raise ConfigError(
+            f"memory does not suffice: a KV block takes {layout.block_bytes} bytes; "
+            f"raise --kv-cache-memory-bytes or say --num-gpu-blocks-override"
+        )
+    kv_cache = num_blocks * layout.block_bytes
+    return MemoryPlan("simulated", kv_cache, 0, 0, kv_cache, num_blocks, config.block_size)
+
+
+def main() -> None:
+    parser = child_parser(__doc__)
+    parser.add_argument("--cost", required=True, help="as of quire replay")
+    parser.add_argument("--ranks", type=int, required=True, help="tensor parallel ranks of the pretended machine")
+    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    args = parser.parse_args()
+    child = enter_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(f"quire worker: {text}", file=sys.stderr, flush=True)
+
+    try:
+        import msgspec
+        import zmq
+
+        from quire.launch.replay.costs.parse import parse_cost
+        from quire.protocol.wire.channel import Link
+        from quire.protocol.wire.messages import SchedulerToWorker
+        from quire.protocol.wire.zmq_channel import ZmqChannel, check_socket_directory, worker_address
+
+        check_socket_directory(args.directory)
+        child.report(Report("started"))
+        config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
+        cost = parse_cost(args.cost, tensor_parallel_size=args.ranks, model=config.model)
+        context = zmq.Context()
+        calls = Calls(child)
+        while (call := calls.take()) is not None:
+            link = Link(SchedulerToWorker, call.epoch)
+            address = worker_address(args.directory, call.epoch, call.rank)
+            channel = ZmqChannel(context, zmq.PAIR, address, link, bind=False)
+            channel.wake_on(calls.fileno())
+            SimulatedWorker(channel, cost, RealClock(), os.getpid(), say, calls, args.ranks).run()
+            channel.close()
+        context.term()
+    except Exception as error:
+        child.fail(error)
+
+
+if __name__ == "__main__":
+    main()

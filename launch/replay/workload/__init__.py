@@ -1,0 +1,1 @@
+"""Requests to simulate: when they arrive and what they ask."""

@@ -1,0 +1,100 @@
+"""When calls arrive: at their own times, or when others have ended."""
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.launch.replay.workload.workload import Call
+
+NEVER = float("inf")
+
+
+class Source(Protocol):
+    """Hands out calls on a virtual clock."""
+
+    def next_time(self) -> float:
+        """When the next call comes; NEVER when none does before another call ends."""
+        ...
+
+    def take(self, now: float) -> list[Call]:
+        """All calls that have come by ``now``, each once."""
+        ...
+
+    def ended(self, call: Call, now: float) -> None:
+        """``call`` has ended, or was rejected."""
+        ...
+
+
+class OpenLoop:
+    """Every call comes at its own time, whatever became of the others."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._at = 0
+
+    def next_time(self) -> float:
+        return self._calls[self._at].arrival if self._at < len(self._calls) else NEVER
+
+    def take(self, now: float) -> list[Call]:
+        first = self._at
+        while self._at < len(self._calls) and self._calls[self._at].arrival <= now:
+            self._at += 1
+        return list(self._calls[first : self._at])
+
+    def ended(self, call: Call, now: float) -> None:
+        pass
+
+
+class Concurrency:
+    """So many calls at a time, in order of arrival; their times do not matter."""
+
+    def __init__(self, calls: Sequence[Call], limit: int) -> None:
+        self._calls = deque(calls)
+        self._room = limit
+        self._now = 0.0
+
+    def next_time(self) -> float:
+        return self._now if self._calls and self._room else NEVER
+
+    def take(self, now: float) -> list[Call]:
+        taken = []
+        while self._calls and self._room:
+            taken.append(self._calls.popleft())
+            self._room -= 1
+        return taken
+
+    def ended(self, call: Call, now: float) -> None:
+        self._room += 1
+        self._now = now
+
+
+class ClosedLoop:
+    """A call with ``after`` comes ``pause`` seconds after that call's end; the others at their own times.
+
+    So do those whose ``after`` is not among the calls.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        there = {call.number for call in calls}
+        self._due: list[tuple[float, int, Call]] = []
+        self._followers: dict[int, list[Call]] = {}
+        for call in calls:
+            if call.after is not None and call.after in there:
+                self._followers.setdefault(call.after, []).append(call)
+            else:
+                self._due.append((call.arrival, call.number, call))
+        heapq.heapify(self._due)
+
+    def next_time(self) -> float:
+        return self._due[0][0] if self._due else NEVER
+
+    def take(self, now: float) -> list[Call]:
+        taken = []
+        while self._due and self._due[0][0] <= now:
+            taken.append(heapq.heappop(self._due)[2])
+        return taken
+
+    def ended(self, call: Call, now: float) -> None:
+        for follower in self._followers.pop(call.number, ()):
+            heapq.heappush(self._due, (now + follower.pause, follower.number, follower))

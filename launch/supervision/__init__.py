@@ -1,0 +1,1 @@
+"""Which processes run, and starting, watching and stopping them."""

@@ -1,0 +1,286 @@
+"""Starts the engine's processes, watches them, and ends them in order. Touches no request.
+
+What is to be done about a death is the Overseer's to decide (overseer.py). Each child (child_process.py) has two pipes:
+*status*, on which it reports, and *lifeline*, on which it is told what to do, and whose end says that the supervisor is
+gone.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import selectors
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from quire.launch.config.sampling_options import import_paths
+from quire.launch.supervision.child_process import ChildProcess
+from quire.launch.supervision.members import Member, Process, Role
+from quire.launch.supervision.overseer import Crew, Overseer
+from quire.protocol.config import EngineConfig
+from quire.protocol.process.child import Command
+
+# A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
+# default of the OpenMP library that torch brings, takes the core from whoever is waited for: the scheduler, the front
+# end, another program. Docs: the log of 2026-11-21.
+WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
+STOP_DEADLINE = 5.0
+LOOK_S = 0.02
+"""How often the flags of all but the standbys are looked at. A look is 100 to 150 us where other programs use the
+caches, too: 0.5 to 0.7 % of a core."""
+PREFIX = "quire-"
+LOCK = "lock"
+"""A file in the socket directory that its supervisor keeps locked: where it is not, the supervisor is gone."""
+
+
+class WorkerProgram(NamedTuple):
+    """What runs as a worker: a module, and arguments of its own."""
+
+    module: str = "quire.worker_proc"
+    arguments: tuple[str, ...] = ()
+
+
+REAL_WORKER = WorkerProgram()
+
+
+class FrontEndProgram(NamedTuple):
+    """What runs as a front end, how many of it, and what it inherits."""
+
+    module: str
+    num_processes: int
+    arguments: tuple[str, ...]
+    pass_fds: tuple[int, ...]
+
+
+class Supervisor:
+    """The engine's processes: a scheduler, a worker per rank, and for a server its front ends.
+
+    Owns the socket directory (mode 0700) and the children; a context manager that ends both. All its methods but
+    ``wake`` are for one thread, which must live as long as the children are to.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        quiet: bool = False,
+        worker: WorkerProgram = REAL_WORKER,
+        front_end: FrontEndProgram | None = None,
+        standby: bool = False,
+        on_life: Callable[[int], None] = lambda life: None,
+    ) -> None:
+        """
+        Args:
+            standby: keep a process per rank that has done the slow part of a worker's start.
+            on_life: for a front end in this process: called when there is another scheduler, with its number.
+        """
+        self.config = config
+        self._worker = worker
+        self._front_end = front_end
+        self._quiet = quiet
+        self._on_life = on_life
+        self._import_paths = import_paths(config.logits_processors)
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._wake = os.pipe()
+        for fd in (self._wakeup, self._wake):
+            os.set_blocking(fd, False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        self.directory, self._lock = _make_directory()
+        count = front_end.num_processes if front_end is not None else 0
+        self.overseer = Overseer(Crew(config.tensor_parallel_size, count, standby), self)
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.stop()
+
+    def start_engine(self) -> None:
+        """Spawn scheduler and workers; ``is_ready`` tells when they can serve."""
+        (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
+        self.overseer.begin(time.monotonic())
+
+    def start_front_ends(self) -> None:
+        self.overseer.admit_front_ends(time.monotonic())
+
+    @property
+    def is_ready(self) -> bool:
+        return self.overseer.is_ready
+
+    @property
+    def wakeup_fd(self) -> int:
+        """Whatever writes a byte to it makes ``watch`` return."""
+        return self._wake
+
+    def watch(self, timeout: float | None) -> None:
+        """Look after the children; returns at the first that says something, or after ``timeout`` seconds.
+
+        Raises:
+            ConfigError, EngineError: the engine cannot go on; says why.
+        """
+        patience = self.overseer.next_event(time.monotonic())
+        ending, speaking = self._wait(patience if timeout is None else min(timeout, patience))
+        for child in speaking:
+            if child is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup, 4096)
+            else:
+                self._hear(child)
+        for member in ending:
+            child = _child_of(member)
+            self._hear(child)  # its last words, and perhaps that it is gone already
+            if child.status >= 0:
+                self.overseer.ending(child, child.how_it_ends(member.role), time.monotonic())
+        self.overseer.tick(time.monotonic())
+        if self.overseer.verdict is not None:
+            raise self.overseer.verdict
+
+    def _wait(self, seconds: float) -> tuple[list[Member], list[ChildProcess | None]]:
+        """Until something happens: who is seen to end, and who says something (None: ``wakeup_fd``)."""
+        watched = [*self.overseer.group.values(), *(m for m in self.overseer.members if m.role != "worker")]
+        until = time.monotonic() + seconds
+        while True:
+            remaining = max(0.0, until - time.monotonic())
+            events = self._selector.select(min(LOOK_S, remaining) if watched else remaining)
+            ending = [member for member in watched if _child_of(member).is_ending()]
+            if ending or events or remaining <= LOOK_S:
+                return ending, [key.data for key, _ in events]
+
+    def _hear(self, child: ChildProcess) -> None:
+        if child.status < 0:
+            return  # killed a moment ago
+        reports, ended = child.read_reports()
+        now = time.monotonic()
+        for report in reports:
+            self.overseer.reported(child, report, now)
+        if ended:
+            member = next((m for m in self.overseer.members if m.process is child), None)
+            how = child.how_it_ended(member.role if member is not None else "worker")
+            self._let_go(child)
+            self.overseer.ended(child, how, now)
+
+    # ---- what the Overseer can do (overseer.Runner)
+
+    def start(self, role: Role, *, life: int, epoch: int, index: int) -> ChildProcess:
+        self._sweep(life, epoch)
+        place = ["--directory", str(self.directory)]
+        fds: tuple[int, ...] = ()
+        environment = None
+        if role == "scheduler":
+            module, own = "quire.scheduler_proc", ["--life", str(life), "--epoch", str(epoch)]
+        elif role == "worker":
+            module, own = self._worker.module, [*(["--quiet"] if self._quiet else []), *self._worker.arguments]
+            environment = WORKER_ENVIRONMENT
+        else:
+            assert self._front_end is not None
+            module, own, fds = self._front_end.module, list(self._front_end.arguments), self._front_end.pass_fds
+            own += ["--index", str(index)]
+        child = ChildProcess(module, [*place, *own], fds, environment, self._import_paths)
+        self._selector.register(child.status, selectors.EVENT_READ, child)
+        return child
+
+    def tell(self, process: Process, command: Command) -> None:
+        assert isinstance(process, ChildProcess)
+        process.tell(command)
+
+    def kill(self, process: Process) -> None:
+        assert isinstance(process, ChildProcess)
+        process.kill()
+        self._let_go(process)
+
+    def life_changed(self, life: int) -> None:
+        self._on_life(life)
+
+    def _sweep(self, life: int, epoch: int) -> None:
+        """Sockets and shared memory of schedulers and groups that are no more. Who still has one open, keeps it."""
+        for file in self.directory.iterdir():
+            found = re.match(r"(frontend|worker|ranks)-(\d+)", file.name)
+            if found and int(found[2]) < (life if found[1] == "frontend" else epoch):
+                file.unlink(missing_ok=True)
+
+    def _let_go(self, child: ChildProcess) -> None:
+        if child.status >= 0:
+            self._selector.unregister(child.status)
+        child.close()
+
+    # ---- the end
+
+    def drain(self) -> None:
+        """Front ends take no more requests, and end when those that run have."""
+        self.overseer.drain()
+
+    def has_front_ends(self) -> bool:
+        return bool(self.overseer.front_ends)
+
+    def stop(self) -> None:
+        """End all children, front ends first and workers last, and remove the directory. May be called twice.
+
+        Where the engine is gone, front ends need not drain: their streams end with an error.
+        """
+        self.overseer.stop()
+        died = self.overseer.verdict is not None
+        why = " ".join(str(self.overseer.verdict).split()) if died else ""
+        deadline = time.monotonic() + STOP_DEADLINE
+        for role in ("frontend", "scheduler", "worker"):
+            members = [m for m in self.overseer.members if m.role == role]
+            for member in members:
+                gone = died and role == "frontend"
+                self.tell(member.process, Command("engine_gone") if gone else Command("stop", text=why))
+            for member in members:
+                _child_of(member).end(deadline)
+        for member in self.overseer.leaving:
+            _child_of(member).end(deadline)
+        self.overseer.members.clear()
+        self._selector.close()
+        for fd in (self._wakeup, self._wake, self._lock):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._wakeup = self._wake = self._lock = -1
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def kill_all(self) -> None:
+        """End everything now."""
+        self.overseer.stop()
+        for member in self.overseer.members:
+            _child_of(member).kill()
+
+
+def _child_of(member: Member) -> ChildProcess:
+    assert isinstance(member.process, ChildProcess)
+    return member.process
+
+
+def _make_directory() -> tuple[Path, int]:
+    """A socket directory of our own and its lock, once what killed supervisors have left behind is gone."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        _remove_if_left(left)
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
+    fresh = directory / f"{LOCK}.new"
+    lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fresh.rename(directory / LOCK)  # locked before anybody can find it
+    return directory, lock
+
+
+def _remove_if_left(directory: Path) -> None:
+    """Only where it is ours, has a lock, and nobody holds that."""
+    try:
+        if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+            return
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)

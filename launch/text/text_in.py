@@ -1,0 +1,267 @@
+"""Text to token ids: a checkpoint's tokenizer and chat template.
+
+Owns both, and how they behave where a checkpoint has neither. Knows nothing of HTTP or of the engine.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from quire.launch.text.chat_template import (
+    MARK_END,
+    MARK_START,
+    Message,
+    RenderedTooLong,
+    Template,
+    mark_special,
+    special_pattern,
+)
+from quire.launch.text.template_helper import TemplateHelper
+from quire.protocol.errors import ConfigError, InvalidRequest
+
+NO_TOKENIZER = "this model has no tokenizer: give the prompt as token ids"
+NO_TEMPLATE = "this model has no chat template: use completions"
+# Of longer texts first a beginning is tokenized, of so many characters per token of context, then four times more.
+PROBED_CHARS_PER_TOKEN = 16
+# About 4 ms of work, which other streams should not wait for; shorter texts are not worth a hand-over to a thread.
+LONG_TEXT_CHARS = 8192
+LONG_IDS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation is laid out: by default, open for the assistant's answer. ``tools``: told to the template."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class TextIn:
+    """The tokenizer and the chat template of one checkpoint, either of which may be missing.
+
+    Raw prompts get the special tokens that the tokenizer adds by itself (a beginning-of-text, say), and may spell
+    special tokens, as with transformers. Conversations get none added, since the template writes its own, and what
+    a message spells like a special token stays plain text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None = None, template: Template | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._plain: Tokenizer | None = None
+        self._special: re.Pattern[str] | None = None
+        if tokenizer is None:
+            return
+        # A tokenizer.json may carry its training run's truncation and padding; a server must do neither.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        added = tokenizer.get_added_tokens_decoder()
+        special = [token.content for token in added.values() if token.special]
+        self._special = special_pattern(special)
+        if special:
+            self._plain = Tokenizer.from_str(tokenizer.to_str())
+            self._plain.encode_special_tokens = True
+
+    @classmethod
+    def load(cls, folder: Path) -> "TextIn":
+        """What the checkpoint folder holds of ``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``.
+
+        Raises:
+            ConfigError: one of them is there and cannot be used; the line names it.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return cls()
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception:  # the library raises nothing narrower
+            raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
+        return cls(tokenizer, _load_template(folder))
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token: no text of more than this many per token of context can fit."""
+        if self.tokenizer is None:
+            return 1
+        return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """The token ids of a raw prompt; ``param`` is the field that it came in.
+
+        ``max_tokens`` is the context: text that cannot fit is refused before all of it is tokenized. Text that might
+        is tokenized, and its length left to the caller.
+
+        Raises:
+            InvalidRequest: there is no tokenizer, or the text is too long or not encodable (a lone surrogate).
+        """
+        tokenizer = self._require_tokenizer(param)
+        if max_tokens is not None:
+            self._refuse_overlong(tokenizer, text, max_tokens, param)
+        return _encode(tokenizer, text, add_special_tokens, param)
+
+    def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
+        """The token ids of a conversation; ``max_tokens`` as for ``encode``.
+
+        Raises:
+            InvalidRequest: no tokenizer, no template, the template refuses the messages, or they are too long.
+        """
+        tokenizer = self._require_tokenizer("messages")
+        if self.template is None:
+            raise InvalidRequest(NO_TEMPLATE, "messages")
+        tools, variables = options.tools, options.variables
+        try:
+            if self._special is not None:
+                messages = mark_special(messages, self._special)
+                tools = mark_special(tools, self._special)
+                variables = mark_special(variables, self._special)
+            text = self.template.render(
+                messages,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                variables=variables,
+                tools=tools,
+                max_chars=max_tokens * self.max_token_chars,
+            )
+        except RenderedTooLong:
+            raise context_length_exceeded(max_tokens, f"more than {max_tokens}", "messages") from None
+        except RecursionError:
+            raise InvalidRequest("messages are nested too deeply", "messages") from None
+        self._refuse_overlong(tokenizer, text, max_tokens, "messages")
+        return self._encode_marked(tokenizer, text)
+
+    def prepare(self) -> None:
+        """Conversations are to be expected: start what the first would otherwise wait for."""
+        if self.template is not None:
+            self.template.prepare()
+
+    def close(self) -> None:
+        """No conversation is: end what renders them."""
+        if self.template is not None:
+            self.template.close()
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of some tokens; empty without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        ids = list(token_ids)
+        if len(ids) > LONG_IDS:  # as in _encode
+            return str(self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _refuse_overlong(self, tokenizer: Tokenizer, text: str, max_tokens: int, param: str) -> None:
+        """Raise InvalidRequest if the text has more than ``max_tokens``, as far as that is to be seen cheaply.
+
+        The work is bounded by the context, however long the text: a few tokens of a vocabulary may be very long, so
+        that many more characters could fit than ever do.
+        """
+        if len(text) > max_tokens * self.max_token_chars:
+            raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", param)
+        length = PROBED_CHARS_PER_TOKEN * max_tokens
+        while length < len(text):
+            # The cut may make a long token many short ones, and a little more around it.
+            too_many = 2 * max_tokens + 4 * self.max_token_chars
+            if len(_encode(tokenizer, text[:length], False, param)) >= too_many:
+                raise context_length_exceeded(max_tokens, f"more than {max_tokens}", param)
+            length *= 4
+
+    def _encode_marked(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """Encode text in which user-spelt special tokens stand between marks: those as plain text, the rest as usual.
+
+        A template that splits strings can separate a pair of marks; a lone mark is dropped, and still cuts the text.
+        """
+        if self._plain is None or (MARK_START not in text and MARK_END not in text):
+            return _encode(tokenizer, text, False)
+        ids: list[int] = []
+        for piece in re.split(f"({MARK_START}[^{MARK_START}{MARK_END}]*{MARK_END})", text):
+            if piece.startswith(MARK_START) and piece.endswith(MARK_END):
+                ids += _encode(self._plain, piece[1:-1], False)
+                continue
+            for part in re.split(f"[{MARK_START}{MARK_END}]", piece):
+                ids += _encode(tokenizer, part, False) if part else []
+        return ids
+
+    def _require_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(NO_TOKENIZER, param)
+        return self.tokenizer
+
+
+def context_length_exceeded(max_model_len: int, given: str, param: str) -> InvalidRequest:
+    """The refusal of a prompt that leaves no room for one token of answer; ``given`` counts its tokens."""
+    return InvalidRequest(
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {given} tokens, "
+        f"and at most {max_model_len - 1} leave room for an answer.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+    try:
+        if len(text) > LONG_TEXT_CHARS:
+            # ``encode`` keeps the interpreter to itself until it is done, and every other stream would wait.
+            return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # the library panics, with what is no Exception, where a checkpoint's regex takes too long
+        why = ": it is not valid Unicode text" if _has_surrogates(text) else ""
+        raise InvalidRequest(f"the text cannot be tokenized{why}", param) from None
+    return ids
+
+
+def _has_surrogates(text: str) -> bool:
+    return re.search("[\ud800-\udfff]", text) is not None
+
+
+def _load_template(folder: Path) -> Template | None:
+    """The chat template, from its own file if there is one, else from tokenizer_config.json."""
+    config_path = folder / "tokenizer_config.json"
+    config: dict[str, Any] = {}
+    if config_path.is_file():
+        try:
+            config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+            raise ConfigError(f"{config_path}: cannot be read as a JSON object") from None
+    template_path = folder / "chat_template.jinja"
+    if template_path.is_file():
+        try:
+            text = template_path.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            raise ConfigError(f"{template_path}: cannot be read as text") from None
+        return TemplateHelper(text, _special_variables(config), str(template_path))
+    source = _default_template(config.get("chat_template"), config_path)
+    return None if source is None else TemplateHelper(source, _special_variables(config), str(config_path))
+
+
+def _default_template(value: Any, path: Path) -> str | None:
+    """The template itself, or of a list of named ones that called ``default``, or else the first."""
+    if value is None or isinstance(value, str):
+        return value
+    named: dict[str, str] = {}
+    for item in value if isinstance(value, list) else [None]:
+        name, source = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise ConfigError(f"{path}: chat_template must be a template or a list of named templates")
+        named[name] = source
+    return named.get("default", next(iter(named.values()), None))
+
+
+def _special_variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its kin, which are strings or objects with a ``content``."""
+    variables: dict[str, str] = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            variables[name] = content
+    return variables
