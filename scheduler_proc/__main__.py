@@ -7,8 +7,8 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Report, child_parser, enter_child
 from quire.protocol.wire.zmq_channel import check_socket_directory
-from quire.scheduler_proc.loop import SchedulerLoop
-from quire.scheduler_proc.sockets import Sockets
+from quire.scheduler_proc.process.loop import SchedulerLoop
+from quire.scheduler_proc.process.sockets import Sockets
 
 
 def main() -> None:

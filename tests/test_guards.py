@@ -16,7 +16,7 @@ import torch
 import without_guards as without
 from kv_cases import full, layout_of
 
-from quire.scheduler_proc.in_flight import WorkerFault
+from quire.scheduler_proc.core.in_flight import WorkerFault
 
 TESTS = Path(__file__).parent
 

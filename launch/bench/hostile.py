@@ -20,8 +20,8 @@ from quire.launch.bench.own_server import Target, serving
 from quire.launch.bench.raw_http import connected
 from quire.launch.bench.scheduler.trace_share import RequestShare, count_shares
 from quire.launch.measure.report import Report, Table, rounded, spell
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.trace.reader import TraceReader
 
 CALM = "calm"
 HONEST_KEY, HOSTILE_KEY = "honest", "hostile"

@@ -29,7 +29,7 @@ from quire.protocol.wire.messages import (
     StepOutputs,
     WorkerToScheduler,
 )
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.scheduler import Scheduler
 
 # Token ids above 65,535 take four bytes each on the wire: the worse case.
 SHAPE = "llama-3.1-8b"

@@ -2,7 +2,7 @@
 
 Arrays (``Int32``, ``Float32``) travel as raw frames of their own beside the header, so that neither side ever
 turns tokens into Python integers. Fields grow at the tail, with defaults; a tag is never reused. Tags 14 to 18 and 43
-are events of the scheduler process' own (scheduler_proc/events.py).
+are events of the scheduler process' own (scheduler_proc/core/events.py).
 """
 
 import enum

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.thinking import Marker, ThinkingState
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.backend import Matcher
 
 

@@ -1,7 +1,7 @@
 """The drafts of a step, as the workers told them."""
 
 from quire.protocol.wire.messages import Proposed
-from quire.scheduler_proc.in_flight import InFlightStep, WorkerFault
+from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 
 
 def has_drafts(record: InFlightStep) -> bool:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.messages import AddRequest, Proposed, SampleInputs
-from quire.scheduler_proc.events import Fail, Refuse, Release
-from quire.scheduler_proc.in_flight import InFlightStep
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.core.events import Fail, Refuse, Release
+from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.answer import ConstrainedAnswer, Reading
 from quire.scheduler_proc.structured.backend import (
     CompiledGrammar,

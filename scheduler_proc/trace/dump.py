@@ -11,7 +11,7 @@ import msgspec
 
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.messages import AddRequest, Control, ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.events import Consumed
+from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.files import open_private
 from quire.scheduler_proc.trace.lines import ClientDropped, End, Epoch, Line, Tick, encode_line

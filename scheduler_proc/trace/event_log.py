@@ -13,7 +13,7 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.channel import Frames
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
 
 

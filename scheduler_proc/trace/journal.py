@@ -10,9 +10,9 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.messages import SchedulerOutput
-from quire.scheduler_proc.events import Consumed
-from quire.scheduler_proc.reasons import Decision
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.events import Consumed
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.files import TraceFiles

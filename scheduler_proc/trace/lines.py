@@ -14,9 +14,9 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import Abort, Control, Ended, Stop, Trial
-from quire.scheduler_proc.events import Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.hooks import NAME_BYTES
 from quire.scheduler_proc.trace.keyframe import IdleState
-from quire.scheduler_proc.trace.tap import NAME_BYTES
 
 FORMAT = "quire-trace"
 VERSION = 1
@@ -134,7 +134,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """``what``: wait, preempt or evict; as ``scheduler_proc/reasons.py`` has it."""
+    """``what``: wait, preempt or evict; as ``scheduler_proc/requests/reasons.py`` has it."""
 
     what: str
     req_id: str

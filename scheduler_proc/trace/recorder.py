@@ -5,13 +5,13 @@ from typing import Any
 
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.messages import Abort, AddRequest, Control, EndReason, ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.events import Consumed, OpaqueRequest, OpaqueResult
-from quire.scheduler_proc.reasons import Decision
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.events import Consumed, OpaqueRequest, OpaqueResult
+from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.keyframe import decode_state, restore
 from quire.scheduler_proc.trace.lines import Line
-from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import (
     arrival_line,
     decided_line,

@@ -8,8 +8,9 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.messages import AddRequest, Ended, Int32, ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.events import Fail, OpaqueResult, Refuse
-from quire.scheduler_proc.reasons import Decision
+from quire.scheduler_proc.core.events import Fail, OpaqueResult, Refuse
+from quire.scheduler_proc.core.hooks import Hit
+from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.keyframe import IdleState, with_short_names
 from quire.scheduler_proc.trace.lines import (
@@ -31,7 +32,6 @@ from quire.scheduler_proc.trace.lines import (
     StepSnapshot,
     Tick,
 )
-from quire.scheduler_proc.trace.tap import Hit
 
 SOME_GRAMMAR = StructuredOutputs(json_object=True)
 """Stands for whatever an answer must look like: that it is looked at, token by token, is all that a replay needs."""

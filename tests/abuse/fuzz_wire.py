@@ -32,7 +32,7 @@ from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.wire import messages as m
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
-from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.core.scheduler import WorkerFault
 from quire.worker_proc.input_batch import StepRefused
 from quire.worker_proc.setup import make_runner
 

@@ -15,7 +15,7 @@ from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
 
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
-from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.core.scheduler import WorkerFault
 
 PROMPTS = {"a": list(range(3, 12)), "b": [7, 8, 9], "c": [1, 2, 3, 4, 5], "d": [4, 4]}
 NUM_TOKENS = 9

@@ -18,11 +18,11 @@ from scheduler_driver import Driver
 from traced_runs import encoded
 
 from quire.launch.cli import main
+from quire.launch.replay.recorded import reader as reader_module
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import TraceReader, is_trace
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.trace import reader as reader_module
 from quire.scheduler_proc.trace.dump import Dump, write_dump
-from quire.scheduler_proc.trace.exact import replay_lines
-from quire.scheduler_proc.trace.reader import TraceReader, is_trace
 
 MIB = 2**20
 

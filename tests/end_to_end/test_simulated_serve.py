@@ -17,8 +17,8 @@ from served import QUIRE, Served
 from quire.launch.demo import demo_model_path
 from quire.launch.replay.costs.fitted import fit, timed_steps
 from quire.launch.replay.costs.parse import parse_cost
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.model.model_config import load_model_config
-from quire.scheduler_proc.trace.reader import TraceReader
 
 STEP_SECONDS = 0.002
 

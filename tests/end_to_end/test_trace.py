@@ -15,9 +15,9 @@ from served import Served
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.quire import load
 from quire.launch.replay.recorded.command import replay_trace
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.launch.replay.run.run_record import RunRecord
 from quire.scheduler_proc.trace.lines import Line, encode_line
-from quire.scheduler_proc.trace.reader import TraceReader
 
 FLAGS = ["--max-num-seqs", "4", "--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "22"]
 """A pool in which four long answers have no room: somebody is put out."""

@@ -11,9 +11,9 @@ import httpx
 from engine_processes import engine_processes
 from served import Served
 
-from quire.scheduler_proc.trace.exact import replay_lines
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.scheduler_proc.trace.lines import Arrival, End, StepDecision
-from quire.scheduler_proc.trace.reader import TraceReader
 
 
 def client(served: Served, number: int) -> None:

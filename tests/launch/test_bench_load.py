@@ -25,6 +25,7 @@ from quire.launch.bench.raw_streams import RawStream, StreamedAnswer, dechunk, d
 from quire.launch.bench.scheduler.trace_share import RequestShare, count_shares
 from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
 from quire.launch.cli import main
+from quire.launch.replay.recorded.reader import TraceLine
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import EndReason
@@ -38,7 +39,6 @@ from quire.scheduler_proc.trace.lines import (
     Result,
     StepDecision,
 )
-from quire.scheduler_proc.trace.reader import TraceLine
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -18,7 +18,7 @@ from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire import messages as m
 from quire.protocol.wire.codec import INLINE_BYTES, MAX_FRAMES, Codec, ProtocolError
-from quire.scheduler_proc.events import Consumed
+from quire.scheduler_proc.core.events import Consumed
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

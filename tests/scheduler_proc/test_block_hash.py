@@ -19,7 +19,7 @@ from quire.scheduler_proc.kv.block_hash import (
     hash_algorithm,
     prompt_hashes,
 )
-from quire.scheduler_proc.request import OpaqueTokens, Tokens
+from quire.scheduler_proc.requests.request import OpaqueTokens, Tokens
 
 
 def hashes(tokens: list[int], block_size: int = 4, salt: str = "", **more: Any) -> list[bytes]:

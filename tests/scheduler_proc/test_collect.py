@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver
 
-from quire.scheduler_proc.collect import IDLE_SECONDS, YOUNG_EVERY, Collector
+from quire.scheduler_proc.process.collect import IDLE_SECONDS, YOUNG_EVERY, Collector
 
 
 class Knot:

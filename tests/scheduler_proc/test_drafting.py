@@ -9,7 +9,7 @@ import pytest
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.model_config import ModelConfig
-from quire.scheduler_proc.drafting import (
+from quire.scheduler_proc.core.drafting import (
     MAX_PROBE_INTERVAL,
     PROBE_INTERVAL,
     Acceptance,

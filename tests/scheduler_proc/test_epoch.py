@@ -7,8 +7,8 @@ from log_replay import replay
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.wire.messages import EndReason
-from quire.scheduler_proc.reasons import PreemptReason
-from quire.scheduler_proc.request import RequestStatus
+from quire.scheduler_proc.requests.reasons import PreemptReason
+from quire.scheduler_proc.requests.request import RequestStatus
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 

@@ -8,7 +8,7 @@ from log_replay import replay
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
 from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
-from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.core.scheduler import WorkerFault
 
 PROMPT = list(range(3, 20))
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

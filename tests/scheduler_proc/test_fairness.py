@@ -12,10 +12,10 @@ from scheduler_driver import Driver, expected_tokens
 from scheduler_load import Load, random_settings
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.scheduler_proc.reasons import PreemptReason
-from quire.scheduler_proc.request import Request, Tokens
-from quire.scheduler_proc.request_queue import OUTPUT_WEIGHT, RequestQueue
-from quire.scheduler_proc.tenants import equal_parts
+from quire.scheduler_proc.core.tenants import equal_parts
+from quire.scheduler_proc.requests.reasons import PreemptReason
+from quire.scheduler_proc.requests.request import Request, Tokens
+from quire.scheduler_proc.requests.request_queue import OUTPUT_WEIGHT, RequestQueue
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

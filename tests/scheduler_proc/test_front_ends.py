@@ -22,7 +22,7 @@ from quire.protocol.wire.messages import (
     Welcome,
 )
 from quire.protocol.wire.zmq_channel import FromPeer
-from quire.scheduler_proc.front_ends import FrontEnds
+from quire.scheduler_proc.process.front_ends import FrontEnds
 
 CONFIG = make_config(max_model_len=16)
 WELCOME = Welcome(PROTOCOL_VERSION, CONFIG.digest, 16)

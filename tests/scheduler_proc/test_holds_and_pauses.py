@@ -4,7 +4,7 @@ import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.wire.messages import EndReason
-from quire.scheduler_proc.reasons import WaitReason
+from quire.scheduler_proc.requests.reasons import WaitReason
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 

@@ -18,14 +18,15 @@ from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
 from scheduler_load import Load, random_settings
 
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import TraceReader, numbered
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
 from quire.protocol.process.child import Command
 from quire.protocol.wire.messages import StepOutputs
-from quire.scheduler_proc import loop as scheduler_loop
+from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.trace import journal
 from quire.scheduler_proc.trace.event_log import KEYFRAMES_PER_RING, EventLog, Record, RecordKind
-from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.keyframe import IdleState, decode_state, encode_state, idle_state, restore
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
@@ -36,7 +37,6 @@ from quire.scheduler_proc.trace.lines import (
     decode_line,
     encode_line,
 )
-from quire.scheduler_proc.trace.reader import TraceReader, numbered
 from quire.scheduler_proc.trace.recorder import record_log
 
 SEEDS = range(24)

@@ -11,14 +11,14 @@ import zmq
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, make_config, make_layout, make_request
 
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.child import Command
 from quire.protocol.wire.messages import Abort, ModelRunnerOutput, StepOutputs, Welcome
 from quire.scheduler_proc.trace.event_log import TraceHeader
-from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.trace.lines import AnyLine, Arrival, End, Epoch, Event, Header, Result, StepDecision
-from quire.scheduler_proc.trace.reader import TraceReader
 
 PROMPT = [3, 1, 4, 1, 5]
 Start = Callable[..., LoopUnderTest]

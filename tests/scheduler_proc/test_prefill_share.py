@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver, expected_tokens
 
-from quire.scheduler_proc.reasons import WaitReason
+from quire.scheduler_proc.requests.reasons import WaitReason
 
 
 def prompt_of(n: int, first: int = 0) -> list[int]:

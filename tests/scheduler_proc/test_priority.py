@@ -6,7 +6,7 @@ import pytest
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.reasons import PreemptReason
+from quire.scheduler_proc.requests.reasons import PreemptReason
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 

@@ -11,7 +11,7 @@ from scheduler_load import prompt_logprobs_of
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.logprobs import PromptLogprobs
 from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, StepOutputs
-from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.core.scheduler import WorkerFault
 
 LONG = list(range(100, 120))
 

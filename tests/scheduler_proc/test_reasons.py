@@ -9,8 +9,8 @@ import pytest
 from scheduler_driver import Driver, change
 
 from quire.protocol.wire.messages import Control, EndReason, ModelRunnerOutput, Statistics
-from quire.scheduler_proc.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
-from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.core.scheduler import WorkerFault
+from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
 
 
 def waits(driver: Driver, request_id: str) -> list[str]:

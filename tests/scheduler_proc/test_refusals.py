@@ -9,8 +9,8 @@ from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.logprobs import Logprobs
 from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
-from quire.scheduler_proc.events import OpaqueRequest
-from quire.scheduler_proc.scheduler import WorkerFault
+from quire.scheduler_proc.core.events import OpaqueRequest
+from quire.scheduler_proc.core.scheduler import WorkerFault
 
 
 def rejection(driver: Driver, prompt: list[int], output: list[int] | None = None, **extra: Any) -> tuple[str, str, str]:

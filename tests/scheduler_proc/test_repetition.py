@@ -8,7 +8,7 @@ from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.request.structured_outputs import RepetitionDetection
 from quire.protocol.wire.messages import EndReason
-from quire.scheduler_proc.repetition import RepetitionWatch
+from quire.scheduler_proc.requests.repetition import RepetitionWatch
 
 PROMPT = [3, 1, 4, 1, 5]
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

@@ -2,7 +2,7 @@
 
 from scheduler_driver import Driver
 
-from quire.scheduler_proc.reasons import Decision
+from quire.scheduler_proc.requests.reasons import Decision
 
 A, B, C = 0, 1, 2
 """Handles."""

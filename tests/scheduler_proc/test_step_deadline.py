@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.scheduler_proc.step_deadline import FIRST_STEPS_S, FLOOR_S, NUM_KEPT, TIMES_USUAL, StepDeadline
+from quire.scheduler_proc.process.step_deadline import FIRST_STEPS_S, FLOOR_S, NUM_KEPT, TIMES_USUAL, StepDeadline
 
 
 def one_step(deadline: StepDeadline, step: int, num_tokens: int, now: float, seconds: float) -> float:

@@ -7,7 +7,7 @@ import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.wire.messages import EndReason, SchedulerOutput, Trial
-from quire.scheduler_proc.reasons import PreemptReason, WaitReason
+from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver, change
 from traced_runs import encoded, random_run, traced, write_trace
 
+from quire.launch.replay.recorded.difference import Difference
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import TraceReader, numbered
 from quire.protocol.errors import ConfigError, InvalidRequest
 from quire.protocol.wire.messages import Abort, EndReason, Stop
-from quire.scheduler_proc.trace.difference import Difference
-from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,
@@ -32,7 +33,6 @@ from quire.scheduler_proc.trace.lines import (
     StepSnapshot,
     Tick,
 )
-from quire.scheduler_proc.trace.reader import TraceReader, numbered
 
 SEEDS = range(8)
 Path_ = tuple[str | int, ...]

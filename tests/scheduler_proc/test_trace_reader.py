@@ -10,10 +10,10 @@ import pytest
 from scheduler_driver import Driver
 from traced_runs import encoded, write_trace
 
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import TraceReader, is_trace
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.lines import End, Lost, Result, StepDecision, encode_line
-from quire.scheduler_proc.trace.reader import TraceReader, is_trace
 
 
 def some_lines() -> list[Any]:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver
 
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
-from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.files import TraceFiles, part_path
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
@@ -27,7 +28,6 @@ from quire.scheduler_proc.trace.lines import (
     encode_line,
     is_intact,
 )
-from quire.scheduler_proc.trace.reader import TraceReader
 from quire.scheduler_proc.trace.translate import make_header
 from quire.scheduler_proc.trace.writer import TraceWriter
 

@@ -15,7 +15,7 @@ from quire.protocol.wire.messages import (
     SchedulerToWorker,
     WorkerToScheduler,
 )
-from quire.scheduler_proc.worker_group import WorkerGroup
+from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 PLAN = MemoryPlan("cpu", 0, 0, 0, 0, 33, 4)
 

@@ -15,10 +15,11 @@ import without_guards as without
 from quire.launch.frontend import session, streams
 from quire.launch.supervision import overseer
 from quire.protocol.wire import channel, codec
-from quire.scheduler_proc import front_ends, planner, request_table, results, scheduler, suspects, worker_group
-from quire.scheduler_proc import loop as scheduler_loop
+from quire.scheduler_proc.core import planner, request_table, results, scheduler, suspects
 from quire.scheduler_proc.kv import block_pool, manager
-from quire.scheduler_proc.request import RequestStatus
+from quire.scheduler_proc.process import front_ends, worker_group
+from quire.scheduler_proc.process import loop as scheduler_loop
+from quire.scheduler_proc.requests.request import RequestStatus
 
 
 class Mutation(NamedTuple):
@@ -106,8 +107,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _bad_results_pass() -> Iterator[None]:
     """Results are applied without a look at whose tokens they hold, and which."""
     with (
-        mock.patch("quire.scheduler_proc.in_flight.StepsInFlight._check_handles", _nothing),
-        mock.patch("quire.scheduler_proc.in_flight._check_counts", _nothing),
+        mock.patch("quire.scheduler_proc.core.in_flight.StepsInFlight._check_handles", _nothing),
+        mock.patch("quire.scheduler_proc.core.in_flight._check_counts", _nothing),
         mock.patch.object(scheduler.StepsInFlight, "_expected", lambda self, step: self.records[0]),
     ):
         yield

@@ -10,7 +10,7 @@ from sim_violation import Violation
 from sim_wire import Tamper
 
 from quire.protocol.process.child import Report
-from quire.scheduler_proc.loop import MAX_TOO_LARGE
+from quire.scheduler_proc.process.loop import MAX_TOO_LARGE
 
 if TYPE_CHECKING:
     from sim_process import SimProcess

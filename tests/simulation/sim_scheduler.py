@@ -13,10 +13,10 @@ from quire.protocol.wire.channel import Frames, Link
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.messages import FrontEndToScheduler, SchedulerOutput
 from quire.protocol.wire.zmq_channel import FromPeer
-from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
-from quire.scheduler_proc.loop import SchedulerLoop
-from quire.scheduler_proc.scheduler import Scheduler
-from quire.scheduler_proc.worker_group import WorkerGroup
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.process.loop import SchedulerLoop
+from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from sim_world import World

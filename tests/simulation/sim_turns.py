@@ -1,7 +1,7 @@
 """Whose turn it is: nobody waits for long while those run who came later and are worth no more (I14)."""
 
 from quire.protocol.wire.messages import SchedulerOutput
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.scheduler import Scheduler
 
 MOST_OVERTAKEN = 100
 """Steps in which somebody waits while others run that came behind it: those had begun before it could, and an answer

@@ -31,7 +31,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.child import Command, Report
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.messages import AddRequest, Configure
-from quire.scheduler_proc import loop as scheduler_loop
+from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.structured import manager as grammar_manager
 from quire.scheduler_proc.trace import journal
 

@@ -15,7 +15,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire import messages as m
 from quire.protocol.wire.codec import MAX_FRAMES, Codec
 from quire.protocol.wire.logprobs import Logprobs
-from quire.scheduler_proc.events import Consumed
+from quire.scheduler_proc.core.events import Consumed
 
 Frames = list[bytes]
 PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."

@@ -26,8 +26,8 @@ from quire.protocol.wire.messages import (
     StepOutputs,
     WorkerToScheduler,
 )
-from quire.scheduler_proc.events import Hold
-from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge
+from quire.scheduler_proc.core.events import Hold
+from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.worker_proc.setup import make_runner
 

@@ -25,7 +25,7 @@ from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
 WAIT_MS = 10_000
 

@@ -34,8 +34,8 @@ from quire.protocol.wire.messages import (
     Shutdown,
 )
 from quire.protocol.wire.zmq_channel import ZmqChannel, frontend_address, worker_address
-from quire.scheduler_proc.loop import SchedulerLoop
-from quire.scheduler_proc.sockets import Sockets
+from quire.scheduler_proc.process.loop import SchedulerLoop
+from quire.scheduler_proc.process.sockets import Sockets
 from quire.scheduler_proc.trace.event_log import EventLog
 
 

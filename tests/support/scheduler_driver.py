@@ -14,6 +14,9 @@ import msgspec
 import numpy as np
 from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 
+from quire.launch.replay.recorded.difference import Difference
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import numbered
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
@@ -36,15 +39,12 @@ from quire.protocol.wire.messages import (
     Trial,
     WorkerToScheduler,
 )
-from quire.scheduler_proc.events import Consumed, Fail, Hold, Refuse, Release
-from quire.scheduler_proc.policies import QUIRE, Policies
-from quire.scheduler_proc.request import Request
-from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
-from quire.scheduler_proc.trace.difference import Difference
+from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.policies import QUIRE, Policies
+from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
+from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
-from quire.scheduler_proc.trace.exact import replay_lines
 from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
-from quire.scheduler_proc.trace.reader import numbered
 from quire.scheduler_proc.trace.recorder import record_log
 
 VOCAB_SIZE = 1000

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 
-from quire.scheduler_proc import planner, request_table, results, scheduler, step
+from quire.scheduler_proc.core import planner, request_table, results, scheduler, step
 from quire.scheduler_proc.kv import block_hash, block_pool, manager
 from quire.scheduler_proc.structured import answer
 from quire.scheduler_proc.structured import manager as grammars

@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.launch.bench.scheduler.scheduler_rig import Rig, now_ns, summary
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.collect import Collector
+from quire.scheduler_proc.process.collect import Collector
 
 OWN_TRACE = Path(__file__).with_name("churn_trace.py")
 SEED = 11

@@ -31,7 +31,7 @@ from quire.protocol.wire.messages import (
     StepOutputs,
     WorkerToScheduler,
 )
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000

@@ -32,7 +32,7 @@ from quire.protocol.errors import QuireError
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.messages import SchedulerOutput, SchedulerToFrontEnd, SchedulerToWorker, StepOutputs
-from quire.scheduler_proc.collect import Collector
+from quire.scheduler_proc.process.collect import Collector
 
 # Our names of the hashes, and the peer's.
 HASH_ALGOS = {"sha256": "sha256", "xxh3_128": "xxhash"}

@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from quire.launch.replay.recorded.reader import TraceLine
 from quire.scheduler_proc.trace.lines import Arrival, PrefixCacheEvent, Result, StepDecision
-from quire.scheduler_proc.trace.reader import TraceLine
 
 
 @dataclass(slots=True)

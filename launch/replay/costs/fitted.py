@@ -10,11 +10,11 @@ import numpy.typing as npt
 from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.nonnegative import Floats, nonnegative_least_squares
 from quire.launch.replay.costs.rows import SimulatedRows
+from quire.launch.replay.recorded.reader import TraceLine, TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.trace.lines import Epoch, Keyframe, Lost, Result, StepDecision
-from quire.scheduler_proc.trace.reader import TraceLine, TraceReader
 
 LEAST_STEPS = 50
 MOST_STEPS = 50_000

@@ -24,7 +24,7 @@ from quire.launch.replay.formats.read import (
 )
 from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.policies import find_preset
+from quire.scheduler_proc.core.policies import find_preset
 
 _SETTINGS = (
     "max_num_seqs",

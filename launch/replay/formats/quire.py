@@ -10,12 +10,12 @@ import numpy as np
 
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import Faults, at_least_one_token, empty_notes, finish
+from quire.launch.replay.recorded.answers import Answer, Answers
+from quire.launch.replay.recorded.reader import TraceLine, TraceReader
 from quire.launch.replay.recorded.workload_of import recorded_settings
 from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.trace.answers import Answer, Answers
 from quire.scheduler_proc.trace.lines import Header, Keyframe, Lost
-from quire.scheduler_proc.trace.reader import TraceLine, TraceReader
 
 _ID_BYTES = 8
 

@@ -11,9 +11,9 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.recorded.unpack import Damaged, open_unpacked
 from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.trace.unpack import Damaged, open_unpacked
 
 MAX_TOKENS = 2**31 - 1
 MAX_LINE_BYTES = 2**28

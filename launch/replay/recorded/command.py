@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 
 from quire.launch.replay.costs.cost import StepShape
+from quire.launch.replay.recorded.exact import replay_lines
+from quire.launch.replay.recorded.reader import TraceLine, TraceReader
 from quire.launch.replay.recorded.workload_of import recorded_settings
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
-from quire.scheduler_proc.reasons import Decision
-from quire.scheduler_proc.scheduler import Scheduler
-from quire.scheduler_proc.trace.exact import replay_lines
+from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.lines import Arrival, Header, Lost, Result, StepDecision
-from quire.scheduler_proc.trace.reader import TraceLine, TraceReader
-from quire.scheduler_proc.trace.tap import Tap
 
 Progress = Callable[[float, int], None]
 """Told now and then of the recorded time and the number of ended requests."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.protocol.wire.messages import Ended, EndReason, Int32, Rejected, SchedulerToFrontEnd, StepOutputs
-from quire.scheduler_proc.reasons import Decision
-from quire.scheduler_proc.scheduler import Scheduler
-from quire.scheduler_proc.trace.tap import Tap
+from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.requests.reasons import Decision
 
 
 class _Begun(NamedTuple):

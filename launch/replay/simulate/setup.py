@@ -17,7 +17,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
-from quire.scheduler_proc.policies import QUIRE, Policies, find_preset
+from quire.scheduler_proc.core.policies import QUIRE, Policies, find_preset
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_KV_BYTES = 52 * 2**30

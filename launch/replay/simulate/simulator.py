@@ -15,9 +15,9 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import Int32
-from quire.scheduler_proc.events import OpaqueRequest, OpaqueResult
-from quire.scheduler_proc.policies import QUIRE, Policies
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.events import OpaqueRequest, OpaqueResult
+from quire.scheduler_proc.core.policies import QUIRE, Policies
+from quire.scheduler_proc.core.scheduler import Scheduler
 
 FEWEST_TO_COAST = 3
 """Of fewer quiet steps each by itself is done sooner."""

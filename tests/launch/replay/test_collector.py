@@ -9,8 +9,8 @@ from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import Abort, Int32
-from quire.scheduler_proc.events import Fail, OpaqueRequest, OpaqueResult
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.events import Fail, OpaqueRequest, OpaqueResult
+from quire.scheduler_proc.core.scheduler import Scheduler
 
 
 class Bench:

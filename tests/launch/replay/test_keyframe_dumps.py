@@ -11,9 +11,9 @@ from quire.launch.replay.costs.fitted import fit
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.quire import load
 from quire.launch.replay.recorded.command import replay_trace
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import Arrival, Keyframe, Result, StepDecision
-from quire.scheduler_proc.trace.reader import TraceReader
 
 
 @pytest.fixture

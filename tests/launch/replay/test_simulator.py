@@ -16,7 +16,7 @@ from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
 from quire.launch.replay.workload.workload import NAME_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.scheduler import Scheduler
 
 
 def simulate(

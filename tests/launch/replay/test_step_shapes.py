@@ -13,7 +13,7 @@ from quire.launch.replay.workload.workload import Call
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig
-from quire.scheduler_proc.policies import QUIRE, Policies
+from quire.scheduler_proc.core.policies import QUIRE, Policies
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -36,7 +36,7 @@ from quire.protocol.wire.messages import (
     Welcome,
     WorkerToScheduler,
 )
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.scheduler import Scheduler
 
 CONFIG = make_config(eos=[7, 8], num_blocks_override=32)
 WORDS = -(-CONFIG.model.vocab_size // 32)

@@ -15,10 +15,10 @@ from scheduler_driver import make_request
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.messages import AddRequest, Proposed
-from quire.scheduler_proc.events import Refuse, Release
-from quire.scheduler_proc.in_flight import InFlightStep, WorkerFault
-from quire.scheduler_proc.request import Request, RequestStatus, Tokens
-from quire.scheduler_proc.step import Share
+from quire.scheduler_proc.core.events import Refuse, Release
+from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
+from quire.scheduler_proc.core.step import Share
+from quire.scheduler_proc.requests.request import Request, RequestStatus, Tokens
 from quire.scheduler_proc.structured.backend import GrammarRefused
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED

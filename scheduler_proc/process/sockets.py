@@ -10,8 +10,8 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.messages import FrontEndToScheduler, WorkerToScheduler
 from quire.protocol.wire.zmq_channel import Waiter, ZmqChannel, ZmqHub, frontend_address, worker_address
-from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
-from quire.scheduler_proc.worker_group import WorkerGroup
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 
 class Sockets:

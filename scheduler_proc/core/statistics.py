@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 
-from quire.scheduler_proc.reasons import Decision, PreemptReason
+from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 
 
 class Counters:

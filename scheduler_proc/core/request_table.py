@@ -2,14 +2,14 @@
 
 from collections import Counter
 
-from quire.scheduler_proc.cruise import Cruise
-from quire.scheduler_proc.handles import HandlePool
-from quire.scheduler_proc.in_flight import StepsInFlight
-from quire.scheduler_proc.reasons import WaitReason
-from quire.scheduler_proc.request import OpaqueTokens, Request, RequestStatus
-from quire.scheduler_proc.request_queue import OUTPUT_WEIGHT, RequestQueue
-from quire.scheduler_proc.step import Share
-from quire.scheduler_proc.stop_table import StopTable
+from quire.scheduler_proc.core.cruise import Cruise
+from quire.scheduler_proc.core.in_flight import StepsInFlight
+from quire.scheduler_proc.core.step import Share
+from quire.scheduler_proc.requests.handles import HandlePool
+from quire.scheduler_proc.requests.reasons import WaitReason
+from quire.scheduler_proc.requests.request import OpaqueTokens, Request, RequestStatus
+from quire.scheduler_proc.requests.request_queue import OUTPUT_WEIGHT, RequestQueue
+from quire.scheduler_proc.requests.stop_table import StopTable
 
 
 class RequestTable:

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterator, KeysView
 
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.requests.request import Request
 
 POLICIES = ("fcfs", "priority")
 OUTPUT_WEIGHT = 2

@@ -5,19 +5,19 @@ from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.scheduler_proc.drafting import DraftPolicy
+from quire.scheduler_proc.core.decode_blocks import SteadyBlocks
+from quire.scheduler_proc.core.drafting import DraftPolicy
+from quire.scheduler_proc.core.hooks import Hit, Tap
+from quire.scheduler_proc.core.policies import Policies
+from quire.scheduler_proc.core.request_table import RequestTable
+from quire.scheduler_proc.core.statistics import Counters, DecisionLog
+from quire.scheduler_proc.core.step import Share, StepPlan
+from quire.scheduler_proc.core.suspects import Suspects
+from quire.scheduler_proc.core.tenants import TenantShares, equal_parts
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.kv.steady import SteadyBlocks
-from quire.scheduler_proc.policies import Policies
-from quire.scheduler_proc.reasons import Decision, PreemptReason, WaitReason
-from quire.scheduler_proc.request import Request, RequestStatus
-from quire.scheduler_proc.request_table import RequestTable
-from quire.scheduler_proc.statistics import Counters, DecisionLog
-from quire.scheduler_proc.step import Share, StepPlan
-from quire.scheduler_proc.suspects import Suspects
-from quire.scheduler_proc.tenants import TenantShares, equal_parts
-from quire.scheduler_proc.trace.tap import Hit, Tap
+from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 _by_order = attrgetter("order")
 

@@ -8,10 +8,10 @@ from zlib import crc32
 
 import msgspec
 
+from quire.launch.replay.recorded.unpack import BROKEN, open_unpacked
 from quire.protocol.errors import ConfigError, QuireError
 from quire.scheduler_proc.trace import lines
 from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Lost
-from quire.scheduler_proc.trace.unpack import BROKEN, open_unpacked
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, QuireError)
 """QuireError: sampling parameters that cannot be."""

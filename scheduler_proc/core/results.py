@@ -5,16 +5,16 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
-from quire.scheduler_proc.drafting import DraftPolicy
-from quire.scheduler_proc.events import OpaqueResult
-from quire.scheduler_proc.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
+from quire.scheduler_proc.core.drafting import DraftPolicy
+from quire.scheduler_proc.core.events import OpaqueResult
+from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
+from quire.scheduler_proc.core.outputs import OutputCollector
+from quire.scheduler_proc.core.request_table import RequestTable
+from quire.scheduler_proc.core.statistics import Counters, DecisionLog
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.outputs import OutputCollector
-from quire.scheduler_proc.reasons import Decision, PreemptReason
-from quire.scheduler_proc.request import STATUS_OF_END, Request, RequestStatus
-from quire.scheduler_proc.request_table import RequestTable
-from quire.scheduler_proc.statistics import Counters, DecisionLog
-from quire.scheduler_proc.trace.tap import Tap
+from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
+from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
 
 
 class _Ending(NamedTuple):

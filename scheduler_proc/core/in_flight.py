@@ -9,10 +9,10 @@ import numpy as np
 from quire.protocol.request.sampling_params import MAX_LOGPROBS
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.messages import Int32, ModelRunnerOutput
-from quire.scheduler_proc.cruise import Roster
-from quire.scheduler_proc.events import OpaqueResult
-from quire.scheduler_proc.request import Request
-from quire.scheduler_proc.step import Share
+from quire.scheduler_proc.core.cruise import Roster
+from quire.scheduler_proc.core.events import OpaqueResult
+from quire.scheduler_proc.core.step import Share
+from quire.scheduler_proc.requests.request import Request
 
 NOBODY = np.zeros(0, np.int32)
 

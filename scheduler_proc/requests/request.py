@@ -7,11 +7,11 @@ import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import EndReason, Int32
-from quire.scheduler_proc.drafting import DraftState
+from quire.scheduler_proc.core.drafting import DraftState
+from quire.scheduler_proc.core.hooks import NAME_BYTES
 from quire.scheduler_proc.kv.block_hash import HashChain
-from quire.scheduler_proc.reasons import WaitReason
-from quire.scheduler_proc.repetition import RepetitionWatch
-from quire.scheduler_proc.trace.tap import NAME_BYTES
+from quire.scheduler_proc.requests.reasons import WaitReason
+from quire.scheduler_proc.requests.repetition import RepetitionWatch
 
 
 class RequestStatus(enum.IntEnum):

@@ -8,7 +8,7 @@ import numpy as np
 from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.requests.request import Request
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from quire.protocol.wire.messages import (
     Welcome,
 )
 from quire.protocol.wire.zmq_channel import FromPeer
-from quire.scheduler_proc.doors import Hub
+from quire.scheduler_proc.process.doors import Hub
 
 
 class FrontEnds:

@@ -6,12 +6,12 @@ from typing import Any
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.messages import AddRequest, Proposed
-from quire.scheduler_proc.events import Consumed, Fail, Hold, Refuse, Release
-from quire.scheduler_proc.scheduler import Scheduler
+from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.structured.drafts import has_drafts
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.scheduler_proc.trace.journal import Journal
-from quire.scheduler_proc.worker_group import WorkerGroup
 
 
 class Grammars:

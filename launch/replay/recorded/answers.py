@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from quire.protocol.wire.messages import Abort, Control, Ended, EndReason, Stop, Trial
-from quire.scheduler_proc.events import Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,

@@ -5,12 +5,7 @@ from typing import Protocol, assert_never
 
 import msgspec
 
-from quire.protocol.errors import ConfigError
-from quire.protocol.wire.messages import Ended, EndReason, Rejected, SchedulerOutput
-from quire.scheduler_proc.events import OpaqueRequest
-from quire.scheduler_proc.reasons import Decision
-from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
-from quire.scheduler_proc.trace.difference import (
+from quire.launch.replay.recorded.difference import (
     ALTERED,
     NOTHING,
     Difference,
@@ -23,6 +18,13 @@ from quire.scheduler_proc.trace.difference import (
     is_quiet_line,
     kind_of,
 )
+from quire.launch.replay.recorded.reader import TraceLine
+from quire.protocol.errors import ConfigError
+from quire.protocol.wire.messages import Ended, EndReason, Rejected, SchedulerOutput
+from quire.scheduler_proc.core.events import OpaqueRequest
+from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
+from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.keyframe import restore
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
@@ -41,8 +43,6 @@ from quire.scheduler_proc.trace.lines import (
     StepSnapshot,
     Tick,
 )
-from quire.scheduler_proc.trace.reader import TraceLine
-from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import decision_line, opaque_result
 
 MAX_BLOCKS = 2**26

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.request import Request
-from quire.scheduler_proc.request_table import RequestTable
+from quire.scheduler_proc.requests.request import Request
 
 
 class TenantShares:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.requests.request import Request
 
 
 class SteadyBlocks:

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.zmq_channel import FromPeer
-from quire.scheduler_proc.kv_event_publisher import KVEventPublisher
-from quire.scheduler_proc.worker_group import WorkerGroup
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 
 class Hub(Protocol):

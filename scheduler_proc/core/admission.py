@@ -7,11 +7,11 @@ import numpy as np
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.messages import AddRequest, Int32, Rejected
-from quire.scheduler_proc.events import OpaqueRequest
+from quire.scheduler_proc.core.events import OpaqueRequest
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.repetition import RepetitionWatch
-from quire.scheduler_proc.request import OpaqueTokens, Request, Tokens
+from quire.scheduler_proc.requests.repetition import RepetitionWatch
+from quire.scheduler_proc.requests.request import OpaqueTokens, Request, Tokens
 
 MAX_REQUEST_ID = 256
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.protocol.wire.messages import Int32
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.requests.request import Request
 
 Roster = dict[int, Request]
 """Who cruises, by handle. Never changed once a step in flight refers to it."""

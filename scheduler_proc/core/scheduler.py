@@ -25,26 +25,26 @@ from quire.protocol.wire.messages import (
     Stop,
     Trial,
 )
-from quire.scheduler_proc.admission import Refusal, admit
-from quire.scheduler_proc.cruise import Cruise
-from quire.scheduler_proc.drafting import make_draft_policy
-from quire.scheduler_proc.events import Consumed, Fail, Hold, OpaqueRequest, OpaqueResult, Refuse, Release
-from quire.scheduler_proc.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
+from quire.scheduler_proc.core.admission import Refusal, admit
+from quire.scheduler_proc.core.cruise import Cruise
+from quire.scheduler_proc.core.drafting import make_draft_policy
+from quire.scheduler_proc.core.events import Consumed, Fail, Hold, OpaqueRequest, OpaqueResult, Refuse, Release
+from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
+from quire.scheduler_proc.core.planner import Planner
+from quire.scheduler_proc.core.policies import QUIRE, Policies
+from quire.scheduler_proc.core.request_table import RequestTable
+from quire.scheduler_proc.core.results import Results
+from quire.scheduler_proc.core.statistics import Counters, DecisionLog
+from quire.scheduler_proc.core.step import StepPlan, build_diff
+from quire.scheduler_proc.core.suspects import CONDEMNED, Suspects
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.fair_pool import FairBlockPool
 from quire.scheduler_proc.kv.fifo_pool import FifoBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.planner import Planner
-from quire.scheduler_proc.policies import QUIRE, Policies
-from quire.scheduler_proc.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
-from quire.scheduler_proc.request import Request, RequestStatus, Tokens
-from quire.scheduler_proc.request_table import RequestTable
-from quire.scheduler_proc.results import Results
-from quire.scheduler_proc.statistics import Counters, DecisionLog
-from quire.scheduler_proc.step import StepPlan, build_diff
-from quire.scheduler_proc.suspects import CONDEMNED, Suspects
-from quire.scheduler_proc.trace.tap import Tap
+from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.requests.request import Request, RequestStatus, Tokens
 
 __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
 

@@ -35,16 +35,16 @@ from quire.protocol.wire.messages import (
     Welcome,
 )
 from quire.protocol.wire.zmq_channel import FromPeer
-from quire.scheduler_proc.collect import Collector
-from quire.scheduler_proc.doors import Doors
-from quire.scheduler_proc.front_ends import FrontEnds, mismatch
-from quire.scheduler_proc.grammars import Grammars
+from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge, WorkerFault
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge, WorkerFault
-from quire.scheduler_proc.step_deadline import StepDeadline
+from quire.scheduler_proc.process.collect import Collector
+from quire.scheduler_proc.process.doors import Doors
+from quire.scheduler_proc.process.front_ends import FrontEnds, mismatch
+from quire.scheduler_proc.process.grammars import Grammars
+from quire.scheduler_proc.process.step_deadline import StepDeadline
+from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
-from quire.scheduler_proc.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 

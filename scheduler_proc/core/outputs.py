@@ -6,8 +6,8 @@ import numpy.typing as npt
 
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.messages import Ended, EndReason, Int32, Introduced, ModelRunnerOutput, StepOutputs
-from quire.scheduler_proc.in_flight import Sampled
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.core.in_flight import Sampled
+from quire.scheduler_proc.requests.request import Request
 
 _Mask = npt.NDArray[np.bool_]
 

@@ -12,7 +12,7 @@ what it names runs with nobody beside it, and not before what ran has come to re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.scheduler_proc.request import Request
+from quire.scheduler_proc.requests.request import Request
 
 ALONE_AFTER = 2
 """Deaths after which a request is run alone."""

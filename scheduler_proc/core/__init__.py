@@ -1,0 +1,1 @@
+"""The pure scheduler: events in, steps out. No clock, socket, thread or trace."""

@@ -1,0 +1,1 @@
+"""One request's state, and the containers that only hold requests."""
