@@ -26,7 +26,7 @@ def main() -> None:
         from quire.worker_proc.loop import WorkerLoop
         from quire.worker_proc.parallel.group import TensorParallel
         from quire.worker_proc.parallel.join import join_group
-        from quire.worker_proc.setup import say_on_stderr
+        from quire.worker_proc.startup.setup import say_on_stderr
 
         check_socket_directory(args.directory)
         child.report(Report("started"))

@@ -23,11 +23,11 @@ from quire.protocol.wire.messages import (
     Shutdown,
 )
 from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
-from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.parallel.group import TensorParallel
-from quire.worker_proc.pending_result import PendingResult
-from quire.worker_proc.setup import Say, make_runner
+from quire.worker_proc.startup.setup import Say, make_runner
 
 JoinGroup = Callable[[EngineConfig], TensorParallel]
 DIGEST_BYTES = 8

@@ -18,7 +18,7 @@ _KNOW_THEIR_ORIGIN = ("dynamic", "llama3", "yarn", "longrope")
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
-    """One rotary embedding; what the numbers do stands in ``worker_proc/models/rope.py``.
+    """One rotary embedding; what the numbers do stands in ``worker_proc/attention/rope.py``.
 
     Attributes:
         kind: one of ``ROPE_KINDS``.

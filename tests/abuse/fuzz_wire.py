@@ -33,8 +33,8 @@ from quire.protocol.wire import messages as m
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
 from quire.scheduler_proc.core.scheduler import WorkerFault
-from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.setup import make_runner
+from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.startup.setup import make_runner
 
 SETTINGS = {"max_model_len": 64, "max_num_seqs": 4, "async_scheduling": True}
 EVIL, GOOD = 9, 0

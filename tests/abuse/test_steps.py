@@ -16,9 +16,9 @@ from runner_steps import CONFIG, MODEL, NUM_BLOCKS, adding, appending
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
-from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.model_runner import ModelRunner
-from quire.worker_proc.setup import make_runner
+from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.startup.setup import make_runner
 
 WINDOWED = msgspec.structs.replace(MODEL, windows=[8, 0])
 BIG = 2**40
@@ -399,7 +399,7 @@ def test_a_step_that_brings_nothing_is_not_looked_at(monkeypatch: pytest.MonkeyP
         raise AssertionError("a steady step is checked")
 
     looked: Callable[..., None] = unwanted
-    monkeypatch.setattr("quire.worker_proc.diff_check._After", looked)
+    monkeypatch.setattr("quire.worker_proc.batch.diff_check._After", looked)
     held.run(SchedulerOutput(4))
 
 

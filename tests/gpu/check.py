@@ -152,7 +152,7 @@ def _is_installed(name: str, site: Path) -> bool:
 def look(place: Place) -> Job:
     """What the figures depend on; not ok where nothing can be run at all."""
     code = (
-        "import json, platform, importlib.metadata as m, torch, triton, quire.worker_proc.setup\n"
+        "import json, platform, importlib.metadata as m, torch, triton, quire.worker_proc.startup.setup\n"
         "cuda = torch.cuda.is_available()\n"
         "has = {d.metadata['Name']: d.version for d in m.distributions()}\n"
         "print(json.dumps({'python': platform.python_version(), 'torch': torch.__version__, "

@@ -19,10 +19,10 @@ from inprocess import InProcessEngine
 
 from quire.protocol.model.kv_layout import kv_layout
 from quire.worker_proc.attention.triton_backend import TritonBackend
-from quire.worker_proc.loader import load_weights
-from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.triton_ops import TritonOps
+from quire.worker_proc.startup.loader import load_weights
 
 NUM_TOKENS = 12
 LENGTHS = (1, 3, 17, 30, 45)

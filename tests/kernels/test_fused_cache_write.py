@@ -10,7 +10,7 @@ from quire.kernels.fused_cache_write import TOLERANCES, fused_cache_write, fused
 from quire.protocol.model.model_config import RopeConfig
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.prologue import normalise_and_rotate
-from quire.worker_proc.models.rope import rope_table
+from quire.worker_proc.attention.rope import rope_table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

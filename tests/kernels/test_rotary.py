@@ -5,7 +5,7 @@ import torch
 
 from quire.kernels.rotary import rotary, rotary_reference
 from quire.protocol.model.model_config import RopeConfig
-from quire.worker_proc.models.rope import rope_table, rotate
+from quire.worker_proc.attention.rope import rope_table, rotate
 
 
 def test_reference_is_the_engines() -> None:

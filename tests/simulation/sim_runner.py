@@ -13,10 +13,10 @@ from sim_model import GRAMMAR_STEP, SlotModel, gap
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.messages import ModelRunnerOutput, Proposed, SampleInputs, SchedulerOutput
-from quire.worker_proc import model_runner
 from quire.worker_proc.attention.backend import StepBatch
-from quire.worker_proc.launched_step import LaunchedStep
-from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.execute import model_runner
+from quire.worker_proc.execute.launched_step import LaunchedStep
+from quire.worker_proc.execute.model_runner import ModelRunner
 
 UNLIKELY = -1e4
 

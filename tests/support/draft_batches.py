@@ -4,7 +4,7 @@ import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
 
 
 class DraftBatch:

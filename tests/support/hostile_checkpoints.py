@@ -12,8 +12,8 @@ import torch
 
 from quire.protocol.model.checkpoint import check_sizes, stored_tensors
 from quire.protocol.model.model_config import load_model_config
-from quire.worker_proc.loader import load_weights
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.loader import load_weights
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 VOCAB, HIDDEN, WIDE = 24, 8, 12

@@ -29,7 +29,7 @@ from quire.protocol.wire.messages import (
 from quire.scheduler_proc.core.events import Hold
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
-from quire.worker_proc.setup import make_runner
+from quire.worker_proc.startup.setup import make_runner
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.penalties import PROMPT_BIT
-from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.batch.positions import SampledPositions
 
 
 @dataclass

@@ -9,11 +9,11 @@ from processor_cases import Request, processor_config
 from sampling_batch import CPU
 
 from quire.protocol.wire.messages import NewRequestData
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import SampledPositions
+from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.sampling.accept import accept_drafts
-from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.processors import LogitsProcessors
-from quire.worker_proc.token_history import TokenHistory
 
 
 class ProcessorsUnderTest:

@@ -9,8 +9,8 @@ from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from quire.worker_proc.model_runner import ModelRunner
-from quire.worker_proc.setup import make_runner
+from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.startup.setup import make_runner
 
 NUM_BLOCKS = 20
 PROMPT = [5, 9, 2, 7, 7, 1]

@@ -15,8 +15,8 @@ from quire.scheduler_proc.core import planner, request_table, results, scheduler
 from quire.scheduler_proc.kv import block_hash, block_pool, manager
 from quire.scheduler_proc.structured import answer
 from quire.scheduler_proc.structured import manager as grammars
-from quire.worker_proc import pending_result
 from quire.worker_proc.attention import cpu_plan
+from quire.worker_proc.execute import pending_result
 from quire.worker_proc.sampling.builtin import base
 
 Patch = contextlib.AbstractContextManager[Any]

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.accept import accept_drafts
-from quire.worker_proc.sampling.positions import SampledPositions
 
 DRAFTS = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6)
 

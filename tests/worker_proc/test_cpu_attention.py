@@ -10,7 +10,7 @@ from quire.kernels.cpu.native import load_native
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.prologue import normalise_and_rotate
-from quire.worker_proc.models.rope import rotate
+from quire.worker_proc.attention.rope import rotate
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

@@ -10,9 +10,9 @@ from model_steps import Rows
 
 from quire.protocol.model.model_config import SUPPORTED_ARCHITECTURES, load_model_config
 from quire.worker_proc.attention.cpu import CpuBackend
-from quire.worker_proc.loader import load_weights
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import MODELS, build_model
+from quire.worker_proc.startup.loader import load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
 

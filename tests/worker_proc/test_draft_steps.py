@@ -8,7 +8,7 @@ import pytest
 from runner_steps import PROMPT, Runner, adding, alone
 
 from quire.protocol.wire.messages import ModelRunnerOutput
-from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.batch.input_batch import StepRefused
 
 BLOCKS = [3, 1, 7, 5, 2, 9]
 

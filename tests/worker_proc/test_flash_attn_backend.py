@@ -14,8 +14,8 @@ from model_steps import Rows as SteppedRows
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.flash_attn_backend import FlashAttn2, FlashAttn3, FlashAttnBackend
-from quire.worker_proc.loader import init_dummy_weights
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.loader import init_dummy_weights
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BLOCK_SIZE = {FlashAttn3: 4, FlashAttn2: 256}

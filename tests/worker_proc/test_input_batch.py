@@ -10,9 +10,9 @@ import torch
 from quire.protocol.request.logits_processors import BatchUpdate, MoveDirectionality
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import Int32, NewRequestData
-from quire.worker_proc.block_table import BlockTable
-from quire.worker_proc.group_tables import MultiGroupBlockTable
-from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
+from quire.worker_proc.batch.block_table import BlockTable
+from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused
 
 MAX_ROWS, MAX_LEN = 6, 12
 COLUMNS = (

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import stored_tensors
 from quire.protocol.model.model_config import load_model_config
-from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.loader import init_dummy_weights, load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from quire.kernels.mxfp4 import dequantise_mxfp4_reference
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
-from quire.worker_proc.loader import load_weights
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.loader import load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
 Tensors = dict[str, torch.Tensor]

@@ -12,8 +12,8 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.messages import MemoryPlan
-from quire.worker_proc import memory
-from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
+from quire.worker_proc.startup import memory
+from quire.worker_proc.startup.memory import describe_plan, plan_memory, pool_warning
 
 MIB = 2**20
 CPU = torch.device("cpu")

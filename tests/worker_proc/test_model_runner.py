@@ -18,7 +18,7 @@ from runner_steps import (
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
-from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.batch.input_batch import StepRefused
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9}])

@@ -18,9 +18,9 @@ from thread_ranks import ThreadRank, on_ranks
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.attention.cpu import CpuBackend
-from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.loader import init_dummy_weights, load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
 

@@ -17,11 +17,11 @@ from thread_ranks import on_ranks
 from quire.protocol.model.model_config import ModelConfig, load_model_config, parse_model_config
 from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.cpu import CpuBackend
-from quire.worker_proc.loader import init_dummy_weights, load_weights
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Experts, TorchOps, swiglu_oai
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import TensorParallel
+from quire.worker_proc.startup.loader import init_dummy_weights, load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from quire.kernels.slot_mapping import ContextParallel
 from quire.protocol.model.kv_layout import KVGroup
-from quire.worker_proc.group_tables import make_block_tables
-from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.batch.group_tables import make_block_tables
+from quire.worker_proc.batch.input_batch import StepRefused
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64

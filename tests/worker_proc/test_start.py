@@ -10,7 +10,7 @@ import resource, sys
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions, make_engine_config
 from quire.protocol.model.kv_layout import kv_layout
-from quire.worker_proc.setup import make_runner
+from quire.worker_proc.startup.setup import make_runner
 config = make_engine_config(EngineOptions(dtype="float32", device="cpu"), folder=find_model(None))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)

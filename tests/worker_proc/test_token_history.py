@@ -8,9 +8,9 @@ import torch
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData
-from quire.worker_proc.input_batch import InputBatch
-from quire.worker_proc.pending_result import HostCopy
-from quire.worker_proc.token_history import TokenHistory
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.execute.pending_result import HostCopy
+from quire.worker_proc.execute.token_history import TokenHistory
 
 ROWS, LENGTH = 4, 16
 

@@ -22,7 +22,7 @@ from quire.protocol.wire.messages import (
     Shutdown,
     WorkerToScheduler,
 )
-from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.loop import WorkerLoop
 from quire.worker_proc.parallel.group import Alone
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec, Rotary
-from quire.worker_proc.models.rope import rotate
+from quire.worker_proc.attention.rope import rotate
 
 
 def attend_plainly(

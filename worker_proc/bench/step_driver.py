@@ -18,12 +18,12 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.bench.record import Size
-from quire.worker_proc.loader import init_dummy_weights
-from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.triton_ops import TritonOps
-from quire.worker_proc.pending_result import PendingResult
+from quire.worker_proc.startup.loader import init_dummy_weights
 
 BLOCK_SIZE = 16
 _IN_FLIGHT = 2

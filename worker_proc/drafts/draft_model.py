@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.block_table import BlockTable
+from quire.worker_proc.batch.block_table import BlockTable
+from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import Ints
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
-from quire.worker_proc.group_tables import MultiGroupBlockTable
-from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.sampling.positions import Ints
-from quire.worker_proc.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 from quire.kernels.sampling import sampled_logits
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import Ints, SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.draw import make_draw
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
-from quire.worker_proc.transfer import Transfer
 
 
 class DraftSampler:

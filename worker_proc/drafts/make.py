@@ -5,13 +5,13 @@ import torch
 from quire.kernels.cpu.native import load_native
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError
+from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.drafts.draft_model import DraftModel, DraftModelProposer
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
 from quire.worker_proc.drafts.ngram import NgramProposer
 from quire.worker_proc.drafts.proposer import Proposer
 from quire.worker_proc.drafts.rejection import RejectionSampler
 from quire.worker_proc.drafts.suffix import SuffixProposer
-from quire.worker_proc.input_batch import InputBatch
 
 METHODS = ("ngram", "suffix", "draft_model")
 

@@ -5,7 +5,7 @@ from functools import partial
 
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.prompt_lookup import NativePromptLookup, prompt_lookup_reference
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
 
 
 class NgramProposer:

@@ -5,11 +5,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
-from quire.worker_proc.input_batch import InputBatch
 from quire.worker_proc.sampling.accept import Choose
 from quire.worker_proc.sampling.noise import uniform
-from quire.worker_proc.sampling.positions import SampledPositions
 
 _ACCEPTS = np.uint64(0x5851F42D4C957F2D)
 _REDRAWS = np.uint64(0x14057B7EF767814F)

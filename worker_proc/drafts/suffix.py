@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.wire.messages import Int32
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.drafts.row_texts import RowTexts
 from quire.worker_proc.drafts.text_index import NONE, TextIndex
-from quire.worker_proc.input_batch import InputBatch
-from quire.worker_proc.sampling.positions import Ints
 
 MOST_PLACES = 8
 """Of one run, the newest so many count."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.wire.messages import Int32
-from quire.worker_proc.sampling.positions import Ints
+from quire.worker_proc.batch.positions import Ints
 
 NONE = -1
 """A place that is none."""

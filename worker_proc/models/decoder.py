@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.backend import AttentionBackend, Rotary
+from quire.worker_proc.attention.rope import rope_table
 from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.ops import Ops, TorchOps
-from quire.worker_proc.models.rope import rope_table
 from quire.worker_proc.models.weights import Build, WeightSlot
 from quire.worker_proc.parallel.group import Alone, TensorParallel
 
@@ -25,7 +25,7 @@ from quire.worker_proc.parallel.group import Alone, TensorParallel
 class Decoder(torch.nn.Module):
     """One rank's share of a decoder-only transformer, with switches for the families in ``ModelConfig``.
 
-    Weights are allocated, not initialised: ``quire.worker_proc.loader`` fills them through ``weight_slots``.
+    Weights are allocated, not initialised: ``quire.worker_proc.startup.loader`` fills them through ``weight_slots``.
 
     Args:
         config: shape and switches.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
-from quire.worker_proc.device import has_matrix_instructions
+from quire.worker_proc.device.device import has_matrix_instructions
 
 # Rows that a product without the library is computed for, however many there are, where its bits must not depend on
 # that. The 1 to 16 rows of a small decode step then read the weights once, as they should.

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
+from quire.worker_proc.batch.positions import Ints, SampledPositions
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From the tokens of some positions, int64, and the distributions that they were drawn from, float32 ``[num_positions,

@@ -15,10 +15,10 @@ from quire.kernels.cpu.sampling import CpuSampling, SamplingColumns
 from quire.kernels.sampling import sample, sample_reference
 from quire.kernels.sampling_noise import uniform as uniform_on_device
 from quire.kernels.sampling_stats import row_statistics
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import Ints, SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.noise import uniform
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
-from quire.worker_proc.transfer import Transfer
 
 
 class Draw(Protocol):

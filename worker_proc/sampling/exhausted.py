@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
+from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.sampling.builtin.allowed_token_ids import Lists, Words, bits_of
 from quire.worker_proc.sampling.builtin.base import Places
-from quire.worker_proc.sampling.positions import Ints
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
 

@@ -11,7 +11,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.request.logits_processors import AddedRequest, BatchUpdate, LogitsProcessor
 from quire.protocol.request.plugins import one_line
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.worker_proc.sampling.positions import Ints
+from quire.worker_proc.batch.positions import Ints
 
 log = logging.getLogger(__name__)
 

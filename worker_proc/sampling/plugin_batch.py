@@ -8,8 +8,8 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.logits_processors import BatchUpdate, LogitsProcessor, apply_update
+from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.isolated import Held, IsolatedPlugin
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
 
 
 class PluginBatch:

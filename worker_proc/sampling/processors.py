@@ -21,7 +21,8 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.request.logits_processors import BatchUpdate, LogitsProcessor
 from quire.protocol.request.plugins import load_logits_processors
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords
@@ -31,7 +32,6 @@ from quire.worker_proc.sampling.builtin.min_tokens import MinTokens
 from quire.worker_proc.sampling.builtin.penalties import Penalties, Text
 from quire.worker_proc.sampling.exhausted import exhausted
 from quire.worker_proc.sampling.plugin_batch import PluginBatch
-from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.thinking import ThinkingBudget
 from quire.worker_proc.sampling.token_masks import TokenMasks
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from quire.kernels.sampling_logprobs import TopLogprobs
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.logprobs import token_logprobs
-from quire.worker_proc.step_inputs import StepInputs
 
 SLICE = 256
 """Positions whose logits are in memory at a time."""

@@ -14,14 +14,14 @@ from quire.kernels.sampling import sampled_logits
 from quire.kernels.sampling_logprobs import TopLogprobs
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.logits_processors import BatchUpdate
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import Ints, SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.draw import Draw, make_draw
 from quire.worker_proc.sampling.logprobs import token_logprobs
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.processors import LogitsProcessors
 from quire.worker_proc.sampling.token_masks import TokenMasks
-from quire.worker_proc.transfer import Transfer
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From the sampled tokens and what they were drawn from (``Sampler.probabilities``) to those that are taken."""

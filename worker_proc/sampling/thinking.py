@@ -8,8 +8,8 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.thinking import ThinkingState
+from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.builtin.base import RowProcessor, find
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
 
 
 @dataclass(slots=True)

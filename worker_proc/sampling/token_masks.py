@@ -8,8 +8,8 @@ import torch
 
 from quire.kernels.token_bitmask import apply_token_bitmask
 from quire.protocol.wire.messages import SampleInputs
-from quire.worker_proc.input_batch import InputBatch, StepRefused
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
+from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
+from quire.worker_proc.batch.positions import Ints, SampledPositions
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from quire.protocol.model.model_config import ModelConfig, load_model_config
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.drafts.draft_model import DraftModel, DraftModelProposer
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
-from quire.worker_proc.drafts.draft_setup import load_draft, plan_draft
-from quire.worker_proc.memory import plan_memory
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
+from quire.worker_proc.startup.memory import plan_memory
 
 CPU = torch.device("cpu")
 BLOCK = 4

@@ -5,10 +5,10 @@ import pytest
 import torch
 from draft_batches import DraftBatch
 
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
 from quire.worker_proc.drafts.rejection import RejectionSampler
 from quire.worker_proc.sampling.accept import accept_drafts
-from quire.worker_proc.sampling.positions import SampledPositions
 
 CPU = torch.device("cpu")
 VOCAB = 5

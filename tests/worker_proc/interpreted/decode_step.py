@@ -17,13 +17,13 @@ from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.triton_backend import TritonBackend
-from quire.worker_proc.decode_graphs import capture_sizes
-from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.loader import init_dummy_weights
-from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.execute.decode_graphs import capture_sizes
+from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.triton_ops import TritonOps
+from quire.worker_proc.startup.loader import init_dummy_weights
 
 NUM_BLOCKS = 40
 CPU = torch.device("cpu")

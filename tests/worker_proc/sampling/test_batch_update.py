@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.protocol.request.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.worker_proc.batch_update import BatchUpdateBuilder
+from quire.worker_proc.batch.batch_update import BatchUpdateBuilder
 
 
 def removals(rows: list[int]) -> BatchUpdateBuilder:

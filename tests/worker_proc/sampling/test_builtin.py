@@ -22,6 +22,7 @@ from processor_plugins import AddText, Halve, Prefers
 
 from quire.protocol.request.logits_processors import LogitsProcessor
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.accept import accept_drafts
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords
@@ -30,7 +31,6 @@ from quire.worker_proc.sampling.builtin.logit_bias import LogitBias
 from quire.worker_proc.sampling.builtin.min_tokens import MinTokens
 from quire.worker_proc.sampling.builtin.penalties import Penalties
 from quire.worker_proc.sampling.builtin.token_counts import DenseCounts
-from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.thinking import ThinkingBudget
 
 BUILTIN: list[type[RowProcessor[object]]] = [  # type: ignore[type-abstract]

@@ -14,7 +14,7 @@ from sampling_batch import make_sampler, sample_each
 
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
 from quire.protocol.wire.messages import NewRequestData
-from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.batch.positions import SampledPositions
 
 VOCAB = 16
 DRAWS = 20_000

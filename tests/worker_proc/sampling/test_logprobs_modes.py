@@ -7,8 +7,8 @@ import pytest
 import torch
 from sampling_batch import batch_of, sample_each
 
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.logprobs import token_logprobs
-from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.sampler import Sampled
 
 VOCAB = 24

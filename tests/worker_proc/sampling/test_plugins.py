@@ -11,7 +11,7 @@ from processors_under_test import ProcessorsUnderTest
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.processors import NOTHING_ALLOWED
 
 INF = torch.inf

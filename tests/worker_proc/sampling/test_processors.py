@@ -14,12 +14,12 @@ from sampling_batch import batch_of, sample_each
 
 from quire.protocol.request.logits_processors import LogitsProcessor
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords
 from quire.worker_proc.sampling.builtin.logit_bias import LogitBias
 from quire.worker_proc.sampling.builtin.min_tokens import MinTokens
 from quire.worker_proc.sampling.builtin.penalties import Penalties
-from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.processors import NOTHING_ALLOWED
 from quire.worker_proc.sampling.thinking import ThinkingBudget
 from quire.worker_proc.sampling.token_masks import TokenMasks

@@ -10,9 +10,9 @@ from sampling_batch import batch_of, make_sampler, sample_each
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import NewRequestData
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.accept import accept_drafts
-from quire.worker_proc.sampling.positions import SampledPositions
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
 

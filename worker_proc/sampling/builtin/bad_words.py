@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, Places, RowTokens, find, model_tokens
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
 
 
 @dataclass(frozen=True, slots=True)

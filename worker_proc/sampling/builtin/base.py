@@ -15,9 +15,9 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.logits_processors import BatchUpdate, LogitsProcessor, apply_update
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.worker_proc.batch.positions import Ints, SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.accept import Accepted
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
-from quire.worker_proc.transfer import Transfer
 
 State = TypeVar("State")
 

@@ -5,8 +5,8 @@ import numpy.typing as npt
 import torch
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.builtin.base import Places, RowProcessor, RowTokens, find
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
 
 Bias = tuple[Ints, npt.NDArray[np.float32]]
 

@@ -8,10 +8,10 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.builtin.base import RowProcessor, find
 from quire.worker_proc.sampling.builtin.token_counts import Tokens, make_counts
-from quire.worker_proc.sampling.positions import SampledPositions
 
 Text = tuple[Tokens, Tokens]
 """A prompt and an answer."""

@@ -9,7 +9,7 @@ import torch
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.penalties import ListedCounts
 from quire.kernels.penalties import PROMPT_BIT, apply_penalties
-from quire.worker_proc.transfer import Transfer
+from quire.worker_proc.device.transfer import Transfer
 
 Tokens = npt.NDArray[np.integer[Any]]
 

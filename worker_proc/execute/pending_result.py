@@ -12,8 +12,8 @@ import torch
 
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.messages import ModelRunnerOutput
+from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.sampling.accept import Accepted
-from quire.worker_proc.sampling.positions import Ints
 from quire.worker_proc.sampling.prompt_logprobs import PromptRows
 from quire.worker_proc.sampling.sampler import Sampled
 

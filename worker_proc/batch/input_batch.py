@@ -13,7 +13,7 @@ import numpy.typing as npt
 from quire.protocol.request.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import Int32, NewRequestData
-from quire.worker_proc.batch_update import BatchUpdateBuilder
+from quire.worker_proc.batch.batch_update import BatchUpdateBuilder
 
 
 class RowStore(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.worker_proc.decode_step import DecodeStep
+from quire.worker_proc.execute.decode_step import DecodeStep
 
 _STEP_OF_SIZES = 8
 _WARM_UPS = 2

@@ -13,10 +13,10 @@ from quire.protocol.model.checkpoint import stored_tensors
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionBackend
+from quire.worker_proc.batch.kv_cache import allocate_kv_caches
 from quire.worker_proc.drafts.draft_model import DraftModel
-from quire.worker_proc.kv_cache import allocate_kv_caches
-from quire.worker_proc.loader import fill_model
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.startup.loader import fill_model
 
 Build = Callable[[ModelConfig, torch.device | str], Decoder]
 """Makes a model whole, on whatever rank: a draft model is small, and cut up it would wait for sums at every layer."""

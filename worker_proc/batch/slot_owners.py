@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
-from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.batch.input_batch import StepRefused
 
 Ints = npt.NDArray[np.integer[Any]]
 

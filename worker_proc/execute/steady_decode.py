@@ -5,12 +5,12 @@ import numpy.typing as npt
 import torch
 
 from quire.protocol.wire.messages import SchedulerOutput
-from quire.worker_proc.decode_graphs import DecodeGraphs
-from quire.worker_proc.group_tables import MultiGroupBlockTable
-from quire.worker_proc.input_batch import InputBatch
-from quire.worker_proc.pending_result import HostCopies
+from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.device.transfer import Transfer
+from quire.worker_proc.execute.decode_graphs import DecodeGraphs
+from quire.worker_proc.execute.pending_result import HostCopies
 from quire.worker_proc.sampling.sampler import Sampled
-from quire.worker_proc.transfer import Transfer
 
 
 class SteadyDecode:

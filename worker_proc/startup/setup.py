@@ -15,17 +15,17 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.messages import Ready
 from quire.worker_proc.attention.choose import pick_backend
-from quire.worker_proc.device import ComputeDtypes, cpu_compute_dtypes
-from quire.worker_proc.drafts.draft_setup import load_draft, plan_draft
+from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.make import check_speculative
-from quire.worker_proc.loader import fill_model
-from quire.worker_proc.memory import describe_plan, plan_memory, pool_warning
-from quire.worker_proc.model_runner import ModelRunner
+from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import Alone, TensorParallel
+from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
+from quire.worker_proc.startup.loader import fill_model
+from quire.worker_proc.startup.memory import describe_plan, plan_memory, pool_warning
 
 Say = Callable[[str], None]
 

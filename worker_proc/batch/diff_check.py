@@ -13,9 +13,9 @@ import numpy.typing as npt
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID
 from quire.protocol.wire.messages import Int32, NewRequestData, SchedulerOutput
-from quire.worker_proc.block_table import BlockTable, Ints
-from quire.worker_proc.group_tables import MultiGroupBlockTable
-from quire.worker_proc.input_batch import InputBatch, StepRefused
+from quire.worker_proc.batch.block_table import BlockTable, Ints
+from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
 
 NOTHING: Int32 = np.zeros(0, np.int32)
 MAX_HANDLE = 2**31 - 1

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.worker_proc.sampling.positions import SampledPositions
+from quire.worker_proc.batch.positions import SampledPositions
+from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.sampling.prompt_logprobs import PromptRows
 from quire.worker_proc.sampling.sampler import Sampled
-from quire.worker_proc.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.slot_mapping import ContextParallel
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID
-from quire.worker_proc.input_batch import StepRefused
+from quire.worker_proc.batch.input_batch import StepRefused
 
 Ints = npt.NDArray[np.integer[Any]]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.worker_proc.input_batch import InputBatch
-from quire.worker_proc.pending_result import HostCopy
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.execute.pending_result import HostCopy
 
 
 @dataclass(frozen=True, slots=True)

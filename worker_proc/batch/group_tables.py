@@ -10,9 +10,9 @@ from quire.kernels.pointer_table import TableSet
 from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from quire.kernels.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
 from quire.protocol.model.kv_layout import KVGroup
-from quire.worker_proc.block_table import BlockTable, Ints, rank_among_equals
-from quire.worker_proc.input_batch import StepRefused
-from quire.worker_proc.slot_owners import SlotOwners
+from quire.worker_proc.batch.block_table import BlockTable, Ints, rank_among_equals
+from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.batch.slot_owners import SlotOwners
 
 NULL_KINDS = frozenset({"sliding_window", "chunked_local_attention", "mamba"})
 """Kinds of KV groups in which the null block stands for blocks that no token reads any more."""

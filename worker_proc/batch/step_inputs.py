@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.wire.messages import SchedulerOutput
-from quire.worker_proc.input_batch import InputBatch, StepRefused
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
+from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
+from quire.worker_proc.batch.positions import Ints, SampledPositions
 
 
 @dataclass(slots=True)

@@ -13,17 +13,19 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.messages import Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.decode_graphs import DecodeGraphs
-from quire.worker_proc.decode_step import DecodeStep
-from quire.worker_proc.diff_check import DiffCheck
+from quire.worker_proc.batch.diff_check import DiffCheck
+from quire.worker_proc.batch.group_tables import make_block_tables
+from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused
+from quire.worker_proc.batch.kv_cache import allocate_kv_caches
+from quire.worker_proc.batch.positions import Ints, SampledPositions
+from quire.worker_proc.batch.step_inputs import StepInputs, prepare_inputs
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer, make_rejection
-from quire.worker_proc.group_tables import make_block_tables
-from quire.worker_proc.input_batch import Column, InputBatch, StepRefused
-from quire.worker_proc.kv_cache import allocate_kv_caches
-from quire.worker_proc.launched_step import LaunchedStep
-from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.pending_result import (
+from quire.worker_proc.execute.decode_graphs import DecodeGraphs
+from quire.worker_proc.execute.decode_step import DecodeStep
+from quire.worker_proc.execute.launched_step import LaunchedStep
+from quire.worker_proc.execute.pending_result import (
     HostCopies,
     HostCopy,
     NothingSampled,
@@ -31,15 +33,13 @@ from quire.worker_proc.pending_result import (
     SampledResult,
     StepClock,
 )
+from quire.worker_proc.execute.steady_decode import SteadyDecode
+from quire.worker_proc.execute.token_history import TokenHistory
+from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
-from quire.worker_proc.sampling.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.prompt_logprobs import prompt_logprobs
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
-from quire.worker_proc.steady_decode import SteadyDecode
-from quire.worker_proc.step_inputs import StepInputs, prepare_inputs
-from quire.worker_proc.token_history import TokenHistory
-from quire.worker_proc.transfer import Transfer
 
 NEVER_TOLD = np.full(1, -1, np.int32)
 """Row order that equals no other, so that the next result tells it: always after a request came or went."""

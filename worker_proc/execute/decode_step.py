@@ -17,10 +17,10 @@ from quire.kernels.sampling_noise import uniform
 from quire.kernels.sampling_stats import row_statistics
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.group_tables import MultiGroupBlockTable
-from quire.worker_proc.input_batch import InputBatch
+from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.transfer import Transfer
 
 _NOTHING = np.zeros(0, np.int32)
 """Lengths on the host, which has none to give."""

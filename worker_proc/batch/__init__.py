@@ -1,0 +1,1 @@
+"""Rows, block tables and the inputs of a step."""

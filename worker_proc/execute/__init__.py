@@ -1,0 +1,1 @@
+"""One step: launch, finish, result; CUDA graphs of steady decode."""

@@ -1,0 +1,1 @@
+"""From a configuration to a ready model runner."""
