@@ -1,4 +1,4 @@
-"""Bitmasks by the native library. The launcher in ``kernels.token_bitmask`` checks the tensors; what is computed is
+"""Bitmasks by the native library. The launcher in ``kernels.sampling.token_bitmask`` checks the tensors; what is computed is
 written down there."""
 
 import ctypes
@@ -17,7 +17,7 @@ class LogitEdits:
         self._bitmask = native.function("quire_bitmask", pointer, long, long, long, pointer, pointer, long, long, long)
 
     def bitmask(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-        """As ``kernels.token_bitmask.apply_token_bitmask``."""
+        """As ``kernels.sampling.token_bitmask.apply_token_bitmask``."""
         num_masks, num_words = words.shape
         self._bitmask(
             logits.data_ptr(),

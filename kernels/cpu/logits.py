@@ -1,6 +1,6 @@
 """Whether rows of logits are finite, and log probabilities, by the native library: the checked launcher.
 
-``kernels.sampling_stats`` and ``kernels.sampling_logprobs`` write down what is computed; the tolerances there hold.
+``kernels.sampling.sampling_stats`` and ``kernels.sampling.sampling_logprobs`` write down what is computed; the tolerances there hold.
 """
 
 import ctypes
@@ -8,10 +8,10 @@ import functools
 
 import torch
 
-from quire.kernels.checks import check_tensor
+from quire.kernels.common.checks import check_tensor
 from quire.kernels.cpu.native import Native, load_native
 from quire.kernels.cpu.sampling import check_logits_cpu
-from quire.kernels.sampling_logprobs import TopLogprobs
+from quire.kernels.sampling.sampling_logprobs import TopLogprobs
 
 
 class CpuLogits:
@@ -35,7 +35,7 @@ class CpuLogits:
         return bad
 
     def top_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
-        """As ``kernels.sampling_logprobs.top_logprobs``, of float32, for any ``n`` up to the vocabulary.
+        """As ``kernels.sampling.sampling_logprobs.top_logprobs``, of float32, for any ``n`` up to the vocabulary.
 
         Raises:
             ValueError: a tensor does not have the shape, dtype or place there, or ``n`` is out of its range.

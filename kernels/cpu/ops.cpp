@@ -28,7 +28,7 @@ QUIRE_INLINE void store_some(T* to, vfloat x, int count) {
     for (int i = 0; i < count; i++) store_float(to + i, lanes[i]);
 }
 
-enum Activation { SILU, GELU, GELU_TANH, SWIGLU_OAI };  // as in kernels/gated_activation.py
+enum Activation { SILU, GELU, GELU_TANH, SWIGLU_OAI };  // as in kernels/dense/gated_activation.py
 
 QUIRE_INLINE vfloat silu(vfloat x) { return x / (exp_of(-x) + 1.f); }
 

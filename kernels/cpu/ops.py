@@ -1,6 +1,6 @@
 """Norms and gates by the native library: the checked launcher.
 
-What they compute is written down in ``kernels.rms_norm`` and ``kernels.gated_activation``: the references and
+What they compute is written down in ``kernels.dense.rms_norm`` and ``kernels.dense.gated_activation``: the references and
 tolerances there hold here. A row's bits depend on that row alone, which torch's own gates do not promise.
 """
 
@@ -8,9 +8,9 @@ import ctypes
 
 import torch
 
-from quire.kernels.checks import check_tensor
+from quire.kernels.common.checks import check_tensor
 from quire.kernels.cpu.native import Native
-from quire.kernels.gated_activation import ACTIVATIONS
+from quire.kernels.dense.gated_activation import ACTIVATIONS
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -27,7 +27,7 @@ class CpuKernels:
         self._norm = native.function("quire_rms_norm", pointer, long, long, integer, integer, *ends)
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """As ``kernels.gated_activation.gate``, for float32 and bfloat16.
+        """As ``kernels.dense.gated_activation.gate``, for float32 and bfloat16.
 
         Raises:
             ValueError: the tensor does not have that shape, is not float32 or bfloat16, or is not on the CPU.
@@ -43,7 +43,7 @@ class CpuKernels:
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """As ``kernels.rms_norm.rms_norm``, for float32 and bfloat16.
+        """As ``kernels.dense.rms_norm.rms_norm``, for float32 and bfloat16.
 
         Args:
             x: ``[num_tokens, width]`` or ``[num_tokens, heads, head_dim]``; all but the last dimension may be strided.

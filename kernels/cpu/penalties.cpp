@@ -12,7 +12,7 @@ namespace {
 
 // Listed tokens; with fewer, waking the other threads costs more than they save.
 constexpr long PENALTY_THREADS_FROM = 1 << 13;
-constexpr int32_t PROMPT_BIT = 1 << 30, COUNT_MASK = PROMPT_BIT - 1;  // as in kernels/penalties.py
+constexpr int32_t PROMPT_BIT = 1 << 30, COUNT_MASK = PROMPT_BIT - 1;  // as in kernels/sampling/penalties.py
 
 // As ListedCounts in penalties.py.
 struct Counts {

@@ -1,6 +1,6 @@
 """Penalties by the native library: counts that are listed, so that a step costs what a text has of distinct tokens.
 
-``kernels.penalties`` writes down what is computed, from counts of the whole vocabulary.
+``kernels.sampling.penalties`` writes down what is computed, from counts of the whole vocabulary.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.checks import check_tensor
+from quire.kernels.common.checks import check_tensor
 from quire.kernels.cpu.native import Native
 
 Int32 = npt.NDArray[np.int32]
@@ -50,7 +50,7 @@ class _PenaltyCall(ctypes.Structure):
 
 
 class ListedCounts:
-    """Of each slot the tokens that one text has, each with its count as in ``kernels.penalties``.
+    """Of each slot the tokens that one text has, each with its count as in ``kernels.sampling.penalties``.
 
     Owns four int32 arrays: ``lengths [num_slots]``; ``tokens`` and ``held [num_slots, room]``, of which the first
     ``lengths[slot]`` of each slot are its list, in no order and none twice; ``places [num_slots, vocab]``, 1 + where a
@@ -111,7 +111,7 @@ class ListedCounts:
         offsets: torch.Tensor,
         drafts: torch.Tensor,
     ) -> None:
-        """``kernels.penalties.apply_penalties`` from these counts; slots and drafts that do not exist are left out.
+        """``kernels.sampling.penalties.apply_penalties`` from these counts; slots and drafts that do not exist are left out.
 
         Raises:
             ValueError: a tensor does not have the shape, dtype or place there, or slots are not int64.
@@ -134,7 +134,7 @@ class ListedCounts:
         self._penalise(ctypes.addressof(call))
 
     def dense(self) -> torch.Tensor:
-        """The counts as ``kernels.penalties`` has them: int32 ``[num_slots, vocab]``, a copy."""
+        """The counts as ``kernels.sampling.penalties`` has them: int32 ``[num_slots, vocab]``, a copy."""
         counts = np.zeros_like(self._places)
         for slot, length in enumerate(self._lengths.tolist()):
             counts[slot, self._tokens[slot, :length]] = self._held[slot, :length]

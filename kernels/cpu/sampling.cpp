@@ -1,4 +1,4 @@
-// One token per row of logits, as kernels/sampling.py defines it: whole masses, so that sums are exact in any order; best
+// One token per row of logits, as kernels/sampling/sampling.py defines it: whole masses, so that sums are exact in any order; best
 // first where there is a top-k or a top-p. No row is sorted: what is looked for is selected among the few tokens that
 // can matter. A row's token depends on that row alone.
 
@@ -236,7 +236,7 @@ class RowSampler {
     std::vector<Candidate> found_;
 };
 
-// Two rounds of SplitMix64's finaliser, as kernels/sampling_noise.py.
+// Two rounds of SplitMix64's finaliser, as kernels/sampling/sampling_noise.py.
 uint64_t mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;

@@ -1,4 +1,4 @@
-"""Sampling by the native library: the checked launcher. ``kernels.sampling`` writes down what it computes.
+"""Sampling by the native library: the checked launcher. ``kernels.sampling.sampling`` writes down what it computes.
 
 The two may differ where a share of the sum ends within the rounding of e^x (2 units in the last place of a float32) of
 ``top_p`` or the noise.
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.checks import check_tensor
+from quire.kernels.common.checks import check_tensor
 from quire.kernels.cpu.native import Native
-from quire.kernels.sampling_stats import MAX_VOCAB
+from quire.kernels.sampling.sampling_stats import MAX_VOCAB
 
 _CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ class SamplingColumns:
     Attributes:
         seed: uint64.
         num_known: int32, the position that the next token of the row gets.
-        temperature, top_p, min_p: float32; top_k: int32; as in ``kernels.sampling.sample``.
+        temperature, top_p, min_p: float32; top_k: int32; as in ``kernels.sampling.sampling.sample``.
     """
 
     seed: torch.Tensor

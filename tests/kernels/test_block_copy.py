@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.block_copy import (
+from quire.kernels.cache.block_copy import (
     CacheSet,
     check_blocks,
     check_copies,

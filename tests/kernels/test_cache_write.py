@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.cache_write import write_cache, write_cache_reference
-from quire.kernels.slot_mapping import PAD_SLOT_ID
+from quire.kernels.cache.cache_write import write_cache, write_cache_reference
+from quire.kernels.cache.slot_mapping import PAD_SLOT_ID
 
 
 def test_a_worked_example() -> None:

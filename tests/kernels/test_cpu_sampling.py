@@ -8,9 +8,9 @@ import torch
 from quire.kernels.cpu.logits import CpuLogits
 from quire.kernels.cpu.native import Native, load_native
 from quire.kernels.cpu.sampling import CpuSampling, SamplingColumns
-from quire.kernels.sampling import sample_reference, sampled_logits
-from quire.kernels.sampling_logprobs import TOLERANCE, top_logprobs_reference
-from quire.kernels.sampling_noise import uniform_reference
+from quire.kernels.sampling.sampling import sample_reference, sampled_logits
+from quire.kernels.sampling.sampling_logprobs import TOLERANCE, top_logprobs_reference
+from quire.kernels.sampling.sampling_noise import uniform_reference
 
 CASES = [
     # temperature, top_k, top_p, min_p

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels import cache_write_cuda
-from quire.kernels.cache_write import ACTIVATION_DTYPES, CACHE_DTYPES, write_cache_reference
-from quire.kernels.cache_write_cuda import THREADS, kernel_name, plan_launch, run_width, write_cache_cuda
-from quire.kernels.checks import nhd_view
+from quire.kernels.cache.cache_write import ACTIVATION_DTYPES, CACHE_DTYPES, write_cache_reference
+from quire.kernels.common.checks import nhd_view
+from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
+from quire.kernels.cuda import cache_write_cuda
 from quire.kernels.cuda.build import ARCHITECTURES, SOURCES, CudaBuildError, fatbin, find_nvcc, source_of
+from quire.kernels.cuda.cache_write_cuda import THREADS, kernel_name, plan_launch, run_width, write_cache_cuda
 from quire.kernels.cuda.launch import CudaError, Params, load_kernel, read_params
-from quire.kernels.fp8 import FP8_DTYPES, as_bits
 
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.fp8 import FP8_DTYPES, as_bits, is_e5m2, to_fp8_reference
+from quire.kernels.common.fp8 import FP8_DTYPES, as_bits, is_e5m2, to_fp8_reference
 
 
 @pytest.mark.parametrize(("dtype", "largest"), list(zip(FP8_DTYPES, (448.0, 57344.0), strict=True)))

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.cache_write import write_cache_reference
-from quire.kernels.fused_cache_write import TOLERANCES, fused_cache_write, fused_cache_write_reference
+from quire.kernels.cache.cache_write import write_cache_reference
+from quire.kernels.cache.fused_cache_write import TOLERANCES, fused_cache_write, fused_cache_write_reference
 from quire.protocol.model.model_config import RopeConfig
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.prologue import normalise_and_rotate

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.fused_experts import fused_experts, fused_experts_reference, pick_tile_pairs
-from quire.kernels.fused_experts_mxfp4 import fused_experts_mxfp4
+from quire.kernels.moe.fused_experts import fused_experts, fused_experts_reference, pick_tile_pairs
+from quire.kernels.moe.fused_experts_mxfp4 import fused_experts_mxfp4
 
 
 def test_reference_of_a_worked_example() -> None:

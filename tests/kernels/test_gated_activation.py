@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quire.kernels.gated_activation import gate, gate_reference
+from quire.kernels.dense.gated_activation import gate, gate_reference
 
 
 def sigmoid(x: float) -> float:

@@ -5,8 +5,8 @@ import torch
 from penalty_case import PenaltyCase
 
 from quire.kernels.cpu.logit_edits import LogitEdits, native_edits
-from quire.kernels.penalties import PROMPT_BIT, apply_penalties, apply_penalties_reference
-from quire.kernels.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
+from quire.kernels.sampling.penalties import PROMPT_BIT, apply_penalties, apply_penalties_reference
+from quire.kernels.sampling.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quire.kernels.moe_routing import max_tiles, route, route_reference, sort_pairs, sort_pairs_reference
+from quire.kernels.moe.moe_routing import max_tiles, route, route_reference, sort_pairs, sort_pairs_reference
 
 
 def test_weights_of_a_worked_example() -> None:

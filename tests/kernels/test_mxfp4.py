@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.kernels.mxfp4 import CHUNK_GROUPS, dequantise_mxfp4, dequantise_mxfp4_reference
+from quire.kernels.moe.mxfp4 import CHUNK_GROUPS, dequantise_mxfp4, dequantise_mxfp4_reference
 
 
 def test_worked_example() -> None:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.attention_decode import allocate_decode, plan_decode
-from quire.kernels.attention_plan import plan_attention, plan_prefix
-from quire.kernels.attention_tiles import (
+from quire.kernels.attention.attention_decode import allocate_decode, plan_decode
+from quire.kernels.attention.attention_plan import plan_attention, plan_prefix
+from quire.kernels.attention.attention_tiles import (
     DECODE,
     FIXED,
     KEY_ALIGN,
@@ -19,7 +19,7 @@ from quire.kernels.attention_tiles import (
     AttentionShape,
     tiles_of,
 )
-from quire.kernels.attention_work import (
+from quire.kernels.attention.attention_work import (
     NO_SLOT,
     Cut,
     QueryTiles,
@@ -29,8 +29,8 @@ from quire.kernels.attention_work import (
     round_up,
     tile_rows,
 )
-from quire.kernels.cache_write import write_cache_reference
-from quire.kernels.paged_attention import QUERY_DTYPES, paged_attention, paged_attention_reference
+from quire.kernels.attention.paged_attention import QUERY_DTYPES, paged_attention, paged_attention_reference
+from quire.kernels.cache.cache_write import write_cache_reference
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)

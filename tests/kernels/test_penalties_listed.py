@@ -11,7 +11,7 @@ from penalty_case import PenaltyCase
 
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.penalties import ListedCounts
-from quire.kernels.penalties import COUNT_MASK, PROMPT_BIT, apply_penalties_reference
+from quire.kernels.sampling.penalties import COUNT_MASK, PROMPT_BIT, apply_penalties_reference
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**32)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from quire.kernels.pointer_table import TableSet
-from quire.kernels.prepare_decode import (
+from quire.kernels.cache.pointer_table import TableSet
+from quire.kernels.cache.prepare_decode import (
     DecodeInputs,
     advance_decode,
     advance_decode_reference,
     prepare_decode,
     prepare_decode_reference,
 )
-from quire.kernels.slot_mapping import ContextParallel
+from quire.kernels.cache.slot_mapping import ContextParallel
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from quire.kernels.checks import check_tensor
-from quire.kernels.triton_runtime import require_launchable
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_an_error_names_the_tensor_and_the_dimension(tensor: torch.Tensor, messa
 def test_launchers_import_without_triton_and_say_what_a_launch_needs() -> None:
     script = """
 import sys
-import quire.kernels.cache_write, quire.kernels.paged_attention, quire.kernels.slot_mapping
+import quire.kernels.cache.cache_write, quire.kernels.attention.paged_attention, quire.kernels.cache.slot_mapping
 from quire.worker_proc.attention.triton_backend import TritonBackend
 assert "triton" not in sys.modules
 sys.modules["triton"] = None  # what Python takes for a missing package

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.rms_norm import MAX_WIDTH, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from quire.kernels.dense.rms_norm import MAX_WIDTH, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

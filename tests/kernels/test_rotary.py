@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.rotary import rotary, rotary_reference
+from quire.kernels.dense.rotary import rotary, rotary_reference
 from quire.protocol.model.model_config import RopeConfig
 from quire.worker_proc.attention.rope import rope_table, rotate
 

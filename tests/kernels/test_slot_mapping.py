@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.pointer_table import TableSet
-from quire.kernels.slot_mapping import (
+from quire.kernels.cache.pointer_table import TableSet
+from quire.kernels.cache.slot_mapping import (
     PAD_SLOT_ID,
     ContextParallel,
     compute_slot_mapping,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.penalties import PROMPT_BIT
+from quire.kernels.sampling.penalties import PROMPT_BIT
 from quire.worker_proc.batch.positions import SampledPositions
 
 

@@ -9,7 +9,7 @@ import fake_flashinfer
 import pytest
 import torch
 
-from quire.kernels.triton_runtime import require_launchable
+from quire.kernels.common.triton_runtime import require_launchable
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup, KVLayout, kv_layout

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.slot_mapping import slot_mapping_reference, slot_mappings_reference
+from quire.kernels.cache.slot_mapping import slot_mapping_reference, slot_mappings_reference
 from quire.worker_proc.batch.block_table import POISON_BLOCK_ID, BlockTable
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import StepRefused

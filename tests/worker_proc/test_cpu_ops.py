@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quire.kernels import gated_activation, rms_norm
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.ops import CpuKernels
+from quire.kernels.dense import gated_activation, rms_norm
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.ops import ACTIVATIONS, TorchOps
 

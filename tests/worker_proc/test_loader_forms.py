@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.kernels.mxfp4 import dequantise_mxfp4_reference
+from quire.kernels.moe.mxfp4 import dequantise_mxfp4_reference
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.models.decoder import Decoder

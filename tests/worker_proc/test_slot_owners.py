@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.slot_mapping import ContextParallel
+from quire.kernels.cache.slot_mapping import ContextParallel
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.batch.group_tables import make_block_tables
 from quire.worker_proc.batch.input_batch import StepRefused

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from quire.kernels.attention_tiles import MOST_HEAD_DIM
+from quire.kernels.attention.attention_tiles import MOST_HEAD_DIM
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.kernels.fp8 import FP8_DTYPES
+from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.library import (
     CacheWriter,

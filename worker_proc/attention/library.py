@@ -5,9 +5,9 @@ Those libraries attend; head norms, rotation and the cache write stay our kernel
 
 import torch
 
-from quire.kernels.cache_write import write_cache, write_cache_reference
-from quire.kernels.fp8 import FP8_DTYPES
-from quire.kernels.fused_cache_write import fused_cache_write, fused_cache_write_reference
+from quire.kernels.cache.cache_write import write_cache, write_cache_reference
+from quire.kernels.cache.fused_cache_write import fused_cache_write, fused_cache_write_reference
+from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 
 

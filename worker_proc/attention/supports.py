@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.fp8 import FP8_DTYPES
+from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.kernels.attention_plan import AttentionPlan, plan_attention
-from quire.kernels.attention_tiles import AttentionShape
-from quire.kernels.cache_write import write_cache
-from quire.kernels.fp8 import FP8_DTYPES
-from quire.kernels.fused_cache_write import fused_cache_write
-from quire.kernels.paged_attention import paged_attention
-from quire.kernels.triton_runtime import require_launchable
+from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
+from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.kernels.attention.paged_attention import paged_attention
+from quire.kernels.cache.cache_write import write_cache
+from quire.kernels.cache.fused_cache_write import fused_cache_write
+from quire.kernels.common.fp8 import FP8_DTYPES
+from quire.kernels.common.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
 from quire.worker_proc.attention.varlen_prefill import attend_fresh, takes_fresh

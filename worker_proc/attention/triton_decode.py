@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.kernels.attention_decode import DecodeBuffers, allocate_decode, plan_decode
-from quire.kernels.attention_plan import AttentionPlan
-from quire.kernels.attention_tiles import AttentionShape
+from quire.kernels.attention.attention_decode import DecodeBuffers, allocate_decode, plan_decode
+from quire.kernels.attention.attention_plan import AttentionPlan
+from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.worker_proc.attention.backend import StepBatch
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.checks import check_tensor
+from quire.kernels.common.checks import check_tensor
 from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
 from quire.worker_proc.attention.supports import HALVES
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.slot_mapping import ContextParallel
+from quire.kernels.cache.slot_mapping import ContextParallel
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID
 from quire.worker_proc.batch.input_batch import StepRefused
 

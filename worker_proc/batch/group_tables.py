@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.pointer_table import TableSet
-from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
-from quire.kernels.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
+from quire.kernels.cache.pointer_table import TableSet
+from quire.kernels.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
+from quire.kernels.cache.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.batch.block_table import BlockTable, Ints, rank_among_equals
 from quire.worker_proc.batch.input_batch import StepRefused

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch.nn.functional as F
 
-from quire.kernels.attention_decode import allocate_decode, plan_decode
-from quire.kernels.attention_plan import AttentionPlan, plan_attention
-from quire.kernels.attention_tiles import AttentionShape
-from quire.kernels.paged_attention import paged_attention
+from quire.kernels.attention.attention_decode import allocate_decode, plan_decode
+from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
+from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.kernels.attention.paged_attention import paged_attention
 from quire.worker_proc.bench.paged_case import Heads, PagedCase, make_case
 from quire.worker_proc.bench.record import Bench, free_memory
 from quire.worker_proc.bench.rivals import RIVALS

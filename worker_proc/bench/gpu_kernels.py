@@ -6,15 +6,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.cache_write import write_cache
-from quire.kernels.cache_write_cuda import write_cache_cuda
-from quire.kernels.fused_cache_write import fused_cache_write
-from quire.kernels.gated_activation import gate
-from quire.kernels.rms_norm import add_rms_norm, rms_norm
-from quire.kernels.rotary import rotary
-from quire.kernels.sampling import sample
-from quire.kernels.sampling_noise import uniform
-from quire.kernels.sampling_stats import row_statistics
+from quire.kernels.cache.cache_write import write_cache
+from quire.kernels.cache.fused_cache_write import fused_cache_write
+from quire.kernels.cuda.cache_write_cuda import write_cache_cuda
+from quire.kernels.dense.gated_activation import gate
+from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
+from quire.kernels.dense.rotary import rotary
+from quire.kernels.sampling.sampling import sample
+from quire.kernels.sampling.sampling_noise import uniform
+from quire.kernels.sampling.sampling_stats import row_statistics
 from quire.worker_proc.bench.paged_case import Heads
 from quire.worker_proc.bench.record import Bench, free_memory
 from quire.worker_proc.bench.timing import Call

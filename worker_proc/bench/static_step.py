@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.fused_cache_write import fused_cache_write
+from quire.kernels.cache.fused_cache_write import fused_cache_write
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.bench.timing import Call
 from quire.worker_proc.models.decoder import Decoder

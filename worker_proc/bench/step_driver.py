@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.triton_runtime import require_launchable
+from quire.kernels.common.triton_runtime import require_launchable
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from quire.kernels.sampling import sampled_logits
+from quire.kernels.sampling.sampling import sampled_logits
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.device.transfer import Transfer

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.prepare_decode import DecodeInputs, advance_decode, prepare_decode
-from quire.kernels.sampling import sample
-from quire.kernels.sampling_noise import uniform
-from quire.kernels.sampling_stats import row_statistics
+from quire.kernels.cache.prepare_decode import DecodeInputs, advance_decode, prepare_decode
+from quire.kernels.sampling.sampling import sample
+from quire.kernels.sampling.sampling_noise import uniform
+from quire.kernels.sampling.sampling_stats import row_statistics
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.kernels.mxfp4 import GROUP_BYTES, GROUP_SIZE
+from quire.kernels.moe.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.safetensors_header import StoredTensor

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.gated_activation import OAI_ALPHA, OAI_LIMIT
+from quire.kernels.dense.gated_activation import OAI_ALPHA, OAI_LIMIT
 from quire.worker_proc.models.linear import Linear
 
 
@@ -57,7 +57,7 @@ class Ops(Protocol):
 
         Args:
             activation: silu, gelu (exact), gelu_tanh, or swiglu_oai, which alone has gates in even and what is gated in
-                odd columns (``kernels/gated_activation.py``).
+                odd columns (``kernels/dense/gated_activation.py``).
         """
         ...
 

@@ -2,8 +2,9 @@
 
 import torch
 
-from quire.kernels import fused_experts, gated_activation, moe_routing, rms_norm
-from quire.kernels.triton_runtime import require_launchable
+from quire.kernels.common.triton_runtime import require_launchable
+from quire.kernels.dense import gated_activation, rms_norm
+from quire.kernels.moe import fused_experts, moe_routing
 from quire.worker_proc.models.ops import Experts
 
 

@@ -1,6 +1,6 @@
 """Who draws the tokens: the native library on a CPU, torch where there is none, Triton on a GPU.
 
-All three draw by ``quire.kernels.sampling``, so that a seed gives the same token on each.
+All three draw by ``quire.kernels.sampling.sampling``, so that a seed gives the same token on each.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ import torch
 from quire.kernels.cpu.logits import CpuLogits
 from quire.kernels.cpu.native import Native, load_native
 from quire.kernels.cpu.sampling import CpuSampling, SamplingColumns
-from quire.kernels.sampling import sample, sample_reference
-from quire.kernels.sampling_noise import uniform as uniform_on_device
-from quire.kernels.sampling_stats import row_statistics
+from quire.kernels.sampling.sampling import sample, sample_reference
+from quire.kernels.sampling.sampling_noise import uniform as uniform_on_device
+from quire.kernels.sampling.sampling_stats import row_statistics
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.device.transfer import Transfer
@@ -84,7 +84,7 @@ class NativeDraw:
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """The columns of some positions' rows, on the device, as ``quire.kernels.sampling.sample`` takes them.
+    """The columns of some positions' rows, on the device, as ``quire.kernels.sampling.sampling.sample`` takes them.
 
     Attributes:
         rows: int64 ``[num_positions]`` on the host, of which they are.

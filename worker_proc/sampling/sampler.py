@@ -1,7 +1,7 @@
 """Chooses one token per position: processors first; then greedily, or by temperature, top-k, top-p and min-p, in turn.
 
 Sampling is by inverse distribution function, with one uniform number per token (``noise.py``), as
-``quire.kernels.sampling`` defines it.
+``quire.kernels.sampling.sampling`` defines it.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.kernels.sampling import sampled_logits
-from quire.kernels.sampling_logprobs import TopLogprobs
+from quire.kernels.sampling.sampling import sampled_logits
+from quire.kernels.sampling.sampling_logprobs import TopLogprobs
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.logits_processors import BatchUpdate
 from quire.worker_proc.batch.input_batch import InputBatch

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from quire.kernels.mxfp4 import GROUP_SIZE, dequantise_mxfp4_reference
+from quire.kernels.moe.mxfp4 import GROUP_SIZE, dequantise_mxfp4_reference
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, stored_tensors

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels.attention_decode import plan_constants, plan_options
-from quire.kernels.attention_plan_triton import plan_kernel
+from quire.kernels.attention.attention_decode import plan_constants, plan_options
+from quire.kernels.attention.attention_plan_triton import plan_kernel
 
 
 def variants() -> Iterator[Variant]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels.block_copy import launch_constants
-from quire.kernels.block_copy_triton import block_copy_kernel
+from quire.kernels.cache.block_copy import launch_constants
+from quire.kernels.cache.block_copy_triton import block_copy_kernel
 
 
 def variants() -> Iterator[Variant]:

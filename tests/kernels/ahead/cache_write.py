@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from kernel_variant import TRITON_TYPES, Variant
 
-from quire.kernels import cache_write
-from quire.kernels.cache_write_triton import cache_write_kernel
-from quire.kernels.fp8 import FP8_DTYPES
+from quire.kernels.cache import cache_write
+from quire.kernels.cache.cache_write_triton import cache_write_kernel
+from quire.kernels.common.fp8 import FP8_DTYPES
 
 
 def variants() -> Iterator[Variant]:

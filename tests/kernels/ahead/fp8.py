@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from kernel_variant import Variant
 
-from quire.kernels.fp8_triton import decode_fp8, encode_fp8
+from quire.kernels.common.fp8_triton import decode_fp8, encode_fp8
 
 
 @triton.jit

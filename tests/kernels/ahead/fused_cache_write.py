@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from kernel_variant import TRITON_TYPES, Variant
 
-from quire.kernels import fused_cache_write
-from quire.kernels.fp8 import FP8_DTYPES
-from quire.kernels.fused_cache_write_triton import fused_cache_write_kernel
+from quire.kernels.cache import fused_cache_write
+from quire.kernels.cache.fused_cache_write_triton import fused_cache_write_kernel
+from quire.kernels.common.fp8 import FP8_DTYPES
 
 POINTERS = ("kv_cache", "slot_mapping", "key_out", "value_out", "q_norm", "k_norm", "rotary_table", "positions")
 

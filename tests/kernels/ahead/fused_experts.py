@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from kernel_variant import TRITON_TYPES, Variant
 
-from quire.kernels import fused_experts, fused_experts_triton
-from quire.kernels.gated_activation import ACTIVATIONS
+from quire.kernels.dense.gated_activation import ACTIVATIONS
+from quire.kernels.moe import fused_experts, fused_experts_triton
 
 
 def variants() -> Iterator[Variant]:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from kernel_variant import Variant
 
-from quire.kernels import fused_experts_mxfp4, fused_experts_mxfp4_triton
-from quire.kernels.gated_activation import ACTIVATIONS
+from quire.kernels.dense.gated_activation import ACTIVATIONS
+from quire.kernels.moe import fused_experts_mxfp4, fused_experts_mxfp4_triton
 
 
 def variants() -> Iterator[Variant]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels import gated_activation
-from quire.kernels.gated_activation_triton import gated_activation_kernel
+from quire.kernels.dense import gated_activation
+from quire.kernels.dense.gated_activation_triton import gated_activation_kernel
 
 
 def variants() -> Iterator[Variant]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels import moe_routing, moe_routing_triton
+from quire.kernels.moe import moe_routing, moe_routing_triton
 
 
 def variants() -> Iterator[Variant]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels import mxfp4
-from quire.kernels.mxfp4_triton import dequantise_mxfp4_kernel
+from quire.kernels.moe import mxfp4
+from quire.kernels.moe.mxfp4_triton import dequantise_mxfp4_kernel
 
 
 def variants() -> Iterator[Variant]:

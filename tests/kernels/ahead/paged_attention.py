@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from kernel_variant import TRITON_TYPES, Variant
 
-from quire.kernels.attention_plan import AttentionPlan, Scratch, Section
-from quire.kernels.attention_tiles import AttentionShape, Regime, launch_options, tiles_of
-from quire.kernels.attention_work import Visible
-from quire.kernels.fp8 import FP8_DTYPES
-from quire.kernels.paged_attention import cache_constants, launch_constants, merge_constants
-from quire.kernels.paged_attention_triton import attention_kernel, merge_kernel
+from quire.kernels.attention.attention_plan import AttentionPlan, Scratch, Section
+from quire.kernels.attention.attention_tiles import AttentionShape, Regime, launch_options, tiles_of
+from quire.kernels.attention.attention_work import Visible
+from quire.kernels.attention.paged_attention import cache_constants, launch_constants, merge_constants
+from quire.kernels.attention.paged_attention_triton import attention_kernel, merge_kernel
+from quire.kernels.common.fp8 import FP8_DTYPES
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 NONE = torch.empty(0)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels.penalties import launch_constants
-from quire.kernels.penalties_triton import penalties_kernel
+from quire.kernels.sampling.penalties import launch_constants
+from quire.kernels.sampling.penalties_triton import penalties_kernel
 
 
 def variants() -> Iterator[Variant]:

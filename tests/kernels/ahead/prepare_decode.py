@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels.prepare_decode import TILE_ROWS, launch_constants
-from quire.kernels.prepare_decode_triton import advance_decode_kernel, prepare_decode_kernel
-from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
+from quire.kernels.cache.prepare_decode import TILE_ROWS, launch_constants
+from quire.kernels.cache.prepare_decode_triton import advance_decode_kernel, prepare_decode_kernel
+from quire.kernels.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 
 
 def variants() -> Iterator[Variant]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels import rms_norm
-from quire.kernels.rms_norm_triton import rms_norm_kernel
+from quire.kernels.dense import rms_norm
+from quire.kernels.dense.rms_norm_triton import rms_norm_kernel
 
 
 def variants() -> Iterator[Variant]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels import rotary
-from quire.kernels.rotary_triton import rotary_kernel
+from quire.kernels.dense import rotary
+from quire.kernels.dense.rotary_triton import rotary_kernel
 
 
 def variants() -> Iterator[Variant]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from kernel_variant import Variant
 
-from quire.kernels import (
+from quire.kernels.sampling.sampling import (
     sampling,
     sampling_logprobs,
     sampling_logprobs_triton,
@@ -14,7 +14,7 @@ from quire.kernels import (
     sampling_stats_triton,
     sampling_triton,
 )
-from quire.kernels.sampling_noise import TILE_ROWS
+from quire.kernels.sampling.sampling_noise import TILE_ROWS
 
 TYPES = {
     "logits": "*bf16",

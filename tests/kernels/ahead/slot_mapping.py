@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel, launch_constants
-from quire.kernels.slot_mapping_triton import slot_mapping_kernel
+from quire.kernels.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel, launch_constants
+from quire.kernels.cache.slot_mapping_triton import slot_mapping_kernel
 
 
 def variants() -> Iterator[Variant]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels.staged_write import launch_constants
-from quire.kernels.staged_write_triton import staged_write_kernel
+from quire.kernels.cache.staged_write import launch_constants
+from quire.kernels.cache.staged_write_triton import staged_write_kernel
 
 
 def variants() -> Iterator[Variant]:

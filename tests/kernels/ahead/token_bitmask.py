@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kernel_variant import Variant
 
-from quire.kernels.token_bitmask import launch_constants
-from quire.kernels.token_bitmask_triton import token_bitmask_kernel
+from quire.kernels.sampling.token_bitmask import launch_constants
+from quire.kernels.sampling.token_bitmask_triton import token_bitmask_kernel
 
 
 def variants() -> Iterator[Variant]:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.attention_decode import DecodeBuffers, allocate_decode, plan_decode
-from quire.kernels.attention_plan import AttentionPlan, plan_prefix
-from quire.kernels.attention_tiles import AttentionShape
-from quire.kernels.attention_work import Visible, cut_tiles, tile_rows
-from quire.kernels.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
+from quire.kernels.attention.attention_decode import DecodeBuffers, allocate_decode, plan_decode
+from quire.kernels.attention.attention_plan import AttentionPlan, plan_prefix
+from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.kernels.attention.attention_work import Visible, cut_tiles, tile_rows
+from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
 

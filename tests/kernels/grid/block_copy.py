@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.block_copy import (
+from quire.kernels.cache.block_copy import (
     TILE_WORDS,
     CacheSet,
     copy_blocks,

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.cache_write import CACHE_DTYPES, write_cache, write_cache_reference
-from quire.kernels.cache_write_cuda import write_cache_cuda
-from quire.kernels.checks import nhd_view
-from quire.kernels.fp8 import FP8_DTYPES, as_bits, to_fp8_reference
+from quire.kernels.cache.cache_write import CACHE_DTYPES, write_cache, write_cache_reference
+from quire.kernels.common.checks import nhd_view
+from quire.kernels.common.fp8 import FP8_DTYPES, as_bits, to_fp8_reference
+from quire.kernels.cuda.cache_write_cuda import write_cache_cuda
 
 SIZES = [(1, 16), (2, 80), (3, 48), (8, 128), (16, 96)]
 CACHES = [(dtype, None) for dtype in CACHE_DTYPES]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.attention_work import Visible
-from quire.kernels.checks import CacheLayout
+from quire.kernels.attention.attention_work import Visible
+from quire.kernels.common.checks import CacheLayout
 from quire.worker_proc.attention.backend import StepBatch
 
 UNREADABLE_BLOCK_ID = 2**30

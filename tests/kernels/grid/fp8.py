@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.fp8 import FP8_DTYPES, as_bits, is_e5m2, to_fp8_reference
-from quire.kernels.fp8_triton import decode_fp8, encode_fp8
+from quire.kernels.common.fp8 import FP8_DTYPES, as_bits, is_e5m2, to_fp8_reference
+from quire.kernels.common.fp8_triton import decode_fp8, encode_fp8
 
 fp8_dtypes = pytest.mark.parametrize("dtype", FP8_DTYPES, ids=["e4m3", "e5m2"])
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.cache_write import write_cache_reference
-from quire.kernels.checks import nhd_view
-from quire.kernels.fp8 import FP8_DTYPES, as_bits
-from quire.kernels.fused_cache_write import TOLERANCES, fused_cache_write, fused_cache_write_reference
+from quire.kernels.cache.cache_write import write_cache_reference
+from quire.kernels.cache.fused_cache_write import TOLERANCES, fused_cache_write, fused_cache_write_reference
+from quire.kernels.common.checks import nhd_view
+from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
 
 NUM_TOKENS = 7
 MAX_POSITION = 50

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels.fused_experts import TOLERANCES, fused_experts, fused_experts_reference
-from quire.kernels.moe_routing import route
+from quire.kernels.moe.fused_experts import TOLERANCES, fused_experts, fused_experts_reference
+from quire.kernels.moe.moe_routing import route
 
 
 def experts_of(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.gated_activation import ACTIVATIONS, TOLERANCES, gate, gate_reference
+from quire.kernels.dense.gated_activation import ACTIVATIONS, TOLERANCES, gate, gate_reference
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

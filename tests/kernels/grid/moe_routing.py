@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.moe_routing import (
+from quire.kernels.moe.moe_routing import (
     SCAN_PAIRS,
     TOLERANCE,
     route,

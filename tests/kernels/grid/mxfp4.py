@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.mxfp4 import dequantise_mxfp4, dequantise_mxfp4_reference
+from quire.kernels.moe.mxfp4 import dequantise_mxfp4, dequantise_mxfp4_reference
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 7, 13)])

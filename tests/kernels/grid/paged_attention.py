@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.attention_decode import allocate_decode, plan_decode
-from quire.kernels.attention_plan import AttentionPlan, plan_attention
-from quire.kernels.attention_tiles import AttentionShape
-from quire.kernels.cache_write import write_cache_reference
-from quire.kernels.checks import nhd_view
-from quire.kernels.fp8 import FP8_DTYPES, as_bits
-from quire.kernels.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
+from quire.kernels.attention.attention_decode import allocate_decode, plan_decode
+from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
+from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
+from quire.kernels.cache.cache_write import write_cache_reference
+from quire.kernels.common.checks import nhd_view
+from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
 from quire.worker_proc.attention.backend import AttentionSpec
 from quire.worker_proc.attention.triton_backend import TritonBackend
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from penalty_case import PenaltyCase
 
-from quire.kernels.penalties import TILE_TOKENS, apply_penalties_reference, launch_penalties
+from quire.kernels.sampling.penalties import TILE_TOKENS, apply_penalties_reference, launch_penalties
 
 
 @pytest.mark.parametrize("vocab", [7, TILE_TOKENS + 9])

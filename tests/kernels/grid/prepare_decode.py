@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from quire.kernels.pointer_table import TableSet
-from quire.kernels.prepare_decode import (
+from quire.kernels.cache.pointer_table import TableSet
+from quire.kernels.cache.prepare_decode import (
     TILE_ROWS,
     DecodeInputs,
     advance_decode,
@@ -14,7 +14,7 @@ from quire.kernels.prepare_decode import (
     prepare_decode,
     prepare_decode_reference,
 )
-from quire.kernels.slot_mapping import NO_CONTEXT_PARALLEL, PAD_SLOT_ID, ContextParallel
+from quire.kernels.cache.slot_mapping import NO_CONTEXT_PARALLEL, PAD_SLOT_ID, ContextParallel
 
 MAX_LEN = 100
 POISON = -(2**31)

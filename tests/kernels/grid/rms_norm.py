@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.rms_norm import (
+from quire.kernels.dense.rms_norm import (
     TOLERANCES,
     add_rms_norm,
     add_rms_norm_reference,

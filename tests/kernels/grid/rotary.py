@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.rotary import TOLERANCES, rotary, rotary_reference
+from quire.kernels.dense.rotary import TOLERANCES, rotary, rotary_reference
 
 
 def make_table(max_position: int, rotary_dim: int, device: torch.device) -> torch.Tensor:

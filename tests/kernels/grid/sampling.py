@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.sampling import sample, sample_reference
-from quire.kernels.sampling_stats import CHUNK
+from quire.kernels.sampling.sampling import sample, sample_reference
+from quire.kernels.sampling.sampling_stats import CHUNK
 
 CASES = [
     # temperature, top_k, top_p, min_p

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels.sampling_logprobs import TOLERANCE, top_logprobs, top_logprobs_reference
-from quire.kernels.sampling_stats import CHUNK
+from quire.kernels.sampling.sampling_logprobs import TOLERANCE, top_logprobs, top_logprobs_reference
+from quire.kernels.sampling.sampling_stats import CHUNK
 
 
 @pytest.mark.parametrize(("vocab", "n"), [(3, 3), (300, 0), (CHUNK + 1, 5)])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.sampling_noise import uniform
-from quire.kernels.sampling_stats import CHUNK, TOLERANCE, row_statistics, row_statistics_reference
+from quire.kernels.sampling.sampling_noise import uniform
+from quire.kernels.sampling.sampling_stats import CHUNK, TOLERANCE, row_statistics, row_statistics_reference
 from quire.worker_proc.sampling import noise
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels.pointer_table import TableSet
-from quire.kernels.slot_mapping import (
+from quire.kernels.cache.pointer_table import TableSet
+from quire.kernels.cache.slot_mapping import (
     PAD_SLOT_ID,
     TILE_TOKENS,
     ContextParallel,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.pointer_table import TableSet
-from quire.kernels.staged_write import TILE_WORDS, pack_runs, write_runs, write_runs_reference
+from quire.kernels.cache.pointer_table import TableSet
+from quire.kernels.cache.staged_write import TILE_WORDS, pack_runs, write_runs, write_runs_reference
 
 BESIDE = 77
 

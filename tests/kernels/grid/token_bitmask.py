@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.token_bitmask import TILE_WORDS, apply_token_bitmask_reference, launch_token_bitmask
+from quire.kernels.sampling.token_bitmask import TILE_WORDS, apply_token_bitmask_reference, launch_token_bitmask
 
 
 @pytest.mark.parametrize(("vocab", "num_words"), [(5, 1), (64, 2), (70, 2), (40, 3), (TILE_WORDS * 32 + 3, 65)])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels import fused_experts, gated_activation, rms_norm
+from quire.kernels.dense import gated_activation, rms_norm
+from quire.kernels.moe import fused_experts
 from quire.worker_proc.models.ops import ACTIVATIONS, Experts, Ops, TorchOps
 from quire.worker_proc.models.triton_ops import TritonOps
 

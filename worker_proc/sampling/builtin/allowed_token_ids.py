@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.token_bitmask import WORD_BITS, apply_token_bitmask
+from quire.kernels.sampling.token_bitmask import WORD_BITS, apply_token_bitmask
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.builtin.base import RowProcessor, find, model_tokens

@@ -8,14 +8,14 @@ import torch
 
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.penalties import ListedCounts
-from quire.kernels.penalties import PROMPT_BIT, apply_penalties
+from quire.kernels.sampling.penalties import PROMPT_BIT, apply_penalties
 from quire.worker_proc.device.transfer import Transfer
 
 Tokens = npt.NDArray[np.integer[Any]]
 
 
 class TokenCounts(Protocol):
-    """What the texts in some slots have of each token, as ``kernels.penalties`` counts. All tokens exist."""
+    """What the texts in some slots have of each token, as ``kernels.sampling.penalties`` counts. All tokens exist."""
 
     def __len__(self) -> int:
         """How many slots there are."""
@@ -44,7 +44,7 @@ class TokenCounts(Protocol):
         offsets: torch.Tensor,
         drafts: torch.Tensor,
     ) -> None:
-        """As ``kernels.penalties.apply_penalties``, from these counts."""
+        """As ``kernels.sampling.penalties.apply_penalties``, from these counts."""
         ...
 
 

@@ -1,0 +1,214 @@
+"""Plans of attention for steps of few queries per row, from device tensors alone.
+
+``plan_decode`` reads no length on the host and writes into ``DecodeBuffers`` that are made beforehand, so that a
+captured graph can contain it: the launches depend on shapes alone, and each replay follows the real lengths.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.kernels.attention.attention_plan import (
+    MIN_PIECE,
+    AttentionPlan,
+    PlanMaker,
+    PrefixPass,
+    Scratch,
+    Section,
+    allocate_scratch,
+    check_options,
+    local_kind,
+)
+from quire.kernels.attention.attention_tiles import KEY_ALIGN, AttentionShape, device_capability, next_power_of_two
+from quire.kernels.attention.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, Cut, Visible
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
+
+MAX_ROWS = 8192
+"""Rows that one planning program handles."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """What fits: ``max_rows`` rows of ``tile_tokens`` tokens, and ``pieces_per_row`` pieces if the split is fixed."""
+
+    max_rows: int
+    tile_tokens: int
+    cut: Cut
+    pieces_per_row: int
+
+    def num_pieces(self, num_rows: int) -> int:
+        """How many pieces ``num_rows`` rows can have."""
+        return num_rows * self.pieces_per_row if self.cut.fixed_split else num_rows + self.cut.capacity
+
+    def num_merged(self, num_rows: int, cascade: bool) -> int:
+        """How many of ``num_rows`` rows can leave partials: with a ``cascade``, all."""
+        # Without one each has a piece more than one, and of those there are at most the capacity.
+        return num_rows if cascade or self.cut.fixed_split else min(num_rows, self.cut.capacity)
+
+    def num_slots(self, cascade: bool) -> int:
+        if self.cut.fixed_split:
+            return self.num_pieces(self.max_rows) * self.tile_tokens
+        return (self.num_merged(self.max_rows, cascade) + self.cut.capacity) * self.tile_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBuffers:
+    """What ``plan_decode`` writes and the layers' launches read and write; the same memory in every step.
+
+    Made by ``allocate_decode``. One step at a time may use it. ``prefix_slots`` are the slots for a common prefix.
+    """
+
+    shape: AttentionShape
+    limits: DecodeLimits
+    prefix_slots: int
+    pieces: torch.Tensor
+    merges: torch.Tensor
+    scratch: Scratch
+
+
+def allocate_decode(
+    shape: AttentionShape,
+    max_rows: int,
+    device: torch.device,
+    *,
+    max_query_len: int = 1,
+    fixed_split: int = 0,
+    max_keys: int = 0,
+    max_prefix: PrefixPass | None = None,
+    programs: int | None = None,
+    min_piece: int = MIN_PIECE,
+) -> DecodeBuffers:
+    """Buffers for steps of up to ``max_rows`` rows with up to ``max_query_len`` tokens each.
+
+    Args:
+        fixed_split: as in ``plan_attention``.
+        max_keys: with ``fixed_split``: keys that a row sees at most (its longest sequence, or window plus queries).
+        max_prefix: the pass that leaves the most partials of all that the steps will use; None: none will.
+
+    Raises:
+        ValueError: options that contradict each other.
+    """
+    check_options(Visible(), fixed_split, min_piece)
+    if not 0 < max_rows <= MAX_ROWS:
+        raise ValueError(f"max_rows: {max_rows} is not in [1, {MAX_ROWS}]")
+    if fixed_split and not max_keys:
+        raise ValueError("max_keys: a fixed split needs to know how many keys a row sees at most")
+    maker = PlanMaker(shape, device, programs, min_piece, fixed_split)
+    cut = maker.cut("fixed" if fixed_split else "decode", max_query_len)
+    # One more, because a window may begin anywhere in a fixed piece.
+    limits = DecodeLimits(max_rows, max_query_len, cut, -(-max_keys // fixed_split) + 1 if fixed_split else 0)
+    cascade = max_prefix is not None
+    prefix_slots = max_prefix.num_slots if max_prefix else 0
+    most_pieces, most_merges = limits.num_pieces(max_rows), limits.num_merged(max_rows, cascade) * max_query_len
+    return DecodeBuffers(
+        shape=shape,
+        limits=limits,
+        prefix_slots=prefix_slots,
+        pieces=torch.zeros((most_pieces, len(PIECE_COLUMNS)), dtype=torch.int32, device=device),
+        merges=torch.zeros((most_merges, len(MERGE_COLUMNS)), dtype=torch.int32, device=device),
+        scratch=allocate_scratch(shape, limits.num_slots(cascade) + prefix_slots, device),
+    )
+
+
+def plan_decode(
+    buffers: DecodeBuffers,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    prefix: PrefixPass | None = None,
+) -> AttentionPlan:
+    """Plan a step from device tensors: one launch, no copy, no wait.
+
+    Args:
+        query_start_loc: int32 ``[num_rows + 1]``; rows without tokens, such as a graph's unused ones, get no work. A
+            row of more tokens than ``buffers`` are for is a caller's mistake; it is not computed.
+        seq_lens: int32 ``[num_rows]``.
+        prefix: ``plan_prefix`` of a prefix that all rows share, for as many tokens as the query will have.
+
+    Raises:
+        ValueError: the rows, or the prefix's partials, do not fit the buffers.
+        RuntimeError: Triton cannot launch here.
+    """
+    limits = buffers.limits
+    visible = Visible(window, chunk, prefix.prefix_len if prefix else 0)
+    check_options(visible, limits.cut.fixed_split, limits.cut.min_piece)
+    device = buffers.pieces.device
+    check_tensor("seq_lens", seq_lens, {"num_rows": None}, (torch.int32,), device)
+    num_rows = len(seq_lens)
+    check_tensor("query_start_loc", query_start_loc, {"num_rows + 1": num_rows + 1}, (torch.int32,), device)
+    if num_rows > limits.max_rows:
+        raise ValueError(f"seq_lens: dimension 0 (num_rows) is {num_rows}, above the buffers' {limits.max_rows}")
+    if prefix is not None and prefix.num_slots > buffers.prefix_slots:
+        raise ValueError(f"prefix: it leaves {prefix.num_slots} partials, the buffers hold {buffers.prefix_slots}")
+    pieces = buffers.pieces[: limits.num_pieces(num_rows)]
+    merges = buffers.merges[: limits.num_merged(num_rows, prefix is not None) * limits.tile_tokens]
+    if num_rows:
+        _launch_plan(limits, query_start_loc, seq_lens, pieces, merges, visible, prefix)
+    section = Section(pieces, limits.tile_tokens, "fixed" if limits.cut.fixed_split else "decode")
+    return AttentionPlan(
+        shape=buffers.shape,
+        visible=visible,
+        num_rows=num_rows,
+        num_tokens=None,
+        capability=device_capability(device),
+        sections=(prefix.section, section) if prefix else (section,),
+        merges=merges,
+        scratch=buffers.scratch,
+        num_prefix=prefix.num_partials if prefix else 0,
+        prefix_stride=prefix.num_tokens if prefix else 0,
+        positions=_positions(query_start_loc, seq_lens, prefix.num_tokens) if prefix else None,
+        fixed_split=limits.cut.fixed_split,
+    )
+
+
+def plan_constants(local: str, max_rows: int) -> dict[str, Any]:
+    """What the planning kernel is compiled for; shared with the test that compiles it ahead."""
+    return {"LOCAL": local, "KEY_ALIGN": KEY_ALIGN, "TILE_ROWS": max(16, next_power_of_two(max_rows))}
+
+
+def plan_options(max_rows: int) -> dict[str, int]:
+    return {"num_warps": 8 if max_rows > 256 else 4}
+
+
+def _launch_plan(
+    limits: DecodeLimits,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    pieces: torch.Tensor,
+    merges: torch.Tensor,
+    visible: Visible,
+    prefix: PrefixPass | None,
+) -> None:
+    require_launchable(pieces.device.type)
+    from quire.kernels.attention.attention_plan_triton import plan_kernel
+
+    plan_kernel[(1,)](
+        query_start_loc,
+        seq_lens,
+        pieces,
+        merges,
+        len(seq_lens),
+        len(pieces),
+        len(merges),
+        limits.tile_tokens,
+        visible.window or visible.chunk,
+        visible.prefix_len,
+        prefix.num_partials if prefix else 0,
+        prefix.num_slots if prefix else 0,
+        limits.cut.capacity,
+        limits.cut.min_piece,
+        limits.cut.fixed_split,
+        **plan_constants(local_kind(visible), limits.max_rows),
+        **plan_options(limits.max_rows),
+    )
+
+
+def _positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    token = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
+    row_end = query_start_loc[1:]
+    row = torch.searchsorted(row_end, token, right=True).clamp_(max=len(seq_lens) - 1)
+    return seq_lens[row] - (row_end[row] - token)

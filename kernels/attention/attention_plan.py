@@ -1,0 +1,288 @@
+"""Plans of attention: how the work of one step and KV group is cut; made once, used by all layers.
+
+``plan_attention`` knows the lengths on the host; ``attention_decode`` has the plans that a captured graph can make. The
+rule that both follow is ``attention_work``'s.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.attention.attention_tiles import (
+    KEY_ALIGN,
+    AttentionShape,
+    Regime,
+    device_capability,
+    lane_chunks,
+    next_power_of_two,
+    tiles_of,
+)
+from quire.kernels.attention.attention_work import (
+    MERGE_COLUMNS,
+    Cut,
+    Table,
+    Visible,
+    WorkList,
+    cut_tiles,
+    prefix_pieces,
+    tile_rows,
+)
+
+FEW_TOKENS = 8
+"""Rows of at most this many tokens (one decoded, drafts to verify) are planned as decoding."""
+
+TILE_TOKENS = 64
+"""Tokens of a tile of other rows; the lanes that they make go to as many programs as it takes."""
+
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs of 4 warps that a multiprocessor runs at a time, about."""
+
+MIN_PIECE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One launch of the attention kernel.
+
+    Attributes:
+        pieces: int32 ``[num_pieces, 5]`` on the device, columns ``attention_work.PIECE_COLUMNS``.
+        tile_tokens: tokens of a tile at most.
+        shared: all tokens of the step against the rows' common prefix.
+    """
+
+    pieces: torch.Tensor
+    tile_tokens: int
+    regime: Regime
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Partial results, overwritten by each layer.
+
+    Attributes:
+        acc: float32 ``[num_slots, num_heads, head_dim]``: values summed with their weights.
+        stats: float32 ``[num_slots, num_heads, 2]``: the largest score in units of log2, and the sum of weights.
+    """
+
+    acc: torch.Tensor
+    stats: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What ``paged_attention`` launches, for layers of one ``shape`` and with one window.
+
+    Attributes:
+        visible: window, chunk and common prefix.
+        num_rows: rows of the batch.
+        num_tokens: tokens of all rows without padding; None: not known on the host.
+        merges: int32 ``[num_merges, 4]`` on the device, columns ``attention_work.MERGE_COLUMNS``.
+        num_prefix, prefix_stride: partials of a common prefix per token, and the step's tokens, which lie between two.
+        positions: int32 ``[num_tokens]``, where each token stands; only with a common prefix.
+        fixed_split: as in ``attention_work.Cut``.
+    """
+
+    shape: AttentionShape
+    visible: Visible
+    num_rows: int
+    num_tokens: int | None
+    capability: int
+    sections: tuple[Section, ...]
+    merges: torch.Tensor
+    scratch: Scratch
+    num_prefix: int = 0
+    prefix_stride: int = 0
+    positions: torch.Tensor | None = None
+    fixed_split: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPass:
+    """A pass over a prefix that all rows of a step share; made outside of a captured graph."""
+
+    section: Section
+    num_tokens: int
+    prefix_len: int
+    num_partials: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_partials * self.num_tokens
+
+
+def allocate_scratch(shape: AttentionShape, num_slots: int, device: torch.device) -> Scratch:
+    acc = torch.empty((num_slots, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device)
+    return Scratch(acc, torch.empty((num_slots, shape.num_heads, 2), dtype=torch.float32, device=device))
+
+
+def default_programs(device: torch.device) -> int:
+    """Programs that keep the device busy."""
+    if device.type != "cuda":
+        return 8
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_attention(
+    query_lens: npt.NDArray[np.int32],
+    seq_lens: npt.NDArray[np.int32],
+    shape: AttentionShape,
+    device: torch.device,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    common_prefix_len: int = 0,
+    fixed_split: int = 0,
+    programs: int | None = None,
+    min_piece: int = MIN_PIECE,
+    num_tokens: int | None = None,
+) -> AttentionPlan:
+    """Plan a step whose lengths the host knows; one copy to the device.
+
+    Args:
+        query_lens, seq_lens: int32 ``[num_rows]``, on the host. A row may be empty.
+        window, chunk: what a token sees, as ``attention_work.Visible``; one of the two.
+        common_prefix_len: keys that all rows have in the same blocks: attended to once for all. A multiple of the
+            block size, without window or chunk.
+        fixed_split: 0, or deterministic: cut at multiples of this and nowhere else (``paged_attention`` says what it
+            guarantees).
+        programs: how many fill the device; None: from its multiprocessors.
+        min_piece: keys of a piece at least; a multiple of KEY_ALIGN.
+        num_tokens: tokens of the step with padding, where there is any.
+
+    Raises:
+        ValueError: lengths or options that contradict each other.
+    """
+    visible = Visible(window, chunk, common_prefix_len)
+    check_options(visible, fixed_split, min_piece)
+    lens, seqs = query_lens.astype(np.int64), seq_lens.astype(np.int64)
+    if len(lens) != len(seqs) or (lens > seqs).any():
+        raise ValueError("query_lens: each row needs a seq_len of at least its query length")
+    if (seqs < common_prefix_len).any():
+        raise ValueError(f"common_prefix_len: it is {common_prefix_len}, and a row has only {seqs.min()} keys")
+    maker = PlanMaker(shape, device, programs, min_piece, fixed_split)
+    prefix = None
+    if common_prefix_len and len(lens):
+        prefix = plan_prefix(
+            shape, num_tokens or int(lens.sum()), common_prefix_len, device, programs=programs, min_piece=min_piece
+        )
+    num_prefix, first_slot = (prefix.num_partials, prefix.num_slots) if prefix else (0, 0)
+    works: list[tuple[Regime, int, WorkList]] = []
+    for regime, rows, tile_tokens in maker.parts(lens):
+        tiles = tile_rows(lens, seqs, rows, tile_tokens, visible)
+        if regime == "prefill":
+            # The longest first: whoever starts last should not finish last by much.
+            tiles = tiles.reordered(np.argsort(tiles.first_key - tiles.end_key, kind="stable"))
+        elif regime == "fixed":
+            tiles.may_split[:] = lens[tiles.row] <= FEW_TOKENS
+        work = cut_tiles(tiles, maker.cut(regime, tile_tokens), tile_tokens, num_prefix, first_slot)
+        first_slot += work.num_slots
+        works.append((regime, tile_tokens, work))
+    *piece_tables, merges = _to_device([w.pieces for *_, w in works] + [_joined(w.merges for *_, w in works)], device)
+    sections = [Section(t, n, regime) for t, (regime, n, _) in zip(piece_tables, works, strict=True)]
+    return AttentionPlan(
+        shape=shape,
+        visible=visible,
+        num_rows=len(lens),
+        num_tokens=int(lens.sum()),
+        capability=maker.capability,
+        sections=tuple(([prefix.section] if prefix else []) + sections),
+        merges=merges,
+        scratch=allocate_scratch(shape, first_slot, device),
+        num_prefix=num_prefix,
+        prefix_stride=prefix.num_tokens if prefix else 0,
+        positions=_positions(lens, seqs, prefix.num_tokens, device) if prefix else None,
+        fixed_split=fixed_split,
+    )
+
+
+def plan_prefix(
+    shape: AttentionShape,
+    num_tokens: int,
+    prefix_len: int,
+    device: torch.device,
+    *,
+    programs: int | None = None,
+    min_piece: int = MIN_PIECE,
+) -> PrefixPass:
+    """Plan the pass over a common prefix of ``prefix_len`` keys, for steps of ``num_tokens`` tokens with padding."""
+    maker = PlanMaker(shape, device, programs, min_piece, 0)
+    tile_tokens = min(TILE_TOKENS, next_power_of_two(num_tokens)) if num_tokens else 1
+    cut = maker.cut("prefill", tile_tokens)
+    pieces, num_partials = prefix_pieces(num_tokens, prefix_len, tile_tokens, cut)
+    section = Section(torch.from_numpy(pieces).to(device), tile_tokens, "prefill", shared=True)
+    return PrefixPass(section, num_tokens, prefix_len, num_partials)
+
+
+def local_kind(visible: Visible) -> str:
+    """The kernels' constant LOCAL."""
+    return "window" if visible.window else "chunk" if visible.chunk else ""
+
+
+class PlanMaker:
+    """What the plans of one shape on one device have in common."""
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, programs: int | None, min_piece: int, fixed_split: int
+    ) -> None:
+        self.shape = shape
+        self.capability = device_capability(device)
+        self._programs = default_programs(device) if programs is None else programs
+        self._min_piece = min_piece
+        self._fixed_split = fixed_split
+
+    def parts(self, query_lens: npt.NDArray[np.int64]) -> list[tuple[Regime, npt.NDArray[np.int64], int]]:
+        """Which rows go into which launch, and the tokens of its tiles."""
+        if self._fixed_split:
+            return [("fixed", np.arange(len(query_lens)), TILE_TOKENS)]
+        few = query_lens <= FEW_TOKENS
+        most = int(query_lens[few].max(initial=0))
+        parts: list[tuple[Regime, npt.NDArray[np.int64], int]] = []
+        if most:
+            parts.append(("decode", np.flatnonzero(few & (query_lens > 0)), next_power_of_two(most)))
+        if not few.all():
+            parts.append(("prefill", np.flatnonzero(~few), TILE_TOKENS))
+        return parts
+
+    def cut(self, regime: Regime, tile_tokens: int) -> Cut:
+        tiles = tiles_of(self.shape, regime, tile_tokens, self.capability)
+        per_piece = self.shape.num_kv_heads * lane_chunks(self.shape, tiles, tile_tokens)
+        return Cut(-(-self._programs // per_piece), self._min_piece, self._fixed_split)
+
+
+def _positions(lens: npt.NDArray[Any], seqs: npt.NDArray[Any], num_tokens: int, device: torch.device) -> torch.Tensor:
+    positions = np.zeros(num_tokens, dtype=np.int32)
+    row_end = np.repeat(np.cumsum(lens), lens)
+    positions[: len(row_end)] = np.repeat(seqs, lens) - (row_end - np.arange(len(row_end)))
+    return torch.from_numpy(positions).to(device)
+
+
+def _joined(tables: Any) -> Table:
+    parts = list(tables)
+    return np.concatenate(parts) if parts else np.zeros((0, len(MERGE_COLUMNS)), dtype=np.int32)
+
+
+def _to_device(tables: list[Table], device: torch.device) -> list[torch.Tensor]:
+    """Several tables by one copy; each aligned to 16 bytes, so that kernels are compiled once."""
+    starts = np.cumsum([0, *(-(-table.size // 4) * 4 for table in tables)])
+    flat = np.zeros(starts[-1], dtype=np.int32)
+    for start, table in zip(starts, tables, strict=False):
+        flat[start : start + table.size] = table.reshape(-1)
+    there = torch.from_numpy(flat).to(device)
+    return [there[s : s + t.size].view(t.shape) for s, t in zip(starts.tolist(), tables, strict=False)]
+
+
+def check_options(visible: Visible, fixed_split: int, min_piece: int) -> None:
+    """Raises ValueError: options of a plan that contradict each other."""
+    window, chunk, prefix_len = visible.window, visible.chunk, visible.prefix_len
+    if min(window, chunk, prefix_len, fixed_split) < 0 or (window and chunk):
+        raise ValueError(f"window {window} and chunk {chunk}: give one of them at most, and nothing negative")
+    if prefix_len and (window or chunk or fixed_split):
+        raise ValueError("common_prefix_len: not together with a window, a chunk or a fixed split")
+    if fixed_split % KEY_ALIGN:
+        raise ValueError(f"fixed_split: {fixed_split} is not a multiple of {KEY_ALIGN}")
+    if min_piece <= 0 or min_piece % KEY_ALIGN:
+        raise ValueError(f"min_piece: {min_piece} is not a positive multiple of {KEY_ALIGN}")

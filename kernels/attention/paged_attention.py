@@ -1,0 +1,339 @@
+"""Paged attention: causal attention of a step's tokens, prefill and decode alike, over the blocks of their rows.
+
+The softmax is accumulated tile by tile over the keys: Milakov and Gimelshein, "Online normalizer calculation for
+softmax" (2018), in the tiling of Dao et al., "FlashAttention" (2022). Keys are found through a block table as in Kwon
+et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023). Long rows are cut
+over their keys as in "Flash-Decoding" (Dao et al., 2023), by a work list, and what rows have in common is attended to
+once, both as in FlashInfer (Ye et al., arXiv 2501.01005).
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from quire.kernels.attention.attention_plan import AttentionPlan, Section, local_kind
+from quire.kernels.attention.attention_tiles import (
+    KEY_ALIGN,
+    MOST_HEAD_DIM,
+    AttentionShape,
+    Tiles,
+    lane_chunks,
+    launch_options,
+    next_power_of_two,
+    tiles_of,
+)
+from quire.kernels.common.checks import CacheLayout, check_kv_cache, check_scale, check_tensor, nhd_view
+from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
+from quire.kernels.common.triton_runtime import require_launchable
+
+LOG2_E = math.log2(math.e)
+"""The kernels' scores are in units of log2."""
+
+QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+"""How far an implementation may be from the reference, for standard normal inputs: the result is rounded to the dtype,
+and so are the softmax weights where they are multiplied with the values."""
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    layout: CacheLayout = "NHD",
+) -> torch.Tensor:
+    """What ``paged_attention`` computes, in plain torch and float64; they agree within ``TOLERANCES``.
+
+    ``window`` and ``chunk`` are those of the plan.
+    """
+    cache = nhd_view(kv_cache, layout)
+    block_size, num_kv_heads = cache.shape[2:4]
+    group = query.shape[1] // num_kv_heads
+    out = torch.zeros_like(query)
+    for row, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
+        seq_len = int(seq_lens[row])
+        at = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
+        lowest = at - window + 1 if window else at - at % chunk if chunk else torch.zeros_like(at)
+        first = max(0, int(lowest.min())) if len(at) else seq_len
+        position = torch.arange(first, seq_len, device=query.device)
+        block_id = block_table[row, position // block_size].long()
+        gathered = as_bits(cache)[:, block_id, position % block_size].view(cache.dtype)
+        key, value = gathered.to(torch.float32).double() if cache.dtype in FP8_DTYPES else gathered.double()
+        key = key if k_scale is None else key * k_scale.double()[:, None]
+        value = value if v_scale is None else value * v_scale.double()[:, None]
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[start:end].double(), key) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.double()[:, None, None] * (position - at)
+        scores = scores.masked_fill((position > at) | (position < lowest), -math.inf)
+        if sinks is not None:
+            sink = sinks.double()[:, None, None].expand(-1, end - start, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(-1)[:, :, : len(position)]
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+    return out
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    *,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    layout: CacheLayout = "NHD",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend, by the Triton kernels. The last ``query_len`` of a row's ``seq_len`` tokens are its query.
+
+    With a plan of ``fixed_split``, and on one device and compiler, a query's result is a function of its own keys,
+    bit for bit: whatever other rows the batch has, however the row's prompt came in chunks, wherever its blocks lie.
+    Each lane of a tile is computed by itself; every tile goes through the same compiled code with the same boundaries
+    between its keys; keys that only other lanes see add zeros; and pieces are added from left to right by the same
+    rounded operations, in a program's registers (``fold``) or in the merge.
+
+    Args:
+        query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_dim]``, tokens and heads possibly strided.
+        kv_cache: query's dtype, float8_e4m3fn or float8_e5m2, in ``layout``, with this step's tokens written.
+        block_table: int32 ``[num_rows, max_blocks]``, read up to each row's ``ceil(seq_len / block_size)``, and not
+            left of what the row's first query sees.
+        query_start_loc: int32 ``[num_rows + 1]``.
+        seq_lens: int32 ``[num_rows]``, each at least the row's query length.
+        plan: of the same lengths, from ``plan_attention`` or ``plan_decode``; has the window.
+        scale: factor on the scores.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay.
+        sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it.
+        alibi_slopes: float32 ``[num_heads]``: ``slope * (key position - query position)`` is added, after the cap.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``: factors on an fp8 cache; None: 1.
+        out: where to write, as the result; padding behind the last row is left as it is.
+
+    Returns:
+        ``[num_tokens, num_heads, head_dim]`` in query's dtype; without ``out`` contiguous, with zeros for padding.
+
+    Raises:
+        ValueError: a tensor does not have the shape, dtype or place above, or the plan is for something else.
+        RuntimeError: Triton cannot launch here.
+    """
+    shape = _check_shape(query, kv_cache, layout)
+    _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
+    _check_extras(query, kv_cache, sinks, alibi_slopes, k_scale, v_scale, layout, out)
+    require_launchable(query.device.type)
+    if out is None:
+        allocate = torch.empty if plan.num_tokens == len(query) else torch.zeros
+        out = allocate(query.shape, dtype=query.dtype, device=query.device)
+    cache = nhd_view(kv_cache, layout)
+    call = _Call(
+        query, cache, block_table, query_start_loc, seq_lens, plan, out, scale, soft_cap, sinks, alibi_slopes,
+        k_scale, v_scale,
+    )  # fmt: skip
+    for section in plan.sections if plan.num_rows else ():
+        if len(section.pieces):
+            _attend(call, section)
+    if plan.num_rows and len(plan.merges):
+        _merge(call)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The checked arguments of ``paged_attention``; ``cache`` seen as NHD."""
+
+    query: torch.Tensor
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    plan: AttentionPlan
+    out: torch.Tensor
+    scale: float
+    soft_cap: float
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+def _attend(call: _Call, section: Section) -> None:
+    from quire.kernels.attention.paged_attention_triton import attention_kernel
+
+    plan, cap = call.plan, call.soft_cap
+    shape = plan.shape
+    tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
+    chunks = lane_chunks(shape, tiles, section.tile_tokens)
+    attention_kernel[(len(section.pieces) * shape.num_kv_heads * chunks,)](
+        call.query,
+        as_bits(call.cache),
+        call.block_table,
+        call.query_start_loc,
+        call.seq_lens,
+        plan.positions,
+        section.pieces,
+        call.out,
+        plan.scratch.acc,
+        plan.scratch.stats,
+        call.sinks,
+        call.alibi_slopes,
+        call.k_scale,
+        call.v_scale,
+        # Where there is a cap the kernel takes exp2 of this times the product, for a tanh of half the exponent.
+        (2 / cap if cap else 1) * call.scale * LOG2_E,
+        cap * LOG2_E,
+        plan.visible.window or plan.visible.chunk,
+        plan.num_rows,
+        shape.num_kv_heads,
+        section.tile_tokens,
+        chunks,
+        *call.query.stride()[:2],
+        *call.cache.stride()[:4],
+        call.block_table.stride(0),
+        *call.out.stride()[:2],
+        SOFT_CAP=cap > 0,
+        **launch_constants(shape, call.cache.shape[2], section, tiles, plan),
+        **cache_constants(call.cache.dtype, call.k_scale, call.v_scale),
+        **launch_options(tiles),
+    )
+
+
+def _merge(call: _Call) -> None:
+    from quire.kernels.attention.paged_attention_triton import merge_kernel
+
+    plan = call.plan
+    merge_kernel[(len(plan.merges), plan.shape.num_heads)](
+        plan.scratch.acc,
+        plan.scratch.stats,
+        plan.merges,
+        call.out,
+        call.sinks,
+        plan.shape.num_heads,
+        plan.num_prefix,
+        plan.prefix_stride,
+        *call.out.stride()[:2],
+        **merge_constants(plan.shape.head_dim, plan.fixed_split),
+    )
+
+
+def launch_constants(
+    shape: AttentionShape, block_size: int, section: Section, tiles: Tiles, plan: AttentionPlan
+) -> dict[str, Any]:
+    """What the attention kernel is compiled for; with ``cache_constants`` shared with the test that compiles ahead."""
+    return {
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": block_size,
+        "LOCAL": local_kind(plan.visible),
+        "SHARED": section.shared,
+        "LEAD": local_kind(plan.visible) != "" or plan.visible.prefix_len % KEY_ALIGN != 0,
+        "WHOLE_TILES": section.regime == "prefill",
+        "SEGMENT": plan.fixed_split,
+        "TILE_LANES": tiles.lanes,
+        "TILE_KEYS": tiles.keys,
+        "TILE_DIMS": max(16, next_power_of_two(shape.head_dim)),
+    }
+
+
+def cache_constants(
+    cache_dtype: torch.dtype, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+) -> dict[str, Any]:
+    """How the cache's elements become the query's."""
+    return {
+        "CACHE": {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(cache_dtype, "same"),
+        "K_SCALE_STRIDE": int(k_scale is not None and len(k_scale) > 1),
+        "V_SCALE_STRIDE": int(v_scale is not None and len(v_scale) > 1),
+    }
+
+
+def merge_constants(head_dim: int, fixed_split: int) -> dict[str, Any]:
+    """What the merge is compiled for. One partial at a time is slow, but depends on the partials' order alone."""
+    return {
+        "HEAD_DIM": head_dim,
+        "TILE_PARTIALS": 1 if fixed_split else 16,
+        "TILE_DIMS": max(16, next_power_of_two(head_dim)),
+    }
+
+
+def _check_shape(query: torch.Tensor, kv_cache: torch.Tensor, layout: CacheLayout) -> AttentionShape:
+    query_dims = {"num_tokens": None, "num_heads": None, "head_dim": None}
+    check_tensor("query", query, query_dims, QUERY_DTYPES, query.device)
+    _, num_heads, head_dim = query.shape
+    if not 0 < head_dim <= MOST_HEAD_DIM:
+        raise ValueError(f"query: dimension 2 (head_dim) is {head_dim}, not in [1, {MOST_HEAD_DIM}]")
+    check_kv_cache(kv_cache, None, head_dim, query, layout, (query.dtype, *FP8_DTYPES))
+    num_kv_heads = nhd_view(kv_cache, layout).shape[3]
+    if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
+        raise ValueError(f"query: dimension 1 (num_heads) is {num_heads}, not a multiple of {num_kv_heads} KV heads")
+    return AttentionShape(num_heads, num_kv_heads, head_dim, query.dtype)
+
+
+def _check_rows(
+    query: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: AttentionPlan,
+    shape: AttentionShape,
+) -> None:
+    device, num_rows = query.device, len(seq_lens)
+    check_tensor("seq_lens", seq_lens, {"num_rows": None}, (torch.int32,), device)
+    check_tensor("query_start_loc", query_start_loc, {"num_rows + 1": num_rows + 1}, (torch.int32,), device)
+    check_tensor("block_table", block_table, {"num_rows": num_rows, "max_blocks": None}, (torch.int32,), device)
+    if plan.shape != shape:
+        raise ValueError(f"plan: it is for {plan.shape}, not {shape}")
+    if plan.num_rows != num_rows:
+        raise ValueError(f"seq_lens: dimension 0 (num_rows) is {num_rows}, but the plan is for {plan.num_rows}")
+    if plan.num_tokens is not None and plan.num_tokens > len(query):
+        raise ValueError(f"query: dimension 0 (num_tokens) is {len(query)}, but the plan is for {plan.num_tokens}")
+    if plan.num_prefix and plan.prefix_stride != len(query):
+        raise ValueError(
+            f"query: dimension 0 (num_tokens) is {len(query)}, but the prefix is planned for {plan.prefix_stride}"
+        )
+
+
+def _check_extras(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    layout: CacheLayout,
+    out: torch.Tensor | None,
+) -> None:
+    per_head = {"num_heads": query.shape[1]}
+    for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if tensor is not None:
+            check_tensor(name, tensor, per_head, (torch.float32,), query.device)
+    if kv_cache.dtype not in FP8_DTYPES and not (k_scale is None and v_scale is None):
+        raise ValueError(f"k_scale, v_scale: a cache of {kv_cache.dtype} has no scales")
+    num_kv_heads = nhd_view(kv_cache, layout).shape[3]
+    check_scale("k_scale", k_scale, num_kv_heads, query.device)
+    check_scale("v_scale", v_scale, num_kv_heads, query.device)
+    if out is not None:
+        out_dims = dict(zip(("num_tokens", "num_heads", "head_dim"), query.shape, strict=True))
+        check_tensor("out", out, out_dims, (query.dtype,), query.device)

@@ -1,0 +1,357 @@
+"""The Triton kernels behind ``paged_attention``: attention of a work list, and the merge of its partial results.
+
+Imports triton, so only that launcher imports it. Scores are in units of log2, so that the softmax can use exp2.
+"""
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+
+import triton
+import triton.language as tl
+
+from quire.kernels.common.fp8_triton import decode_fp8
+
+
+@triton.jit
+def finite_or_zero(maximum):
+    """What to subtract from scores: -inf, the maximum of no score at all, would make a NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def attend_keys(
+    acc,
+    maximum,
+    total,
+    q,
+    begin,
+    end,
+    piece_start,
+    piece_end,
+    position,
+    lowest,
+    slope,
+    row_blocks,
+    head_cache,
+    cache_kv_stride,
+    cache_block_stride,
+    cache_slot_stride,
+    factor,
+    cap,
+    MASKED: tl.constexpr,
+    LOCAL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    CACHE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    TILE_DIMS: tl.constexpr,
+):
+    """Online softmax over the keys ``[begin, end)`` of a row, from ``begin``, a multiple of TILE_KEYS.
+
+    MASKED: some lane does not see some of these keys, or they are not all in ``[piece_start, piece_end)``, outside of
+    which neither keys nor block table are read.
+    """
+    dim = tl.arange(0, TILE_DIMS)
+    for key_start in range(begin, end, TILE_KEYS):
+        offset = tl.arange(0, TILE_KEYS)
+        key = key_start + offset
+        in_piece = (key >= piece_start) & (key < piece_end)
+        if BLOCK_SIZE % TILE_KEYS == 0:
+            # Some key of the tile is in the piece, and all of them are in one block.
+            block_id = tl.load(row_blocks + key_start // BLOCK_SIZE).to(tl.int64)
+            slot_offset = block_id * cache_block_stride + (key_start % BLOCK_SIZE + offset) * cache_slot_stride
+        else:
+            entry = row_blocks + key // BLOCK_SIZE
+            if MASKED:
+                block_id = tl.load(entry, mask=in_piece, other=0).to(tl.int64)
+            else:
+                block_id = tl.load(entry).to(tl.int64)
+            slot_offset = block_id * cache_block_stride + (key % BLOCK_SIZE) * cache_slot_stride
+        key_ptr = head_cache + slot_offset[:, None] + dim[None, :]
+        # Zeros and not what the memory holds: 0 times a NaN of an unwritten slot would be a NaN in the sum.
+        if MASKED:
+            load_key = in_piece[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(key_ptr, mask=load_key, other=0)
+            v = tl.load(key_ptr + cache_kv_stride, mask=load_key, other=0)
+        elif HEAD_DIM != TILE_DIMS:
+            k = tl.load(key_ptr, mask=(dim < HEAD_DIM)[None, :], other=0)
+            v = tl.load(key_ptr + cache_kv_stride, mask=(dim < HEAD_DIM)[None, :], other=0)
+        else:
+            k = tl.load(key_ptr)
+            v = tl.load(key_ptr + cache_kv_stride)
+        if CACHE != "same":
+            k = decode_fp8(k, CACHE == "e5m2").to(q.dtype)
+            v = decode_fp8(v, CACHE == "e5m2").to(q.dtype)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+        if SOFT_CAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1), and 1 far before exp2 overflows.
+            scores = cap - 2 * cap / (tl.exp2(tl.minimum(scores, 100.0)) + 1)
+        if ALIBI:
+            scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        if MASKED:
+            visible = in_piece[None, :] & (key[None, :] <= position[:, None])
+            if LOCAL:
+                visible = visible & (key[None, :] >= lowest[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        reference = finite_or_zero(new_maximum)
+        weights = tl.exp2(scores - reference[:, None])
+        shrink = tl.exp2(maximum - reference)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        maximum = new_maximum
+    return acc, maximum, total
+
+
+@triton.jit
+def fold(acc, maximum, total, part, part_maximum, part_total):
+    """Add a partial result of the same lanes. Written with fma, so that it rounds alike wherever it is inlined."""
+    new_maximum = tl.maximum(maximum, part_maximum)
+    reference = finite_or_zero(new_maximum)
+    old, new = tl.exp2(maximum - reference), tl.exp2(part_maximum - reference)
+    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), part * new[:, None])
+    return acc, new_maximum, tl.fma(total, old, part_total * new)
+
+
+@triton.jit
+def finish(acc, maximum, total, sink, SINKS: tl.constexpr):
+    """The softmax's quotient; ``sink`` is one more score, without a value. Lanes that saw nothing give 0."""
+    if SINKS:
+        new_maximum = tl.maximum(maximum, sink)
+        shrink = tl.exp2(maximum - new_maximum)
+        total = tl.fma(total, shrink, tl.exp2(sink - new_maximum))
+        acc = acc * shrink[:, None]
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_rows", "tile_tokens", "lane_chunks"])
+def attention_kernel(
+    query,
+    kv_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    positions,
+    pieces,
+    out,
+    partial_acc,
+    partial_stats,
+    sinks,
+    alibi_slopes,
+    k_scale,
+    v_scale,
+    factor,
+    cap,
+    reach,
+    num_rows,
+    num_kv_heads,
+    tile_tokens,
+    lane_chunks,
+    query_token_stride,
+    query_head_stride,
+    cache_kv_stride,
+    cache_block_stride,
+    cache_slot_stride,
+    cache_head_stride,
+    block_table_stride,
+    out_token_stride,
+    out_head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LOCAL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    CACHE: tl.constexpr,
+    K_SCALE_STRIDE: tl.constexpr,
+    V_SCALE_STRIDE: tl.constexpr,
+    SHARED: tl.constexpr,
+    LEAD: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILE_LANES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    TILE_DIMS: tl.constexpr,
+):
+    """A program: one chunk of the lanes of one piece (``attention_work.PIECE_COLUMNS``), for one KV head.
+
+    A lane is one query vector: one token with one of the GROUP query heads that share the KV head. A tile has
+    ``tile_tokens * GROUP`` lanes, of which a program takes TILE_LANES.
+
+    LOCAL: "" or which meaning ``reach`` has, "window" or "chunk". SHARED: tokens are counted in the step and not in a
+    row, and ``positions`` tells where they stand. WHOLE_TILES: keys that all lanes see go through a loop without masks,
+    with masked ones after it and, where LEAD, before it. SEGMENT: keys between its multiples are attended to on their
+    own and then folded in; 0: all in one go.
+    """
+    kv_head = tl.program_id(0) % num_kv_heads
+    chunk = tl.program_id(0) // num_kv_heads % lane_chunks
+    piece = pieces + (tl.program_id(0) // num_kv_heads // lane_chunks) * 5
+    key_start = tl.load(piece + 2)
+    key_end = tl.load(piece + 3)
+    if key_end <= key_start:
+        return
+    row = tl.load(piece)
+    tile_start = tl.load(piece + 1)
+    slot = tl.load(piece + 4)
+    if SHARED:
+        row_start = 0
+        query_len = tl.load(query_start_loc + num_rows)
+    else:
+        row_start = tl.load(query_start_loc + row)
+        query_len = tl.load(query_start_loc + row + 1) - row_start
+    lane_start = chunk * TILE_LANES
+    if tile_start + lane_start // GROUP >= query_len:
+        return
+
+    lane = lane_start + tl.arange(0, TILE_LANES)
+    token = tile_start + lane // GROUP
+    head = kv_head * GROUP + lane % GROUP
+    # Lanes outside the tile or the row are computed along with zeros for a query, and not stored.
+    in_tile = (lane < tile_tokens * GROUP) & (token < query_len)
+    dim = tl.arange(0, TILE_DIMS)
+    stored = in_tile[:, None] & (dim < HEAD_DIM)[None, :]
+    query_token = (row_start + token).to(tl.int64)
+    query_offset = query_token * query_token_stride + head * query_head_stride
+    q = tl.load(query + query_offset[:, None] + dim[None, :], mask=stored, other=0.0)
+
+    # Token i of a row's query stands at position context_len + i, and sees the keys up to itself.
+    if SHARED:
+        position = tl.load(positions + token, mask=in_tile, other=0)
+    else:
+        position = tl.load(seq_lens + row) - query_len + token
+    lowest = tl.zeros_like(position)
+    if LOCAL == "window":
+        lowest = tl.maximum(position - (reach - 1), 0)
+    if LOCAL == "chunk":
+        lowest = position - position % reach
+    end = tl.minimum(key_end, tl.max(tl.where(in_tile, position, -1)) + 1)
+    if LOCAL != "":
+        # Left of all windows the block table may hold anything.
+        key_start = tl.maximum(key_start, tl.min(tl.where(in_tile, lowest, key_end)))
+    begin = key_start // TILE_KEYS * TILE_KEYS
+    end = tl.where(key_start < end, end, begin)
+
+    ALIBI: tl.constexpr = alibi_slopes is not None
+    slope = tl.zeros([TILE_LANES], tl.float32)
+    if ALIBI:
+        slope = tl.load(alibi_slopes + head, mask=in_tile, other=0.0) * 1.4426950408889634
+    if k_scale is not None:
+        factor = factor * tl.load(k_scale + kv_head * K_SCALE_STRIDE)
+    row_blocks = block_table + row.to(tl.int64) * block_table_stride
+    head_cache = kv_cache + kv_head.to(tl.int64) * cache_head_stride
+    maximum = tl.full([TILE_LANES], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_LANES], tl.float32)
+    acc = tl.zeros([TILE_LANES, TILE_DIMS], tl.float32)
+    if SEGMENT > 0:
+        for segment in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
+            part, part_maximum, part_total = attend_keys(
+                tl.zeros_like(acc), tl.full([TILE_LANES], float("-inf"), tl.float32), tl.zeros_like(total),
+                q, tl.maximum(begin, segment), tl.minimum(end, segment + SEGMENT), key_start, end,
+                position, lowest, slope,
+                row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride, factor, cap,
+                True, LOCAL != "", SOFT_CAP, ALIBI, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+            )  # fmt: skip
+            acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+    else:
+        whole_begin = begin
+        whole_end = begin
+        if WHOLE_TILES:
+            if LEAD:
+                seen_from = tl.maximum(key_start, tl.max(tl.where(in_tile, lowest, 0)))
+                whole_begin = tl.cdiv(seen_from, TILE_KEYS) * TILE_KEYS
+            seen_to = tl.minimum(end, tl.min(tl.where(in_tile, position, end)) + 1)
+            whole_end = seen_to // TILE_KEYS * TILE_KEYS
+            if whole_end <= whole_begin:
+                whole_begin = begin
+                whole_end = begin
+            if LEAD:
+                acc, maximum, total = attend_keys(
+                    acc, maximum, total, q, begin, whole_begin, key_start, end, position, lowest, slope,
+                    row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride, factor, cap,
+                    True, LOCAL != "", SOFT_CAP, ALIBI, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+                )  # fmt: skip
+            acc, maximum, total = attend_keys(
+                acc, maximum, total, q, whole_begin, whole_end, key_start, end, position, lowest, slope,
+                row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride, factor, cap,
+                False, LOCAL != "", SOFT_CAP, ALIBI, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+            )  # fmt: skip
+        acc, maximum, total = attend_keys(
+            acc, maximum, total, q, whole_end, end, key_start, end, position, lowest, slope,
+            row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride, factor, cap,
+            True, LOCAL != "", SOFT_CAP, ALIBI, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+        )  # fmt: skip
+
+    if v_scale is not None:
+        acc = acc * tl.load(v_scale + kv_head * V_SCALE_STRIDE)
+    if slot < 0:
+        sink = maximum
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=in_tile, other=0.0) * 1.4426950408889634
+        result = finish(acc, maximum, total, sink, sinks is not None)
+        out_offset = query_token * out_token_stride + head * out_head_stride
+        tl.store(out + out_offset[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=stored)
+    else:
+        slot_head = (slot + token - tile_start).to(tl.int64) * (num_kv_heads * GROUP) + head
+        tl.store(partial_acc + slot_head[:, None] * HEAD_DIM + dim[None, :], acc, mask=stored)
+        tl.store(partial_stats + slot_head * 2, maximum, mask=in_tile)
+        tl.store(partial_stats + slot_head * 2 + 1, total, mask=in_tile)
+
+
+@triton.jit(do_not_specialize=["num_prefix", "prefix_stride"])
+def merge_kernel(
+    partial_acc,
+    partial_stats,
+    merges,
+    out,
+    sinks,
+    num_heads,
+    num_prefix,
+    prefix_stride,
+    out_token_stride,
+    out_head_stride,
+    HEAD_DIM: tl.constexpr,
+    TILE_PARTIALS: tl.constexpr,
+    TILE_DIMS: tl.constexpr,
+):
+    """Program ``(i, h)`` adds up head ``h``'s partials of merge ``i`` (``attention_work.MERGE_COLUMNS``), in order.
+
+    The first ``num_prefix`` partials of token t are in the slots ``t``, ``t + prefix_stride`` and so on.
+    """
+    merge = merges + tl.program_id(0) * 4
+    num_partials = tl.load(merge + 2)
+    if num_partials == 0:
+        return
+    token = tl.load(merge)
+    first_slot = tl.load(merge + 1)
+    slot_stride = tl.load(merge + 3)
+    head = tl.program_id(1)
+    dim = tl.arange(0, TILE_DIMS)
+    in_head = (dim < HEAD_DIM)[None, :]
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, TILE_DIMS], tl.float32)
+    for start in range(0, num_partials, TILE_PARTIALS):
+        number = start + tl.arange(0, TILE_PARTIALS)
+        exists = number < num_partials
+        own = first_slot + (number - num_prefix) * slot_stride
+        slot = tl.where(number < num_prefix, token + number * prefix_stride, own)
+        slot_head = slot.to(tl.int64) * num_heads + head
+        maxima = tl.load(partial_stats + slot_head * 2, mask=exists, other=float("-inf"))
+        totals = tl.load(partial_stats + slot_head * 2 + 1, mask=exists, other=0.0)
+        load_part = exists[:, None] & in_head
+        parts = tl.load(partial_acc + slot_head[:, None] * HEAD_DIM + dim[None, :], mask=load_part, other=0.0)
+        if TILE_PARTIALS == 1:
+            acc, maximum, total = fold(acc, maximum, total, parts, maxima, totals)
+        else:
+            part_maximum = tl.max(maxima, 0)
+            weights = tl.exp2(maxima - finite_or_zero(part_maximum))
+            part = tl.sum(parts * weights[:, None], 0)[None, :]
+            part_total = tl.sum(totals * weights, 0)
+            acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+    sink = maximum
+    if sinks is not None:
+        sink = tl.load(sinks + head + tl.arange(0, 1)) * 1.4426950408889634
+    result = finish(acc, maximum, total, sink, sinks is not None)
+    target = out + token.to(tl.int64) * out_token_stride + head * out_head_stride + dim[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=in_head)

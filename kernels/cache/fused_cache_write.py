@@ -1,0 +1,257 @@
+"""Fused cache write: what lies between a layer's projection and attention, in one launch.
+
+Head norms (RMS), rotation and the cache write; the projection is read once, and nothing in between is written. With
+that, a decode step launches one kernel instead of six or so, each of which takes longer to launch than to run.
+"""
+
+from typing import Any
+
+import torch
+
+from quire.kernels.cache.cache_write import ACTIVATION_DTYPES, check_target, stored_constants, write_cache_reference
+from quire.kernels.common.checks import CacheLayout, check_tensor, nhd_view
+from quire.kernels.common.fp8 import as_bits
+from quire.kernels.common.triton_runtime import require_launchable
+
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
+}
+"""How far rotated queries and keys may be from the reference, for standard normal inputs: both round once, at the end,
+and may do so to either side. What is in the cache is exactly what ``write_cache`` makes of the rotated key."""
+
+PROGRAM_ELEMENTS = 2048
+"""Elements of heads that a program handles: 16 for each of 128 threads, in loads of 16 bytes."""
+
+
+def fused_cache_write_reference(
+    qkv: torch.Tensor,
+    num_heads: int,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    rotary_table: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    layout: CacheLayout = "NHD",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    key_out: torch.Tensor | None = None,
+    value_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What ``fused_cache_write`` does, in plain torch and float64; they agree within ``TOLERANCES``.
+
+    Raises:
+        IndexError: a slot lies behind the cache, or a position behind the table.
+    """
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    query, key, value = qkv.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
+    cos_sin = None
+    if rotary_table is not None and positions is not None:
+        cos_sin = rotary_table[:, positions].double().unsqueeze(2)
+    query = _turned(query, q_norm, norm_eps, cos_sin)
+    key = _turned(key, k_norm, norm_eps, cos_sin)
+    if key_out is not None and value_out is not None:
+        key_out.copy_(key)
+        value_out.copy_(value)
+    if kv_cache is not None and slot_mapping is not None:
+        write_cache_reference(key, value, kv_cache, slot_mapping, layout, k_scale, v_scale)
+    return query
+
+
+def _turned(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor | None) -> torch.Tensor:
+    """``x`` (``[num_tokens, heads, head_dim]``) normalised and rotated, rounded once."""
+    exact = x.double()
+    if weight is not None:
+        exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    if cos_sin is not None:
+        rotary_dim = cos_sin.shape[-1]
+        pairs, rest = exact[..., :rotary_dim], exact[..., rotary_dim:]
+        swapped = pairs.roll(rotary_dim // 2, -1)
+        exact = torch.cat([pairs * cos_sin[0] + swapped * cos_sin[1], rest], -1)
+    return exact.to(x.dtype)
+
+
+def fused_cache_write(
+    qkv: torch.Tensor,
+    num_heads: int,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    rotary_table: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    layout: CacheLayout = "NHD",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    key_out: torch.Tensor | None = None,
+    value_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Normalise and rotate queries and keys, and write keys and values into their slots, by the Triton kernel.
+
+    Args:
+        qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone,
+            which have no cache; tokens and heads may be strided.
+        kv_cache, slot_mapping, layout, k_scale, v_scale: as in ``write_cache``. A token with a negative slot gets its
+            query (and ``key_out``, ``value_out``) like any other. None, None: queries alone.
+        q_norm, k_norm: ``[head_dim]`` of any of the dtypes above: each head is brought to a root mean square of 1
+            (``norm_eps`` added to the mean square), times this. ``k_norm`` may be None for queries alone.
+        rotary_table: ``[2, max_position, rotary_dim]`` of any of the dtypes above: cosines, and sines whose first half
+            is negated; both halves are otherwise equal. Dimension ``i`` turns with ``i + rotary_dim / 2``; dimensions
+            from ``rotary_dim`` on stay. None: no rotation.
+        positions: int64 ``[num_tokens]``. One outside the table is a caller's mistake that is not rotated.
+        key_out, value_out: contiguous ``[num_tokens, num_kv_heads, head_dim]``, to be filled with what goes into the
+            cache before that converts it, for attention over a prompt's own keys; or both None.
+
+    Returns:
+        The queries, ``[num_tokens, num_heads, head_dim]`` in qkv's dtype, contiguous.
+
+    Raises:
+        ValueError: a tensor does not have the shape, dtype or place above, or stands without its partner.
+        RuntimeError: Triton cannot launch here.
+    """
+    num_tokens, num_kv_heads, head_dim = _check_projection(qkv, num_heads, kv_cache, slot_mapping)
+    fresh = qkv[:, num_heads : num_heads + num_kv_heads]
+    if kv_cache is not None and slot_mapping is not None:
+        check_target(fresh, kv_cache, slot_mapping, layout, k_scale, v_scale)
+    _check_norms(q_norm, k_norm, qkv, num_kv_heads)
+    rotary_dim = _check_rotary(rotary_table, positions, qkv)
+    _check_outputs(key_out, value_out, fresh)
+    kernel = _kernel(qkv.device)
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens == 0:
+        return query
+    cache = None if kv_cache is None else nhd_view(kv_cache, layout)
+    constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, cache, k_scale, v_scale)
+    programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+    kernel[(sum(programs),)](
+        qkv,
+        query,
+        None if cache is None else as_bits(cache),
+        slot_mapping,
+        key_out,
+        value_out,
+        q_norm,
+        k_norm if k_norm is not None else q_norm,
+        rotary_table,
+        positions,
+        k_scale,
+        v_scale,
+        norm_eps,
+        num_tokens,
+        0 if cache is None else cache.shape[1] * cache.shape[2],
+        0 if rotary_table is None else rotary_table.shape[1],
+        *((0, 0) if rotary_table is None else rotary_table.stride()[:2]),
+        *qkv.stride()[:2],
+        *((0, 0, 0, 0) if cache is None else cache.stride()[:4]),
+        **constants,
+    )
+    return query
+
+
+def launch_constants(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    nhd_cache: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> dict[str, int]:
+    """What the kernel is compiled for; shared with the test that compiles it ahead.
+
+    A head is loaded as the two halves that rotate with each other, and the rest; one that does not rotate, as its two
+    halves.
+    """
+    half = (rotary_dim or head_dim) // 2
+    rest = head_dim - 2 * half
+    stored: dict[str, int] = {
+        "FP8": False,
+        "SCALED": False,
+        "E5M2": False,
+        "K_SCALE_PER_HEAD": False,
+        "V_SCALE_PER_HEAD": False,
+    }
+    if nhd_cache is not None:
+        stored = stored_constants(nhd_cache, k_scale, v_scale)
+    return stored | {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HALF": half,
+        "HALF_TILE": _next_power_of_two(half),
+        "REST_TILE": _next_power_of_two(rest) if rest else 0,
+        "BLOCK_SIZE": 1 if nhd_cache is None else nhd_cache.shape[2],
+        "ROWS": max(1, PROGRAM_ELEMENTS // _next_power_of_two(head_dim)),
+    }
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _check_projection(
+    qkv: torch.Tensor, num_heads: int, kv_cache: torch.Tensor | None, slot_mapping: torch.Tensor | None
+) -> tuple[int, int, int]:
+    """Tokens, KV heads and head dimension."""
+    dims = {"num_tokens": None, "num_heads + 2 * num_kv_heads": None, "head_dim": None}
+    check_tensor("qkv", qkv, dims, ACTIVATION_DTYPES, qkv.device)
+    num_tokens, all_heads, head_dim = qkv.shape
+    if all_heads < num_heads or (all_heads - num_heads) % 2:
+        raise ValueError(f"qkv: dimension 1 is {all_heads}, expected {num_heads} heads and twice a number of KV heads")
+    if head_dim % 2:
+        raise ValueError(f"qkv: dimension 2 (head_dim) is {head_dim}, expected an even number")
+    has_keys = all_heads > num_heads
+    if (kv_cache is not None) != has_keys or (slot_mapping is not None) != has_keys:
+        raise ValueError("kv_cache, slot_mapping: keys need both, and queries alone neither")
+    return num_tokens, (all_heads - num_heads) // 2, head_dim
+
+
+def _check_norms(
+    q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, qkv: torch.Tensor, num_kv_heads: int
+) -> None:
+    if num_kv_heads and (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm, k_norm: expected both or neither")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check_tensor(name, weight, {"head_dim": qkv.shape[2]}, ACTIVATION_DTYPES, qkv.device)
+
+
+def _check_rotary(rotary_table: torch.Tensor | None, positions: torch.Tensor | None, qkv: torch.Tensor) -> int:
+    """How many dimensions rotate; 0: none."""
+    if rotary_table is None or positions is None:
+        if rotary_table is not None or positions is not None:
+            raise ValueError("rotary_table, positions: expected both or neither")
+        return 0
+    dims = {"cosines and sines": 2, "max_position": None, "rotary_dim": None}
+    check_tensor("rotary_table", rotary_table, dims, ACTIVATION_DTYPES, qkv.device)
+    check_tensor("positions", positions, {"num_tokens": qkv.shape[0]}, (torch.int64,), qkv.device)
+    rotary_dim = rotary_table.shape[2]
+    if rotary_dim % 2 or not 0 < rotary_dim <= qkv.shape[2]:
+        raise ValueError(
+            f"rotary_table: dimension 2 (rotary_dim) is {rotary_dim}, expected an even number up to {qkv.shape[2]}"
+        )
+    return rotary_dim
+
+
+def _check_outputs(key_out: torch.Tensor | None, value_out: torch.Tensor | None, fresh: torch.Tensor) -> None:
+    if (key_out is None) != (value_out is None):
+        raise ValueError("key_out, value_out: expected both or neither")
+    for name, out in (("key_out", key_out), ("value_out", value_out)):
+        if out is not None:
+            dims = dict(zip(("num_tokens", "num_kv_heads", "head_dim"), fresh.shape, strict=True))
+            check_tensor(name, out, dims, (fresh.dtype,), fresh.device)
+            if not out.is_contiguous():
+                raise ValueError(f"{name}: strides are {out.stride()}, expected a contiguous tensor")
+
+
+def _kernel(device: torch.device) -> Any:
+    require_launchable(device.type)
+    from quire.kernels.cache.fused_cache_write_triton import fused_cache_write_kernel
+
+    return fused_cache_write_kernel

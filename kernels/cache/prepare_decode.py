@@ -1,0 +1,208 @@
+"""Prepare decode: the inputs of a steady decode step from what the device holds, without the host.
+
+Every row computes one token: its last sample, at the position behind what is computed. ``prepare_decode`` before the
+forward pass and ``advance_decode`` after sampling close the circle, so that a captured graph of both and what lies
+between runs step after step. Grids and shapes are fixed by the number of rows that the graph is for; a shorter batch
+is padded.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.kernels.cache.pointer_table import TableSet
+from quire.kernels.cache.slot_mapping import (
+    NO_CONTEXT_PARALLEL,
+    PAD_SLOT_ID,
+    ContextParallel,
+    slot_mappings_reference,
+)
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
+
+TILE_ROWS = 128
+"""Rows of the batch that a program prepares: one thread each."""
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """Where a step's inputs are written, for ``num_rows`` rows with one token each. Kept as long as a graph uses it.
+
+    Attributes:
+        input_ids, positions: int64 ``[num_rows]``; 0 for padding.
+        seq_lens: int32 ``[num_rows]``, the new token included; 0 for padding.
+        query_start_loc: int32 ``[num_rows + 1]``; padding rows have no tokens, so it ends in repetitions.
+        slot_mapping: int64 ``[num_groups, num_rows]``; ``PAD_SLOT_ID`` for padding and what other ranks keep.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, num_groups: int, device: torch.device) -> "DecodeInputs":
+        """Memory that is not written yet."""
+        return cls(
+            input_ids=torch.empty(num_rows, dtype=torch.int64, device=device),
+            positions=torch.empty(num_rows, dtype=torch.int64, device=device),
+            seq_lens=torch.empty(num_rows, dtype=torch.int32, device=device),
+            query_start_loc=torch.empty(num_rows + 1, dtype=torch.int32, device=device),
+            slot_mapping=torch.empty(num_groups, num_rows, dtype=torch.int64, device=device),
+        )
+
+    def check(self, num_rows: int, num_groups: int, device: torch.device) -> None:
+        """Raises ValueError: a tensor does not have the shape, dtype or place above."""
+        rows = {"num_rows": num_rows}
+        check_tensor("input_ids", self.input_ids, rows, (torch.int64,), device)
+        check_tensor("positions", self.positions, rows, (torch.int64,), device)
+        check_tensor("seq_lens", self.seq_lens, rows, (torch.int32,), device)
+        starts = {"num_rows + 1": num_rows + 1}
+        check_tensor("query_start_loc", self.query_start_loc, starts, (torch.int32,), device)
+        slots = {"num_groups": num_groups, "num_rows": num_rows}
+        check_tensor("slot_mapping", self.slot_mapping, slots, (torch.int64,), device)
+
+
+def prepare_decode_reference(
+    row_of: torch.Tensor,
+    last_sampled: torch.Tensor,
+    num_computed: torch.Tensor,
+    tables: TableSet,
+    out: DecodeInputs,
+    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+) -> None:
+    """What ``prepare_decode`` does, in plain torch. The two agree exactly.
+
+    Raises:
+        IndexError: a row behind the last, or a position outside the block table.
+        ValueError: padding before a row.
+    """
+    live = row_of >= 0
+    num_live = int(live.sum())
+    if not bool(live[:num_live].all()):
+        raise ValueError("row_of: padding stands before a row, expected it behind all rows")
+    row = row_of[:num_live].long()
+    for values in (out.input_ids, out.positions, out.seq_lens):
+        values.zero_()
+    out.input_ids[:num_live] = last_sampled[row]
+    out.positions[:num_live] = num_computed[row].long()
+    out.seq_lens[:num_live] = num_computed[row] + 1
+    out.query_start_loc.copy_(torch.arange(len(row_of) + 1).clamp(max=num_live))
+    out.slot_mapping.copy_(
+        slot_mappings_reference(out.query_start_loc, out.positions, tables, row_of, context_parallel)
+    )
+
+
+def prepare_decode(
+    row_of: torch.Tensor,
+    last_sampled: torch.Tensor,
+    num_computed: torch.Tensor,
+    tables: TableSet,
+    out: DecodeInputs,
+    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+) -> None:
+    """Write a steady decode step's inputs, by one launch of the Triton kernel. Safe in a captured graph.
+
+    Args:
+        row_of: int32 ``[num_rows]``: the row, in tables and columns, of each row of the batch; negative: padding, and
+            all behind it must be padding too. Where it is 0, 1, 2 .. attention can read the tables as they are.
+        last_sampled: int64 ``[max_rows]``: the token of each row.
+        num_computed: int32 ``[max_rows]``: its position.
+        tables: a block table per KV group, of at least ``max_rows`` rows.
+        out: written to.
+        context_parallel: which positions this rank keeps.
+
+    A device cannot raise: a row behind the last is padding to it, and a token whose block is missing is not written.
+
+    Raises:
+        ValueError: a tensor does not have the shape, dtype or place above.
+        RuntimeError: Triton cannot launch here.
+    """
+    device = row_of.device
+    check_tensor("row_of", row_of, {"num_rows": None}, (torch.int32,), device)
+    check_tensor("last_sampled", last_sampled, {"max_rows": None}, (torch.int64,), device)
+    check_tensor("num_computed", num_computed, {"max_rows": len(last_sampled)}, (torch.int32,), device)
+    if tables.device != device:
+        raise ValueError(f"tables: device is {tables.device}, expected {device}")
+    for block_size in tables.block_sizes:
+        context_parallel.require_block_size(block_size)
+    out.check(len(row_of), len(tables), device)
+    require_launchable(device.type)
+    from quire.kernels.cache.prepare_decode_triton import prepare_decode_kernel
+
+    prepare_decode_kernel[(-(-(len(row_of) + 1) // TILE_ROWS),)](
+        row_of,
+        last_sampled,
+        num_computed,
+        tables.descriptions,
+        out.input_ids,
+        out.positions,
+        out.seq_lens,
+        out.query_start_loc,
+        out.slot_mapping,
+        len(row_of),
+        len(last_sampled),
+        out.slot_mapping.stride(0),
+        **launch_constants(len(tables), context_parallel),
+    )
+
+
+def advance_decode_reference(
+    row_of: torch.Tensor, sampled: torch.Tensor, last_sampled: torch.Tensor, num_computed: torch.Tensor
+) -> None:
+    """What ``advance_decode`` does, in plain torch. The two agree exactly.
+
+    Raises:
+        IndexError: a row behind the last.
+    """
+    live = row_of >= 0
+    row = row_of[live].long()
+    last_sampled[row] = sampled[live]
+    num_computed[row] += 1
+
+
+def advance_decode(
+    row_of: torch.Tensor, sampled: torch.Tensor, last_sampled: torch.Tensor, num_computed: torch.Tensor
+) -> None:
+    """Take over the samples of a steady decode step, by one launch of the Triton kernel. Safe in a captured graph.
+
+    Args:
+        row_of: int32 ``[num_rows]``, as for ``prepare_decode``; no row twice.
+        sampled: int64 ``[num_rows]``; what stands at padding is not read.
+        last_sampled, num_computed: int64 and int32 ``[max_rows]``; changed for the rows of the batch.
+
+    Raises:
+        ValueError: a tensor does not have the shape, dtype or place above.
+        RuntimeError: Triton cannot launch here.
+    """
+    device = row_of.device
+    check_tensor("row_of", row_of, {"num_rows": None}, (torch.int32,), device)
+    check_tensor("sampled", sampled, {"num_rows": len(row_of)}, (torch.int64,), device)
+    check_tensor("last_sampled", last_sampled, {"max_rows": None}, (torch.int64,), device)
+    check_tensor("num_computed", num_computed, {"max_rows": len(last_sampled)}, (torch.int32,), device)
+    kernel = _advance_kernel(device)
+    if len(row_of):
+        kernel[(-(-len(row_of) // TILE_ROWS),)](
+            row_of, sampled, last_sampled, num_computed, len(row_of), len(last_sampled), TILE_ROWS=TILE_ROWS
+        )
+
+
+def launch_constants(num_groups: int, context_parallel: ContextParallel) -> dict[str, int]:
+    """What ``prepare_decode``'s kernel is compiled for; shared with the test that compiles it ahead."""
+    return {
+        "NUM_GROUPS": num_groups,
+        "CP_WORLD_SIZE": context_parallel.world_size,
+        "CP_RANK": context_parallel.rank,
+        "CP_INTERLEAVE": context_parallel.interleave,
+        "TILE_ROWS": TILE_ROWS,
+        "PAD_SLOT": PAD_SLOT_ID,
+    }
+
+
+def _advance_kernel(device: torch.device) -> Any:
+    require_launchable(device.type)
+    from quire.kernels.cache.prepare_decode_triton import advance_decode_kernel
+
+    return advance_decode_kernel

@@ -1,0 +1,128 @@
+"""Root mean square norm (arXiv 1910.07467), alone or after the addition of a residual, in one pass over the row."""
+
+from typing import Any
+
+import torch
+
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
+
+NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+MAX_WIDTH = 16384
+"""Elements of a row, which one program holds in registers: 64 of each of 256 threads."""
+
+TILE_ELEMENTS = 1024
+"""Elements that a program takes at least, so that narrow rows (a head's 64 or 128) come several to a program."""
+
+TOLERANCES = {torch.float32: (2e-6, 1e-5), torch.float16: (2e-3, 1e-3), torch.bfloat16: (1.6e-2, 1e-2)}
+"""Relative and absolute distance of kernel and reference: one rounding to the dtype, and the order of a sum."""
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """What ``rms_norm`` computes: in float32, rounded once."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight.float()).to(x.dtype)
+
+
+def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """What ``add_rms_norm`` computes: the sum is rounded to the residual's dtype before it is normed."""
+    residual += x
+    return rms_norm_reference(residual, weight, eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """``x`` over its root mean square along the last dimension, in float32, times ``weight``; by the Triton kernel.
+
+    Args:
+        x: float32, float16 or bfloat16 ``[num_tokens, width]`` or ``[num_tokens, heads, head_dim]``; all but the last
+            dimension may be strided.
+        weight: ``[width]`` in any of the three dtypes, or None for 1.
+
+    Returns:
+        A contiguous tensor of ``x``'s shape and dtype.
+
+    Raises:
+        ValueError: a tensor does not have the shape, dtype or place above, or a row is wider than ``MAX_WIDTH``.
+        RuntimeError: Triton cannot launch here.
+    """
+    dims: dict[str, int | None] = {"num_tokens": None, "heads": None, "width": None}
+    if x.dim() == 2:
+        del dims["heads"]
+    check_tensor("x", x, dims, NORM_DTYPES, x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, x, weight, out, eps, add=False)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add ``x`` to ``residual``, in place, and return the norm of the sum; by the Triton kernel.
+
+    Args:
+        x: ``[num_tokens, width]``; rows may be strided.
+        residual: ``[num_tokens, width]``, of any of the three dtypes, which the norm has too; changed.
+        weight: ``[width]``.
+
+    Raises:
+        ValueError, RuntimeError: as ``rms_norm``.
+    """
+    check_tensor("x", x, {"num_tokens": None, "width": None}, NORM_DTYPES, x.device)
+    dims = {"num_tokens": x.shape[0], "width": x.shape[1]}
+    check_tensor("residual", residual, dims, NORM_DTYPES, x.device)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
+    _launch(x, residual, weight, out, eps, add=True)
+    return out
+
+
+def launch_constants(width: int, add: bool, has_weight: bool) -> dict[str, int]:
+    """What the kernel is compiled for; shared with the test that compiles it ahead."""
+    tile_width = 1 << (width - 1).bit_length()
+    return {
+        "WIDTH": width,
+        "TILE_ROWS": max(1, TILE_ELEMENTS // tile_width),
+        "TILE_WIDTH": tile_width,
+        "ADD": int(add),
+        "HAS_WEIGHT": int(has_weight),
+    }
+
+
+def launch_options(width: int) -> dict[str, int]:
+    return {"num_warps": 4 if width <= 2048 else 8 if width <= 8192 else 16}
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor, eps: float, add: bool
+) -> None:
+    width = x.shape[-1]
+    if not 0 < width <= MAX_WIDTH:
+        raise ValueError(f"x: the innermost dimension (width) is {width}, expected 1 to {MAX_WIDTH}")
+    if weight is not None:
+        check_tensor("weight", weight, {"width": width}, NORM_DTYPES, x.device)
+    kernel = _kernel(x.device)
+    heads = x.shape[1] if x.dim() == 3 else 1
+    rows = x.shape[0] * heads
+    if rows == 0:
+        return
+    constants = launch_constants(width, add, weight is not None)
+    kernel[(-(-rows // constants["TILE_ROWS"]),)](
+        x,
+        residual,
+        x if weight is None else weight,
+        out,
+        eps,
+        rows,
+        heads,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        residual.stride(0),
+        **constants,
+        **launch_options(width),
+    )
+
+
+def _kernel(device: torch.device) -> Any:
+    require_launchable(device.type)
+    from quire.kernels.dense.rms_norm_triton import rms_norm_kernel
+
+    return rms_norm_kernel

@@ -1,0 +1,219 @@
+"""Mixture of experts: each token through its experts' gated MLPs, as grouped products over tiles of one expert."""
+
+from typing import Any
+
+import torch
+
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
+from quire.kernels.dense.gated_activation import ACTIVATIONS, gate_reference
+from quire.kernels.moe.moe_routing import ExpertTiles, sort_pairs
+
+EXPERT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (1e-2, 1e-2), torch.bfloat16: (4e-2, 4e-2)}
+"""Relative and absolute distance of kernel and reference, for outputs around 1: the gated activations and each pair's
+result are rounded to the dtype, and sums over a few thousand elements may be in another order."""
+
+
+def fused_experts_reference(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str = "silu",
+    *,
+    bias13: torch.Tensor | None = None,
+    bias2: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What ``fused_experts`` computes, one expert after the other; rounded after the activation and at the end."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(len(w13)):
+        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+        gate_up = x[token].float() @ w13[expert].float().t()
+        if bias13 is not None:
+            gate_up += bias13[expert].float()
+        result = gate_reference(gate_up, activation).to(x.dtype).float() @ w2[expert].float().t()
+        if bias2 is not None:
+            result += bias2[expert].float()
+        total.index_add_(0, token, result * weights[token, choice, None])
+    return total.to(x.dtype)
+
+
+def fused_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str = "silu",
+    *,
+    bias13: torch.Tensor | None = None,
+    bias2: torch.Tensor | None = None,
+    tiles: ExpertTiles | None = None,
+) -> torch.Tensor:
+    """Every token's weighted sum over its experts, by Triton kernels: fit for a CUDA graph, equal from run to run.
+
+    Args:
+        x: float32, float16 or bfloat16 ``[num_tokens, hidden_size]``, rows may be strided.
+        w13: ``[num_experts, 2 * width, hidden_size]``, in ``x``'s dtype or turned into it: gate rows and then up rows;
+            even and odd rows for ``swiglu_oai``.
+        w2: ``[num_experts, hidden_size, width]``, likewise.
+        expert_ids: int32 ``[num_tokens, top_k]``, contiguous, no expert twice in a row; an id outside the range is an
+            expert of another rank, and adds nothing.
+        weights: float32 ``[num_tokens, top_k]``, contiguous.
+        activation: as ``gated_activation.gate``.
+        bias13, bias2: ``[num_experts, 2 * width]`` and ``[num_experts, hidden_size]``, in any of the three dtypes.
+        tiles: ``sort_pairs`` of the same ids, where the caller has them already.
+
+    Returns:
+        ``[num_tokens, hidden_size]``; a sum over the token's experts in the order of ``expert_ids``.
+
+    Raises:
+        ValueError: a tensor does not have the shape, dtype or place above, or the activation is not known.
+        RuntimeError: Triton cannot launch here.
+    """
+    _check(x, w13, w2, expert_ids, weights, activation, bias13, bias2)
+    kernels = _kernels(x.device)
+    num_tokens, hidden_size = x.shape
+    num_experts = len(w13)
+    out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    if tiles is None:
+        tiles = sort_pairs(expert_ids, num_experts, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
+    gated = _gate_up(kernels, x, w13, bias13, activation, tiles, expert_ids.shape)
+    results = _down(kernels, gated, w2, bias2, weights, tiles)
+    constants = sum_launch_constants(hidden_size, expert_ids.shape[1])
+    kernels.sum_experts_kernel[(num_tokens, -(-hidden_size // constants["TILE_ELEMENTS"]))](
+        results, expert_ids, out, num_experts, hidden_size, **constants
+    )
+    return out
+
+
+def _gate_up(
+    kernels: Any,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    bias13: torch.Tensor | None,
+    activation: str,
+    tiles: ExpertTiles,
+    pairs_shape: torch.Size,
+) -> torch.Tensor:
+    """``[num_pairs, width]``: each pair behind the activation."""
+    hidden_size, width = x.shape[1], w13.shape[1] // 2
+    constants = launch_constants(x.dtype, tiles.tile_pairs, hidden_size, width, down=False)
+    gated = torch.empty(pairs_shape.numel(), width, dtype=x.dtype, device=x.device)
+    kernels.gate_up_kernel[(-(-width // constants["TILE_COLUMNS"]), len(tiles.experts))](
+        x,
+        w13,
+        w13 if bias13 is None else bias13,
+        gated,
+        tiles.pairs,
+        tiles.experts,
+        pairs_shape[1],
+        x.stride(0),
+        *w13.stride()[:2],
+        0 if bias13 is None else bias13.stride(0),
+        **constants,
+        ACTIVATION=ACTIVATIONS[activation],
+        HAS_BIAS=int(bias13 is not None),
+        **launch_options(x.dtype, tiles.tile_pairs),
+    )
+    return gated
+
+
+def _down(
+    kernels: Any,
+    gated: torch.Tensor,
+    w2: torch.Tensor,
+    bias2: torch.Tensor | None,
+    weights: torch.Tensor,
+    tiles: ExpertTiles,
+) -> torch.Tensor:
+    """``[num_pairs, hidden_size]``: each pair's share of its token's result; pairs of other ranks are not written."""
+    hidden_size, width = w2.shape[1:]
+    constants = launch_constants(gated.dtype, tiles.tile_pairs, hidden_size, width, down=True)
+    results = torch.empty(len(gated), hidden_size, dtype=gated.dtype, device=gated.device)
+    kernels.down_kernel[(-(-hidden_size // constants["TILE_COLUMNS"]), len(tiles.experts))](
+        gated,
+        w2,
+        w2 if bias2 is None else bias2,
+        weights,
+        results,
+        tiles.pairs,
+        tiles.experts,
+        *w2.stride()[:2],
+        0 if bias2 is None else bias2.stride(0),
+        **constants,
+        HAS_BIAS=int(bias2 is not None),
+        **launch_options(gated.dtype, tiles.tile_pairs),
+    )
+    return results
+
+
+def pick_tile_pairs(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Pairs of a tile: about what an expert gets, so that few rows of a product are empty and weights are read once."""
+    each = num_pairs // num_experts
+    most = 64 if dtype == torch.float32 else 128
+    return min(most, max(16, 1 << max(each - 1, 0).bit_length()))
+
+
+def launch_constants(dtype: torch.dtype, tile_pairs: int, hidden_size: int, width: int, down: bool) -> dict[str, int]:
+    """What a product is compiled for; shared with the test that compiles both ahead.
+
+    The first has two accumulators, and so half as many columns as the second (``down``).
+    """
+    sizes = {"HIDDEN_SIZE": hidden_size, "WIDTH": width, "TILE_PAIRS": tile_pairs}
+    if dtype == torch.float32:
+        return sizes | {"TILE_COLUMNS": 32, "TILE_INNER": 32}
+    # Few rows: a long inner tile, for what counts is how many bytes of the weights are on their way.
+    columns = 128 if down and tile_pairs >= 64 else 64
+    return sizes | {"TILE_COLUMNS": columns, "TILE_INNER": 128 if tile_pairs <= 32 else 64}
+
+
+def launch_options(dtype: torch.dtype, tile_pairs: int) -> dict[str, int]:
+    """Warps that share the accumulators, and stages of tiles in flight."""
+    return {"num_warps": 8 if tile_pairs >= 128 else 4, "num_stages": 2 if dtype == torch.float32 else 3}
+
+
+def sum_launch_constants(hidden_size: int, top_k: int) -> dict[str, int]:
+    return {"TOP_K": top_k, "TILE_ELEMENTS": min(1 << (hidden_size - 1).bit_length(), 1024)}
+
+
+def _check(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str,
+    bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+) -> None:
+    device = x.device
+    check_tensor("x", x, {"num_tokens": None, "hidden_size": None}, EXPERT_DTYPES, device)
+    num_tokens, hidden_size = x.shape
+    check_tensor("w2", w2, {"num_experts": None, "hidden_size": hidden_size, "width": None}, EXPERT_DTYPES, device)
+    num_experts, _, width = w2.shape
+    w13_dims = {"num_experts": num_experts, "2 * width": 2 * width, "hidden_size": hidden_size}
+    check_tensor("w13", w13, w13_dims, EXPERT_DTYPES, device)
+    check_tensor("expert_ids", expert_ids, {"num_tokens": num_tokens, "top_k": None}, (torch.int32,), device)
+    dims = {"num_tokens": num_tokens, "top_k": expert_ids.shape[1]}
+    check_tensor("weights", weights, dims, (torch.float32,), device)
+    if not (expert_ids.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("expert_ids and weights: expected contiguous tensors")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    for name, bias, columns in (("bias13", bias13, 2 * width), ("bias2", bias2, hidden_size)):
+        if bias is not None:
+            bias_dims = {"num_experts": num_experts, "columns": columns}
+            check_tensor(name, bias, bias_dims, EXPERT_DTYPES, device)
+
+
+def _kernels(device: torch.device) -> Any:
+    require_launchable(device.type)
+    from quire.kernels.moe import fused_experts_triton
+
+    return fused_experts_triton

@@ -1,0 +1,171 @@
+"""Mixture of experts: which experts each token goes to, and the (token, expert) pairs sorted into tiles of one expert.
+
+A *pair* is one token with one of its ``top_k`` experts: pair ``token * top_k + j`` is the token's ``j``-th choice.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
+
+LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+
+SCAN_PAIRS = 2048
+"""Pairs that a program looks at at a time. One program per expert reads all pairs: for 65,536 that is 32 turns."""
+
+TOLERANCE = (1e-5, 1e-7)
+"""Relative and absolute distance of the weights of kernel and reference; the expert ids are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """The pairs by expert, in tiles of ``tile_pairs`` of which none has two experts.
+
+    Sizes are those of the worst case, so that they follow from the number of pairs alone and no host waits for a count.
+
+    Attributes:
+        pairs: int32 ``[max_tiles * tile_pairs]``; within an expert in ascending order. NO_PAIR fills tiles up.
+        experts: int32 ``[max_tiles]``, ascending; NO_PAIR where the tile is not used.
+        tile_pairs: a power of two.
+    """
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+    tile_pairs: int
+
+
+NO_PAIR = -1
+
+
+def route_reference(logits: torch.Tensor, top_k: int, *, renormalise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``route`` computes."""
+    wide = logits.float()
+    # A stable sort, because torch.topk leaves open which of equals it takes.
+    ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = torch.softmax(wide, -1).gather(-1, ids)
+    if renormalise:
+        weights = torch.softmax(wide.gather(-1, ids), -1)
+    return ids.int(), weights
+
+
+def sort_pairs_reference(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> ExpertTiles:
+    """What ``sort_pairs`` computes. The two agree exactly."""
+    flat = expert_ids.flatten()
+    tiles, experts = [], []
+    for expert in range(num_experts):
+        own = (flat == expert).nonzero()[:, 0].int()
+        for start in range(0, len(own), tile_pairs):
+            tile = torch.full((tile_pairs,), NO_PAIR, dtype=torch.int32, device=flat.device)
+            part = own[start : start + tile_pairs]
+            tile[: len(part)] = part
+            tiles.append(tile)
+            experts.append(expert)
+    most = max_tiles(flat.numel(), num_experts, tile_pairs)
+    pairs = torch.full((most * tile_pairs,), NO_PAIR, dtype=torch.int32, device=flat.device)
+    if tiles:
+        pairs[: len(tiles) * tile_pairs] = torch.cat(tiles)
+    experts += [NO_PAIR] * (most - len(experts))
+    return ExpertTiles(pairs, torch.tensor(experts, dtype=torch.int32, device=flat.device), tile_pairs)
+
+
+def max_tiles(num_pairs: int, num_experts: int, tile_pairs: int) -> int:
+    """Tiles that pairs can need at most: each expert that has any leaves one not full."""
+    with_pairs = min(num_pairs, num_experts)
+    return with_pairs + (num_pairs - with_pairs) // tile_pairs
+
+
+def route(logits: torch.Tensor, top_k: int, *, renormalise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's ``top_k`` best experts; of equals the lower one. By the Triton kernel.
+
+    Args:
+        logits: the router's, float32, float16 or bfloat16 ``[num_tokens, num_experts]``, rows may be strided.
+        renormalise: the weights of a token's experts sum up to 1, which is the softmax over these alone (Mixtral,
+            gpt-oss, Qwen3-MoE with ``norm_topk_prob``); otherwise they are their shares of the softmax over all.
+
+    Returns:
+        Expert ids int32 ``[num_tokens, top_k]``, best first, and weights float32 of the same shape. A row with a NaN
+        has NaN weights, and experts that exist.
+
+    Raises:
+        ValueError: the tensor does not have the shape, dtype or place above, or a number is out of its range.
+        RuntimeError: Triton cannot launch here.
+    """
+    check_tensor("logits", logits, {"num_tokens": None, "num_experts": None}, LOGITS_DTYPES, logits.device)
+    num_tokens, num_experts = logits.shape
+    if not 0 < num_experts <= MAX_EXPERTS:
+        raise ValueError(f"logits: dimension 1 (num_experts) is {num_experts}, expected 1 to {MAX_EXPERTS}")
+    if not 0 < top_k <= min(num_experts, MAX_TOP_K):
+        raise ValueError(f"top_k: {top_k} of {num_experts} experts, expected 1 to {min(num_experts, MAX_TOP_K)}")
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    kernel = _kernels(logits.device).route_kernel
+    if num_tokens > 0:
+        constants = route_constants(num_experts, top_k, renormalise)
+        grid = (-(-num_tokens // constants["TILE_TOKENS"]),)
+        kernel[grid](logits, ids, weights, num_tokens, num_experts, logits.stride(0), **constants)
+    return ids, weights
+
+
+def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> ExpertTiles:
+    """Sort a step's pairs into tiles of one expert each, by Triton kernels; no host reads.
+
+    Args:
+        expert_ids: int32 ``[num_tokens, top_k]``, contiguous. An id outside ``[0, num_experts)`` is an expert that
+            another rank has: its pair is in no tile.
+        tile_pairs: a power of two.
+
+    Raises:
+        ValueError: the tensor does not have the shape, dtype or place above, or a number is out of its range.
+        RuntimeError: Triton cannot launch here.
+    """
+    check_tensor("expert_ids", expert_ids, {"num_tokens": None, "top_k": None}, (torch.int32,), expert_ids.device)
+    if not expert_ids.is_contiguous():
+        raise ValueError("expert_ids: expected a contiguous tensor")
+    if not 0 < num_experts <= MAX_EXPERTS or tile_pairs < 1 or tile_pairs & (tile_pairs - 1) != 0:
+        raise ValueError(f"expected 1 to {MAX_EXPERTS} experts and a power of two, got {num_experts} and {tile_pairs}")
+    kernels = _kernels(expert_ids.device)
+    num_pairs = expert_ids.numel()
+    most = max_tiles(num_pairs, num_experts, tile_pairs)
+    filled = torch.full((most * (tile_pairs + 1),), NO_PAIR, dtype=torch.int32, device=expert_ids.device)
+    tiles = ExpertTiles(filled[: most * tile_pairs], filled[most * tile_pairs :], tile_pairs)
+    if num_pairs > 0:
+        counts = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
+        scan = {"SCAN_PAIRS": SCAN_PAIRS}
+        kernels.count_pairs_kernel[(num_experts,)](expert_ids, counts, num_pairs, **scan)
+        kernels.place_pairs_kernel[(num_experts,)](
+            expert_ids,
+            counts,
+            tiles.pairs,
+            tiles.experts,
+            num_pairs,
+            num_experts,
+            TILE_PAIRS=tile_pairs,
+            TILE_EXPERTS=1 << (num_experts - 1).bit_length(),
+            **scan,
+        )
+    return tiles
+
+
+def route_constants(num_experts: int, top_k: int, renormalise: bool) -> dict[str, int]:
+    """What the routing kernel is compiled for; shared with the test that compiles it ahead."""
+    tile_experts = 1 << (num_experts - 1).bit_length()
+    return {
+        "TOP_K": top_k,
+        "RENORMALISE": int(renormalise),
+        "TILE_TOKENS": max(1, 512 // tile_experts),
+        "TILE_EXPERTS": tile_experts,
+        "TILE_TOP_K": 1 << (top_k - 1).bit_length(),
+    }
+
+
+def _kernels(device: torch.device) -> Any:
+    require_launchable(device.type)
+    from quire.kernels.moe import moe_routing_triton
+
+    return moe_routing_triton

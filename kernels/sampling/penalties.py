@@ -1,0 +1,164 @@
+"""Penalties on the tokens that a request's prompt and answer have: repetition, frequency and presence, in place.
+
+A token's *count* is an int32: bit 30 says that the prompt has it, the bits below how often the answer does. Drafts that
+come before a position in the same step belong to its answer. Repetition comes first: a positive logit is divided by it,
+another multiplied, where prompt or answer has the token (Keskar et al., 2019, https://arxiv.org/abs/1909.05858). Then,
+where the answer has it, ``frequency * count + presence`` is subtracted.
+
+Each operation is rounded to float32 once, so that every implementation gives the same bits.
+"""
+
+from typing import Any
+
+import torch
+
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
+
+PROMPT_BIT = 1 << 30
+
+COUNT_MASK = PROMPT_BIT - 1
+
+TILE_TOKENS = 2048
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    offsets: torch.Tensor,
+    drafts: torch.Tensor,
+) -> None:
+    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch.
+
+    Where a CPU has the native library, ``kernels.cpu.penalties`` does the same from counts that are listed.
+
+    Args:
+        logits: float32 ``[num_positions, vocab]``, rows may be strided.
+        slots: int32 or int64 ``[num_positions]``: the row of ``counts`` that is the position's; -1: it is left alone.
+        counts: int32 ``[num_slots, vocab]``, rows may be strided.
+        repetition, frequency, presence: float32 ``[num_positions]``; 1, 0 and 0 do nothing.
+        offsets: int64 ``[num_positions]``: drafts before position ``p`` are ``drafts[p - offsets[p] : p]``.
+        drafts: int64 ``[num_positions]``.
+
+    Raises:
+        ValueError: a tensor does not have the shape, dtype or place above.
+        IndexError: by torch alone: a slot or a draft that does not exist. Triton leaves such a row, or draft, out.
+    """
+    arguments = (logits, slots, counts, repetition, frequency, presence, offsets, drafts)
+    if not logits.is_cpu:
+        launch_penalties(*arguments)
+        return
+    check_penalties(*arguments)
+    apply_penalties_reference(*arguments)
+
+
+def apply_penalties_reference(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    offsets: torch.Tensor,
+    drafts: torch.Tensor,
+) -> None:
+    """What ``apply_penalties`` does, in plain torch."""
+    at = torch.nonzero(slots >= 0)[:, 0]
+    if not len(at):
+        return
+    held = counts[slots[at].long()]
+    answer = held & COUNT_MASK
+    before = offsets[at]
+    for distance in range(1, int(before.max()) + 1):
+        having = torch.nonzero(before >= distance)[:, 0]
+        tokens = drafts[at[having] - distance]
+        if bool((tokens < 0).any()):
+            raise IndexError("a draft is negative")
+        answer[having, tokens] += 1
+    own = logits[at]
+    factor = repetition[at][:, None]
+    repeated = torch.where(own > 0, own / factor, own * factor)
+    own = torch.where((held & PROMPT_BIT != 0) | (answer > 0), repeated, own)
+    penalty = frequency[at][:, None] * answer.float() + presence[at][:, None]
+    logits[at] = torch.where(answer > 0, own - penalty, own)
+
+
+def launch_penalties(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    offsets: torch.Tensor,
+    drafts: torch.Tensor,
+) -> None:
+    """The same by the Triton kernel.
+
+    Raises:
+        ValueError: as ``apply_penalties``.
+        RuntimeError: Triton cannot launch here.
+    """
+    check_penalties(logits, slots, counts, repetition, frequency, presence, offsets, drafts)
+    kernel = _kernel(logits.device)
+    num_positions, vocab = logits.shape
+    if num_positions and vocab:
+        kernel[(num_positions, -(-vocab // TILE_TOKENS))](
+            logits,
+            slots,
+            counts,
+            repetition,
+            frequency,
+            presence,
+            offsets,
+            drafts,
+            vocab,
+            len(counts),
+            logits.stride(0),
+            counts.stride(0),
+            **launch_constants(),
+            enable_fp_fusion=False,
+        )
+
+
+def launch_constants() -> dict[str, int]:
+    """What the kernel is compiled for; shared with the test that compiles it ahead."""
+    return {"PROMPT_BIT": PROMPT_BIT, "TILE": TILE_TOKENS}
+
+
+def check_penalties(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    offsets: torch.Tensor,
+    drafts: torch.Tensor,
+) -> None:
+    """Raise ValueError unless all is as ``apply_penalties`` takes it."""
+    device = logits.device
+    check_tensor("logits", logits, {"num_positions": None, "vocab": None}, (torch.float32,), device)
+    num_positions, vocab = logits.shape
+    check_tensor("counts", counts, {"num_slots": None, "vocab": vocab}, (torch.int32,), device)
+    vectors = {
+        "slots": (slots, (torch.int32, torch.int64)),
+        "repetition": (repetition, (torch.float32,)),
+        "frequency": (frequency, (torch.float32,)),
+        "presence": (presence, (torch.float32,)),
+        "offsets": (offsets, (torch.int64,)),
+        "drafts": (drafts, (torch.int64,)),
+    }
+    for name, (tensor, dtypes) in vectors.items():
+        check_tensor(name, tensor, {"num_positions": num_positions}, dtypes, device)
+
+
+def _kernel(device: torch.device) -> Any:
+    require_launchable(device.type)
+    from quire.kernels.sampling.penalties_triton import penalties_kernel
+
+    return penalties_kernel

@@ -1,0 +1,112 @@
+"""Log-probabilities of the sampled and of the best tokens, without those of all the others."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
+from quire.kernels.sampling.sampling_stats import CHUNK, RowStatistics, check_logits, row_statistics, tile_chunks
+
+MAX_LOGPROBS = 32
+
+TOLERANCE = (2e-6, 1e-5)
+"""Relative and absolute distance of the values of kernel and reference; ids and ranks are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """``[num_rows, 1 + n]``: the given token, and then the ``n`` best, best first; of equals the lower id.
+
+    Attributes:
+        token_ids: int64.
+        values: float32, natural logarithms.
+        ranks: int64 ``[num_rows]``, of the given token: 1 and how many logits are above its own.
+    """
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    ranks: torch.Tensor
+
+
+def top_logprobs_reference(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
+    """What ``top_logprobs`` computes."""
+    wide = logits.float()
+    own = wide.gather(-1, tokens[:, None])
+    # A stable sort, because torch.topk leaves open which of equals it takes.
+    best = wide.sort(dim=-1, descending=True, stable=True).indices[:, :n]
+    token_ids = torch.cat((tokens[:, None], best), -1)
+    values = torch.log_softmax(wide.double(), -1).gather(-1, token_ids).float()
+    return TopLogprobs(token_ids, values, (wide > own).sum(-1) + 1)
+
+
+def top_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, n: int, statistics: RowStatistics | None = None
+) -> TopLogprobs:
+    """Log-probabilities of each row's token and of its ``n`` best, by Triton kernels.
+
+    The order and the ranks are those of the logits; two that differ may have log-probabilities that round to one.
+
+    Args:
+        logits: float32, float16 or bfloat16 ``[num_rows, vocab]``, rows may be strided. A row that is ``bad`` by its
+            statistics gets ids that exist, and values that say nothing.
+        tokens: int64 ``[num_rows]`` in [0, vocab); others are a caller's mistake, and have a NaN for a value.
+        n: 0 to ``MAX_LOGPROBS``, and at most the vocabulary.
+        statistics: of the same logits, where the caller has them already.
+
+    Raises:
+        ValueError: a tensor does not have the shape, dtype or place above, or ``n`` is out of its range.
+        RuntimeError: Triton cannot launch here.
+    """
+    check_logits(logits)
+    num_rows, vocab = logits.shape
+    device = logits.device
+    check_tensor("tokens", tokens, {"num_rows": num_rows}, (torch.int64,), device)
+    if not 0 <= n <= min(vocab, MAX_LOGPROBS):
+        raise ValueError(f"n: {n} of {vocab} tokens, expected 0 to {min(vocab, MAX_LOGPROBS)}")
+    chunk_kernel, row_kernel = _kernels(device)
+    result = TopLogprobs(
+        token_ids=torch.empty(num_rows, 1 + n, dtype=torch.int64, device=device),
+        values=torch.empty(num_rows, 1 + n, dtype=torch.float32, device=device),
+        ranks=torch.empty(num_rows, dtype=torch.int64, device=device),
+    )
+    if num_rows == 0:
+        return result
+    statistics = row_statistics(logits) if statistics is None else statistics
+    num_chunks = -(-vocab // CHUNK)
+    constants = launch_constants(n)
+    candidates = torch.empty(2, num_rows, num_chunks, constants["TILE_N"], dtype=torch.int32, device=device)
+    above = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
+    chunk_kernel[(num_rows, num_chunks)](
+        logits, tokens, candidates[0], candidates[1], above, vocab, logits.stride(0), CHUNK=CHUNK, **constants
+    )
+    row_kernel[(num_rows,)](
+        logits,
+        tokens,
+        statistics.log_sum_exp,
+        candidates[0],
+        candidates[1],
+        above,
+        result.token_ids,
+        result.values,
+        result.ranks,
+        vocab,
+        num_chunks,
+        logits.stride(0),
+        TILE_CHUNKS=tile_chunks(vocab),
+        **constants,
+    )
+    return result
+
+
+def launch_constants(n: int) -> dict[str, int]:
+    """What both kernels are compiled for; shared with the test that compiles them ahead."""
+    return {"N": n, "TILE_N": 1 << max(n - 1, 0).bit_length(), "num_warps": 8}
+
+
+def _kernels(device: torch.device) -> tuple[Any, Any]:
+    require_launchable(device.type)
+    from quire.kernels.sampling.sampling_logprobs_triton import chunk_candidates_kernel, row_logprobs_kernel
+
+    return chunk_candidates_kernel, row_logprobs_kernel

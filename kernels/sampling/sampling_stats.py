@@ -1,0 +1,116 @@
+"""Of each row of logits: the best token, the log of the sum of exponentials, and whether the row can be sampled."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.triton_runtime import require_launchable
+
+LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+CHUNK = 4096
+"""Logits that one program takes, so that a single row keeps many multiprocessors busy. Fixed: a row's sums must not
+depend on how many rows there are."""
+
+MAX_VOCAB = 1 << 20
+
+TOLERANCE = (2e-6, 2e-6)
+"""Relative and absolute distance of kernel's and reference's ``log_sum_exp``; all else is equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowStatistics:
+    """Of float logits ``[num_rows, vocab]``; each ``[num_rows]``.
+
+    Attributes:
+        tokens: int64, the index of the best logit; of equals the lowest.
+        best: float32, its value; NaN where the row has one.
+        bad: bool, where ``best`` is not finite: a NaN, an infinity, or a row of nothing but minus infinity.
+        log_sum_exp: float32; says nothing where ``bad``.
+    """
+
+    tokens: torch.Tensor
+    best: torch.Tensor
+    bad: torch.Tensor
+    log_sum_exp: torch.Tensor
+
+
+def row_statistics_reference(logits: torch.Tensor) -> RowStatistics:
+    """What ``row_statistics`` computes."""
+    wide = logits.float()
+    best = wide.amax(-1)
+    # The lowest index of the equals; a NaN equals none, so it is looked for by itself.
+    is_best = torch.where(best.isnan()[:, None], wide.isnan(), wide == best[:, None])
+    return RowStatistics(
+        tokens=is_best.int().argmax(-1),
+        best=best,
+        bad=~best.isfinite(),
+        log_sum_exp=torch.logsumexp(wide.double(), -1).float(),
+    )
+
+
+def row_statistics(logits: torch.Tensor) -> RowStatistics:
+    """``RowStatistics`` of every row, by two Triton kernels: one over chunks of the vocabulary, one over the chunks.
+
+    Args:
+        logits: float32, float16 or bfloat16 ``[num_rows, vocab]``, rows may be strided.
+
+    Raises:
+        ValueError: the tensor does not have the shape, dtype or place above, or more than ``MAX_VOCAB`` columns.
+        RuntimeError: Triton cannot launch here.
+    """
+    check_logits(logits)
+    device = logits.device
+    chunk_kernel, row_kernel = _kernels(device)
+    num_rows, vocab = logits.shape
+    num_chunks = -(-vocab // CHUNK)
+    result = RowStatistics(
+        tokens=torch.empty(num_rows, dtype=torch.int64, device=device),
+        best=torch.empty(num_rows, dtype=torch.float32, device=device),
+        bad=torch.empty(num_rows, dtype=torch.bool, device=device),
+        log_sum_exp=torch.empty(num_rows, dtype=torch.float32, device=device),
+    )
+    if num_rows == 0:
+        return result
+    keys = torch.empty(2, num_rows, num_chunks, dtype=torch.int32, device=device)
+    sums = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
+    chunk_kernel[(num_rows, num_chunks)](
+        logits, keys[0], keys[1], sums, vocab, num_chunks, logits.stride(0), CHUNK=CHUNK, num_warps=8
+    )
+    row_kernel[(num_rows,)](
+        keys[0],
+        keys[1],
+        sums,
+        result.tokens,
+        result.best,
+        result.bad,
+        result.log_sum_exp,
+        num_chunks,
+        TILE_CHUNKS=tile_chunks(vocab),
+    )
+    return result
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    """Refuse what the sampling kernels cannot read.
+
+    Raises:
+        ValueError: as ``row_statistics``.
+    """
+    check_tensor("logits", logits, {"num_rows": None, "vocab": None}, LOGITS_DTYPES, logits.device)
+    if not 0 < logits.shape[1] <= MAX_VOCAB:
+        raise ValueError(f"logits: dimension 1 (vocab) is {logits.shape[1]}, expected 1 to {MAX_VOCAB}")
+
+
+def tile_chunks(vocab: int) -> int:
+    """Chunks of a row, rounded up to what one tile can be."""
+    return 1 << (-(-vocab // CHUNK) - 1).bit_length()
+
+
+def _kernels(device: torch.device) -> tuple[Any, Any]:
+    require_launchable(device.type)
+    from quire.kernels.sampling.sampling_stats_triton import chunk_statistics_kernel, row_statistics_kernel
+
+    return chunk_statistics_kernel, row_statistics_kernel
