@@ -58,7 +58,7 @@ EXCEPTIONS = [
         "launch/bench/peers/peer_driver.py:", "runpy", "a peer's program may not import ours: its neighbour, by path"
     ),
     Allowed("tests/kernels/compile_ahead.py:", "runpy", "the same: files of its own folder"),
-    Allowed("tests/worker_proc/test_parallel.py:", "multiprocessing", "ranks that only share memory"),
+    Allowed("tests/worker_proc/parallel/test_parallel.py:", "multiprocessing", "ranks that only share memory"),
 ]
 
 
