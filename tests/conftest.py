@@ -19,14 +19,15 @@ hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+TESTS = Path(__file__).parent
 SIDE_RUNS = pytest.StashKey[SideRuns]()
 
 # Each of several processes collects every test, and would start every program: those that it never looks at, too.
 ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 
 LONG_FILES = (
-    *("kernels/test_triton.py", "worker_proc/test_gpu_step.py", "end_to_end/test_recovery.py"),
-    *("simulation/test_slice.py", "simulation/test_mutations.py", "scheduler_proc/test_cruise_equals_plain.py"),
+    *("kernels/test_triton.py", "worker_proc/execute/test_gpu_step.py", "end_to_end/test_recovery.py"),
+    *("simulation/test_slice.py", "simulation/test_mutations.py", "scheduler_proc/core/test_cruise_equals_plain.py"),
 )
 """The longest ones, in the order to begin them in several processes: begun last, one would run on beside idle cores."""
 
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Programs that began with the session are looked at last."""
     if ONE_OF_SEVERAL:
         places = {name: place for place, name in enumerate(LONG_FILES)}
-        items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places)))
+        items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
     else:
         items.sort(key=lambda item: item.name in PROGRAMS)
 
@@ -54,7 +55,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def side_run(request: pytest.FixtureRequest) -> str:
-    """What the program that belongs to this test printed; it has ended well (``support/side_runs.py``)."""
+    """What the program that belongs to this test printed; it has ended well (``support/common/side_runs.py``)."""
     return request.config.stash[SIDE_RUNS].output(request.node.name)
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch", "tests")
 
 
 def _names(file: Path) -> set[str]:
@@ -32,8 +33,7 @@ def test_every_linked_page_exists() -> None:
     for page in [
         ROOT / "README.md",
         *ROOT.glob("docs/*.md"),
-        *ROOT.glob("*/README.md"),
-        *ROOT.glob("launch/*/README.md"),
+        *(page for package in PACKAGES for page in (ROOT / package).rglob("README.md")),
     ]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"

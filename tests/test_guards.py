@@ -30,12 +30,12 @@ def load(path: str) -> Any:
     return module
 
 
-bugs = load("scheduler_proc/test_recurring_bugs.py")
-prefixes = load("scheduler_proc/test_prefix_caching.py")
-prompts = load("scheduler_proc/test_prompt_logprobs.py")
+bugs = load("scheduler_proc/core/test_recurring_bugs.py")
+prefixes = load("scheduler_proc/kv/test_prefix_caching.py")
+prompts = load("scheduler_proc/core/test_prompt_logprobs.py")
 grammars = load("scheduler_proc/structured/test_manager.py")
-drafts = load("worker_proc/test_draft_steps.py")
-attention = load("worker_proc/test_cpu_attention.py")
+drafts = load("worker_proc/execute/test_draft_steps.py")
+attention = load("worker_proc/attention/test_cpu_attention.py")
 processors = load("worker_proc/sampling/test_processors.py")
 
 

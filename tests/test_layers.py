@@ -19,7 +19,7 @@ ALLOWED = {
 }
 TORCH_FREE = ("protocol", "scheduler_proc", "launch")
 # Programs of their own that nothing of the engine imports: they build the demo checkpoint, or run a peer.
-TORCH_PROGRAMS = ("launch/demo/", "launch/bench/peer_")
+TORCH_PROGRAMS = ("launch/demo/", "launch/bench/peers/peer_", "launch/bench/scheduler/peer_")
 HEAVY = {"torch", "transformers", "triton"}
 
 

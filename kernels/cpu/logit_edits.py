@@ -1,5 +1,7 @@
-"""Bitmasks by the native library. The launcher in ``kernels.sampling.token_bitmask`` checks the tensors; what is computed is
-written down there."""
+"""Bitmasks by the native library.
+
+The launcher in ``kernels.sampling.token_bitmask`` checks the tensors; what is computed is written down there.
+"""
 
 import ctypes
 import functools

@@ -1,6 +1,7 @@
 """Whether rows of logits are finite, and log probabilities, by the native library: the checked launcher.
 
-``kernels.sampling.sampling_stats`` and ``kernels.sampling.sampling_logprobs`` write down what is computed; the tolerances there hold.
+``kernels.sampling.sampling_stats`` and ``kernels.sampling.sampling_logprobs`` write down what is computed; the
+tolerances there hold.
 """
 
 import ctypes
@@ -9,9 +10,9 @@ import functools
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.logits import TopLogprobs
 from quire.kernels.cpu.native import Native, load_native
 from quire.kernels.cpu.sampling import check_logits_cpu
-from quire.kernels.sampling.sampling_logprobs import TopLogprobs
 
 
 class CpuLogits:

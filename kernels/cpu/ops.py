@@ -1,6 +1,6 @@
 """Norms and gates by the native library: the checked launcher.
 
-What they compute is written down in ``kernels.dense.rms_norm`` and ``kernels.dense.gated_activation``: the references and
+``kernels.dense.rms_norm`` and ``kernels.dense.gated_activation`` write down what they compute: the references and
 tolerances there hold here. A row's bits depend on that row alone, which torch's own gates do not promise.
 """
 

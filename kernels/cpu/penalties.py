@@ -111,7 +111,8 @@ class ListedCounts:
         offsets: torch.Tensor,
         drafts: torch.Tensor,
     ) -> None:
-        """``kernels.sampling.penalties.apply_penalties`` from these counts; slots and drafts that do not exist are left out.
+        """``kernels.sampling.penalties.apply_penalties`` from these counts; slots and drafts that do not exist are left
+        out.
 
         Raises:
             ValueError: a tensor does not have the shape, dtype or place there, or slots are not int64.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.logits import MAX_VOCAB
 from quire.kernels.cpu.native import Native
-from quire.kernels.sampling.sampling_stats import MAX_VOCAB
 
 _CPU = torch.device("cpu")
 

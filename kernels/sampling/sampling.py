@@ -207,6 +207,6 @@ def _draw(
 
 def _kernels(device: torch.device) -> Any:
     require_launchable(device.type)
-    from quire.kernels.sampling.sampling import sampling_triton
+    from quire.kernels.sampling import sampling_triton
 
     return sampling_triton

@@ -1,11 +1,11 @@
 """Log-probabilities of the sampled and of the best tokens, without those of all the others."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.logits import TopLogprobs
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.sampling.sampling_stats import CHUNK, RowStatistics, check_logits, row_statistics, tile_chunks
 
@@ -13,21 +13,6 @@ MAX_LOGPROBS = 32
 
 TOLERANCE = (2e-6, 1e-5)
 """Relative and absolute distance of the values of kernel and reference; ids and ranks are equal."""
-
-
-@dataclass(frozen=True, slots=True)
-class TopLogprobs:
-    """``[num_rows, 1 + n]``: the given token, and then the ``n`` best, best first; of equals the lower id.
-
-    Attributes:
-        token_ids: int64.
-        values: float32, natural logarithms.
-        ranks: int64 ``[num_rows]``, of the given token: 1 and how many logits are above its own.
-    """
-
-    token_ids: torch.Tensor
-    values: torch.Tensor
-    ranks: torch.Tensor
 
 
 def top_logprobs_reference(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:

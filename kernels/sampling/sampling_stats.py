@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.logits import MAX_VOCAB
 from quire.kernels.common.triton_runtime import require_launchable
 
 LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -13,8 +14,6 @@ LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHUNK = 4096
 """Logits that one program takes, so that a single row keeps many multiprocessors busy. Fixed: a row's sums must not
 depend on how many rows there are."""
-
-MAX_VOCAB = 1 << 20
 
 TOLERANCE = (2e-6, 2e-6)
 """Relative and absolute distance of kernel's and reference's ``log_sum_exp``; all else is equal."""

@@ -6,14 +6,12 @@ So that a wrong checkpoint is refused before any process starts. Pickled weights
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import read_json, shown
+from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.safetensors_header import DTYPE_BYTES, PACKED_BYTES, StoredTensor, read_header
-
-if TYPE_CHECKING:
-    from quire.protocol.model.model_config import ModelConfig  # which needs this module itself
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,7 +21,6 @@ EMBEDDING = "model.embed_tokens.weight"
 
 _PACKED_NAMES = ("_blocks", "_scales")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
-_READ = (".json", ".jinja", ".safetensors")
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -55,27 +52,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def check_links(folder: Path) -> None:
-    """A link out of the folder would show files of this machine to whoever made the checkpoint.
-
-    The hub's cache is the exception: there, snapshots link to the blobs beside them.
-
-    Raises:
-        ConfigError: a file that might be read lies elsewhere.
-    """
-    home = folder.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if file.suffix in _READ and file.is_symlink():
-            try:
-                place = file.resolve(strict=True)
-            except (OSError, RuntimeError):  # RuntimeError: links in a circle
-                raise ConfigError(f"{file}: is a link to nothing") from None
-            if not place.is_relative_to(home) and place.parent != blobs:
-                raise ConfigError(f"{file}: is a link to a file outside of the checkpoint's folder")
-
-
-def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: "ModelConfig") -> None:
+def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> None:
     """What every later process would stumble over is said before any is started.
 
     Raises:

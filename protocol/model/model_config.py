@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import check_links
+from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import Fields, read_json, shown, token_ids
 from quire.protocol.model.families import (
     FAMILIES,

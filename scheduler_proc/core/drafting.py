@@ -4,12 +4,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.requests import draft_state
+from quire.scheduler_proc.requests.draft_state import Acceptance, DraftState
 
 NEVER = 1 << 62
 """A step that does not come."""
-PROBE_INTERVAL = 64
-"""Steps between two single drafts of a request for which they did not pay; all probe in multiples of it, for the first
-draft of a step costs the most: the step can only begin when the sample before is there."""
 MAX_PROBE_INTERVAL = 1024
 LOOK_INTERVAL = 32
 """Once in so many steps nobody has drafts, or all have half, by turns: else nothing tells what they cost."""
@@ -17,75 +16,9 @@ MIN_CHANCE = 1 / 16
 """A draft that is right less often is not worth its energy, however little time it takes."""
 MIN_GAIN = 1.005
 """Drafts keep a request from cruising, which no step time shows."""
-MAX_WRONG_IN_A_ROW = 24
-"""First drafts of steps after which a request rests, whatever was right before: its text has changed."""
 _REMEMBERED_TRIALS = 30.0
 _SHARED_TRIALS = 1000.0
 _REMEMBERED_STEPS = 256.0
-_FINDS_STEP = 1 / 16
-
-
-class Acceptance:
-    """How often a draft was right of late: a decaying mean over trials.
-
-    A step tries drafts up to the first wrong one; those behind it say nothing.
-    """
-
-    __slots__ = ("_decay", "finds", "right", "trials", "wrong_in_a_row")
-
-    def __init__(self, chance: float, trials: float, remembered: float, finds: float = 1.0) -> None:
-        """
-        Args:
-            chance: believed at first, as if so many ``trials`` had shown it.
-            remembered: trials after which one counts for little.
-            finds: how often there is a draft at all.
-        """
-        self.right = chance * trials
-        self.trials = trials
-        self.finds = finds
-        self.wrong_in_a_row = 0
-        self._decay = 1.0 - 1.0 / remembered
-
-    @property
-    def chance(self) -> float:
-        return self.right / self.trials
-
-    @property
-    def hope(self) -> float:
-        """What the chance may well be, for all that the trials show."""
-        return 0.0 if self.wrong_in_a_row >= MAX_WRONG_IN_A_ROW else (self.right + 2.0) / (self.trials + 2.0)
-
-    def observe(self, verified: int, accepted: int) -> None:
-        self.finds += _FINDS_STEP * ((verified > 0) - self.finds)
-        if verified:
-            self.wrong_in_a_row = 0 if accepted else self.wrong_in_a_row + 1
-        tried = min(accepted + 1, verified)
-        for index in range(tried):
-            self.right = self.right * self._decay + (index < accepted)
-            self.trials = self.trials * self._decay + 1.0
-
-
-class DraftState:
-    """What a request's drafts have taught.
-
-    Attributes:
-        acceptance: None before it was first asked for.
-        resting: it gets none but one in ``probe_step``, or as soon after it as it can.
-        interval: steps from one probe to the next; twice as long after each that was rejected.
-    """
-
-    __slots__ = ("acceptance", "interval", "probe_step", "resting")
-
-    def __init__(self) -> None:
-        self.acceptance: Acceptance | None = None
-        self.resting = False
-        self.probe_step = 0
-        self.interval = PROBE_INTERVAL
-
-    def rest(self, step: int) -> None:
-        """No drafts after ``step`` for a while."""
-        self.resting = True
-        self.probe_step = -(-(step + self.interval) // PROBE_INTERVAL) * PROBE_INTERVAL
 
 
 class DraftPolicy(Protocol):
@@ -200,7 +133,7 @@ class DraftController:
         if not state.resting or not verified:
             return
         if self._number(state):
-            state.resting, state.interval = False, PROBE_INTERVAL
+            state.resting, state.interval = False, draft_state.PROBE_INTERVAL
         elif not accepted:
             state.interval = min(2 * state.interval, MAX_PROBE_INTERVAL)
 

@@ -5,9 +5,6 @@ from typing import NamedTuple
 
 from quire.protocol.wire.messages import Ended
 
-NAME_BYTES = 8
-"""Of a SHA-256: enough that no two of a billion blocks are taken for one (1 in 37)."""
-
 
 class Hit(NamedTuple):
     """A request was let in: at its first time or after a preemption, with so many tokens from the prefix cache."""
@@ -25,7 +22,7 @@ class Tap:
 
     Attributes:
         hashes: (handle, name) of each block that became full after its request had arrived; of the name the first
-            ``NAME_BYTES`` bytes.
+            ``kv.block_hash.NAME_BYTES`` bytes.
         ended: endings of accepted requests.
         hits: admissions.
     """

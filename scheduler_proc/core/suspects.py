@@ -5,8 +5,8 @@ the next worker as well. Who was in a step in flight at a death, and has got no 
 it is a *suspect*: it runs with nobody beside it until it gets a token. The worker's death at that is a proof; where
 others got tokens between those two deaths, the second one is: the first may have been chance.
 
-What may have ended *schedulers*, only front ends can know (launch/frontend/session.py). One of them at a time has a *trial*:
-what it names runs with nobody beside it, and not before what ran has come to rest.
+What may have ended *schedulers*, only front ends can know (launch/frontend/session.py). One of them at a time has a
+*trial*: what it names runs with nobody beside it, and not before what ran has come to rest.
 """
 
 from collections.abc import Callable, Sequence

@@ -14,6 +14,9 @@ from typing import NamedTuple, Protocol
 
 from quire.protocol.errors import ConfigError
 
+NAME_BYTES = 8
+"""Of a SHA-256: enough that no two of a billion blocks are taken for one (1 in 37)."""
+
 _PLAIN = b"quire block chain 2\0"
 _SALTED = b"quire salted block chain 2\0"
 _TENANT = b"quire tenant's block chain 2\0"

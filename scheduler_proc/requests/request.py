@@ -7,9 +7,8 @@ import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import EndReason, Int32
-from quire.scheduler_proc.core.drafting import DraftState
-from quire.scheduler_proc.core.hooks import NAME_BYTES
-from quire.scheduler_proc.kv.block_hash import HashChain
+from quire.scheduler_proc.kv.block_hash import NAME_BYTES, HashChain
+from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
 

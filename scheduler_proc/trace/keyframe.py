@@ -3,8 +3,8 @@
 import msgspec
 import numpy as np
 
-from quire.scheduler_proc.core.hooks import NAME_BYTES
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.kv.block_hash import NAME_BYTES
 
 PAUSES = ("", "pause_new", "pause")
 

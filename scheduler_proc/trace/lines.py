@@ -15,7 +15,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.messages import Abort, Control, Ended, Stop, Trial
 from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
-from quire.scheduler_proc.core.hooks import NAME_BYTES
+from quire.scheduler_proc.kv.block_hash import NAME_BYTES
 from quire.scheduler_proc.trace.keyframe import IdleState
 
 FORMAT = "quire-trace"

@@ -8,7 +8,7 @@ import pytest
 from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, short
 
 from quire.launch.http.routes.tokens import TOKENIZE_FIELDS
-from quire.launch.http.schema.schema import schema
+from quire.launch.http.schema import schema
 from quire.launch.http.serving.body import MAX_BODY_WEIGHT
 
 GENERATING = (COMPLETIONS, CHAT)

@@ -197,17 +197,18 @@ def check_jobs(parts: Sequence[str], dry_run: bool) -> list[Job]:
 def _grid_jobs(dry_run: bool) -> list[Job]:
     """Files of many tests in parts: compiling their kernels takes longest of all."""
     if dry_run:
-        name = "gated_activation.py"
+        name = "dense/gated_activation.py"
         return [_pytest_job("grid", name, [f"{GRID}/{name}", "-k", "fp16", "-p", "shard", "--shard", "0/2"])]
     jobs = []
     # A file's size tells about how many kernels it compiles.
-    for file in sorted((ROOT / GRID).glob("*.py"), key=lambda file: -file.stat().st_size):
+    for file in sorted((ROOT / GRID).rglob("*.py"), key=lambda file: -file.stat().st_size):
         if file.name == "conftest.py":
             continue
         shards = 4 if file.stat().st_size > LONG_FILE else 1
         for index in range(shards):
-            name = file.name if shards == 1 else f"{file.name} {index + 1}/{shards}"
-            arguments = [f"{GRID}/{file.name}", "-p", "shard", "--shard", f"{index}/{shards}"]
+            place = file.relative_to(ROOT / GRID)
+            name = f"{place}" if shards == 1 else f"{place} {index + 1}/{shards}"
+            arguments = [f"{GRID}/{place}", "-p", "shard", "--shard", f"{index}/{shards}"]
             jobs.append(_pytest_job("grid", name, arguments))
     return jobs
 

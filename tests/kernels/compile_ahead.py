@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "support"))
+sys.path.insert(0, str(HERE.parent / "support" / "worker"))
 
 from kernel_variant import Variant  # noqa: E402
 
@@ -46,7 +46,7 @@ class Usage:
 
 def variants() -> Iterator[Variant]:
     """What every file in ``ahead`` lists."""
-    for path in sorted((HERE / "ahead").glob("*.py")):
+    for path in sorted((HERE / "ahead").rglob("*.py")):
         yield from runpy.run_path(str(path))["variants"]()
 
 

@@ -16,7 +16,7 @@ from queue import Queue
 import msgspec
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+sys.path[:0] = [str(HERE), *map(str, (HERE.parent / "support").iterdir())]
 
 PIECE = 5
 """Seeds that a process plays before it looks at the clock."""

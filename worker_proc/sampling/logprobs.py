@@ -2,8 +2,9 @@
 
 import torch
 
+from quire.kernels.common.logits import TopLogprobs
 from quire.kernels.cpu.logits import native_logits
-from quire.kernels.sampling.sampling_logprobs import TopLogprobs, top_logprobs
+from quire.kernels.sampling.sampling_logprobs import top_logprobs
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) -> TopLogprobs:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.kernels.sampling.sampling_logprobs import TopLogprobs
+from quire.kernels.common.logits import TopLogprobs
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.models.decoder import Decoder

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from quire.kernels.common.logits import TopLogprobs
 from quire.kernels.sampling.sampling import sampled_logits
-from quire.kernels.sampling.sampling_logprobs import TopLogprobs
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.logits_processors import BatchUpdate
 from quire.worker_proc.batch.input_batch import InputBatch

@@ -1,4 +1,4 @@
-"""A simulated worker as a process: ``python -P -m quire.launch.replay.simulate.worker_process``, by the supervisor only.
+"""A simulated worker process: ``python -P -m quire.launch.replay.simulate.worker_process``, by the supervisor only.
 
 It speaks the worker's protocol, takes as long for a step as a cost model says, and answers with tokens that mean
 nothing. One of it stands for all ranks of a group.

@@ -7,10 +7,11 @@ import pytest
 import torch
 from sampling_batch import batch_of, sample_each
 
+from quire.kernels.common.logits import MAX_VOCAB
 from quire.kernels.sampling.sampling import sample, sample_reference
 from quire.kernels.sampling.sampling_logprobs import top_logprobs, top_logprobs_reference
 from quire.kernels.sampling.sampling_noise import uniform, uniform_reference
-from quire.kernels.sampling.sampling_stats import MAX_VOCAB, row_statistics, row_statistics_reference
+from quire.kernels.sampling.sampling_stats import row_statistics, row_statistics_reference
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling import noise
 

@@ -16,7 +16,7 @@ TOTALS = {"steps": 0, "cruising": 0, "preemptions": 0, "epochs": 0, "several": 0
 @pytest.fixture(autouse=True)
 def probes_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are short here."""
-    monkeypatch.setattr("quire.scheduler_proc.core.drafting.PROBE_INTERVAL", 6)
+    monkeypatch.setattr("quire.scheduler_proc.requests.draft_state.PROBE_INTERVAL", 6)
     monkeypatch.setattr("quire.scheduler_proc.core.drafting.MAX_PROBE_INTERVAL", 12)
 
 

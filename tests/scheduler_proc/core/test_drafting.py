@@ -11,15 +11,13 @@ from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.model_config import ModelConfig
 from quire.scheduler_proc.core.drafting import (
     MAX_PROBE_INTERVAL,
-    PROBE_INTERVAL,
-    Acceptance,
     DraftController,
-    DraftState,
     MostDrafts,
     NoDrafts,
     StepTimes,
     make_draft_policy,
 )
+from quire.scheduler_proc.requests.draft_state import PROBE_INTERVAL, Acceptance, DraftState
 
 
 @dataclass

@@ -21,7 +21,7 @@ from quire.scheduler_proc.kv.fifo_pool import FifoBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 
 TRACE_BLOCK = 512
-EXCERPT = Path(__file__).parents[1] / "data" / "mooncake_excerpt.jsonl"
+EXCERPT = Path(__file__).parents[2] / "data" / "mooncake_excerpt.jsonl"
 
 
 class Arrival(NamedTuple):

@@ -135,7 +135,7 @@ def test_the_worked_example_of_the_docs() -> None:
     rows.append(row([[block.block_id for block in group] for group in hits]))
     step(kv, b, 5)
     rows.append(f"{row(kv.block_ids(b))} | {row([free_ids(kv)])}")
-    page = (Path(__file__).parents[2] / "docs/kv_cache.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/kv_cache.md").read_text()
     assert all(line in page for line in rows), rows
 
 

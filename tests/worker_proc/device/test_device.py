@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quire.kernels.cpu.native import load_native
-from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes, device, has_matrix_instructions
+from quire.worker_proc.device import device
+from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes, has_matrix_instructions
 
 
 @pytest.fixture

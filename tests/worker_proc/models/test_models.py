@@ -1,6 +1,6 @@
 """Every family against transformers: the same checkpoint, the same logits, however the tokens are cut into steps.
 
-Contexts are several windows long. Where only the plainest attention there is (``support/dense_attention.py``) passes,
+Contexts are several windows long. Where only the plainest attention there is (``support/worker/dense_attention.py``) passes,
 the model is right and the CPU's backend is not.
 """
 

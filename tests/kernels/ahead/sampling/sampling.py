@@ -5,7 +5,7 @@ from typing import Any
 
 from kernel_variant import Variant
 
-from quire.kernels.sampling.sampling import (
+from quire.kernels.sampling import (
     sampling,
     sampling_logprobs,
     sampling_logprobs_triton,

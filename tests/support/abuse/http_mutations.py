@@ -9,7 +9,7 @@ from typing import Any
 
 from abuse import CHAT, COMPLETIONS
 
-from quire.launch.http.schema.schema import schema
+from quire.launch.http.schema import schema
 
 TOOL = {
     "type": "function",

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
-GRID = sorted(path for path in (TESTS / "kernels" / "grid").glob("*.py") if path.name != "conftest.py")
+TESTS = Path(__file__).resolve().parents[2]
+GRID = sorted(path for path in (TESTS / "kernels" / "grid").rglob("*.py") if path.name != "conftest.py")
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 # A process in Triton's interpreter cannot compile, and one that compiles cannot interpret.

@@ -1,6 +1,6 @@
 """Random runs of the scheduler for as long as one likes.
 
-``python -P tests/support/scheduler_long_run.py --seed 1 --steps 1000000``
+``python -P tests/support/scheduler/scheduler_long_run.py --seed 1 --steps 1000000``
 
 The actions are those of the state machine's test, drawn from one seed; every invariant is checked after every step.
 Ends with one line of JSON, also when something was found: then it names the episode, which ``--episode`` runs alone.

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parents[2]
 Count = Callable[[Any], int]
 
 
@@ -253,18 +253,21 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
         "cache salts",
         (
             Source("abuse/test_names.py::test_cache_salts", lambda m: len(m.SALTS) + len(m.GOOD_SALTS)),
-            Source("scheduler_proc/test_isolation.py::test_a_salt_that_is_too_long_is_refused_by_the_scheduler_too"),
+            Source("scheduler_proc/kv/test_isolation.py::test_a_salt_that_is_too_long_is_refused_by_the_scheduler_too"),
         ),
     ),
     "A39": (
         "probes of another's cache",
-        (Source("scheduler_proc/test_isolation.py::test_a_probe_with_another_salt_takes_the_steps_of_a_miss"),),
+        (Source("scheduler_proc/kv/test_isolation.py::test_a_probe_with_another_salt_takes_the_steps_of_a_miss"),),
     ),
     "A40": (
         "floods that evict",
-        (Source("scheduler_proc/test_isolation.py::test_a_flood_leaves_a_tenant_four_fifths_of_its_hits"),),
+        (Source("scheduler_proc/kv/test_isolation.py::test_a_flood_leaves_a_tenant_four_fifths_of_its_hits"),),
     ),
-    "A41": ("priorities", (Source("launch/test_priority_range.py::test_a_priority_out_of_the_range_is_forbidden"),)),
+    "A41": (
+        "priorities",
+        (Source("launch/config/test_priority_range.py::test_a_priority_out_of_the_range_is_forbidden"),),
+    ),
     "A42": (
         "ids of requests",
         (Source("abuse/test_names.py::test_ids_of_requests_are_the_servers_own", lambda m: len(m.IDS)),),
@@ -294,7 +297,7 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
         "queue floods",
         (
             Source("abuse/test_overload.py::TestKeyQueues.test_a_key_that_has_enough_waiting_is_told_to_wait"),
-            Source("scheduler_proc/test_fairness.py::test_random_runs_of_several_tenants"),
+            Source("scheduler_proc/core/test_fairness.py::test_random_runs_of_several_tenants"),
         ),
     ),
     "A49": ("frames that are no messages", (Source("abuse/test_wire.py::test_well_sealed_nonsense"),)),
@@ -316,8 +319,8 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
         "texts that a tokenizer finds hard",
         (
             Source("abuse/test_prompts.py::test_a_megabyte_of_it"),
-            Source("launch/test_hard_texts.py::TestTooLong.test_a_small_part_is_tokenized"),
-            Source("launch/test_hard_texts.py::test_a_tokenizer_that_gives_up_costs_one_request"),
+            Source("launch/text/test_hard_texts.py::TestTooLong.test_a_small_part_is_tokenized"),
+            Source("launch/text/test_hard_texts.py::test_a_tokenizer_that_gives_up_costs_one_request"),
         ),
     ),
     "A54": ("texts of odd characters", (Source("abuse/test_prompts.py::test_streams_of_odd_prompts_are_valid_text"),)),
