@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path[:0] = map(str, (Path(__file__).resolve().parents[1] / "support").iterdir())
+sys.path.extend(map(str, (Path(__file__).resolve().parents[1] / "support").iterdir()))
 
 from abuse import AbusedServer
 from http_fuzzer import BadAnswer, Counts, fuzz

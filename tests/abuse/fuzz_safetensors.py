@@ -16,7 +16,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = map(str, (Path(__file__).resolve().parents[1] / "support").iterdir())
+sys.path.extend(map(str, (Path(__file__).resolve().parents[1] / "support").iterdir()))
 
 from hostile_checkpoints import MUTATIONS, open_checkpoint, write
 

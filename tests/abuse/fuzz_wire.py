@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-sys.path[:0] = map(str, (Path(__file__).resolve().parents[1] / "support").iterdir())
+sys.path.extend(map(str, (Path(__file__).resolve().parents[1] / "support").iterdir()))
 
 from fake_worker import FakeWorker
 from hostile_frames import altered, damaged, directions, frames_of

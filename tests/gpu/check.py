@@ -120,7 +120,9 @@ def prepare(build: Path, wheels: Path, dry_run: bool) -> tuple[Place, list[str]]
     notes = [] if dry_run else install(wheels, site)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {
-        "PYTHONPATH": os.pathsep.join(map(str, (site, path, ROOT / "tests" / "support", ROOT / "tests" / "gpu"))),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (site, path, *(ROOT / "tests" / "support").iterdir(), ROOT / "tests" / "gpu"))
+        ),
         "PYTHONUNBUFFERED": "1",
         "TRITON_CACHE_DIR": str(build / "triton"),
         "OMP_NUM_THREADS": "1" if dry_run else "2",

@@ -83,7 +83,8 @@ def test_a_way_that_differs_fails_its_family(check: Any) -> None:
 
 def test_the_jobs_cover_every_grid_file_and_family(check: Any) -> None:
     jobs = check.check_jobs(check.PARTS, dry_run=False)
-    grid = {path.name for path in (check.ROOT / check.GRID).glob("*.py")} - {"conftest.py"}
+    folder = check.ROOT / check.GRID
+    grid = {str(path.relative_to(folder)) for path in folder.rglob("*.py")} - {"conftest.py"}
     assert {job.name.split()[0] for job in jobs if job.part == "grid"} == grid
     assert {f"{family} float32" for family in check.FAMILIES} <= {job.name for job in jobs}
     assert "tests/kernels/test_triton.py" in {job.name for job in jobs if job.part == "marked"}

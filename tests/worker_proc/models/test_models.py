@@ -1,7 +1,7 @@
 """Every family against transformers: the same checkpoint, the same logits, however the tokens are cut into steps.
 
-Contexts are several windows long. Where only the plainest attention there is (``support/worker/dense_attention.py``) passes,
-the model is right and the CPU's backend is not.
+Contexts are several windows long. Where only the plainest attention there is (``support/worker/dense_attention.py``)
+passes, the model is right and the CPU's backend is not.
 """
 
 from collections.abc import Callable, Iterator
