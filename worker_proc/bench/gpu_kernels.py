@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from quire.kernels.cache.cache_write import write_cache
 from quire.kernels.cache.fused_cache_write import fused_cache_write
-from quire.kernels.cuda.cache_write_cuda import write_cache_cuda
 from quire.kernels.dense.gated_activation import gate
 from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.dense.rotary import rotary
@@ -41,10 +40,8 @@ def _cache_writes(bench: Bench, num_tokens: int, heads: Heads) -> None:
     qkv = torch.randn(num_tokens, num_projected, heads.head_dim, device=device).to(dtype)
     key, value = qkv[:, heads.num_heads :].chunk(2, 1)
     name = f"{num_tokens:,} tokens, {heads}"
-    writers: dict[str, Callable[..., None]] = {"ours": write_cache, "CUDA C++": write_cache_cuda, "torch": _torch_write}
+    writers: dict[str, Callable[..., None]] = {"ours": write_cache, "torch": _torch_write}
     for way, write in writers.items():
-        if way == "CUDA C++" and device.type != "cuda":
-            continue
         calls = [partial(write, key, value, cache, slots) for cache in caches]
         bench.measure(name, way, partial(list, calls), moved=2 * written)
     table = torch.randn(2, num_tokens, heads.head_dim, device=device).to(dtype)

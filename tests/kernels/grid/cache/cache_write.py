@@ -1,28 +1,15 @@
 """The cache write kernels against their reference; run by test_triton.py."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from quire.kernels.cache.cache_write import CACHE_DTYPES, write_cache, write_cache_reference
 from quire.kernels.common.checks import nhd_view
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits, to_fp8_reference
-from quire.kernels.cuda.cache_write_cuda import write_cache_cuda
 
 SIZES = [(1, 16), (2, 80), (3, 48), (8, 128), (16, 96)]
 CACHES = [(dtype, None) for dtype in CACHE_DTYPES]
 CACHES += [(dtype, scales) for dtype in FP8_DTYPES for scales in ("tensor", "head")]
-
-
-@pytest.fixture(params=["triton", "cuda"])
-def write(request: pytest.FixtureRequest, device: torch.device) -> Any:
-    """The launcher under test; both take the same arguments."""
-    if request.param == "triton":
-        return write_cache
-    if device.type != "cuda":
-        pytest.skip("CUDA C++ needs a GPU; test_cuda.py runs it on the CPU")
-    return write_cache_cuda
 
 
 def make_tokens(num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, num_tokens: int = 9):
@@ -51,14 +38,14 @@ def check_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), SIZES)
 def test_equals_reference(
-    write, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+    num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     key, value = make_tokens(num_kv_heads, head_dim, dtype, device)
     slots = make_slots(4 * block_size, device)
     before = make_cache(dtype, device, 2, 4, block_size, num_kv_heads, head_dim)
     expected, result = before.clone(), before.clone()
     write_cache_reference(key, value, expected, slots)
-    write(key, value, result, slots)
+    write_cache(key, value, result, slots)
     check_equal(result, expected)
 
 
@@ -66,7 +53,7 @@ def test_equals_reference(
 @pytest.mark.parametrize(("cache_dtype", "scales"), CACHES, ids=str)
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 80), (8, 64)])
 def test_equals_reference_in_other_caches(
-    write, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype, scales: str | None, layout, dtype, device
+    num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype, scales: str | None, layout, dtype, device
 ) -> None:
     if cache_dtype is torch.bfloat16 and device.type != "cuda":
         pytest.skip("Triton's interpreter computes bfloat16 wrongly")
@@ -81,51 +68,51 @@ def test_equals_reference_in_other_caches(
     arguments = (slots, layout) if scales is None else (slots, layout, k_scale, v_scale)
     expected, result = before.clone(), before.clone()
     write_cache_reference(key, value, expected, *arguments)
-    write(key, value, result, *arguments)
+    write_cache(key, value, result, *arguments)
     check_equal(result, expected)
     assert not result.float().isnan().any()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 37])
-def test_tiles_cover_every_token(write, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_tiles_cover_every_token(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     key, value = make_tokens(1, 64, dtype, device, num_tokens)
     slots = torch.arange(num_tokens, device=device).flip(0)
     expected, result = (torch.zeros(2, 5, 8, 1, 64, dtype=dtype, device=device) for _ in range(2))
     write_cache_reference(key, value, expected, slots)
-    write(key, value, result, slots)
+    write_cache(key, value, result, slots)
     check_equal(result, expected)
 
 
-def test_offsets_are_64_bits_wide(write, device: torch.device) -> None:
+def test_offsets_are_64_bits_wide(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("needs 6 GB of memory")
     cache = torch.zeros(2, 3 * 2**16, 16, 8, 128, dtype=torch.float8_e4m3fn, device=device)
     key, value = make_tokens(8, 128, torch.float16, device)
     slots = cache.shape[1] * 16 - 1 - torch.arange(9, device=device)
-    write(key, value, cache, slots)
+    write_cache(key, value, cache, slots)
     for part, tokens in enumerate((key, value)):
         written = as_bits(cache[part]).flatten(0, 1)[slots]
         assert torch.equal(written, as_bits(to_fp8_reference(tokens.float(), cache.dtype)))
 
 
-def test_cache_of_one_layer_among_many(write, dtype: torch.dtype, device: torch.device) -> None:
+def test_cache_of_one_layer_among_many(dtype: torch.dtype, device: torch.device) -> None:
     key, value = (torch.ones(2, 1, 16, dtype=dtype, device=device) * i for i in (1, 2))
     layers = torch.zeros(2, 5, 3, 4, 1, 16, dtype=dtype, device=device)
-    write(key, value, layers[:, 2], torch.tensor([0, 11], device=device))
+    write_cache(key, value, layers[:, 2], torch.tensor([0, 11], device=device))
     assert layers[:, [0, 1, 3, 4]].count_nonzero() == 0
     assert layers[0, 2].sum() == 2 * 16
     assert layers[1, 2].sum() == 2 * 2 * 16
 
 
-def test_slots_behind_the_cache_are_not_written(write, device: torch.device) -> None:
+def test_slots_behind_the_cache_are_not_written(device: torch.device) -> None:
     memory = torch.zeros(2, 3, 4, 1, 16, device=device)
     ones = torch.ones(2, 1, 16, device=device)
-    write(ones, ones, memory[:, :2], torch.tensor([8, 2**40], device=device))
+    write_cache(ones, ones, memory[:, :2], torch.tensor([8, 2**40], device=device))
     assert memory.count_nonzero() == 0
 
 
-def test_no_tokens(write, device: torch.device) -> None:
+def test_no_tokens(device: torch.device) -> None:
     cache = torch.zeros(2, 1, 8, 2, 16, device=device)
     none = torch.zeros(0, 2, 16, device=device)
-    write(none, none, cache, torch.zeros(0, dtype=torch.int64, device=device))
+    write_cache(none, none, cache, torch.zeros(0, dtype=torch.int64, device=device))
     assert cache.count_nonzero() == 0
