@@ -1,4 +1,4 @@
-# Two commands: `make serve` and `make test`. Each sets up .venv from nothing.
+# Two commands: `make serve` and `make test`. Each sets up .venv from nothing. `make help` lists the others.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,12 +15,22 @@ PORT ?= 8000
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-slow test-browser simulate lint install install-dev gpu-wheels gpu-check clean
+# Two processes, each with whole files: fixtures that start a server are for one file. In the order of tests/conftest.py.
+# The suite starts hundreds of Python processes: without cached bytecode each would compile the package again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-# What serving needs; developing needs more (transformers as the reference, Triton's interpreter and compiler).
-install: $(VENV)/.installed
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-rest test-full test-slow test-browser simulate lint install install-dev gpu-wheels gpu-check clean
 
-install-dev: $(VENV)/.installed-dev
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
+		printf '  make %-13s %s\n' "$$name" "$$text"; done
+
+# Developing needs transformers as the reference, and Triton's interpreter and compiler.
+install: $(VENV)/.installed ## set up .venv with what serving needs
+
+install-dev: $(VENV)/.installed-dev ## set up .venv with what the tests and linters need as well
 
 $(VENV)/.installed: pyproject.toml quire/version.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,34 +42,39 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e ".[bench,dev]"
 	touch $@
 
-serve: install
+serve: install ## serve the demo model, or MODEL=/path/to/checkpoint, on HOST and PORT; ARGS="..." are further flags
 	$(BIN)/quire serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-# Two processes, each with whole files: fixtures that start a server are for one file. In the order of tests/conftest.py.
-test: install-dev lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: install-dev lint ## lint, check types, and run the best test of each behaviour (under 3 minutes on two cores)
+	$(PYTEST) $(IN_PARALLEL)
 
-test-slow: install-dev
-	$(BIN)/pytest -m slow
+test-rest: install-dev ## run what test-full has and test has not
+	$(PYTEST) $(IN_PARALLEL) -m "full and not slow and not gpu"
+
+test-full: install-dev lint ## run everything that continuous integration runs, in one go
+	$(PYTEST) $(IN_PARALLEL) -m "not slow and not gpu"
+
+test-slow: install-dev ## run the tests that take minutes each
+	$(PYTEST) -m slow
 
 # The engine under seeded faults, in one process: tests/simulation/README.md. ARGS="--first SEED --seeds N --seconds S".
-simulate: install-dev
+simulate: install-dev ## run the engine under seeded faults; ARGS="--seeds N"
 	$(BIN)/python tests/simulation/run.py --jobs 2 $(ARGS)
 
 # The page of `quire replay --html` in a real browser: Debian's chromium, unless there is one already.
-test-browser: install-dev
+test-browser: install-dev ## try the report of a replay in a real browser
 	command -v chromium || command -v google-chrome || { \
 		sudo=$$(test "$$(id -u)" = 0 || command -v sudo); \
 		$$sudo apt-get update -q && $$sudo apt-get install -q -y --no-install-recommends chromium fonts-dejavu-core; }
-	$(BIN)/pytest -m slow tests/launch/replay/test_html_browser.py
+	$(PYTEST) -m slow tests/launch/replay/test_html_browser.py
 
-lint: install-dev
+lint: install-dev ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # Beforehand, with a network: wheels for the other machine's Python. The folder hides itself from git.
-gpu-wheels:
+gpu-wheels: ## download wheels for a GPU machine without a network
 	mkdir -p $(WHEELS)
 	rm -f $(WHEELS)/*.whl
 	echo '*' > $(WHEELS)/.gitignore
@@ -68,8 +83,8 @@ gpu-wheels:
 		--platform manylinux2014_x86_64 --dest $(WHEELS) $(GPU_PACKAGES)
 
 # There: by its own Python (PYTHON=...), which has torch and triton. ARGS="--quick", or OUT=FOLDER for the JSON.
-gpu-check:
+gpu-check: ## check the GPU path on such a machine
 	$(PYTHON) -P tests/gpu/check.py --wheels $(WHEELS) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
-clean:
+clean: ## remove .venv and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

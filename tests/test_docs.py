@@ -31,7 +31,7 @@ def test_every_stop_of_the_tour_exists() -> None:
 
 def test_every_linked_page_exists() -> None:
     for page in [
-        ROOT / "README.md",
+        *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
         *(page for package in PACKAGES for page in (ROOT / package).rglob("README.md")),
     ]:
@@ -39,12 +39,20 @@ def test_every_linked_page_exists() -> None:
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
 
 
-def test_the_two_commands_are_in_makefile_and_readme() -> None:
+def test_the_commands_are_in_makefile_readme_and_workflow() -> None:
     makefile, readme = (ROOT / "Makefile").read_text(), (ROOT / "README.md").read_text()
-    for command in ("serve", "test"):
+    for command in ("serve", "test", "test-full"):
         assert re.search(rf"^{command}:", makefile, re.MULTILINE)
         assert f"make {command}" in readme
-    assert "make test" in (ROOT / ".ci/run").read_text()
+    for script in (".ci/run", ".github/workflows/tests.yml"):
+        commands = re.findall(r"^(?: +run: )?make (\S+)$", (ROOT / script).read_text(), re.MULTILINE)
+        assert commands == ["test", "test-rest"], script
+
+
+def test_each_target_that_contributors_are_told_of_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    told = set(re.findall(r"`make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert {"test", "test-full", "lint"} <= told <= targets
 
 
 def test_each_flag_is_documented() -> None:
