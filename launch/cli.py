@@ -2,18 +2,16 @@
 
 import argparse
 import sys
-import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn
 
-import msgspec
-
-from quire.launch.config.options import EngineOptions, Help, parse_options, suggest
+from quire.launch.config.command_line import add_config_file, add_options, read_options
+from quire.launch.config.options import EngineOptions, suggest
+from quire.launch.config.serve_options import ServeOptions
 from quire.launch.replay.arguments import add_replay_flags
-from quire.launch.serve import ServeOptions
 from quire.launch.supervision.descriptors import raise_descriptor_limit
-from quire.protocol.errors import ConfigError, InvalidRequest, QuireError
+from quire.protocol.errors import InvalidRequest, QuireError
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.version import __version__
 
@@ -70,7 +68,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         return made
 
     serve = command(sub, "serve", "Serve a model over an OpenAI-compatible HTTP interface.", _serve)
-    _add_options(serve, ServeOptions)
+    add_options(serve, ServeOptions)
     _add_engine_options(serve)
     for name, text in (
         ("generate", "Complete raw text in the terminal."),
@@ -199,9 +197,8 @@ def _add_bench_load(under: Any, command: Any) -> None:
 
 
 def _add_engine_options(parser: _Parser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="folder or id (the demo)")
-    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="read flags from here; the command line wins")
-    _add_options(parser, EngineOptions)
+    add_config_file(parser)
+    add_options(parser, EngineOptions)
 
 
 def _add_sampling_options(parser: _Parser) -> None:
@@ -217,75 +214,14 @@ def _add_sampling_options(parser: _Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
-def _add_options(parser: _Parser, options: type[msgspec.Struct]) -> None:
-    """One flag per field, with the field's type, choices, default and help."""
-    taken = {flag for action in parser._actions for flag in action.option_strings}
-    for name, hint in get_type_hints(options, include_extras=True).items():
-        flag = "--" + name.replace("_", "-")
-        if name == "model" or flag in taken:
-            continue
-        text = next(m.text for m in hint.__metadata__ if isinstance(m, Help)).replace("%", "%%")
-        kind = hint.__origin__
-        default = next(f.default for f in msgspec.structs.fields(options) if f.name == name)
-        if default is not None and kind is not bool:
-            text += f" ({default})"
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **_argument(kind))
-
-
-def _argument(kind: Any) -> dict[str, Any]:
-    """argparse's words for a field's type."""
-    if get_origin(kind) in (Union, types.UnionType):
-        kind = next(arg for arg in get_args(kind) if arg is not type(None))
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    if get_origin(kind) is list:
-        return {"nargs": "+", "action": "extend", "metavar": "NAME"}
-    if get_origin(kind) is dict:
-        return {"type": str, "metavar": "JSON"}  # the options read it
-    return {"type": kind, "metavar": {"int": "N", "float": "X", "str": "NAME"}[kind.__name__]}
-
-
-def _options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]:
-    """The config file's keys, overridden by the command line's."""
-    engine_keys, serve_keys = EngineOptions.__struct_fields__, ServeOptions.__struct_fields__
-    given: dict[str, Any] = {}
-    where = "command line"
-    if args.config is not None:
-        where = str(args.config)
-        given = {str(k).replace("-", "_"): v for k, v in _read_yaml(args.config).items()}
-        for key in given:
-            if key not in (*engine_keys, *serve_keys):
-                raise ConfigError(f"{where}: unknown key {key!r}{suggest(key, [*engine_keys, *serve_keys])}")
-    given |= {k: v for k, v in vars(args).items() if k in (*engine_keys, *serve_keys)}
-    engine = parse_options({k: v for k, v in given.items() if k in engine_keys}, where)
-    try:
-        return engine, msgspec.convert({k: v for k, v in given.items() if k in serve_keys}, ServeOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict | None):
-        raise ConfigError(f"{path}: must hold keys and values")
-    return loaded or {}
-
-
 def _serve(args: argparse.Namespace) -> None:
     survive_without_stderr()
     raise_descriptor_limit()
+    from quire.launch.config.engine_config import make_engine_config
     from quire.launch.config.model_folder import find_model
-    from quire.launch.config.options import make_engine_config
     from quire.launch.serve import model_display_name, serve
 
-    engine, front_end = _options(args)
+    engine, front_end = read_options(args)
     folder = find_model(engine.model)
     name = model_display_name(folder, engine.model)
     if front_end.simulate is not None:
@@ -300,13 +236,13 @@ def _serve(args: argparse.Namespace) -> None:
 def _generate(args: argparse.Namespace) -> None:
     from quire.launch.offline.terminal import generate
 
-    generate(args, _options(args)[0])
+    generate(args, read_options(args)[0])
 
 
 def _chat(args: argparse.Namespace) -> None:
     from quire.launch.offline.terminal import chat
 
-    chat(args, _options(args)[0])
+    chat(args, read_options(args)[0])
 
 
 def _replay(args: argparse.Namespace) -> None:
@@ -318,7 +254,7 @@ def _replay(args: argparse.Namespace) -> None:
 def _bench_engine(args: argparse.Namespace) -> None:
     from quire.launch.bench.engine import run
 
-    run(args, _options(args)[0])
+    run(args, read_options(args)[0])
 
 
 def _bench_serve(args: argparse.Namespace) -> None:

@@ -7,47 +7,16 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
 import msgspec
 
-from quire.launch.config.options import Help, with_keys
+from quire.launch.config.declared import check_ranges
+from quire.launch.config.engine_config import with_keys
+from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.version import __version__
-
-
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the front end, as a user gives them."""
-
-    host: Annotated[str, Help("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Help("port to listen on; 0: any free one")] = 8000
-    served_model_name: Annotated[list[str] | None, Help("names that clients may use (the folder's)")] = None
-    api_key: Annotated[list[str] | None, Help("keys that open the server; else the variable QUIRE_API_KEY")] = None
-    max_num_queued_reqs_per_key: Annotated[
-        int, Help("answers of one API key that may wait for their first token; beyond, 429; 0: no limit")
-    ] = 0
-    shutdown_timeout: Annotated[float, Help("seconds that running requests may take once it is told to stop")] = 30.0
-    health_timeout: Annotated[
-        float, Help("seconds without a token, where one is waited for, after which /health is 503")
-    ] = 60.0
-    api_server_count: Annotated[int, Help("front-end processes that share the port")] = 1
-    standby_workers: Annotated[bool, Help("keep a started process per worker, to take over when one dies")] = True
-    simulate: Annotated[
-        str | None,
-        Help("no model: steps take as long as table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS says"),
-    ] = None
-
-
-class FrontEndSettings(msgspec.Struct):
-    """What a front-end process is told, in a file that only this user can read."""
-
-    served_model_names: list[str]
-    api_keys: list[str]
-    shutdown_timeout: float
-    max_num_queued_reqs_per_key: int = 0
-    health_timeout: float = 60.0
 
 
 class _Signals:
@@ -71,6 +40,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         EngineError: the engine cannot go on; says why.
     """
     started = time.monotonic()
+    check_ranges(options)
     listener = _listen(options)
     keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
     config = with_keys(config, len(keys))
@@ -99,12 +69,9 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
 
 
 def _write_settings(directory: Path, options: ServeOptions, keys: list[str], model_name: str) -> None:
-    settings = FrontEndSettings(
-        served_model_names=options.served_model_name or [model_name],
-        api_keys=keys,
-        shutdown_timeout=options.shutdown_timeout,
-        max_num_queued_reqs_per_key=options.max_num_queued_reqs_per_key,
-        health_timeout=options.health_timeout,
+    """Leave the front ends' settings in a file that only this user can read."""
+    settings = msgspec.structs.replace(
+        options, served_model_name=options.served_model_name or [model_name], api_key=keys
     )
     path = directory / "frontend"
     path.touch(mode=0o600)
@@ -113,14 +80,6 @@ def _write_settings(directory: Path, options: ServeOptions, keys: list[str], mod
 
 def _listen(options: ServeOptions) -> socket.socket:
     """Bound here, before anything is started, so that a taken port is said at once."""
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port must be from 0 to 65535, not {options.port}")
-    if not 0 <= options.shutdown_timeout <= 86400:
-        raise ConfigError(f"--shutdown-timeout must be from 0 to 86400, not {options.shutdown_timeout}")
-    if not 0.1 <= options.health_timeout <= 86400:
-        raise ConfigError(f"--health-timeout must be from 0.1 to 86400, not {options.health_timeout}")
-    if not 1 <= options.api_server_count <= 64:
-        raise ConfigError(f"--api-server-count must be from 1 to 64, not {options.api_server_count}")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -55,9 +55,17 @@ def test_each_target_that_contributors_are_told_of_is_there() -> None:
     assert {"test", "test-full", "lint"} <= told <= targets
 
 
+def test_the_tables_of_flags_are_those_of_the_declarations() -> None:
+    """Else: ``python -P -m quire.launch.config.flags_page docs/flags.md``."""
+    from quire.launch.config.flags_page import with_tables
+
+    page = (ROOT / "docs/flags.md").read_text()
+    assert with_tables(page) == page
+
+
 def test_each_flag_is_documented() -> None:
     from quire.launch.config.options import EngineOptions
-    from quire.launch.serve import ServeOptions
+    from quire.launch.config.serve_options import ServeOptions
 
     page = (ROOT / "docs/flags.md").read_text().replace("[no-]", "")
     for options in (EngineOptions, ServeOptions):

@@ -22,8 +22,9 @@ import psutil
 from tqdm import tqdm
 
 from quire.launch.bench.peers.peers import Peer, PeerFailed, write_checkpoint
+from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
-from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.config.options import EngineOptions
 from quire.launch.measure.report import Report, Table, rounded
 from quire.launch.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM

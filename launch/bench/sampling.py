@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
-from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.config.options import EngineOptions
 from quire.launch.measure.report import Report, Table, rounded
 from quire.launch.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from quire.launch.config.serve_options import ServeOptions
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 from quire.launch.http.serving.thinking import Thinking
-from quire.launch.serve import FrontEndSettings
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, enter_child
@@ -44,7 +44,7 @@ class FrontEnd:
     def __init__(self, directory: Path, index: int, child: Child) -> None:
         """``index``: which of the engine's front ends it is, from 0."""
         self._config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
-        self._settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=FrontEndSettings)
+        self._settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=ServeOptions)
         self._child = child
         config = self._config
         self._engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size, index)
@@ -61,8 +61,8 @@ class FrontEnd:
                 text_in=text_in,
                 processors=tuple(processors),
                 thinking=Thinking.of(config, text_in),
-                served_model_names=tuple(settings.served_model_names),
-                api_keys=tuple(settings.api_keys),
+                served_model_names=tuple(settings.served_model_name or ()),
+                api_keys=tuple(settings.api_key or ()),
                 max_num_queued_reqs_per_key=settings.max_num_queued_reqs_per_key,
                 health_timeout=settings.health_timeout,
             ),

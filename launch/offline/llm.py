@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
-from quire.launch.config.options import make_engine_config, parse_options
+from quire.launch.config.options import parse_options
 from quire.launch.offline.batch import Batch, BatchRequest
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.engine_thread import EngineThread

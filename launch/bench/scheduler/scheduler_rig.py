@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -166,7 +166,7 @@ class Rig:
         *,
         async_scheduling: bool = False,
         max_model_len: int = MAX_MODEL_LEN,
-        hash_algo: str = "sha256",
+        hash_algo: Literal["sha256", "xxh3_128"] = "sha256",
         cruise: bool = True,
     ) -> None:
         """``num_blocks``: the null block included."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -35,7 +35,7 @@ from quire.protocol.wire.messages import SchedulerOutput, SchedulerToFrontEnd, S
 from quire.scheduler_proc.process.collect import Collector
 
 # Our names of the hashes, and the peer's.
-HASH_ALGOS = {"sha256": "sha256", "xxh3_128": "xxhash"}
+HASH_ALGOS: dict[Literal["sha256", "xxh3_128"], str] = {"sha256": "sha256", "xxh3_128": "xxhash"}
 
 
 @dataclass(frozen=True, slots=True)

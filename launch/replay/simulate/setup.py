@@ -7,7 +7,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from quire.launch.config.options import FOREIGN_NAMES, EngineOptions, make_engine_config
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import FOREIGN_NAMES, EngineOptions
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.models import find_model

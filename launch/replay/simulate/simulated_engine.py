@@ -4,7 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import EngineOptions
 from quire.launch.replay.costs.parse import parse_cost
 from quire.launch.replay.simulate.worker_process import plan_pool
 from quire.launch.supervision.supervisor import WorkerProgram

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from curve_files import make_keys
 
-from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError
 
 

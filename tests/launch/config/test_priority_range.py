@@ -3,7 +3,8 @@
 import pytest
 from scheduler_driver import Driver, expected_tokens, make_config
 
-from quire.launch.config.options import make_engine_config, parse_options, with_keys
+from quire.launch.config.engine_config import make_engine_config, with_keys
+from quire.launch.config.options import parse_options
 from quire.launch.http.schema.errors import as_api_error
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, InvalidRequest

@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import quire
 from quire.launch.cli import main
-from quire.launch.config.options import EngineOptions, make_engine_config, parse_options
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import EngineOptions, parse_options
 from quire.launch.config.sampling_options import import_paths, processor_name, thinking_markers
 from quire.launch.demo import demo_model_path
 from quire.launch.offline.terminal import _sampling

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from quire.launch.cli import main
-from quire.launch.config.options import make_engine_config, parse_options
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import parse_options
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig

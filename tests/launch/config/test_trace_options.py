@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.launch.config.options import EngineOptions, make_engine_config, parse_options
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import EngineOptions, parse_options
 from quire.launch.config.trace_options import crash_dump_dir
 from quire.protocol.errors import ConfigError
 from quire.version import __version__

@@ -5,7 +5,8 @@ from functools import cache
 import msgspec
 import numpy as np
 
-from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord

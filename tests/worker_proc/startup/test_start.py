@@ -8,7 +8,8 @@ import pytest
 START = """
 import resource, sys
 from quire.launch.config.model_folder import find_model
-from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import EngineOptions
 from quire.protocol.model.kv_layout import kv_layout
 from quire.worker_proc.startup.setup import make_runner
 config = make_engine_config(EngineOptions(dtype="float32", device="cpu"), folder=find_model(None))

@@ -1,0 +1,84 @@
+"""Settings on the command line: one flag per declared setting, and what a config file and the flags give together."""
+
+import argparse
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from quire.launch.config.declared import Declared, declared
+from quire.launch.config.options import EngineOptions, convert, parse_options, suggest
+from quire.launch.config.serve_options import ServeOptions
+from quire.protocol.errors import ConfigError
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="read flags from here; the command line wins")
+
+
+def add_options(parser: argparse.ArgumentParser, options: type[msgspec.Struct]) -> None:
+    """Add a flag for each declared setting, in one group per topic; a flag that the parser has already stays."""
+    taken = {flag for action in parser._actions for flag in action.option_strings}
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for each in declared(options):
+        topic = each.setting.topic
+        if each.flag in taken:
+            continue
+        if topic not in groups:
+            groups[topic] = parser.add_argument_group(topic)
+        text = f"{each.setting.help} ({each.default_text})".replace("%", "%%")
+        if each.name == "model":
+            groups[topic].add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+        else:
+            groups[topic].add_argument(each.flag, default=argparse.SUPPRESS, help=text, **_argument(each))
+
+
+def _argument(each: Declared) -> dict[str, Any]:
+    """argparse's words for a setting's type."""
+    kind, metavar = each.kind, each.setting.metavar
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is list:
+        return {"nargs": "+", "action": "extend", "metavar": metavar}
+    if get_origin(kind) is dict:
+        return {"type": str, "metavar": "JSON"}  # parse_options reads it
+    return {"type": kind, "metavar": metavar}
+
+
+def read_options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]:
+    """The config file's keys, overridden by the command line's.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or a value is not allowed.
+    """
+    engine_keys, serve_keys = EngineOptions.__struct_fields__, ServeOptions.__struct_fields__
+    keys = (*engine_keys, *serve_keys)
+    given: dict[str, Any] = {}
+    where = "command line"
+    if args.config is not None:
+        where = str(args.config)
+        given = {str(key).replace("-", "_"): value for key, value in _read_yaml(args.config).items()}
+        for key in given:
+            if key not in keys:
+                raise ConfigError(f"{where}: unknown key {key!r}{suggest(key, keys)}")
+    given |= {key: value for key, value in vars(args).items() if key in keys}
+    engine = parse_options({key: value for key, value in given.items() if key in engine_keys}, where)
+    serve = convert({key: value for key, value in given.items() if key in serve_keys}, ServeOptions, where)
+    return engine, serve
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"{path}: must hold keys and values")
+    return loaded or {}

@@ -1,0 +1,192 @@
+"""From a user's settings to the configuration of scheduler and workers: every default decided and checked."""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.launch.config.declared import check_range, check_ranges
+from quire.launch.config.model_folder import find_model
+from quire.launch.config.options import EngineOptions
+from quire.launch.config.sampling_options import check_grammar_library, check_processor_names, thinking_markers
+from quire.launch.config.speculative import parse_speculative
+from quire.launch.config.trace_options import crash_dump_dir, trace_path
+from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, SpeculativeConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.checkpoint import check_sizes, stored_tensors
+from quire.protocol.model.model_config import ModelConfig, load_model_config
+from quire.protocol.settings import EngineSettings
+from quire.protocol.wire.kv_events import check_endpoints
+from quire.version import __version__
+
+KV_CACHE_DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+
+def make_engine_config(
+    options: EngineOptions, model: ModelConfig | None = None, folder: Path | None = None
+) -> EngineConfig:
+    """Decide every default and check the whole.
+
+    Args:
+        model: the shape to run with random weights, for benchmarks; else ``folder``'s checkpoint is read.
+
+    Raises:
+        ConfigError: a setting out of range, or two that contradict each other; names the flag and the range.
+    """
+    if model is None:
+        assert folder is not None
+        model = _read_model(folder, with_weights=options.load_format != "dummy")
+    device = _device(options.device)
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
+    speculative, num_drafts = _speculative(options, model)
+    max_model_len, max_num_seqs, batched = _sizes(options, model, num_drafts, on_cpu=device == "cpu")
+    _check(options, model)
+    thinking_start, thinking_end = thinking_markers(
+        folder, options.reasoning_start_str, options.reasoning_end_str, model.vocab_size
+    )
+    settings: dict[str, Any] = {name: getattr(options, name) for name in EngineSettings.__struct_fields__}
+    settings["load_format"] = "dummy" if folder is None else options.load_format
+    settings["prefix_caching_hash_algo"] = _hash_algo(options.prefix_caching_hash_algo)
+    settings["kv_events_curve_dir"] = _absolute(options.kv_events_curve_dir)
+    return EngineConfig(
+        **settings,
+        model=model,
+        model_path=str(folder) if folder is not None else "",
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=KV_CACHE_DTYPES.get(options.kv_cache_dtype, dtype),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        num_blocks_override=options.num_gpu_blocks_override or 0,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes or 0,
+        priority_range=parse_priority_range(options.priority_range),
+        num_speculative_tokens=num_drafts,
+        speculative=speculative,
+        logits_processors=options.logits_processors or [],
+        thinking_start_token_ids=thinking_start,
+        thinking_end_token_ids=thinking_end,
+        trace=trace_path(options.trace, options.trace_max_bytes),
+        crash_dump_dir=crash_dump_dir(options.crash_dump_dir),
+        version=__version__,
+    )
+
+
+def _read_model(folder: Path, *, with_weights: bool) -> ModelConfig:
+    """The checkpoint's shape. A broken checkpoint fails here, before any process starts."""
+    model = load_model_config(folder)
+    if with_weights:
+        check_sizes(folder, stored_tensors(folder), model)
+    return model
+
+
+def _absolute(path: str) -> str:
+    return path and str(Path(path).expanduser().absolute())
+
+
+def parse_priority_range(text: str | None) -> tuple[int, int] | None:
+    """Return the two numbers of ``LOW:HIGH``. Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(-?[0-9]{1,10}):(-?[0-9]{1,10})", text)
+    low, high = (int(match[1]), int(match[2])) if match else (1, 0)
+    if not MIN_PRIORITY <= low <= high <= MAX_PRIORITY:
+        raise ConfigError(
+            f"--priority-range must be LOW:HIGH, from {MIN_PRIORITY} to {MAX_PRIORITY}, not {text[:64]!r} "
+            f"(as --priority-range=-5:5, where it begins with a dash)"
+        )
+    return low, high
+
+
+def with_keys(config: EngineConfig, num_keys: int) -> EngineConfig:
+    """Return ``config`` for a server with so many API keys: by default no key's request goes before the others'."""
+    allowed = config.priority_range
+    if allowed is None and num_keys:
+        allowed = (0, MAX_PRIORITY)
+    return msgspec.structs.replace(config, num_tenants=num_keys, priority_range=allowed)
+
+
+def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[SpeculativeConfig | None, int]:
+    if options.speculative_config is None:
+        return None, 0
+    with_weights = options.load_format != "dummy"
+    return parse_speculative(options.speculative_config, model, find_model, with_weights=with_weights)
+
+
+def _check(options: EngineOptions, model: ModelConfig) -> None:
+    """Check all that does not depend on sizes."""
+    check_ranges(options)
+    _check_ranks(model, options.tensor_parallel_size)
+    curve_dir = options.kv_events_curve_dir and str(Path(options.kv_events_curve_dir).expanduser())
+    check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint, curve_dir)
+    if options.kv_events_endpoint and not options.enable_prefix_caching:
+        raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
+    check_processor_names(options.logits_processors or [])
+    check_grammar_library(options.structured_outputs_backend)
+
+
+def _device(wanted: str) -> str:
+    """Without importing torch: the driver's device file says whether there is a GPU."""
+    if wanted != "auto":
+        return wanted
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"
+
+
+def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cpu: bool) -> tuple[int, int, int]:
+    """Of one request, of a step in requests, of a step in tokens: each bounds the next one's range."""
+    max_model_len = options.max_model_len or model.max_position
+    max_num_seqs = options.max_num_seqs if options.max_num_seqs is not None else (64 if on_cpu else 256)
+    # The token and drafts of each request fit into one step.
+    least = max_num_seqs * (1 + num_drafts)
+    batched = options.max_num_batched_tokens
+    if batched is None:
+        batched = max(2048 if on_cpu else 8192, least)
+        batched = batched if options.enable_chunked_prefill else max(batched, max_model_len)
+    check_range("max_model_len", max_model_len, 2, model.max_position)
+    check_range("max_num_seqs", max_num_seqs, 1, 16384)
+    check_range("max_num_batched_tokens", batched, max_num_seqs, 2**24)
+    if batched < least:
+        raise ConfigError(
+            f"--max-num-batched-tokens must be at least {least} (--max-num-seqs, times 1 + num_speculative_tokens), "
+            f"not {batched}"
+        )
+    if not options.enable_chunked_prefill and batched < max_model_len:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} (--max-model-len)"
+        )
+    return max_model_len, max_num_seqs, batched
+
+
+def _check_ranks(model: ModelConfig, size: int) -> None:
+    """A model can be cut among as many ranks as divide its heads and widths."""
+
+    def divides(ranks: int) -> bool:
+        kv_heads = model.num_kv_heads
+        shared = kv_heads % ranks == 0 or ranks % kv_heads == 0
+        dense = model.moe is None or len(model.moe.layers) < model.num_layers
+        widths = [model.intermediate_size] * dense + ([model.moe.intermediate_size] if model.moe else [])
+        return shared and model.num_heads % ranks == 0 and all(width % ranks == 0 for width in widths)
+
+    if not divides(size):
+        possible = ", ".join(str(ranks) for ranks in range(1, model.num_heads + 1) if divides(ranks))
+        raise ConfigError(f"--tensor-parallel-size {size} does not divide this model; possible: {possible}")
+
+
+def _hash_algo(wanted: str) -> str:
+    """Return the algorithm's own name. Raises ConfigError where its package is missing."""
+    if wanted == "sha256":
+        return wanted
+    if importlib.util.find_spec("xxhash") is None:
+        raise ConfigError(f"--prefix-caching-hash-algo {wanted} needs the package xxhash: pip install 'quire[xxhash]'")
+    return "xxh3_128"

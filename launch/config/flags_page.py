@@ -1,0 +1,64 @@
+"""Write the tables of docs/flags.md: ``python -P -m quire.launch.config.flags_page docs/flags.md``."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import msgspec
+
+from quire.launch.config.declared import Declared, declared
+from quire.launch.config.options import EngineOptions
+from quire.launch.config.serve_options import ServeOptions
+
+TABLES: dict[str, type[msgspec.Struct]] = {"engine": EngineOptions, "serve": ServeOptions}
+"""Name of a table in the page's marks, and the struct that it describes."""
+
+
+def with_tables(page: str) -> str:
+    """The page with each table between its marks ``<!-- NAME: ... -->`` and ``<!-- end -->`` written anew."""
+    for name, options in TABLES.items():
+        pattern = re.compile(rf"(<!-- {name}:[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+        body = _table(options)
+        page = pattern.sub(lambda match, body=body: f"{match[1]}{body}{match[2]}", page)  # type: ignore[misc]
+    return page
+
+
+def _table(options: type[msgspec.Struct]) -> str:
+    text, topic = "", ""
+    for each in declared(options):
+        if each.setting.topic != topic:
+            topic = each.setting.topic
+            text += f"\n**{topic}**\n\n| flag | default | values | meaning |\n|---|---|---|---|\n"
+        more = f". {each.setting.more[0].upper()}{each.setting.more[1:]}" if each.setting.more else ""
+        meaning = f"{_escaped(each.setting.help)}{more}"
+        text += f"| {_flag(each)} | {_escaped(each.default_text)} | {_values(each)} | {meaning} |\n"
+    return text + "\n"
+
+
+def _flag(each: Declared) -> str:
+    if each.name == "model":
+        return "`MODEL`"
+    return f"`--[no-]{each.flag[2:]}`" if each.kind is bool else f"`{each.flag}`"
+
+
+def _values(each: Declared) -> str:
+    if get_origin(each.kind) is Literal:
+        return " ".join(f"`{value}`" for value in get_args(each.kind))
+    if each.setting.range is not None:
+        low, high = each.setting.range
+        return f"{low} to {high}"
+    return each.setting.metavar
+
+
+def _escaped(text: str) -> str:
+    return text.replace("<", "&lt;").replace("|", "\\|")
+
+
+def main() -> None:
+    file = Path(sys.argv[1])
+    file.write_text(with_tables(file.read_text()))
+
+
+if __name__ == "__main__":
+    main()
