@@ -2,7 +2,10 @@
 
 The scheduler may die and be started again, and a message may be damaged on its way. Then the link begins anew, and
 every answer in flight is submitted once more, with the tokens that its client has got already: the scheduler goes on
-behind them. Whoever reads a stream notices a pause, and nothing else.
+behind them. The client of a stream notices a pause, and nothing else.
+
+A request may be what ends the scheduler. Only a front end knows what was in flight then, so it counts: a request that
+was in flight at three deaths of the scheduler, and got no token in between, ends with an error.
 """
 
 import time
@@ -24,14 +27,13 @@ from quire.protocol.wire.messages import (
     Statistics,
     StepOutputs,
     Stop,
-    Trial,
     Welcome,
 )
 
-TRIED_AFTER = 2
-"""Deaths of the scheduler after which an answer that got no token in between is tried: it runs with nobody beside it.
-One more death then, and it is held to be the reason."""
-CONDEMNED = "engine_fault: the scheduler died each time that this request was given to it"
+CONDEMNED_AFTER = 3
+"""Deaths of the scheduler, with no token in between, after which a request in flight ends. The supervisor gives up
+later, after five (``overseer.MAX_DEATHS``), so that the engine survives such a request."""
+CONDEMNED = f"engine_fault: the scheduler died {CONDEMNED_AFTER} times with this request, which got no token in between"
 
 
 class Session:
@@ -59,19 +61,13 @@ class Session:
         self.life = 0
         self.was_ready = False
         self._accepts = False
-        self._has_trials = self._granted = False
-        """There are suspects: nobody else is submitted until they were tried. One may be, now."""
-        self._tried: Stream | None = None
-        """The one that runs, with nobody beside it in the whole engine."""
 
     # ---- the link
 
     def begin(self, *, after_death: bool = False) -> None:
         """There is a new link, on which nothing was said yet. ``after_death``: to another scheduler."""
         if after_death:
-            self._blame()
-        self._has_trials = self._granted = False
-        self._tried = None
+            self._count_death()
         self.life += 1
         self._accepts = False
         self.table.forget_handles()
@@ -86,8 +82,6 @@ class Session:
         """To be called every second or so, welcomed or not: the answer, or a cut link, shows what was lost."""
         if self.life:
             self._post(Heartbeat(self._clock()))
-        if self._granted:  # who is tried may have ended without an output
-            self._try_next()
 
     def take(self, message: Message | ProtocolError) -> bool:
         """What came. False: the link is broken, or was cut; the caller makes a new one and calls ``begin``."""
@@ -102,9 +96,6 @@ class Session:
                 self.fail(detail)
             case EngineState():
                 self._take_state(message.kind)
-            case Trial():
-                self._granted = True
-                self._try_next()
             case Refused(reason=reason, final=True):
                 self.fail(reason)
             case _:
@@ -117,63 +108,25 @@ class Session:
         except (KeyError, ValueError):  # of a request or a handle that this side does not know
             return False
         self.progress_at = self._clock()
-        if self._granted:
-            self._try_next()
         return True
 
-    def _blame(self) -> None:
-        """One of those that the dead scheduler had may be why it died, and would end the next one as well."""
-        tried = self._tried
-        if tried is None:
-            for stream in self.table.streams:
-                if stream.life == self.life:
-                    stream.note_death()
-        elif not tried.over:
-            tried.note_death()
-            if tried.num_deaths > TRIED_AFTER:
-                self.table.end_failed(tried, CONDEMNED)
-
-    def _try_next(self) -> None:
-        """Try one suspect; or end the trial of one that has got on, or has ended, and ask for the next one's.
-
-        Without workers nobody is tried: to be there while others have their troubles must prove nothing.
-        """
-        if self.state not in ("ready", "draining"):
-            return
-        tried, suspect = self._tried, self._first_suspect()
-        if tried is None and suspect is not None:
-            self._tried = suspect
-            self._submit(suspect)
-            self._post(Trial("try", suspect.request_id))
-        elif tried is None or tried.over or not tried.num_deaths:
-            self._tried, self._granted = None, False
-            self._post(Trial("done"))
-            self._ask_or_submit_all()
-
-    def _first_suspect(self) -> Stream | None:
-        """Of those that this scheduler was not given yet."""
-        suspects = (s for s in self.table.streams if s.num_deaths >= TRIED_AFTER and s.life != self.life)
-        return next(suspects, None)
-
-    def _ask_or_submit_all(self) -> None:
-        """While there are suspects, whatever else this scheduler was not given yet waits."""
-        self._has_trials = self._first_suspect() is not None
-        if self._has_trials:
-            self._post(Trial("ask"))
-            return
+    def _count_death(self) -> None:
+        """Each request that the dead scheduler had may be why it died, and would end the next one as well."""
         for stream in self.table.streams:
-            if stream.life != self.life:
-                self._submit(stream)
+            if stream.life == self.life:
+                stream.note_death()
+                if stream.num_deaths == CONDEMNED_AFTER:
+                    self.table.end_failed(stream, CONDEMNED)
 
     def _take_state(self, kind: str) -> None:
         if kind == "ready" and not self._accepts:
             self._accepts = True
-            self._ask_or_submit_all()
+            for stream in self.table.streams:
+                if stream.life != self.life:
+                    self._submit(stream)
         self.was_ready |= kind == "ready"
         if self.state not in ("draining", "failed"):
             self.become("recovering" if kind == "loading" and self.was_ready else kind)
-        if self._granted:
-            self._try_next()
 
     # ---- requests
 
@@ -188,7 +141,7 @@ class Session:
         if not len(self.table):
             self.progress_at = self._clock()
         stream = self.table.add(request, on_news)
-        if self._accepts and not self._has_trials:
+        if self._accepts:
             self._submit(stream)
         return stream
 

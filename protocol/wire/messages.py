@@ -2,7 +2,7 @@
 
 Arrays (``Int32``, ``Float32``) travel as raw frames of their own beside the header, so that neither side ever
 turns tokens into Python integers. Fields grow at the tail, with defaults; a tag is never reused. Tags 14 to 18 and 43
-are events of the scheduler process' own (scheduler_proc/core/events.py).
+are events of the scheduler process' own (scheduler_proc/core/events.py); 19 was used up to version 1.
 """
 
 import enum
@@ -17,7 +17,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Int32: TypeAlias = npt.NDArray[np.int32]
 Float32: TypeAlias = npt.NDArray[np.float32]
@@ -122,17 +122,6 @@ class Control(Message, frozen=True, tag=13):
 
     kind: str
     query: int = 0
-
-
-class Trial(Message, frozen=True, tag=19):
-    """A front end tries one of its requests that may be why schedulers died: it runs with nobody beside it.
-
-    ``kind``: ask; granted, the scheduler's answer when nothing runs any more; try (``request_id``, which was submitted
-    just before, runs alone from now on); done. From ask to done the scheduler takes no requests of other front ends.
-    """
-
-    kind: str
-    request_id: str = ""
 
 
 # ---- scheduler to front end
@@ -420,9 +409,7 @@ class Digest(Message, frozen=True, tag=44):
     value: bytes
 
 
-FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control | Trial
-SchedulerToFrontEnd: TypeAlias = (
-    Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState | Trial
-)
+FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
+SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState
 SchedulerToWorker: TypeAlias = Welcome | Refused | Heartbeat | Configure | SchedulerOutput | SampleInputs | Shutdown
 WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest

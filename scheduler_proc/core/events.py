@@ -18,7 +18,6 @@ from quire.protocol.wire.messages import (
     Message,
     ModelRunnerOutput,
     Stop,
-    Trial,
 )
 
 
@@ -92,7 +91,6 @@ Consumed: TypeAlias = (
     | Abort
     | Stop
     | Control
-    | Trial
     | Hold
     | Release
     | Refuse

@@ -75,8 +75,8 @@ class Planner:
         plan = StepPlan(step, self.config.max_num_batched_tokens)
         # Whoever waits may put out somebody who has a share, so that no share is certain before the end.
         can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
-        if self._suspects.forbids_company:
-            self._leave_alone(plan, self._suspects.alone)
+        if (suspect := self._suspects.alone) is not None:
+            self._leave_alone(plan, suspect)
         self._schedule_running(plan)
         if not can_claim:
             self._cache_shares(plan)
@@ -86,8 +86,8 @@ class Planner:
             self._cache_shares(plan)
         return plan
 
-    def _leave_alone(self, plan: StepPlan, suspect: Request | None) -> None:
-        """It may be what ends processes: everybody else that runs is put out. None: it has yet to come."""
+    def _leave_alone(self, plan: StepPlan, suspect: Request) -> None:
+        """Preempt every other request: this one may be what ends the workers."""
         for other in [request for request in self.table.running.values() if request is not suspect]:
             self.table.unsettle(other)
             if not other.needs_no_more_steps:
@@ -240,8 +240,8 @@ class Planner:
         self.kv.cache_blocks(request, min(request.num_computed_tokens + num_new_tokens, request.num_tokens))
 
     def _schedule_waiting(self, plan: StepPlan, pause: str) -> None:
-        if self._suspects.forbids_company:
-            self._schedule_alone(plan, pause, self._suspects.alone)
+        if (suspect := self._suspects.alone) is not None:
+            self._schedule_alone(plan, pause, suspect)
             return
         while self.table.waiting:
             request = self.table.waiting.peek_request()
@@ -255,9 +255,9 @@ class Planner:
             self._decisions.note(Decision(plan.step, "wait", request.request_id, reason))
             request.wait_reason = reason
 
-    def _schedule_alone(self, plan: StepPlan, pause: str, suspect: Request | None) -> None:
-        """Nobody but the suspect is let in, if there is one."""
-        if suspect is not None and suspect in self.table.waiting:
+    def _schedule_alone(self, plan: StepPlan, pause: str, suspect: Request) -> None:
+        """Admit the suspect and no other request."""
+        if suspect in self.table.waiting:
             reason = WaitReason.PAUSED if pause else self._admit(plan, suspect, has_the_pool=True)
             if reason is not None:
                 self._waits_for(plan, suspect, reason)

@@ -23,7 +23,6 @@ from quire.protocol.wire.messages import (
     SchedulerToFrontEnd,
     Statistics,
     Stop,
-    Trial,
 )
 from quire.scheduler_proc.core.admission import Refusal, admit
 from quire.scheduler_proc.core.cruise import Cruise
@@ -159,8 +158,6 @@ class Scheduler:
                     self.results.stop_at(request, event.num_output_tokens)
             case Control():
                 self._control(event, client)
-            case Trial():
-                self._trial(event, client)
             case Hold() | Release():
                 self._hold_or_release(event, client)
             case Refuse():
@@ -241,10 +238,6 @@ class Scheduler:
 
     def take_messages(self) -> list[tuple[int, SchedulerToFrontEnd]]:
         """(client, message) for the front ends, since the last call; after a step was asked for, if one can be."""
-        suspects = self.suspects
-        if suspects.trial_of is not None and not (suspects.granted or self.in_flight or self.table.running):
-            suspects.granted = True  # whatever was there could have done its worst by now
-            self._replies.append((suspects.trial_of, Trial("granted")))
         messages = self._replies + self.results.outputs.take()
         self._replies = []
         return messages
@@ -290,18 +283,6 @@ class Scheduler:
             case _:
                 done = False
         self._replies.append((client, self.statistics(event.query, done)))
-
-    def _trial(self, event: Trial, client: int) -> None:
-        """What does not fit is ignored. The trial of a front end that is gone lasts until somebody says done for it."""
-        holder = self.suspects.trial_of
-        if event.kind == "ask" and holder is None:
-            self.suspects.begin_trial(client)
-        elif event.kind == "try" and holder == client:
-            self.suspects.put_on_trial(self.table.requests.get((client, event.request_id)))
-        elif event.kind == "done" and holder == client:
-            self.suspects.end_trial()
-        else:
-            self._stats.num_stray_messages += 1
 
     def _hold_or_release(self, event: Hold | Release, client: int) -> None:
         request = self._live(client, event.request_id)
@@ -364,8 +345,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """No request lives or is to be tried, and no step is in flight."""
-        return not (self.table.requests or self.in_flight) and self.suspects.trial_of is None
+        """No request lives, and no step is in flight."""
+        return not (self.table.requests or self.in_flight)
 
     def go_on_after(self, step: int) -> None:
         """While it is idle: ``step`` is the last one that was decided, and answered."""

@@ -5,8 +5,7 @@ the next worker as well. Who was in a step in flight at a death, and has got no 
 it is a *suspect*: it runs with nobody beside it until it gets a token. The worker's death at that is a proof; where
 others got tokens between those two deaths, the second one is: the first may have been chance.
 
-What may have ended *schedulers*, only front ends can know (launch/frontend/session.py). One of them at a time has a
-*trial*: what it names runs with nobody beside it, and not before what ran has come to rest.
+A request that ends *schedulers* is found by its front end, which outlives them (launch/frontend/session.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -50,14 +49,10 @@ class Suspects:
         self._entries: dict[int, _Entry] = {}
         self._condemned: list[Request] = []
         self._total = -1
-        self.trial_of: int | None = None
-        """The front end that may try one of its requests, or is about to."""
-        self.granted = False
-        self._tried: Request | None = None
 
     def died_with(self, present: Sequence[Request], total: int) -> None:
         """The workers died with these in a step. ``total``: tokens that all requests have ever got."""
-        alone = self._suspect if len(present) == 1 else None
+        alone = self.alone if len(present) == 1 else None
         quiet, self._total = total == self._total, total
         # Who was not in a step is as it was: its turn to be run alone may not have come yet.
         self._entries = {handle: entry for handle, entry in self._entries.items() if self._is_due(entry)}
@@ -76,33 +71,9 @@ class Suspects:
                 del self._entries[request.handle]
                 self._condemned.append(request)
 
-    def begin_trial(self, client: int) -> None:
-        """Nobody runs until ``granted`` is set, and ``put_on_trial`` called."""
-        self.trial_of = client
-
-    def end_trial(self) -> None:
-        self.trial_of = self._tried = None
-        self.granted = False
-
-    def put_on_trial(self, request: Request | None) -> None:
-        """It runs alone from now on; None: it was refused."""
-        self._tried = request
-
-    @property
-    def forbids_company(self) -> bool:
-        """Whether only ``alone`` may run, if there is one."""
-        return self.trial_of is not None or self._suspect is not None
-
     @property
     def alone(self) -> Request | None:
-        """Who is to run with nobody beside it."""
-        if self.trial_of is None:
-            return self._suspect
-        return None if self._tried is None or self._tried.status.is_finished else self._tried
-
-    @property
-    def _suspect(self) -> Request | None:
-        """The first that has to be cleared of the workers' deaths."""
+        """The first request that must be cleared of the workers' deaths, and runs alone until then; or None."""
         if not self._entries:
             return None
         for handle, entry in list(self._entries.items()):

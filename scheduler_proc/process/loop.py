@@ -31,7 +31,6 @@ from quire.protocol.wire.messages import (
     Shutdown,
     Statistics,
     Stop,
-    Trial,
     Welcome,
 )
 from quire.protocol.wire.zmq_channel import FromPeer
@@ -356,12 +355,11 @@ class SchedulerLoop:
             case AddRequest() as request if self._scheduler is None:
                 refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")
                 self._front_ends.send(client, refusal)
-            case AddRequest() | Abort() | Stop() | Control() | Trial() as event if self._scheduler is not None:
+            case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
                 is_known = (
                     isinstance(event, AddRequest) and (client, event.request_id) in self._scheduler.table.requests
                 )
                 self._scheduler.consume(event, client)
-                self._front_ends.only = self._scheduler.suspects.trial_of
                 self._journal.consumed(client, received.frames, event)
                 if isinstance(event, AddRequest) and not is_known:
                     self._grammars.hold(self._scheduler, event, client)

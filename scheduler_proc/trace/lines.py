@@ -13,7 +13,7 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import Abort, Control, Ended, Stop, Trial
+from quire.protocol.wire.messages import Abort, Control, Ended, Stop
 from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.kv.block_hash import NAME_BYTES
 from quire.scheduler_proc.trace.keyframe import IdleState
@@ -84,7 +84,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     prompt_token_ids: list[int] | None = None
 
 
-OtherEvent: TypeAlias = Abort | Stop | Control | Trial | Hold | Release | Refuse | Fail
+OtherEvent: TypeAlias = Abort | Stop | Control | Hold | Release | Refuse | Fail
 
 
 class Event(Line, frozen=True, kw_only=True, tag="event"):

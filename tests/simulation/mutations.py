@@ -224,6 +224,16 @@ MUTATIONS = (
         lambda: mock.patch.object(planner.Planner, "_schedule_alone", lambda self, plan, pause, suspect: None),
     ),
     Mutation(
+        "no request is held to be why schedulers die",
+        "F30",
+        lambda: mock.patch.object(session.Session, "_count_death", _nothing),
+    ),
+    Mutation(
+        "a request ends at the second death of the scheduler",
+        "F30",
+        lambda: mock.patch.object(session, "CONDEMNED_AFTER", 2),
+    ),
+    Mutation(
         "the engine gives up at the second death",
         "F3",
         lambda: mock.patch.object(overseer, "MAX_DEATHS", 2),

@@ -10,7 +10,7 @@ from sim_model import best_two
 from sim_scenario import VOCAB_SIZE, Ask
 
 from quire.launch.frontend.engine_client import Update
-from quire.launch.frontend.session import CONDEMNED, TRIED_AFTER
+from quire.launch.frontend.session import CONDEMNED, CONDEMNED_AFTER
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.wire.messages import EndReason
 
@@ -97,11 +97,8 @@ def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
         if reader.detail.startswith("numerical_error"):
             assert name in world.faults.spoiled, f"{name} is said to have bad logits"
         elif reader.detail == CONDEMNED:
-            since = reader.last_token_at - LATE_S
-            deaths = sum(at > since for at in world.faults.scheduler_deaths)
-            assert deaths > TRIED_AFTER, f"{name} was condemned after {deaths} deaths of the scheduler"
-            by_chance = deaths - sum(at > since for at in world.faults.bugs)
-            assert ask.bug is not None or by_chance, f"{name} was condemned for what others did"
+            deaths = sum(at >= reader.last_token_at for at in front.scheduler_deaths)
+            assert deaths >= CONDEMNED_AFTER, f"{name} was condemned after {deaths} deaths of the scheduler"
         elif reader.detail.startswith("engine_fault"):
             lost = sum(at > reader.last_token_at - LATE_S for at in world.faults.losses.values())
             assert lost >= 3, f"{name} was condemned after {lost} losses"

@@ -33,7 +33,6 @@ class Faults:
         in_a_row: deadly ones since the last token that was committed.
         num_deadly: all of them.
         losses: epoch → when its workers were lost.
-        scheduler_deaths: when one was lost, and of those ``bugs``: the ones of requests.
         spoiled: requests whose logits were not finite.
     """
 
@@ -46,8 +45,6 @@ class Faults:
         self.most_in_a_row = MOST_IN_A_ROW
         self.in_a_row = self.num_deadly = 0
         self.losses: dict[int, float] = {}
-        self.scheduler_deaths: list[float] = []
-        self.bugs: list[float] = []
         self.spoiled: set[str] = set()
         self.wall_jump = 0.0
         self.disk_is_full = False
@@ -205,11 +202,6 @@ class Faults:
             self.count("poison")
         if len(kills) > MOST_KILLS * self._world.num_submissions[name]:
             raise Violation(f"{name} has ended the workers {len(kills)} times")
-
-    def crashed_by(self, name: str) -> None:
-        """The scheduler has ended because of a request."""
-        self.count("bug")
-        self.bugs.append(self._events.now)
 
     def is_bug(self, name: str, num_output: int) -> bool:
         at = self._world.asks[name].bug

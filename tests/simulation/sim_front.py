@@ -52,7 +52,11 @@ class Reader:
 
 
 class SimFront(SimProcess):
-    """One front end. Owns its link to the scheduler, and its clients."""
+    """One front end. Owns its link to the scheduler, and its clients.
+
+    Attributes:
+        scheduler_deaths: when it was given another scheduler.
+    """
 
     role = "frontend"
 
@@ -62,6 +66,7 @@ class SimFront(SimProcess):
         self.session = Session(self._post, self.pid, index, world.events)
         self.readers: list[Reader] = []
         self.submitted: Counter[str] = Counter()
+        self.scheduler_deaths: list[float] = []
         self._life = 0
         self._peer = b""
         self._channel: WireChannel | None = None
@@ -83,6 +88,8 @@ class SimFront(SimProcess):
             case "scheduler":
                 is_another = 0 < self._life < command.life
                 self._life = command.life
+                if is_another:
+                    self.scheduler_deaths.append(self.world.events.now)
                 self._link(after_death=is_another)
             case "engine_gone":
                 self.session.fail("the engine is gone")

@@ -154,8 +154,8 @@ class SimScheduler(SimProcess):
             self.report(Report("failed", str(error), 1))
             self.die(str(error))
             return
-        except SchedulerBug as error:
-            self.world.faults.crashed_by(str(error))
+        except SchedulerBug:
+            self.world.faults.count("bug")
             self.die("a bug")
             return
         if self.loop._scheduler is not None and "schedule" not in vars(self.loop._scheduler):

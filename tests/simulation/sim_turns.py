@@ -19,7 +19,7 @@ class Turns:
         """Raises AssertionError unless whoever begins now was first, or if somebody has waited for too long."""
         table = scheduler.table
         waiting, key = list(table.waiting), table.waiting.key
-        if scheduler.suspects.forbids_company:
+        if scheduler.suspects.alone is not None:
             self._overtaken.clear()  # one runs alone, whoever was first
             return
         by_handle = {request.handle: request for request in table.running.values()}

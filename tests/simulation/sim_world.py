@@ -87,7 +87,6 @@ class World:
         self.num_requests = self.num_tokens = self.num_steps = 0
         self.num_submissions: Counter[str] = Counter()
         self.max_tokens: int | None = None
-        self._life = 1
         self._moved = self.events.now
         self._begin = self.events.now
 
@@ -176,7 +175,7 @@ class World:
         scheduler.check()
         table, pool = scheduler.table, scheduler.kv.pool
         assert not table.requests and not table.running and not table.num_waiting and not table.leaving, "not drained"
-        assert not len(scheduler.in_flight) and not scheduler.suspects.forbids_company
+        assert not len(scheduler.in_flight) and scheduler.suspects.alone is None
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks leaked"
         for manager in scheduler.kv.coordinator.managers:
             assert not manager.req_to_blocks and not manager.num_cached_block, "blocks are held for nobody"
@@ -242,9 +241,6 @@ class World:
 
     def _tended(self) -> None:
         self.overseer.check()
-        if self.overseer.life > self._life:
-            self._life = self.overseer.life
-            self.faults.scheduler_deaths.append(self.events.now)
         if self.overseer.verdict is not None and self.verdict is None:
             self.verdict = self.overseer.verdict
             self.faults.counts["engine gave up"] += 1

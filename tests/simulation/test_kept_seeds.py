@@ -57,25 +57,11 @@ KEPT = {
         (Ask(12.339, "r59", 0, (1, 5), (882, 4), 1, ignore_eos=False, salt="salt", then=("stop", 0)),),
         (Fault(3.545, "hang", 2), Fault(14.308, "front_dies", 1)),
     ),
-    # Two front ends tried a suspect each at the same time: both were held to be why the scheduler died.
-    "suspects of two front ends": Scenario(
-        17, (Ask(3.0, "a", 0, (0, 8), (1, 5), 20), Ask(3.0, "b", 2, (0, 8), (2, 5), 20, bug=0)), ()
-    ),
     # The next scheduler could not begin its trace, and the engine gave up with all its requests.
     "a full disk and another scheduler": Scenario(
         11,
         (Ask(3.0, "a", 0, (0, 8), (1, 5), 20), Ask(3.0, "b", 1, (0, 8), (2, 5), 20)),
         (Fault(3.0, "trace_full"), Fault(3.3, "scheduler_dies")),
-    ),
-    # One got tokens between the schedulers that it ended. Another got none, was tried beside it, and was condemned.
-    "tried beside the culprit": Scenario(
-        402408,
-        (
-            Ask(10.776, "r43", 4, (1, 0), (806, 5), 8, False, priority=5, salt="salt", logprobs=0, bug=3),
-            Ask(11.217, "r44", 2, (0, 0), (22, 6), 8, False, logprobs=2),
-            Ask(11.26, "r45", 3, (2, 5), (476, 4), 2, False, logprobs=2),
-        ),
-        (Fault(2.538, "front_dies"), Fault(2.674, "die_now", 3), Fault(8.717, "oom", 5)),
     ),
     # A front end's first messages were damaged five times in a row, and it told its clients that the engine is gone.
     "five damaged greetings": Scenario(

@@ -1,5 +1,6 @@
 """Scenarios that random ones do not come to: the end of an engine, and requests that kill."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -61,6 +62,17 @@ def test_five_requests_in_a_row_that_kill_are_the_end_all_the_same() -> None:
     killers = (Ask(2.75, f"killer {i}", i, (0, 8), (77 + i, 3), 12, poison=-1) for i in range(6))
     outcome = play(Scenario(1, tuple(killers), ()))
     assert not outcome.failure and outcome.num_given_up == 1
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_request_that_ends_schedulers_ends_after_three_of_them(seed: int, at: int) -> None:
+    """Two of them on two front ends are found at the same deaths, and the engine goes on for later requests."""
+    killers = tuple(Ask(2.75, f"killer {i}", i, (0, 8), (77 + i, 3), 12, bug=at) for i in range(2))
+    later = replace(ASKS[0], at=20.0, name="later")
+    outcome = play(Scenario(seed, (*ASKS[:2], *killers, *ASKS[2:], later), ()))
+    assert not outcome.failure and not outcome.num_given_up
+    assert outcome.faults["bug"] >= 3
 
 
 @pytest.mark.parametrize("seed", range(1, 9))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import assert_never
 
-from quire.protocol.wire.messages import Abort, Control, Ended, EndReason, Stop, Trial
+from quire.protocol.wire.messages import Abort, Control, Ended, EndReason, Stop
 from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
@@ -168,7 +168,7 @@ class Answers:
                 answer = self._live.get((client, event.request_id))
                 if answer is not None and answer.is_held:
                     self._end((client, event.request_id), "rejected")
-            case Control() | Trial():
+            case Control():
                 pass
             case _:
                 assert_never(event)

@@ -22,7 +22,6 @@ from quire.protocol.wire.messages import (
     Rejected,
     StepOutputs,
     Stop,
-    Trial,
     Welcome,
 )
 
@@ -65,12 +64,6 @@ class Link:
         """(request, tokens that it came with)."""
         adds = [message for message in self.sent if isinstance(message, AddRequest)]
         return [(a.request_id, [] if a.output_token_ids is None else a.output_token_ids.tolist()) for a in adds]
-
-    def trials(self) -> list[tuple[str, str]]:
-        return [(message.kind, message.request_id) for message in self.sent if isinstance(message, Trial)]
-
-    def grant(self) -> None:
-        assert self.session.take(Trial("granted"))
 
 
 def test_what_is_in_flight_goes_to_the_next_scheduler_with_its_tokens() -> None:
@@ -167,77 +160,56 @@ def test_a_scheduler_that_never_welcomes_is_given_up() -> None:
         session.add(AddRequest("1", np.array([1], np.int32), SamplingParams(), 0))
 
 
-def test_a_request_that_ends_each_scheduler_is_found_and_fails_alone() -> None:
+def test_a_request_that_ends_each_scheduler_ends_after_three_deaths() -> None:
     link = Link()
-    streams = [link.add(str(i)) for i in range(4)]
-    poison = streams[2]
+    poison, other = link.add("0"), link.add("1")
     for _ in range(2):
-        assert len(link.submitted()) == 4
+        assert len(link.submitted()) == 2
         link.die()
-    # From here on one after the other is tried, and nobody else; who gets a token is cleared.
-    assert link.submitted() == [] and link.trials() == [("ask", "")]
-    link.grant()
-    assert link.submitted() == [("0", [])]
-    link.give(streams[0], 1)
-    assert link.trials() == [("ask", ""), ("try", "0"), ("done", ""), ("ask", "")]
-    link.grant()
-    link.give(streams[1], 1)
-    link.grant()
-    assert link.submitted() == [("0", []), ("1", []), ("2", [])] and link.trials()[-1] == ("try", "2")
+    link.give(other, 1)
     link.die()
     update = poison.take()
     assert update is not None and update.ended is EndReason.ERROR and update.detail.startswith("engine_fault: ")
-    link.grant()
-    link.give(streams[3], 1)
-    assert link.submitted() == [("3", []), ("0", [1]), ("1", [1])]
-    assert link.trials() == [("ask", ""), ("try", "3"), ("done", "")]
-    for stream in (streams[0], streams[1], streams[3]):
-        link.give(stream, 1)
-    link.die()
-    assert [name for name, _ in link.submitted()] == ["0", "1", "3"] and not link.trials()
+    assert link.submitted() == [("1", [1])], "its token has cleared it"
+    link.give(other, 2, ended=EndReason.LENGTH)
+    update = other.take()
+    assert update is not None and (update.token_ids, update.ended) == ([1, 2], EndReason.LENGTH)
+    assert not len(link.session.table)
 
 
-def test_who_comes_during_trials_waits_for_their_end() -> None:
-    """It may end the scheduler itself, and somebody else would have been alone with that."""
+def test_all_without_a_token_between_three_deaths_end() -> None:
+    """Innocent requests too, where they were given to the same schedulers; a later one goes on."""
     link = Link()
-    suspect = link.add("1")
+    streams = [link.add(str(i)) for i in range(3)]
+    link.give(streams[1], 1)
+    for _ in range(2):
+        link.die()
+    late = link.add("3")
     link.die()
-    link.die()
-    link.add("2")
-    link.grant()
-    link.add("3")
-    assert link.submitted() == [("1", [])]
-    link.give(suspect, 5)
-    assert link.submitted() == [("1", []), ("2", []), ("3", [])]
-    link.die()
-    assert [stream.num_deaths for stream in link.session.table.streams] == [1, 1, 1]
+    assert all(stream.over for stream in streams) and not late.over
+    assert link.submitted() == [("3", [])]
 
 
-def test_nobody_is_tried_without_workers() -> None:
-    """A scheduler that dies meanwhile has not died of it."""
+def test_deaths_with_a_token_in_between_do_not_add_up() -> None:
     link = Link()
-    link.add("1")
+    stream = link.add("1")
+    for token in range(10):
+        link.give(stream, token)
+        link.die()
+        link.die()
+    assert not stream.over and link.submitted() == [("1", list(range(10)))]
+
+
+def test_a_scheduler_that_never_had_a_request_does_not_count_against_it() -> None:
+    link = Link()
+    stream = link.add("1")
     link.die()
-    link.die()
-    link.session.take(EngineState("recovering"))
-    link.grant()
-    assert link.submitted() == []
+    for _ in range(10):
+        link.begin(after_death=True, ready=False)
+    assert not stream.over
     link.session.take(EngineState("ready"))
-    assert link.submitted() == [("1", [])]
-
-
-def test_a_suspect_that_is_given_up_makes_way() -> None:
-    link = Link()
-    first, second = link.add("1"), link.add("2")
     link.die()
-    link.die()
-    link.grant()
-    assert link.submitted() == [("1", [])]
-    link.session.abort(first)
-    link.give(first, ended=EndReason.ABORTED)
-    link.grant()
-    assert link.submitted() == [("1", []), ("2", [])]
-    assert not second.over
+    assert stream.over and not link.submitted()
 
 
 def test_refusals_reach_their_reader() -> None:
@@ -286,18 +258,3 @@ class TestProgress:
         assert session.seconds_without_progress == 14
         session.take(EngineState("ready"))
         assert session.seconds_without_progress == 0
-
-
-def test_a_suspect_that_is_refused_makes_way_for_the_next() -> None:
-    """It ends without an output: only a beat of the session's own can notice."""
-    link = Link()
-    for name in "012":
-        link.add(name)
-    for _ in range(2):
-        link.die()
-    link.grant()
-    assert link.submitted() == [("0", [])]
-    link.session.take(Rejected("0", "kv_pool_too_small", "prompt", "it is too large"))
-    link.session.beat()
-    link.grant()
-    assert link.submitted() == [("0", []), ("1", [])]

@@ -17,7 +17,7 @@ from scheduler_load import Load, random_settings
 from scheduler_long_run import long_run
 
 SEEDS = st.integers(0, 2**32 - 1)
-GOVERNING = ("pause", "resume", "resume", "reset_prefix_cache", "change_budget", "trial", "trial")
+GOVERNING = ("pause", "resume", "resume", "reset_prefix_cache", "change_budget")
 
 
 class SchedulerMachine(RuleBasedStateMachine):

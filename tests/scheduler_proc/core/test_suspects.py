@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.protocol.wire.messages import EndReason, SchedulerOutput, Trial
+from quire.protocol.wire.messages import EndReason, SchedulerOutput
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -135,85 +135,6 @@ def test_a_suspect_that_is_given_up_makes_way() -> None:
     driver.run()
     assert end_of(driver, "b")[0] is end_of(driver, "c")[0] is EndReason.LENGTH
     assert driver.num_deaths == 2
-
-
-@BOTH
-def test_who_is_on_trial_runs_with_nobody_beside_it(asynchronous: bool) -> None:
-    """Front ends try what may have ended schedulers: others wait, also before the first and between two of them."""
-    driver = Mortal({}, async_scheduling=asynchronous)
-    add_all(driver, "abcd", 12)
-    driver.step()
-    assert len(driver.scheduler.table.running) == 4
-    driver.schedule()
-    driver.trial("ask", client=1)
-    assert not driver.heard, "a step is in flight"
-    heard = []
-    for _ in range(4):
-        driver.step()
-        heard += driver.heard
-        driver.control("statistics")  # whatever is to be said comes with the answer
-        heard += driver.heard
-    assert (1, Trial("granted")) in heard
-    assert not driver.scheduler.table.running and not driver.scheduler.in_flight
-    for name in "bd":
-        told = len(driver.answers[name].tokens)
-        driver.trial("try", name, client=1)
-        while len(driver.answers[name].tokens) == told:
-            driver.step()
-            assert [r.request_id for r in driver.scheduler.table.running.values()] in ([], [name])
-    assert not driver.scheduler.is_idle
-    driver.trial("done", client=1)
-    check(driver, "abcd", set(), 12)
-    assert driver.replay_lines() is None
-
-
-def test_trials_are_one_front_ends_until_it_is_said_to_have_done() -> None:
-    driver = Mortal({})
-    add_all(driver, "abcd", 6)
-    driver.trial("ask", client=1)
-    driver.trial("try", "b", client=1)
-    driver.trial("ask", client=0)
-    assert driver.heard == [], "one front end at a time"
-    driver.trial("done", client=0)
-    assert driver.scheduler.suspects.trial_of == 1, "they are not its own"
-    driver.drop_client(1)
-    for _ in range(3):
-        driver.step()
-    assert not driver.scheduler.table.running, "it may not know yet that it is gone"
-    driver.trial("done", client=1)
-    driver.run()
-    assert end_of(driver, "a")[0] is end_of(driver, "c")[0] is EndReason.LENGTH
-
-
-@pytest.mark.parametrize("gone", ["refused", "aborted", "unknown"])
-def test_nobody_runs_while_who_was_to_be_tried_is_gone(gone: str) -> None:
-    driver = Mortal({})
-    add_all(driver, "abcd", 6)
-    driver.trial("ask", client=1)
-    if gone == "refused":
-        driver.add("b2", [1] * 5000, client=1)
-    driver.trial("try", "b" if gone == "aborted" else "b2", client=1)
-    if gone == "aborted":
-        driver.abort("b", client=1)
-    for _ in range(3):
-        driver.step()
-    assert not driver.scheduler.table.running
-    driver.trial("done", client=1)
-    driver.run()
-    assert end_of(driver, "a")[0] is end_of(driver, "d")[0] is EndReason.LENGTH
-
-
-def test_a_worker_that_dies_at_a_trial_proves_nothing() -> None:
-    driver = Mortal({})
-    add_all(driver, "ab", 6)
-    driver.trial("ask", client=1)
-    driver.trial("try", "b", client=1)
-    for _ in range(2):
-        driver.schedule()
-        driver.restart_worker()
-    driver.step()
-    driver.trial("done", client=1)
-    check(driver, "ab", set(), 6)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -11,14 +11,12 @@ from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Control,
     EngineState,
     Heartbeat,
     Hello,
     Refused,
     Rejected,
     Shutdown,
-    Trial,
     Welcome,
 )
 from quire.protocol.wire.zmq_channel import FromPeer
@@ -178,47 +176,6 @@ def test_an_announcement_survives_those_that_go_by_it(house: House) -> None:
 def test_what_only_the_engine_can_judge_is_handed_on(house: House) -> None:
     house.hear(b"a", hello())
     assert house.hear(b"a", hello(), Shutdown()) == [(0, hello()), (0, Shutdown())]
-
-
-def test_while_one_has_its_trials_the_others_requests_wait_in_order(house: House) -> None:
-    for pid, peer in enumerate((b"a", b"b", b"c")):
-        house.hear(peer, hello(pid))
-    house.front_ends.only = 1
-    assert house.hear(b"a", Abort(["1"]), Control("statistics", 3), Heartbeat(5.0)) == [(0, Control("statistics", 3))]
-    assert house.told(b"a")[-1] == Heartbeat(5.0), "it is seen to live"
-    assert house.hear(b"b", Abort(["2"])) == [(1, Abort(["2"]))]
-    assert house.hear(b"c", Abort(["3"])) == house.hear(b"a", Abort(["4"])) == []
-    house.front_ends.only = 2
-    assert house.hear(b"b") == [(2, Abort(["3"]))], "its own, which others' trials had kept"
-    house.front_ends.only = None
-    assert house.hear(b"b", Abort(["5"])) == [(0, Abort(["1"])), (0, Abort(["4"])), (1, Abort(["5"]))]
-
-
-def test_what_was_kept_of_one_that_is_gone_is_nobodys(house: House) -> None:
-    for pid, peer in enumerate((b"a", b"b")):
-        house.hear(peer, hello(pid))
-    house.front_ends.only = 1
-    house.hear(b"a", Abort(["1"]))
-    house.hear(b"a", DAMAGED)
-    house.front_ends.only = None
-    assert house.gone == [0] and house.hear(b"b") == []
-
-
-@pytest.mark.parametrize("end", ["back", "dead"])
-def test_trial_of_one_that_was_cut_off_are_done_when_it_knows(house: House, end: str) -> None:
-    house.hear(b"a", hello(1))
-    house.hear(b"b", hello(2))
-    house.front_ends.only = 0
-    assert house.hear(b"a", DAMAGED) == [] and house.gone == [0]
-    assert house.hear(b"b", Abort(["1"])) == []
-    if end == "back":
-        house.hub.inbox.append(FromPeer(b"c", hello(1), []))
-    else:
-        house.front_ends.process_gone(1)
-    come = house.front_ends.receive()
-    assert come is not None and (come[0], come[1].message) == (0, Trial("done")) and come[1].frames
-    house.front_ends.only = None
-    assert house.hear(b"b") == [(1, Abort(["1"]))]
 
 
 def test_who_comes_back_is_not_there_twice(house: House) -> None:

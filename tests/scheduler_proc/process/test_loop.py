@@ -11,7 +11,7 @@ import zmq
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, expected_tokens, make_config, make_request
 
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, Refused, StepOutputs, Stop, Trial, Welcome
+from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, Refused, StepOutputs, Stop, Welcome
 from quire.protocol.wire.zmq_channel import ZmqChannel
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -58,29 +58,6 @@ def test_each_front_end_hears_of_its_own_requests_only(loop: LoopUnderTest) -> N
             client,
         )
         assert [end.reason for end in ended] == [EndReason.LENGTH]
-
-
-@pytest.mark.parametrize("how", ["done", "cut off"])
-def test_while_one_front_end_has_its_trials_the_others_wait(loop: LoopUnderTest, how: str) -> None:
-    """What may have ended schedulers runs with nobody beside it, whoever asks meanwhile."""
-    first, second = loop.client, loop.another_client()
-    loop.until(lambda heard: isinstance(heard, Welcome), second)
-    first.send(Trial("ask"))
-    loop.until(lambda heard: heard == Trial("granted"), first)
-    second.send(make_request("other", PROMPT, max_tokens=3, ignore_eos=True))
-    first.send(make_request("tried", PROMPT, max_tokens=9, ignore_eos=True))
-    first.send(Trial("try", "tried"))
-    loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended), first)
-    while (heard := second.receive()) is not None:
-        assert not isinstance(heard.message, StepOutputs)
-    if how == "done":
-        first.send(Trial("done"))
-    else:
-        first.send(Welcome(1, ""))  # what no front end may say
-        loop.until(lambda heard: isinstance(heard, Refused), first)
-        again = loop.another_client(index=0)  # only now it is known to know
-        loop.until(lambda heard: isinstance(heard, Welcome), again)
-    loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended), second)
 
 
 def test_a_front_end_that_comes_after_another_went_is_nobody_else(loop: LoopUnderTest) -> None:

@@ -46,7 +46,6 @@ EVENTS = 22
 def go_idle(load: Load, rng: random.Random) -> None:
     """All that can be left over is, now and then: a pause, halved steps, results of an epoch before."""
     driver = load.driver
-    load.end_trial()
     alive = list(driver.scheduler.table.requests)
     if rng.random() < 0.5:
         for client, request_id in alive:

@@ -36,7 +36,6 @@ from quire.protocol.wire.messages import (
     Statistics,
     StepOutputs,
     Stop,
-    Trial,
     WorkerToScheduler,
 )
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
@@ -206,9 +205,6 @@ class Driver:
 
     def fail(self, request_id: str, client: int = 0) -> None:
         self.consume(Fail(request_id, "grammar_failed: no memory"), client)
-
-    def trial(self, kind: str, request_id: str = "", client: int = 0) -> None:
-        self.consume(Trial(kind, request_id), client)
 
     def begin_epoch(self) -> None:
         """The scheduler starts afresh; the worker keeps its rows, and results on their way still arrive."""

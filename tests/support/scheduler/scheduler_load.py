@@ -100,7 +100,6 @@ EVENTS = {
     "change_budget": 2,
     "begin_epoch": 1,
     "damaged_result": 3,
-    "trial": 3,
 }
 """Methods of Load, and how often each comes in a run without hypothesis."""
 
@@ -237,29 +236,6 @@ class Load:
             for driver in self.drivers:
                 driver.fail(victim, self.asked[victim].client)
 
-    def trial(self) -> None:
-        """A front end has its trials: of one of its requests, then of others, or of one that is gone; then no more."""
-        client = self.driver.scheduler.suspects.trial_of
-        alive = list(self.driver.scheduler.table.requests)
-        if client is None:
-            if not alive:
-                return
-            client, _ = self.rng.choice(alive)
-            self._tell_trial("ask", "", client)
-        elif self.rng.random() < 0.6:
-            self.end_trial()
-            return
-        own = [request_id for owner, request_id in alive if owner == client]
-        self._tell_trial("try", self.rng.choice([*own, "nobody"]), client)
-
-    def end_trial(self) -> None:
-        if (client := self.driver.scheduler.suspects.trial_of) is not None:
-            self._tell_trial("done", "", client)
-
-    def _tell_trial(self, kind: str, request_id: str, client: int) -> None:
-        for driver in self.drivers:
-            driver.trial(kind, request_id, client)
-
     def pause(self) -> None:
         self.control(self.rng.choice(("pause", "pause_new")))
 
@@ -329,7 +305,7 @@ class Load:
     def check_step(self, diff: SchedulerOutput) -> None:
         """I14: nobody is admitted before somebody who came earlier (or is worth more) and could have been."""
         table, suspects = self.driver.scheduler.table, self.driver.scheduler.suspects
-        if suspects.forbids_company:
+        if suspects.alone is not None:
             assert list(table.running.values()) == [suspects.alone], "somebody runs beside who is to run alone"
         elif diff.new_requests and table.waiting:
             by_handle = {r.handle: r for r in table.running.values()}
@@ -348,7 +324,6 @@ class Load:
         self.control("resume")
         while self.held:
             self.release()
-        self.end_trial()
         for driver in self.drivers:
             driver.scheduler.config = driver.config
             before, idle = -1, 0
