@@ -21,7 +21,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-full test-slow test-browser simulate lint install install-dev gpu-wheels gpu-check clean
+.PHONY: help serve test test-rest test-full test-slow test-browser simulate acceptance lint install install-dev gpu-wheels gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -60,6 +60,10 @@ test-slow: install-dev ## run the tests that take minutes each
 # The engine under seeded faults, in one process: tests/simulation/README.md. ARGS="--first SEED --seeds N --seconds S".
 simulate: install-dev ## run the engine under seeded faults; ARGS="--seeds N"
 	$(BIN)/python tests/simulation/run.py --jobs 2 $(ARGS)
+
+# tests/acceptance/README.md has the harnesses and their flags.
+acceptance: install-dev ## try a real server under faults and load; ARGS="faults --count 50"
+	$(BIN)/python -P tests/acceptance/run.py $(ARGS)
 
 # The page of `quire replay --html` in a real browser: Debian's chromium, unless there is one already.
 test-browser: install-dev ## try the report of a replay in a real browser

@@ -80,7 +80,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         _add_engine_options(one)
     replay = "Replay a trace: exactly as recorded, by other settings, or against a running server."
     add_replay_flags(command(sub, "replay", replay, _replay))
-    text = "Measure: engine, serve, streams, soak, hostile, faults, wire, scheduler, sampling, kernels."
+    text = "Measure: engine, serve, wire, scheduler, sampling, kernels."
     bench = sub.add_parser("bench", help=text, description="Measure the engine.")
     commands["bench"] = bench
     _add_bench(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True), command)
@@ -130,8 +130,6 @@ def _add_bench(under: Any, command: Any) -> None:
     scheduler.add_argument("--cruise", action=cruise, default=True, help="the short way of steady steps (on)")
     scheduler.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
     _add_bench_sampling(under, command)
-    _add_bench_faults(under, command)
-    _add_bench_load(under, command)
     kernels = command(under, "kernels", "Kernels and steps, as shares of what the device can do.", _bench_kernels)
     kernels.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose kernels (auto)")
     kernels.add_argument("--sections", metavar="A,B", help="only these (all of the device's)")
@@ -154,46 +152,6 @@ def _add_bench_sampling(under: Any, command: Any) -> None:
     sampling.add_argument("--output-len", type=int, default=512, help="tokens of the repeating answer (512)")
     sampling.add_argument("--rounds", type=int, default=5, help="answers by turns; the median counts (5)")
     sampling.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
-
-
-def _add_bench_faults(under: Any, command: Any) -> None:
-    faults = command(under, "faults", "Kill processes of a running server; what its clients notice.", _bench_faults)
-    kinds = ("worker", "worker-stop", "scheduler", "frontend", "supervisor", "all")
-    faults.add_argument("--kill", choices=kinds, default="all", help="whom; worker-stop: SIGSTOP, not SIGKILL (all)")
-    faults.add_argument("--count", type=int, default=20, help="deaths (20)")
-    faults.add_argument("--streams", type=int, default=64, help="answers in flight at once (64)")
-    faults.add_argument("--tensor-parallel-size", type=int, default=1, help="workers that share the model (1)")
-    faults.add_argument("--api-server-count", type=int, default=2, help="front ends (2)")
-    faults.add_argument("--deterministic", action="store_true", help="every answer must equal the undisturbed one")
-    standby = argparse.BooleanOptionalAction
-    faults.add_argument("--standby", action=standby, default=True, help="kill workers once a standby is there (on)")
-    faults.add_argument("--seed", type=int, default=0, help="of requests, victims and moments (0)")
-    faults.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
-
-
-def _add_bench_load(under: Any, command: Any) -> None:
-    streams = command(under, "streams", "Very many streams at once: is one lost, and do they flow?", _bench_streams)
-    streams.add_argument("--num-streams", type=int, default=1000, help="streamed answers at once (1000)")
-    streams.add_argument("--output-len", type=int, default=128, help="tokens of each (128)")
-    streams.add_argument(
-        "--side-len", type=int, default=1800, help="tokens of each long prompt meanwhile; 0: none (1800)"
-    )
-    streams.add_argument("--side-interval", type=float, default=0.5, help="seconds from one to the next (0.5)")
-    soak = command(under, "soak", "Very many short requests of all kinds: does anything grow?", _bench_soak)
-    soak.add_argument("--num-requests", type=int, default=100_000, help="in all (100000)")
-    soak.add_argument("--concurrency", type=int, default=64, help="clients, each with one request at a time (64)")
-    soak.add_argument("--warm-up", type=int, default=50_000, help="requests before growth counts (50000)")
-    soak.add_argument("--samples", type=int, default=60, help="looks at each process (60)")
-    hostile = command(under, "hostile", "What honest clients lose by a hostile one, counted.", _bench_hostile)
-    hostile.add_argument("--attacks", metavar="A,B", help="only these (all): slow_reader, flood, grammars, huge, many")
-    hostile.add_argument("--num-requests", type=int, default=96, help="of the honest clients (96)")
-    hostile.add_argument("--concurrency", type=int, default=8, help="honest clients (8)")
-    for one in (streams, soak, hostile):
-        one.add_argument("--seed", type=int, default=0, help="of the load (0)")
-        one.add_argument("--url", help="of a running server (one of its own, of the demo model)")
-        one.add_argument("--api-key", help="of that server")
-        one.add_argument("--serve-args", metavar="FLAGS", help="further flags of its own server, as one string")
-        one.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
 
 
 def _add_engine_options(parser: _Parser) -> None:
@@ -277,30 +235,6 @@ def _bench_scheduler(args: argparse.Namespace) -> None:
 
 def _bench_sampling(args: argparse.Namespace) -> None:
     from quire.launch.bench.sampling import run
-
-    run(args)
-
-
-def _bench_faults(args: argparse.Namespace) -> None:
-    from quire.launch.bench.faults import run
-
-    run(args)
-
-
-def _bench_streams(args: argparse.Namespace) -> None:
-    from quire.launch.bench.streams import run
-
-    run(args)
-
-
-def _bench_soak(args: argparse.Namespace) -> None:
-    from quire.launch.bench.soak import run
-
-    run(args)
-
-
-def _bench_hostile(args: argparse.Namespace) -> None:
-    from quire.launch.bench.hostile import run
 
     run(args)
 

@@ -45,7 +45,6 @@ class Allowed(NamedTuple):
 
 
 EXCEPTIONS = [
-    Allowed("launch/bench/raw_streams.py:", ".recv", "an HTTP client's plain socket, in a benchmark"),
     Allowed(
         "launch/replay/simulate/sweep.py:", "multiprocessing", "pipes to its own children only, which it spawned itself"
     ),

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 import psutil
 import pytest
 from chaos import HUNG_S, asking, client_ports, disturbed, held_recovery, is_empty, streams, until, within
+from fault_server import FaultServer, Role, wait_until
+from live_streams import Answer, Ask, make_asks, stream
+from raw_http import get
 
-from quire.launch.bench.fault_server import FaultServer, Role, wait_until
-from quire.launch.bench.live_streams import Answer, Ask, get, make_asks, stream
 from quire.launch.cli import main
 
 CANARY = asking(12, temperature=0.0)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import psutil
-
-from quire.launch.bench.fault_server import FaultServer, has_settled, wait_until
-from quire.launch.bench.live_streams import Answer, Ask, get, stream
+from fault_server import FaultServer, has_settled, wait_until
+from live_streams import Answer, Ask, stream
+from raw_http import get
 
 HUNG_S = 60.0
 """Whatever takes longer has failed, on any machine."""

@@ -1,4 +1,4 @@
-"""``quire bench streams``: very many streams at once, and long prompts arrive meanwhile. Is one lost, do they flow?"""
+"""``run.py streams``: very many streams at once, and long prompts arrive meanwhile. Is one lost, do they flow?"""
 
 import argparse
 import json
@@ -10,8 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quire.launch.bench.own_server import Target, busy_shares, is_clean, serving
-from quire.launch.bench.raw_streams import RawStream, StreamedAnswer, drive, read_answer
+import uvloop
+from own_server import Target, busy_shares, is_clean, serving
+from timed_streams import StreamedAnswer, TimedStream, drive, read_answer
+
 from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
@@ -44,13 +46,13 @@ def measure(target: Target, args: argparse.Namespace) -> Report:
     draw = random.Random(args.seed)
     prompts = [draw.choices(VOCABULARY, k=PROMPT_LEN) for _ in range(NUM_PROMPTS)]
     ours = [
-        RawStream(_request(target, prompts[i % NUM_PROMPTS], args.output_len), RAMP_S * i / args.num_streams)
+        TimedStream(_request(target, prompts[i % NUM_PROMPTS], args.output_len), RAMP_S * i / args.num_streams)
         for i in range(args.num_streams)
     ]
     before = target.cpu_seconds()
     cpu, begun = time.process_time(), time.perf_counter()
     side = _side_load(target, args, draw)
-    drive(target.address, [*ours, *side], TIMEOUT_S)
+    uvloop.run(drive(target.address, [*ours, *side], TIMEOUT_S))
     wall = time.perf_counter() - begun
     shares = {"client": (time.process_time() - cpu) / wall} | busy_shares(before, target.cpu_seconds(), wall)
     answers = [read_answer(stream) for stream in ours]
@@ -77,12 +79,12 @@ def _request(target: Target, prompt: Sequence[int], output_len: int) -> bytes:
     return target.post("/v1/completions", json.dumps(body).encode(), close=True)
 
 
-def _side_load(target: Target, args: argparse.Namespace, draw: random.Random) -> list[RawStream]:
+def _side_load(target: Target, args: argparse.Namespace, draw: random.Random) -> list[TimedStream]:
     """Prompts that nobody has seen, one after the other, while the streams run: each is prefill and one token."""
     if not args.side_len:
         return []
     return [
-        RawStream(_request(target, draw.choices(VOCABULARY, k=args.side_len), 1), i * args.side_interval, True)
+        TimedStream(_request(target, draw.choices(VOCABULARY, k=args.side_len), 1), i * args.side_interval, True)
         for i in range(math.ceil(TIMEOUT_S / args.side_interval))
     ]
 

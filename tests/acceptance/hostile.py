@@ -1,4 +1,4 @@
-"""``quire bench hostile``: what do honest clients lose when a hostile one comes? Counted in steps, blocks and bytes."""
+"""``run.py hostile``: what do honest clients lose when a hostile one comes? Counted in steps, blocks and bytes."""
 
 import argparse
 import asyncio
@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quire.launch.bench.hostile_attacks import ATTACKS, VOCABULARY
-from quire.launch.bench.own_server import Target, serving
-from quire.launch.bench.raw_http import connected
-from quire.launch.bench.scheduler.trace_share import RequestShare, count_shares
+from hostile_attacks import ATTACKS, VOCABULARY
+from own_server import Target, serving
+from raw_http import connected
+from trace_share import RequestShare, count_shares
+
 from quire.launch.measure.report import Report, Table, rounded, spell
 from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
@@ -150,15 +151,14 @@ async def _honest(target: Target, args: argparse.Namespace, made: Round) -> None
         async with connected(target.address) as connection:
             for index, body in waiting:
                 try:
-                    status, answer = await connection.ask(target.post("/v1/completions", body))
+                    reply = await connection.ask(target.post("/v1/completions", body))
                 except (OSError, EOFError, TimeoutError) as error:
-                    connection.cut()
                     made.faults[type(error).__name__] += 1
                     continue
-                if status != 200:
-                    made.faults[f"status {status}"] += 1
+                if reply.status != 200:
+                    made.faults[f"status {reply.status}"] += 1
                     continue
-                told = json.loads(answer)
+                told = json.loads(reply.body)
                 made.ids.append(told["id"])
                 made.texts[index] = told["choices"][0]["text"]
 

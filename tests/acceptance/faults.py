@@ -1,4 +1,4 @@
-"""``quire bench faults``: kill the processes of a running server, and see what its clients notice."""
+"""``run.py faults``: kill the processes of a running server, and see what its clients notice."""
 
 import argparse
 import asyncio
@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import psutil
+from fault_server import FaultServer, Role, has_settled, wait_until
+from fault_slots import Slots, Verdicts
+from live_streams import Answer, Ask, make_asks, stream
+from raw_http import get
 from tqdm import tqdm
 
-from quire.launch.bench.fault_server import FaultServer, Role, has_settled, wait_until
-from quire.launch.bench.fault_slots import Slots, Verdicts
-from quire.launch.bench.live_streams import Answer, Ask, get, make_asks, stream
 from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 

@@ -13,18 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hostile
+import many_streams as streams
 import psutil
 import pytest
+import soak
+from harness import main
+from hostile import CALM, Round
+from own_server import Holdings, Target, is_clean, serving
+from raw_http import Link, connected
 from served import Served
+from soak_requests import LEAVES, SoakRequest, draw_request
+from timed_streams import StreamedAnswer, TimedStream, drive, read_answer
+from trace_share import RequestShare, count_shares
 
-from quire.launch.bench import hostile, soak, streams
-from quire.launch.bench.hostile import CALM, Round
-from quire.launch.bench.own_server import Holdings, Target, is_clean, serving
-from quire.launch.bench.raw_http import connected
-from quire.launch.bench.raw_streams import RawStream, StreamedAnswer, dechunk, drive, read_answer
-from quire.launch.bench.scheduler.trace_share import RequestShare, count_shares
-from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
-from quire.launch.cli import main
 from quire.launch.replay.recorded.reader import TraceLine
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
@@ -60,7 +62,14 @@ WHOLE = [HEAD + chunk(event("a")), chunk(event("b", "length")), chunk(usage(2) +
 
 
 def answered(*parts: bytes, closed: bool = True) -> StreamedAnswer:
-    return read_answer(RawStream(b"", 0.0, reads=[(float(i), part) for i, part in enumerate(parts)], closed=closed))
+    """Of an answer whose parts come one second after the other."""
+    stream = TimedStream(b"", 0.0, closed=closed)
+    link = Link()
+    link.expect(stream.reply)
+    for second, part in enumerate(parts):
+        link.data_received(part)
+        stream.reply.pieces[:] = [(min(when, second), piece) for when, piece in stream.reply.pieces]
+    return read_answer(stream)
 
 
 @contextmanager
@@ -136,31 +145,26 @@ class TestStreams:
             opened.sendall(b"".join(WHOLE))
 
         with scripted(answer) as address:
-            wanted = [RawStream(b"x", 0.0) for _ in range(5)]
-            side = [RawStream(b"x", 0.0, background=True), RawStream(b"x", 60.0, background=True)]
-            drive(address, [*wanted, *side], 20.0)
+            wanted = [TimedStream(b"x", 0.0) for _ in range(5)]
+            side = [TimedStream(b"x", 0.0, background=True), TimedStream(b"x", 60.0, background=True)]
+            asyncio.run(drive(address, [*wanted, *side], 20.0))
         assert all(read_answer(stream).done for stream in [*wanted, side[0]])
         assert side[1].sent == 0.0
 
     def test_a_server_that_takes_no_connection_loses_the_stream(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = listener.getsockname()[:2]
-        stream = RawStream(b"x", 0.0)
-        drive(address, [stream], 5.0)
+        stream = TimedStream(b"x", 0.0)
+        asyncio.run(drive(address, [stream], 5.0))
         assert read_answer(stream).error == "Connection refused"
-
-    @pytest.mark.parametrize("sizes", [[], [1], [0], [10, 300, 5]])
-    def test_chunks(self, sizes: list[int]) -> None:
-        parts = [bytes([i]) * size for i, size in enumerate(sizes)]
-        raw = b"".join(chunk(part) for part in parts if part)
-        assert dechunk(raw + b"0\r\n\r\n") == b"".join(parts)
 
 
 class TestConnection:
     def ask(self, address: tuple[str, int], count: int) -> list[tuple[int, bytes]]:
         async def run() -> list[tuple[int, bytes]]:
             async with connected(address) as connection:
-                return [await connection.ask(b"x") for _ in range(count)]
+                replies = [await connection.ask(b"x") for _ in range(count)]
+                return [(reply.status, reply.body) for reply in replies]
 
         return asyncio.run(run())
 
@@ -345,7 +349,7 @@ class TestHostile:
 )
 def test_flags_out_of_range(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *words])
+        main([*words])
     assert ended.value.code == ConfigError.exit_status
     assert message in capsys.readouterr().err
 
@@ -374,7 +378,7 @@ def server() -> Iterator[Served]:
 
 def bench(server: Served, tmp_path: Path, *words: str) -> dict[str, Any]:
     file = tmp_path / "found.json"
-    main(["bench", *words, "--url", server.url, "--json", str(file)])
+    main([*words, "--url", server.url, "--json", str(file)])
     found: dict[str, Any] = json.loads(file.read_text())["results"]
     return found
 
@@ -398,7 +402,7 @@ def test_soak_of_a_real_server(server: Served, tmp_path: Path) -> None:
 def test_a_hostile_client_beside_honest_ones(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     words = ["--attacks", "slow_reader,grammars", "--num-requests", "24", "--json", str(file)]
-    main(["bench", "hostile", *words])
+    main(["hostile", *words])
     rounds = json.loads(file.read_text())["results"]["rounds"]
     assert set(rounds) == {CALM, "slow_reader", "grammars"}
     assert all(found["steps"] > hostile.OUTPUT_LEN and not found["faults"] for found in rounds.values())

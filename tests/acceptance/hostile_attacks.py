@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from quire.launch.bench.own_server import Target
-from quire.launch.bench.raw_http import Connection, connected
+from own_server import Target
+from raw_http import Connection, connected
 
 VOCABULARY = range(3, 1000)
 NUM_SLOW_READERS = 24
@@ -115,11 +115,10 @@ async def _repeat(target: Target, told: "Counter[str]", clients: int, body: Call
 
 async def _ask(connection: Connection, request: bytes) -> str:
     try:
-        return str((await connection.ask(request))[0])
+        return str((await connection.ask(request)).status)
     except TimeoutError:
         return "no answer in time"
     except (OSError, EOFError):
-        connection.cut()
         return "cut off"
 
 

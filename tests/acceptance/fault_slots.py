@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-from quire.launch.bench.live_streams import Answer, Ask, stream
+from live_streams import Answer, Ask, stream
 
 MAX_EXAMPLES = 5
 """Of each kind of failure that are kept in words."""

@@ -1,12 +1,13 @@
 """Streamed answers as a client gets them, byte for byte: over a plain socket, so that its number says whose it was."""
 
-import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from raw_http import Connection, Reply, connected
 
 PROMPTS = (
     "Once upon a time",
@@ -21,7 +22,6 @@ PROMPTS = (
 PATTERN = "(red|blue|green)( (cat|dog|bird)){20}"
 """Of an answer whose grammar must outlive its workers: long enough to be cut in two."""
 GOOD_ENDINGS = ("stop", "length")
-CONNECT_S = 30.0
 
 
 class Delta(msgspec.Struct):
@@ -44,6 +44,9 @@ class Event(msgspec.Struct):
     choices: list[Choice] = []
     usage: Usage | None = None
     error: Any = None
+
+
+EVENTS = msgspec.json.Decoder(Event)
 
 
 class Told(msgspec.Struct):
@@ -145,62 +148,44 @@ async def stream(port: int, ask: Ask, on_piece: Callable[[Answer], None] = lambd
     ``on_piece`` is called with what has come so far, for each piece.
     """
     answer = Answer()
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except (OSError, TimeoutError) as error:
-        answer.error = f"no connection: {type(error).__name__}"
-        return answer
-    answer.port = writer.get_extra_info("sockname")[1]
-    try:
-        writer.write(ask.encoded())
-        answer.error = await _take(reader, answer, on_piece)
-    except (OSError, asyncio.IncompleteReadError, ValueError, IndexError) as error:
-        answer.error = f"cut off: {type(error).__name__}"
-    finally:
-        writer.close()
+    async with connected(("127.0.0.1", port)) as connection:
+        try:
+            answer.error = await _take(connection, ask, answer, on_piece)
+        except (OSError, EOFError, ValueError) as error:
+            answer.error = f"{'cut off' if connection.port else 'no connection'}: {type(error).__name__}"
+        answer.port = connection.port
     return answer
 
 
-async def _take(reader: asyncio.StreamReader, answer: Answer, on_piece: Callable[[Answer], None]) -> str:
-    status = int((await reader.readline()).split()[1])
-    while (await reader.readline()).strip():
-        pass
-    if status != 200:
-        return f"status {status}: {(await reader.read()).decode(errors='replace')}"
-    decoder = msgspec.json.Decoder(Event)
-    async for data in _events(reader):
-        if data == b"[DONE]":
-            endings = [told.finish_reason for told in answer.choices.values()]
-            return "" if endings and all(e in GOOD_ENDINGS for e in endings) else f"ended with {endings}"
-        event = decoder.decode(data)
-        if event.error is not None:
-            return f"error event: {event.error}"
-        if event.usage is not None:
-            answer.num_tokens = event.usage.completion_tokens
-        for choice in event.choices:
-            answer.choices.setdefault(choice.index, Told()).take(choice)
-        if event.choices:
-            on_piece(answer)
+async def _take(connection: Connection, ask: Ask, answer: Answer, on_piece: Callable[[Answer], None]) -> str:
+    """Why the answer is not whole; empty: it is."""
+    reply = Reply()
+    rest = b""
+    async with aclosing(connection.pieces(ask.encoded(), reply)) as pieces:
+        async for piece in pieces:
+            answer.port = connection.port
+            if reply.status != 200:
+                continue
+            *events, rest = (rest + piece).split(b"\n\n")
+            for event in events:
+                data = event.removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    endings = [told.finish_reason for told in answer.choices.values()]
+                    return "" if endings and all(e in GOOD_ENDINGS for e in endings) else f"ended with {endings}"
+                if error := _take_event(EVENTS.decode(data), answer, on_piece):
+                    return error
+    if reply.status != 200:
+        return f"status {reply.status}: {reply.body.decode(errors='replace')}"
     return "the stream ended without [DONE]"
 
 
-async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each event of a chunked body."""
-    rest = b""
-    while size := int(await reader.readline(), 16):
-        *events, rest = (rest + await reader.readexactly(size)).split(b"\n\n")
-        await reader.readexactly(2)
-        for event in events:
-            yield event.removeprefix(b"data: ")
-
-
-async def get(port: int, path: str) -> tuple[int, str]:
-    """(status, body) of a GET."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n".encode())
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        return int(head.split()[1]), body.decode(errors="replace")
-    finally:
-        writer.close()
+def _take_event(event: Event, answer: Answer, on_piece: Callable[[Answer], None]) -> str:
+    if event.error is not None:
+        return f"error event: {event.error}"
+    if event.usage is not None:
+        answer.num_tokens = event.usage.completion_tokens
+    for choice in event.choices:
+        answer.choices.setdefault(choice.index, Told()).take(choice)
+    if event.choices:
+        on_piece(answer)
+    return ""

@@ -1,4 +1,4 @@
-"""``quire bench soak``: very many short requests of all kinds. Does any process grow, and is everything given back?"""
+"""``run.py soak``: very many short requests of all kinds. Does any process grow, and is everything given back?"""
 
 import argparse
 import asyncio
@@ -8,13 +8,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
+from own_server import Holdings, Target, busy_shares, is_clean, serving
+from raw_http import Connection, Reply, connected
+from soak_requests import LEAVES, SoakRequest, draw_request
 from tqdm import tqdm
 
-from quire.launch.bench.own_server import Holdings, Target, busy_shares, is_clean, serving
-from quire.launch.bench.raw_http import Connection, connected
-from quire.launch.bench.soak_requests import LEAVES, SoakRequest, draw_request
 from quire.launch.measure.report import Report, Table, rounded
 from quire.protocol.errors import ConfigError
 
@@ -104,30 +105,30 @@ async def ask(target: Target, connection: Connection, request: SoakRequest, chan
         if request.leaves:
             await _leave(target, raw, request.leaves, chance)
             return ""
-        status, body = await connection.ask(raw)
-    except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError) as error:
-        connection.cut()
+        reply = await connection.ask(raw)
+    except (OSError, EOFError, TimeoutError) as error:
         return type(error).__name__
-    if status not in request.statuses:
-        return f"status {status}"
-    if request.streamed and not body.endswith(b"data: [DONE]\n\n"):
+    if reply.status not in request.statuses:
+        return f"status {reply.status}"
+    if request.streamed and not reply.body.endswith(b"data: [DONE]\n\n"):
         return "no end of the stream"
     return ""
 
 
 async def _leave(target: Target, raw: bytes, where: str, chance: float) -> None:
     """On a connection of its own: send all or a part, perhaps read a little, and go."""
+    reply = Reply()
     async with connected(target.address) as connection:
         if where == LEAVES[0]:
-            await connection.send(raw[: -max(1, int(chance * 50))])
-            return
-        reader = await connection.send(raw)
-        if where == LEAVES[1]:
+            await connection.send(raw[: -max(1, int(chance * 50))], reply)
+        elif where == LEAVES[1]:
+            await connection.send(raw, reply)
             await asyncio.sleep(0.02 * chance)
-            return
-        for _ in range(1 + int(8 * chance)):
-            if not await reader.read(4096):
-                return
+        else:
+            async with aclosing(connection.pieces(raw, reply)) as pieces:
+                async for _ in pieces:
+                    if len(reply.pieces) > 8 * chance:
+                        return
 
 
 def make_report(settings: dict[str, Any], samples: Sequence[Sample], outcome: Outcome, warm_up: int) -> Report:

@@ -1,0 +1,11 @@
+"""The acceptance harnesses: ``python -P tests/acceptance/run.py faults|hostile|soak|streams``. See README.md here."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+if __name__ == "__main__":
+    from harness import main
+
+    main()
