@@ -20,8 +20,8 @@ def main() -> None:
 
         from quire.protocol.config import EngineConfig
         from quire.protocol.wire.channel import Link
-        from quire.protocol.wire.messages import SchedulerToWorker
         from quire.protocol.wire.worker_handshake import Calls
+        from quire.protocol.wire.worker_messages import SchedulerToWorker
         from quire.protocol.wire.zmq_channel import ZmqChannel, check_socket_directory, worker_address
         from quire.worker_proc.loop import WorkerLoop
         from quire.worker_proc.parallel.group import TensorParallel

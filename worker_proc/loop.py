@@ -11,18 +11,18 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.wire.channel import Channel, Frames, Received
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import (
+from quire.protocol.wire.link_messages import Heartbeat
+from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
+from quire.protocol.wire.worker_messages import (
     Configure,
     Digest,
     Fault,
-    Heartbeat,
     ModelRunnerOutput,
     Ready,
     SampleInputs,
     SchedulerOutput,
     Shutdown,
 )
-from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import PendingResult

@@ -21,14 +21,8 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Frames, Link
-from quire.protocol.wire.messages import (
-    AddRequest,
-    SchedulerOutput,
-    SchedulerToFrontEnd,
-    SchedulerToWorker,
-    StepOutputs,
-    WorkerToScheduler,
-)
+from quire.protocol.wire.front_end_messages import AddRequest, SchedulerToFrontEnd, StepOutputs
+from quire.protocol.wire.worker_messages import SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.scheduler import Scheduler
 
 # Token ids above 65,535 take four bytes each on the wire: the worse case.

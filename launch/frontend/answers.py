@@ -5,19 +5,13 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 
-from quire.launch.frontend.engine_client import (
-    EngineClient,
-    PromptLogprobTable,
-    Sequence,
-    Stoppable,
-    TokenLogprobs,
-    Update,
-)
+from quire.launch.frontend.engine_client import EngineClient, Sequence, Stoppable, Update
 from quire.launch.text.prompts import Prompt, check_volume, fit_params, spell_bad_words
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TextOut
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 PROMPT_TAIL = 12
 
@@ -50,7 +44,7 @@ class Piece:
     num_output_tokens: int
     num_cached_tokens: int
     detail: str
-    prompt_logprobs: PromptLogprobTable | None = None
+    prompt_logprobs: LogprobArrays | None = None
 
     def without_answer(self) -> "Piece":
         """The same for a client that asked for no tokens; the engine's one token ended it, whichever it was."""
@@ -137,10 +131,10 @@ class Answer:
             del entry.top[self._num_logprobs :]
         return [PlacedLogprobs(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False)]
 
-    def _prompt_logprobs(self, table: PromptLogprobTable | None) -> PromptLogprobTable | None:
+    def _prompt_logprobs(self, table: LogprobArrays | None) -> LogprobArrays | None:
         """For the first piece; empty for a prompt of one token, of which the engine tells nothing."""
         due, self._prompt_logprobs_due = self._prompt_logprobs_due, False
-        return (table or PromptLogprobTable()) if due else None
+        return (table or LogprobArrays.empty()) if due else None
 
 
 class StreamedAnswer(Answer):

@@ -17,7 +17,8 @@ from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import AddRequest, Control, EngineState, Message, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineState, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.zmq_channel import AsyncZmqChannel, frontend_address
 
 BEAT_S = 1.0

@@ -12,70 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import EndReason, Statistics
-
-
-@dataclass(slots=True)
-class TokenLogprobs:
-    """Log probabilities of one token and of the best ones in its place.
-
-    Attributes:
-        rank: of the token, from 1.
-        top: (token id, log probability) in falling order; at least as many as were asked for.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
-@dataclass(slots=True, eq=False)
-class PromptLogprobTable:
-    """Log probabilities of a prompt's tokens from the second on: row ``i`` is of prompt token ``i + 1``.
-
-    Arrays until somebody asks, since a prompt is long and few read it all.
-
-    Attributes:
-        token_ids, values: int32 and float32 ``[num_tokens, width]``: column 0 is the prompt's own token, the others the
-            best ones in falling order.
-        ranks: int32 ``[num_tokens]``, of the prompt's own token, from 1.
-    """
-
-    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 1), np.int32))
-    values: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 1), np.float32))
-    ranks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-
-    def placed(self, start: int, part: "PromptLogprobTable") -> "PromptLogprobTable":
-        """This table with ``part``, whose first row is of prompt token ``start``, in its place.
-
-        A part may come twice, and parts may differ in width: what all of them have, everybody asked for.
-        """
-        begin, end = start - 1, start - 1 + len(part.ranks)
-        if not begin and end >= len(self.ranks):
-            return part
-        width = min(self.token_ids.shape[1], part.token_ids.shape[1])
-        num_tokens = max(end, len(self.ranks))
-        whole = PromptLogprobTable(
-            np.zeros((num_tokens, width), np.int32),
-            np.zeros((num_tokens, width), np.float32),
-            np.zeros(num_tokens, np.int32),
-        )
-        for at, rows in ((0, self), (begin, part)):
-            where = slice(at, at + len(rows.ranks))
-            whole.token_ids[where] = rows.token_ids[:, :width]
-            whole.values[where] = rows.values[:, :width]
-            whole.ranks[where] = rows.ranks
-        return whole
-
-    def entries(self, num_best: int) -> list[TokenLogprobs]:
-        """One entry per row, with at most ``num_best`` of the best tokens: some 5 µs for each."""
-        ids = self.token_ids[:, : 1 + num_best].tolist()
-        values = self.values[:, : 1 + num_best].tolist()
-        return [
-            TokenLogprobs(own[0], value[0], rank, list(zip(own[1:], value[1:], strict=True)))
-            for own, value, rank in zip(ids, values, self.ranks.tolist(), strict=True)
-        ]
+from quire.protocol.wire.front_end_messages import EndReason, Statistics
+from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -90,7 +28,8 @@ class Update:
         num_output_tokens: total so far that counts and is billed, this update included.
         num_cached_tokens: of the prompt, how many the prefix cache served.
         detail: when ``ended`` is ERROR, one line that the client may read.
-        prompt_logprobs: with the first tokens, of the whole prompt, when asked for.
+        prompt_logprobs: with the first tokens, when asked for: of the prompt's tokens from the second on. Arrays, since
+            a prompt is long and few read it all.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -100,7 +39,7 @@ class Update:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     detail: str = ""
-    prompt_logprobs: PromptLogprobTable | None = None
+    prompt_logprobs: LogprobArrays | None = None
 
 
 class Stoppable(Protocol):

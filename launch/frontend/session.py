@@ -14,21 +14,16 @@ from collections.abc import Callable
 from quire.launch.frontend.streams import Stream, StreamTable
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import (
-    PROTOCOL_VERSION,
+from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
     EngineState,
-    Heartbeat,
-    Hello,
-    Message,
-    Refused,
     Rejected,
     Statistics,
     StepOutputs,
     Stop,
-    Welcome,
 )
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused, Welcome
 
 CONDEMNED_AFTER = 3
 """Deaths of the scheduler, with no token in between, after which a request in flight ends. The supervisor gives up

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from quire.launch.frontend.engine_client import PromptLogprobTable, TokenLogprobs, Update
+from quire.launch.frontend.engine_client import Update
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
-from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.messages import AddRequest, EndReason, Rejected, StepOutputs
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Rejected, StepOutputs
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
 
 
 class Stream:
@@ -42,7 +43,7 @@ class Stream:
         self.muted = False
         self.over = False
         self._update: Update | None = None
-        self._prompt_logprobs: PromptLogprobTable | None = None
+        self._prompt_logprobs: LogprobArrays | None = None
 
     def take(self) -> Update | None:
         """What piled up since the last call; None when nothing did. Raises the error if there is one."""
@@ -75,13 +76,14 @@ class Stream:
         if self._on_news is not None and not self.muted:
             self._on_news()
 
-    def place_prompt_logprobs(self, start: int, part: PromptLogprobTable) -> None:
-        """Keep a part of the prompt's log probabilities for the update with the first tokens.
+    def place_prompt_logprobs(self, start: int, part: LogprobArrays) -> None:
+        """Keep a part of the prompt's log probabilities, from prompt token ``start`` on, for the first update.
 
-        Those that come again with a later token, after a preemption, were told.
+        Parts that come again with a later token, after a preemption, were delivered before. Parts may differ in width:
+        the columns that all of them have are those that were asked for.
         """
         if not self.muted and not self.num_output_tokens:
-            self._prompt_logprobs = (self._prompt_logprobs or PromptLogprobTable()).placed(start, part)
+            self._prompt_logprobs = (self._prompt_logprobs or LogprobArrays.empty()).placed(start - 1, part)
 
     def pending(self) -> Update:
         """The update being gathered, for the table to add to."""
@@ -139,12 +141,14 @@ class StreamTable:
                 stream.num_cached_tokens = introduced.num_cached_tokens
             self._by_handle[introduced.handle] = stream
         if message.prompt_logprobs is not None:
-            self._apply_prompt_logprobs(message, message.prompt_logprobs)
+            for handle, start, part in message.prompt_logprobs.parts():
+                self._by_handle[handle].place_prompt_logprobs(start, part)
         touched: dict[int, Stream] = {}
         if message.handles is not None and message.tokens is not None:
-            touched = self._apply_tokens(_handle_per_token(message), message.tokens.tolist())
+            handles = _handle_per_token(message.handles, message.counts)
+            touched = self._apply_tokens(handles, message.tokens.tolist())
             if message.logprobs is not None:
-                self._apply_logprobs(message, message.logprobs)
+                self._apply_logprobs(message.logprobs, handles)
         for ended in message.ended:
             stream = self._by_handle.pop(ended.handle)
             del self._by_id[stream.request_id]
@@ -188,43 +192,18 @@ class StreamTable:
             touched[handle] = stream
         return touched
 
-    def _apply_logprobs(self, message: StepOutputs, layout: Logprobs) -> None:
-        assert message.handles is not None and message.tokens is not None and message.logprob_ranks is not None
-        assert message.logprob_token_ids is not None and message.logprob_values is not None
-        token_ids = message.logprob_token_ids.reshape(-1, layout.width).tolist()
-        values = message.logprob_values.reshape(-1, layout.width).tolist()
-        ranks = message.logprob_ranks.tolist()
-        handles = _handle_per_token(message)
-        for row, ids, logprobs, rank in zip(layout.rows, token_ids, values, ranks, strict=True):
+    def _apply_logprobs(self, told: Logprobs, handles: list[int]) -> None:
+        for row, entry in zip(told.rows, told.arrays.entries(), strict=True):
             stream = self._by_handle[handles[row]]
             if stream.muted:
                 continue
             update = stream.pending()
             if update.logprobs is None:
                 update.logprobs = []
-            top = list(zip(ids[1:], logprobs[1:], strict=True))
-            update.logprobs.append(TokenLogprobs(ids[0], logprobs[0], rank, top))
-
-    def _apply_prompt_logprobs(self, message: StepOutputs, layout: PromptLogprobs) -> None:
-        """Before the message's tokens: the last part comes with the first of them."""
-        assert message.prompt_logprob_token_ids is not None and message.prompt_logprob_values is not None
-        assert message.prompt_logprob_ranks is not None
-        token_ids = message.prompt_logprob_token_ids.reshape(-1, layout.width)
-        values = message.prompt_logprob_values.reshape(-1, layout.width)
-        at = 0
-        for handle, start, count in zip(layout.handles, layout.starts, layout.counts, strict=True):
-            part = slice(at, at + count)
-            at += count
-            ranks = message.prompt_logprob_ranks[part]
-            self._by_handle[handle].place_prompt_logprobs(
-                start, PromptLogprobTable(token_ids[part], values[part], ranks)
-            )
+            update.logprobs.append(entry)
 
 
-def _handle_per_token(message: StepOutputs) -> list[int]:
-    """Whose each token is: a request with accepted drafts gets several."""
-    assert message.handles is not None
-    handles: list[int] = message.handles.tolist()
-    if message.counts is None:
-        return handles
-    return [handle for handle, count in zip(handles, message.counts.tolist(), strict=True) for _ in range(count)]
+def _handle_per_token(handles: Int32, counts: Int32 | None) -> list[int]:
+    """The handle of each token: a request with accepted drafts gets several."""
+    per_token: list[int] = (handles if counts is None else np.repeat(handles, counts)).tolist()
+    return per_token

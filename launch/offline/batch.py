@@ -21,7 +21,7 @@ from quire.launch.text.text_out import TokenTexts
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
-from quire.protocol.wire.messages import AddRequest
+from quire.protocol.wire.front_end_messages import AddRequest
 
 # Requests handed to the scheduler at once: more would only sit in sockets, whose queues are bounded.
 MAX_SUBMITTED = 1024

@@ -14,7 +14,8 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, QuireError
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import AddRequest, Control, Message, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.front_end_messages import AddRequest, Control, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.zmq_channel import ZmqChannel, frontend_address
 
 POLL_S = 0.5

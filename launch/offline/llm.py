@@ -33,7 +33,7 @@ from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request import plugins
 from quire.protocol.request.sampling_params import SamplingParams, check_int
-from quire.protocol.wire.messages import Control, Statistics
+from quire.protocol.wire.front_end_messages import Control, Statistics
 
 PromptInput = str | list[int] | Mapping[str, Any]
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from quire.launch.frontend.engine_client import TokenLogprobs
 from quire.launch.text.text_out import TokenTexts
-from quire.protocol.wire.messages import Statistics
+from quire.protocol.wire.front_end_messages import Statistics
+from quire.protocol.wire.logprobs import TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -5,7 +5,8 @@ import time
 from quire.protocol.errors import EngineError
 from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.wire.channel import Channel, Received
-from quire.protocol.wire.messages import PROTOCOL_VERSION, Configure, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.worker_messages import Configure
 
 BEAT_S = 1.0
 

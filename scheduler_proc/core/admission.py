@@ -6,7 +6,8 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
-from quire.protocol.wire.messages import AddRequest, Int32, Rejected
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import AddRequest, Rejected
 from quire.scheduler_proc.core.events import OpaqueRequest
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager

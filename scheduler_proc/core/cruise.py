@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.protocol.wire.messages import Int32
+from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.requests.request import Request
 
 Roster = dict[int, Request]

@@ -1,7 +1,7 @@
 """What a Scheduler consumes: messages that came over a wire, and events that exist in the scheduler process only.
 
 The latter are made by its loop, and by a replay where the tokens are not known. They are encoded as messages, for the
-event log, and have tags of their own among those (protocol/wire/messages.py).
+event log, and have tags of their own among those (protocol/wire/link_messages.py).
 """
 
 from typing import TypeAlias
@@ -9,16 +9,10 @@ from typing import TypeAlias
 import msgspec
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import (
-    Abort,
-    AddRequest,
-    Control,
-    Ended,
-    Int32,
-    Message,
-    ModelRunnerOutput,
-    Stop,
-)
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, Ended, Stop
+from quire.protocol.wire.link_messages import Message
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 
 class OpaqueRequest(Message, frozen=True, tag=14):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.protocol.wire.messages import Ended
+from quire.protocol.wire.front_end_messages import Ended
 
 
 class Hit(NamedTuple):

@@ -6,18 +6,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.request.sampling_params import MAX_LOGPROBS
+from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.messages import Int32, ModelRunnerOutput
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.cruise import Roster
 from quire.scheduler_proc.core.events import OpaqueResult
 from quire.scheduler_proc.core.step import Share
 from quire.scheduler_proc.requests.request import Request
 
 NOBODY = np.zeros(0, np.int32)
-
-HIGHEST_LOGPROB = 1e-3
-"""Certainty is 0; what is above it by more than rounding is no log probability."""
 
 
 class WorkerFault(Exception):
@@ -158,7 +155,7 @@ class StepsInFlight:
             whose = handles if output.counts is None else np.repeat(handles, output.counts)
             _raise(output, fault_of_logprobs(record, output, output.logprobs, whose, self._vocab_size))
         if output.prompt_logprobs is not None:
-            _raise(output, fault_of_prompts(record, output, output.prompt_logprobs, self._vocab_size))
+            _raise(output, fault_of_prompts(record, output.prompt_logprobs, self._vocab_size))
         if output.handles is not None:
             self.tell_handles(output.handles)
         self._verified = None if record.sampling else record.roster
@@ -233,49 +230,31 @@ def fault_of_logprobs(
     record: InFlightStep, result: ModelRunnerOutput, told: Logprobs, whose: Int32, vocab_size: int
 ) -> str | None:
     """Why a result's log probabilities cannot belong to its tokens; None when they can. ``whose``: handle per token."""
-    rows, width = told.rows, told.width
-    if not 1 <= width <= MAX_LOGPROBS + 1 or len(set(rows)) != len(rows) or not set(rows) <= set(range(len(whose))):
+    rows = told.rows
+    if len(set(rows)) != len(rows) or not set(rows) <= set(range(len(whose))):
         return "log probabilities of rows that did not sample"
-    ids, values, ranks = result.logprob_token_ids, result.logprob_values, result.logprob_ranks
-    if ids is None or values is None or ranks is None:
-        return "log probabilities do not add up"
-    if not len(ids) == len(values) == len(rows) * width or len(ranks) != len(rows):
-        return "log probabilities do not add up"
     handles = whose[rows].tolist() if rows else []
     for handle in handles:
         request = record.member(handle) or record.sampling.get(handle)
         if request is None or request.sampling.logprobs is None:
-            return "log probabilities that nobody asked for"
-    if len(ids) and ids.view(np.uint32).max() >= vocab_size:
-        return "log probability of a token id outside the vocabulary"
-    # What is not finite has no log probabilities either, and its client hears of an error instead.
+            return "log probabilities that no request asked for"
+    if (fault := told.arrays.fault(len(rows), vocab_size)) is not None:
+        return fault
+    # Logits that are not finite have no log probabilities either, and their client gets an error instead.
     lost = {*result.bad, *(handle for handle, _ in result.failed)}
-    sound = [handle not in lost for handle in handles] if lost else slice(None)
-    if not (values.reshape(len(rows), width)[sound] <= HIGHEST_LOGPROB).all():  # not so either for NaN
-        return "a log probability that is none"
-    if not ((ranks[sound] >= 1) & (ranks[sound] <= vocab_size)).all():
-        return "a rank outside the vocabulary"
-    return None
+    sound = told.arrays.take(np.array([handle not in lost for handle in handles], np.bool_)) if lost else told.arrays
+    return sound.fault_of_values(vocab_size)
 
 
-def fault_of_prompts(
-    record: InFlightStep, result: ModelRunnerOutput, told: PromptLogprobs, vocab_size: int
-) -> str | None:
+def fault_of_prompts(record: InFlightStep, told: PromptLogprobs, vocab_size: int) -> str | None:
     """The same for log probabilities of prompt tokens, and the step's requests."""
     handles, starts, counts = told.handles, told.starts, told.counts
-    if not len(handles) == len(starts) == len(counts) == len(set(handles)) or told.width < 1:
+    if not len(handles) == len(starts) == len(counts) == len(set(handles)):
         return "log probabilities of prompts do not add up"
     for handle, start, count in zip(handles, starts, counts, strict=True):
         request = record.member(handle)
         if request is None or request.sampling.prompt_logprobs is None:
-            return "log probabilities of a prompt that nobody asked for"
+            return "log probabilities of a prompt that no request asked for"
         if start < 1 or count < 1 or start + count > request.num_prompt_tokens:
             return "log probabilities beyond a prompt"
-    frames = (result.prompt_logprob_token_ids, result.prompt_logprob_values, result.prompt_logprob_ranks)
-    entries = sum(counts) * told.width
-    if [-1 if f is None else len(f) for f in frames] != [entries, entries, sum(counts)]:
-        return "log probabilities of prompts do not add up"
-    ids = result.prompt_logprob_token_ids
-    if ids is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-        return "log probability of a token id outside the vocabulary"
-    return None
+    return told.arrays.fault(sum(counts), vocab_size)

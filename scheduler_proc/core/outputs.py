@@ -1,11 +1,10 @@
 """What one step brings each front end, handed over as one message per client."""
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.protocol.wire.front_end_messages import Ended, EndReason, Introduced, StepOutputs
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.messages import Ended, EndReason, Int32, Introduced, ModelRunnerOutput, StepOutputs
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.requests.request import Request
 
@@ -20,8 +19,8 @@ class _ClientOutputs:
     def __init__(self) -> None:
         self.introduced: list[Introduced] = []
         self.ended: list[Ended] = []
-        self.sampled: tuple[Sampled, _Mask | None, ModelRunnerOutput] | None = None
-        self.prompts: tuple[list[int], ModelRunnerOutput] | None = None
+        self.sampled: tuple[Sampled, _Mask | None, Logprobs | None] | None = None
+        self.prompts: PromptLogprobs | None = None
 
 
 class OutputCollector:
@@ -48,30 +47,30 @@ class OutputCollector:
         """What comes now belongs to another step than what came before."""
         self._seal()
 
-    def sampled(self, sampled: Sampled, cut: dict[int, int], result: ModelRunnerOutput) -> None:
-        """Tokens for the clients. ``cut``: position in ``sampled.handles`` → how many of its tokens count at most.
+    def sampled(self, sampled: Sampled, cut: dict[int, int], logprobs: Logprobs | None) -> None:
+        """Tokens for the clients, and their log probabilities.
 
-        ``result``: where their log probabilities are.
+        ``cut``: position in ``sampled.handles`` → how many of its tokens count at most.
         """
         if not len(sampled.handles):
             return
         keep = _kept(sampled, cut) if cut else None
         if self._only_client is not None:
             if keep is None or keep.any():
-                self._client(self._only_client).sampled = (sampled, keep, result)
+                self._client(self._only_client).sampled = (sampled, keep, logprobs)
             return
         owners = self._owners[sampled.handles]
         if sampled.counts is not None:
             owners = np.repeat(owners, sampled.counts)
         for client in np.unique(owners if keep is None else owners[keep]).tolist():
             mine = owners == client
-            self._client(client).sampled = (sampled, mine if keep is None else mine & keep, result)
+            self._client(client).sampled = (sampled, mine if keep is None else mine & keep, logprobs)
 
-    def prompts(self, owners: dict[int, int], result: ModelRunnerOutput) -> None:
-        """Log probabilities of prompts: entry of ``result.prompt_logprobs`` → whose it is; others are nobody's."""
+    def prompts(self, owners: dict[int, int], logprobs: PromptLogprobs) -> None:
+        """Log probabilities of prompts. ``owners``: part → its client; parts without one are dropped."""
         for client in dict.fromkeys(owners.values()):
             mine = [index for index, owner in owners.items() if owner == client]
-            self._client(client).prompts = (mine, result)
+            self._client(client).prompts = logprobs.take(mine)
 
     def introduce(self, request: Request) -> None:
         """Its first message names it; later ones use the handle."""
@@ -117,14 +116,9 @@ def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
 
 
 def _message(parts: _ClientOutputs) -> StepOutputs:
-    message = _with_tokens(parts)
-    return message if parts.prompts is None else _with_prompt_logprobs(message, *parts.prompts)
-
-
-def _with_tokens(parts: _ClientOutputs) -> StepOutputs:
     if parts.sampled is None:
-        return StepOutputs(parts.introduced, None, None, parts.ended)
-    sampled, keep, result = parts.sampled
+        return StepOutputs(parts.introduced, None, None, parts.ended, prompt_logprobs=parts.prompts)
+    sampled, keep, logprobs = parts.sampled
     handles, tokens, counts = sampled.handles, sampled.tokens, sampled.counts
     if keep is not None and counts is None:
         handles, tokens = handles[keep], tokens[keep]
@@ -134,49 +128,5 @@ def _with_tokens(parts: _ClientOutputs) -> StepOutputs:
         handles, counts = handles[counts > 0], counts[counts > 0]
     if counts is not None and (counts == 1).all():
         counts = None
-    message = StepOutputs(parts.introduced, handles, tokens, parts.ended, counts)
-    return message if result.logprobs is None else _with_logprobs(message, result, keep)
-
-
-def _with_logprobs(message: StepOutputs, result: ModelRunnerOutput, kept: _Mask | None) -> StepOutputs:
-    """``message`` with those log probabilities of ``result`` that belong to its tokens."""
-    assert result.logprobs is not None and result.logprob_ranks is not None
-    assert result.logprob_token_ids is not None and result.logprob_values is not None
-    rows: Int32 = np.array(result.logprobs.rows, np.int32)
-    picked = np.arange(len(rows))
-    if kept is not None:
-        place = np.cumsum(kept) - 1
-        picked = np.flatnonzero(kept[rows])
-        rows = place[rows[picked]].astype(np.int32)
-    if not len(rows):
-        return message
-    order = np.argsort(rows, kind="stable")
-    rows, picked = rows[order], picked[order]
-    width = result.logprobs.width
-    return msgspec.structs.replace(
-        message,
-        logprobs=Logprobs(rows.tolist(), width),
-        logprob_token_ids=result.logprob_token_ids.reshape(-1, width)[picked].ravel(),
-        logprob_values=result.logprob_values.reshape(-1, width)[picked].ravel(),
-        logprob_ranks=result.logprob_ranks[picked],
-    )
-
-
-def _with_prompt_logprobs(message: StepOutputs, entries: list[int], result: ModelRunnerOutput) -> StepOutputs:
-    """``message`` with these entries of the prompts' log probabilities in ``result``."""
-    told = result.prompt_logprobs
-    assert told is not None and result.prompt_logprob_ranks is not None
-    assert result.prompt_logprob_token_ids is not None and result.prompt_logprob_values is not None
-    mine = np.repeat(np.isin(np.arange(len(told.handles)), entries), told.counts)
-    return msgspec.structs.replace(
-        message,
-        prompt_logprobs=PromptLogprobs(
-            [told.handles[i] for i in entries],
-            [told.starts[i] for i in entries],
-            [told.counts[i] for i in entries],
-            told.width,
-        ),
-        prompt_logprob_token_ids=result.prompt_logprob_token_ids.reshape(-1, told.width)[mine].ravel(),
-        prompt_logprob_values=result.prompt_logprob_values.reshape(-1, told.width)[mine].ravel(),
-        prompt_logprob_ranks=result.prompt_logprob_ranks[mine],
-    )
+    mine = None if logprobs is None else logprobs.kept(keep)
+    return StepOutputs(parts.introduced, handles, tokens, parts.ended, counts, mine, parts.prompts)

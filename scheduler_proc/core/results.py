@@ -4,7 +4,8 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import NamedTuple
 
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.drafting import DraftPolicy
 from quire.scheduler_proc.core.events import OpaqueResult
 from quire.scheduler_proc.core.hooks import Tap
@@ -173,7 +174,7 @@ class Results:
         num_kept = len(sampled.tokens) - sum(sampled.count(at) - kept for at, kept in cut.items())
         self._stats.generation_tokens += num_kept
         if are_tokens_known:
-            self.outputs.sampled(sampled, cut, output)
+            self.outputs.sampled(sampled, cut, output.logprobs)
 
     def _to_look_at(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
         """(position in the result, request) of those that sampled and do not cruise, or that may end."""
@@ -258,7 +259,7 @@ class Results:
             if request is not None and not request.status.is_finished and record.step > request.deaf_until:
                 self.outputs.introduce(request)
                 live[index] = request.client
-        self.outputs.prompts(live, output)
+        self.outputs.prompts(live, output.prompt_logprobs)
 
     def _verdict(self, request: Request, token: int) -> _Ending | None:
         if token in request.stop_tokens and self._may_stop(request):

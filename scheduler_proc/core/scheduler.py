@@ -12,18 +12,17 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.messages import (
+from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
     Control,
     EndReason,
-    ModelRunnerOutput,
     Rejected,
-    SchedulerOutput,
     SchedulerToFrontEnd,
     Statistics,
     Stop,
 )
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.admission import Refusal, admit
 from quire.scheduler_proc.core.cruise import Cruise
 from quire.scheduler_proc.core.drafting import make_draft_policy

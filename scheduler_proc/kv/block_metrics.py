@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from itertools import repeat
 
-from quire.protocol.wire.messages import Histogram
+from quire.protocol.wire.front_end_messages import Histogram
 
 SAMPLE_MASK = 63
 """A block is sampled when its id has none of these bits: then the cost for the others is one test."""

@@ -4,15 +4,8 @@ from collections.abc import Callable
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import (
-    PROTOCOL_VERSION,
-    EngineState,
-    Heartbeat,
-    Hello,
-    Message,
-    Refused,
-    Welcome,
-)
+from quire.protocol.wire.front_end_messages import EngineState
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.process.doors import Hub
 

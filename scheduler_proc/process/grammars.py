@@ -5,7 +5,8 @@ from typing import Any
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.codec import Codec
-from quire.protocol.wire.messages import AddRequest, Proposed
+from quire.protocol.wire.front_end_messages import AddRequest
+from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.worker_group import WorkerGroup

@@ -12,27 +12,18 @@ from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.wire.channel import Received
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.kv_events import HASH_BYTES
-from quire.protocol.wire.messages import (
-    PROTOCOL_VERSION,
+from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
-    Configure,
     Control,
     EngineState,
-    Fault,
-    Heartbeat,
-    Hello,
-    ModelRunnerOutput,
-    Proposed,
-    Ready,
-    Refused,
     Rejected,
-    Shutdown,
     Statistics,
     Stop,
-    Welcome,
 )
+from quire.protocol.wire.kv_events import HASH_BYTES
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.worker_messages import Configure, Fault, ModelRunnerOutput, Proposed, Ready, Shutdown
 from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge, WorkerFault
 from quire.scheduler_proc.kv.events import KVEventRecorder

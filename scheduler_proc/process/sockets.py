@@ -8,7 +8,8 @@ import zmq
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.channel import Link
-from quire.protocol.wire.messages import FrontEndToScheduler, WorkerToScheduler
+from quire.protocol.wire.front_end_messages import FrontEndToScheduler
+from quire.protocol.wire.worker_messages import WorkerToScheduler
 from quire.protocol.wire.zmq_channel import Waiter, ZmqChannel, ZmqHub, frontend_address, worker_address
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.process.worker_group import WorkerGroup

@@ -7,7 +7,7 @@ from typing import Any
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.channel import Channel, Frames, NotTaken, Received
-from quire.protocol.wire.messages import Digest, ModelRunnerOutput, Ready
+from quire.protocol.wire.worker_messages import Digest, ModelRunnerOutput, Ready
 
 
 class WorkerGroup:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import EndReason, Int32
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.kv.block_hash import NAME_BYTES, HashChain
 from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.reasons import WaitReason

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.protocol.wire.messages import Int32
+from quire.protocol.wire.arrays import Int32
 
 
 class StopTable:

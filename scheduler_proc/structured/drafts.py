@@ -1,6 +1,6 @@
 """The drafts of a step, as the workers told them."""
 
-from quire.protocol.wire.messages import Proposed
+from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 
 

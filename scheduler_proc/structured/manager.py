@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.protocol.wire.messages import AddRequest, Proposed, SampleInputs
+from quire.protocol.wire.front_end_messages import AddRequest
+from quire.protocol.wire.worker_messages import Proposed, SampleInputs
 from quire.scheduler_proc.core.events import Fail, Refuse, Release
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.request import Request

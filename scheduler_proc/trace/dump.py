@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from quire.protocol.wire.codec import Codec
-from quire.protocol.wire.messages import AddRequest, Control, ModelRunnerOutput, SchedulerOutput
+from quire.protocol.wire.front_end_messages import AddRequest, Control
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.files import open_private

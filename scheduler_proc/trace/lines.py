@@ -13,7 +13,7 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import Abort, Control, Ended, Stop
+from quire.protocol.wire.front_end_messages import Abort, Control, Ended, Stop
 from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.kv.block_hash import NAME_BYTES
 from quire.scheduler_proc.trace.keyframe import IdleState

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from quire.protocol.wire.codec import Codec
-from quire.protocol.wire.messages import Abort, AddRequest, Control, EndReason, ModelRunnerOutput, SchedulerOutput
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, EndReason
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.events import Consumed, OpaqueRequest, OpaqueResult
 from quire.scheduler_proc.core.hooks import Tap
 from quire.scheduler_proc.core.scheduler import Scheduler

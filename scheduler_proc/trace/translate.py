@@ -6,8 +6,10 @@ import numpy as np
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
-from quire.protocol.wire.messages import AddRequest, Ended, Int32, ModelRunnerOutput, SchedulerOutput
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.events import Fail, OpaqueResult, Refuse
 from quire.scheduler_proc.core.hooks import Hit
 from quire.scheduler_proc.requests.reasons import Decision

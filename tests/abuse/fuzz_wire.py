@@ -29,9 +29,11 @@ from runner_steps import CONFIG, MODEL, adding, appending
 from scheduler_driver import expected_tokens, make_config, make_request, scheduler_of
 
 from quire.protocol.model.kv_layout import kv_layout
-from quire.protocol.wire import messages as m
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.front_end_messages import AddRequest, Control, StepOutputs
+from quire.protocol.wire.link_messages import Heartbeat, Hello
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.scheduler import WorkerFault
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.startup.setup import make_runner
@@ -74,18 +76,18 @@ class Engine:
         self.has_ended = False
 
     def consume(self, message: Any, client: int) -> None:
-        if isinstance(message, m.AddRequest) and (client, message.request_id) not in self.scheduler.table.requests:
+        if isinstance(message, AddRequest) and (client, message.request_id) not in self.scheduler.table.requests:
             self.salts[message.request_id] = message.cache_salt
         self.scheduler.consume(message, client)
         self.scheduler.check()
         self._listen()
 
-    def step(self) -> m.ModelRunnerOutput | None:
+    def step(self) -> ModelRunnerOutput | None:
         """The result of one step, not delivered; None: nothing runs."""
         step = self.scheduler.schedule() if self.scheduler.can_schedule else None
         return None if step is None else self.worker.execute(step)
 
-    def deliver(self, result: m.ModelRunnerOutput) -> None:
+    def deliver(self, result: ModelRunnerOutput) -> None:
         self.scheduler.consume(result)
         self.scheduler.check()
         self._listen()
@@ -102,7 +104,7 @@ class Engine:
 
     def _listen(self) -> None:
         for client, message in self.scheduler.take_messages():
-            if client == GOOD and isinstance(message, m.StepOutputs):
+            if client == GOOD and isinstance(message, StepOutputs):
                 self.tokens += [] if message.tokens is None else message.tokens.tolist()
                 self.has_ended = self.has_ended or bool(message.ended)
 
@@ -112,10 +114,10 @@ def to_scheduler(rng: random.Random, tally: Tally) -> None:
     engine = Engine()
     for _ in range(ROUND):
         taken = receive(union, rng.choice(messages), rng, tally)
-        asked = taken.sampling if isinstance(taken, m.AddRequest) else None
-        if isinstance(taken, m.Hello | m.Heartbeat) or (asked is not None and asked.structured_outputs is not None):
+        asked = taken.sampling if isinstance(taken, AddRequest) else None
+        if isinstance(taken, Hello | Heartbeat) or (asked is not None and asked.structured_outputs is not None):
             continue  # not the scheduler's, or after its grammar only
-        if isinstance(taken, m.Control) and taken.kind in ("pause", "pause_new"):
+        if isinstance(taken, Control) and taken.kind in ("pause", "pause_new"):
             continue  # which the canary would wait for
         if taken is not None:
             engine.consume(taken, EVIL)
@@ -134,8 +136,8 @@ def from_worker(rng: random.Random, tally: Tally) -> None:
         result = engine.step()
         if result is None:
             break
-        other = receive(m.WorkerToScheduler, result, rng, tally)
-        if isinstance(other, m.ModelRunnerOutput) and not other.failure:
+        other = receive(WorkerToScheduler, result, rng, tally)
+        if isinstance(other, ModelRunnerOutput) and not other.failure:
             try:
                 engine.scheduler.consume(other)
             except WorkerFault:
@@ -153,13 +155,13 @@ def from_worker(rng: random.Random, tally: Tally) -> None:
 def to_worker(rng: random.Random, tally: Tally) -> None:
     config = msgspec.structs.replace(CONFIG, max_num_seqs=4)
     runner, _ = make_runner(config, kv_layout(MODEL, 4, "float32"), lambda text: None, progress=False)
-    first = m.SchedulerOutput(1, **adding((0, [5, 9, 2, 7], [1]), (2, [3], [2])))
+    first = SchedulerOutput(1, **adding((0, [5, 9, 2, 7], [1]), (2, [3], [2])))
     runner.execute(first).result()
     rows = {name: value for name, value in adding((3, [8, 6, 4, 1, 2], [5, 6])).items() if name != "counts"}
-    good = m.SchedulerOutput(2, removed=[2], counts=[(3, 5)], **rows, **appending(0, 0, [3]))
+    good = SchedulerOutput(2, removed=[2], counts=[(3, 5)], **rows, **appending(0, 0, [3]))
     for _ in range(ROUND):
-        other = receive(m.SchedulerToWorker, good, rng, tally)
-        if not isinstance(other, m.SchedulerOutput) or other.awaits_sample_inputs:
+        other = receive(SchedulerToWorker, good, rng, tally)
+        if not isinstance(other, SchedulerOutput) or other.awaits_sample_inputs:
             continue
         before = runner.batch.num_computed.copy()
         try:

@@ -11,7 +11,7 @@ from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused
 
 from quire.launch.http.serving.metrics import Metrics
 from quire.protocol.errors import EngineError
-from quire.protocol.wire.messages import Statistics
+from quire.protocol.wire.front_end_messages import Statistics
 
 MODELS = (
     *(

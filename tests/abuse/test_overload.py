@@ -19,7 +19,7 @@ from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
 
 from quire.launch.http.schema.errors import ClientGone
 from quire.launch.http.serving.gate import OPEN_PATHS, Gate
-from quire.protocol.wire.messages import Statistics
+from quire.protocol.wire.front_end_messages import Statistics
 
 COMPLETIONS = "/v1/completions"
 KEYS = ("first", "second", "third")

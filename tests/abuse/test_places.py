@@ -12,7 +12,7 @@ import zmq
 
 from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.errors import EngineError
-from quire.protocol.wire import messages as m
+from quire.protocol.wire.front_end_messages import FrontEndToScheduler
 from quire.protocol.wire.zmq_channel import ZmqHub, check_socket_directory, frontend_address
 from quire.worker_proc.parallel.shared_memory import SharedMemoryGroup
 
@@ -111,7 +111,7 @@ def test_a_link_that_waits_under_a_sockets_name_leads_nowhere(folder: Path, tmp_
     address = frontend_address(folder)
     Path(address.removeprefix("ipc://")).symlink_to(precious)
     with zmq.Context() as context:
-        hub = ZmqHub(context, address, m.FrontEndToScheduler)
+        hub = ZmqHub(context, address, FrontEndToScheduler)
         hub.close()
     assert precious.read_text() == "keep"
 

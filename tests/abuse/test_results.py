@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
 
-from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 
 PROMPTS = {"a": list(range(3, 12)), "b": [7, 8, 9], "c": [1, 2, 3, 4, 5], "d": [4, 4]}
@@ -42,26 +43,19 @@ def running(asynchronous: bool = True) -> Driver:
     return driver
 
 
-def with_logprobs(result: ModelRunnerOutput, **fields: Any) -> ModelRunnerOutput:
-    """As a right one would be for the first row, but for ``fields``."""
+def with_logprobs(result: ModelRunnerOutput, *rows: int, **fields: Any) -> ModelRunnerOutput:
+    """As a right one would be for the first row, but for the ``rows`` named and the ``fields`` of the arrays."""
     assert result.tokens is not None
-    right = {
-        "logprobs": Logprobs([0], 2),
-        "logprob_token_ids": ints(int(result.tokens[0]), 5),
-        "logprob_values": floats(-1.5, -0.5),
-        "logprob_ranks": ints(2),
-    }
-    return change(result, **right | fields)
+    arrays = LogprobArrays(ints(int(result.tokens[0]), 5), floats(-1.5, -0.5), ints(2), 2)
+    return change(result, logprobs=Logprobs(list(rows or (0,)), msgspec.structs.replace(arrays, **fields)))
 
 
-def with_prompts(result: ModelRunnerOutput, **fields: Any) -> ModelRunnerOutput:
-    right = {
-        "prompt_logprobs": PromptLogprobs([1], [1], [2], 2),
-        "prompt_logprob_token_ids": ints(8, 5, 9, 6),
-        "prompt_logprob_values": floats(-1, -2, -1, -2),
-        "prompt_logprob_ranks": ints(1, 1),
-    }
-    return change(result, **right | fields)
+def with_prompts(result: ModelRunnerOutput, *parts: tuple[int, int, int], **fields: Any) -> ModelRunnerOutput:
+    """As a right one would be, but for the ``parts`` (handle, start, count) and the ``fields`` of the arrays."""
+    arrays = LogprobArrays(ints(8, 5, 9, 6), floats(-1, -2, -1, -2), ints(1, 1), 2)
+    handles, starts, counts = (list(column) for column in zip(*(parts or ((1, 1, 2),)), strict=True))
+    told = PromptLogprobs(handles, starts, counts, msgspec.structs.replace(arrays, **fields))
+    return change(result, prompt_logprobs=told)
 
 
 def tokens_of(result: ModelRunnerOutput) -> Any:
@@ -108,46 +102,47 @@ DAMAGE: dict[str, Damage] = {
     "time that is none": lambda r: change(r, seconds=math.nan),
     "endless time": lambda r: change(r, seconds=math.inf),
     "negative time": lambda r: change(r, seconds=-0.5),
-    "a log probability that is none": lambda r: with_logprobs(r, logprob_values=floats(math.nan, -0.5)),
-    "another that is none": lambda r: with_logprobs(r, logprob_values=floats(-1.5, math.nan)),
-    "an endless one": lambda r: with_logprobs(r, logprob_values=floats(math.inf, -0.5)),
-    "one above certainty": lambda r: with_logprobs(r, logprob_values=floats(0.5, -0.5)),
-    "a rank of nothing": lambda r: with_logprobs(r, logprob_ranks=ints(0)),
-    "a negative rank": lambda r: with_logprobs(r, logprob_ranks=ints(-5)),
-    "a rank past the vocabulary": lambda r: with_logprobs(r, logprob_ranks=ints(VOCAB_SIZE + 1)),
-    "ranks of nobody": lambda r: with_logprobs(r, logprob_ranks=ints(1, 1)),
-    "no ranks": lambda r: with_logprobs(r, logprob_ranks=None),
-    "no values": lambda r: with_logprobs(r, logprob_values=None),
-    "a value short": lambda r: with_logprobs(r, logprob_values=floats(-1.5)),
-    "an id too many": lambda r: with_logprobs(r, logprob_token_ids=ints(1, 2, 3)),
-    "no ids": lambda r: with_logprobs(r, logprob_token_ids=None),
-    "an id past the vocabulary": lambda r: with_logprobs(r, logprob_token_ids=ints(1, VOCAB_SIZE)),
-    "a negative id": lambda r: with_logprobs(r, logprob_token_ids=ints(-1, 1)),
-    "a row that is not there": lambda r: with_logprobs(r, logprobs=Logprobs([3], 2)),
-    "a negative row": lambda r: with_logprobs(r, logprobs=Logprobs([-1], 2)),
-    "a row of who did not ask": lambda r: with_logprobs(r, logprobs=Logprobs([1], 2)),
-    "a width of nothing": lambda r: with_logprobs(r, logprobs=Logprobs([0], 0)),
-    "a negative width": lambda r: with_logprobs(r, logprobs=Logprobs([0], -2)),
-    "a huge width": lambda r: with_logprobs(r, logprobs=Logprobs([0], 2**40)),
+    "a log probability that is none": lambda r: with_logprobs(r, values=floats(math.nan, -0.5)),
+    "another that is none": lambda r: with_logprobs(r, values=floats(-1.5, math.nan)),
+    "an endless one": lambda r: with_logprobs(r, values=floats(math.inf, -0.5)),
+    "one above certainty": lambda r: with_logprobs(r, values=floats(0.5, -0.5)),
+    "a rank of nothing": lambda r: with_logprobs(r, ranks=ints(0)),
+    "a negative rank": lambda r: with_logprobs(r, ranks=ints(-5)),
+    "a rank past the vocabulary": lambda r: with_logprobs(r, ranks=ints(VOCAB_SIZE + 1)),
+    "ranks of nobody": lambda r: with_logprobs(r, ranks=ints(1, 1)),
+    "no ranks": lambda r: with_logprobs(r, ranks=ints()),
+    "no values": lambda r: with_logprobs(r, values=floats()),
+    "a value short": lambda r: with_logprobs(r, values=floats(-1.5)),
+    "an id too many": lambda r: with_logprobs(r, token_ids=ints(1, 2, 3)),
+    "no ids": lambda r: with_logprobs(r, token_ids=ints()),
+    "an id past the vocabulary": lambda r: with_logprobs(r, token_ids=ints(1, VOCAB_SIZE)),
+    "a negative id": lambda r: with_logprobs(r, token_ids=ints(-1, 1)),
+    "a row that is not there": lambda r: with_logprobs(r, 3),
+    "a negative row": lambda r: with_logprobs(r, -1),
+    "a row of who did not ask": lambda r: with_logprobs(r, 1),
+    "a width of nothing": lambda r: with_logprobs(r, width=0),
+    "a negative width": lambda r: with_logprobs(r, width=-2),
+    "a huge width": lambda r: with_logprobs(r, width=2**40),
     "a width that nobody can ask for": lambda r: with_logprobs(
-        r, logprobs=Logprobs([0], 22), logprob_token_ids=ints(*[1] * 22), logprob_values=floats(*[-1.0] * 22)
+        r, width=22, token_ids=ints(*[1] * 22), values=floats(*[-1.0] * 22)
     ),
     "a row twice": lambda r: with_logprobs(
         r,
-        logprobs=Logprobs([0, 0], 2),
-        logprob_token_ids=ints(1, 2, 1, 2),
-        logprob_values=floats(-1, -1, -1, -1),
-        logprob_ranks=ints(1, 1),
+        0,
+        0,
+        token_ids=ints(1, 2, 1, 2),
+        values=floats(-1, -1, -1, -1),
+        ranks=ints(1, 1),
     ),
-    "a prompt of who did not ask": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([0], [1], [2], 2)),
-    "a prompt of nobody": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([77], [1], [2], 2)),
-    "beyond a prompt": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1], [2], [2], 2)),
-    "before a prompt": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1], [0], [2], 2)),
-    "a prompt counted negatively": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1], [1], [-2], 2)),
-    "a prompt twice": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1, 1], [1, 1], [1, 1], 2)),
-    "a prompt's width": lambda r: with_prompts(r, prompt_logprobs=PromptLogprobs([1], [1], [2], 0)),
-    "a prompt without ranks": lambda r: with_prompts(r, prompt_logprob_ranks=None),
-    "a prompt's id past the vocabulary": lambda r: with_prompts(r, prompt_logprob_token_ids=ints(8, 5, 9, VOCAB_SIZE)),
+    "a prompt of who did not ask": lambda r: with_prompts(r, (0, 1, 2)),
+    "a prompt of nobody": lambda r: with_prompts(r, (77, 1, 2)),
+    "beyond a prompt": lambda r: with_prompts(r, (1, 2, 2)),
+    "before a prompt": lambda r: with_prompts(r, (1, 0, 2)),
+    "a prompt counted negatively": lambda r: with_prompts(r, (1, 1, -2)),
+    "a prompt twice": lambda r: with_prompts(r, (1, 1, 1), (1, 1, 1)),
+    "a prompt's width": lambda r: with_prompts(r, width=0),
+    "a prompt without ranks": lambda r: with_prompts(r, ranks=ints()),
+    "a prompt's id past the vocabulary": lambda r: with_prompts(r, token_ids=ints(8, 5, 9, VOCAB_SIZE)),
 }
 
 
@@ -222,7 +217,7 @@ def test_what_is_not_finite_has_no_log_probabilities_and_costs_only_its_request(
     driver.execute()
     received = driver.down.receive()
     assert received is not None
-    result = with_logprobs(received.message, logprob_values=floats(math.nan, math.nan), bad=[0])
+    result = change(with_logprobs(received.message, values=floats(math.nan, math.nan)), bad=[0])
     driver.scheduler.consume(result)
     driver._collect()
     driver.run()
@@ -252,6 +247,16 @@ def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
                 return None
         return np.array(values, kind)
 
+    def arrays(old: Logprobs | PromptLogprobs | None) -> LogprobArrays:
+        """One of the arrays, or the width, is other than it was."""
+        right = LogprobArrays(ints(5), floats(-0.5), ints(1), 1) if old is None else old.arrays
+        name = rng.choice(right.__struct_fields__)
+        if name == "width":
+            return msgspec.structs.replace(right, width=rng.choice(NUMBERS))
+        altered = array(getattr(right, name))
+        empty = floats() if name == "values" else ints()
+        return msgspec.structs.replace(right, **{name: empty if altered is None else altered})
+
     name = rng.choice(result.__struct_fields__)
     old = getattr(result, name)
     match name:
@@ -264,10 +269,10 @@ def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
         case "seconds":
             return change(result, seconds=rng.choice([math.nan, -1.0, math.inf, 0.5]))
         case "logprobs":
-            return change(result, logprobs=Logprobs(rng.choices(NUMBERS, k=2), rng.choice(NUMBERS)))
+            return change(result, logprobs=Logprobs(rng.choices(NUMBERS, k=2), arrays(old)))
         case "prompt_logprobs":
             lists = [rng.choices(NUMBERS, k=rng.choice([1, 2])) for _ in range(3)]
-            return change(result, prompt_logprobs=PromptLogprobs(*lists, rng.choice(NUMBERS)))
+            return change(result, prompt_logprobs=PromptLogprobs(lists[0], lists[1], lists[2], arrays(old)))
         case "failure":
             return result
     return change(result, **{name: array(old)})

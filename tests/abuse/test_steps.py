@@ -15,7 +15,7 @@ from runner_steps import CONFIG, MODEL, NUM_BLOCKS, adding, appending
 
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.startup.setup import make_runner

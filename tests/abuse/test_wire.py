@@ -15,9 +15,17 @@ from loop_under_test import LoopUnderTest
 from scheduler_driver import expected_tokens, make_config, make_request
 
 from quire.protocol.errors import QuireError
-from quire.protocol.wire import messages as m
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.front_end_messages import (
+    Abort,
+    Control,
+    FrontEndToScheduler,
+    SchedulerToFrontEnd,
+    Statistics,
+    StepOutputs,
+)
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello, Refused, Welcome
 from quire.protocol.wire.zmq_channel import ZmqChannel, ZmqHub, frontend_address, worker_address
 
 DIRECTIONS = directions(make_config())
@@ -28,7 +36,7 @@ KNOWN_TAG = {
     "worker to scheduler": 42,
 }
 WAIT_MS = 10_000
-HELLO = m.Hello(m.PROTOCOL_VERSION, "frontend", 0, 1)
+HELLO = Hello(PROTOCOL_VERSION, "frontend", 0, 1)
 
 
 class Receiver:
@@ -197,7 +205,7 @@ def context() -> Iterator["zmq.Context[Any]"]:
 
 @pytest.fixture
 def hub(context: "zmq.Context[Any]", tmp_path: Path) -> Iterator[ZmqHub]:
-    hub = ZmqHub(context, frontend_address(tmp_path), m.FrontEndToScheduler)
+    hub = ZmqHub(context, frontend_address(tmp_path), FrontEndToScheduler)
     yield hub
     hub.close()
 
@@ -210,7 +218,7 @@ def next_of(hub: ZmqHub) -> Any:
 
 
 def connect(context: "zmq.Context[Any]", tmp_path: Path) -> ZmqChannel:
-    return ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path), Link(m.SchedulerToFrontEnd), bind=False)
+    return ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path), Link(SchedulerToFrontEnd), bind=False)
 
 
 def test_garbage_of_one_peer_leaves_the_numbers_of_another_alone(
@@ -226,8 +234,8 @@ def test_garbage_of_one_peer_leaves_the_numbers_of_another_alone(
         evil.socket.send_multipart(frames)
         assert isinstance(next_of(hub).message, ProtocolError)
         if index % 10 == 0:
-            good.send(m.Abort([str(index)]))
-            assert next_of(hub).message == m.Abort([str(index)])
+            good.send(Abort([str(index)]))
+            assert next_of(hub).message == Abort([str(index)])
     assert sum(hub.refused.values()) == len(attacks) > 80
     for channel in (good, evil):
         channel.close()
@@ -305,24 +313,24 @@ def test_a_front_end_that_sends_garbage_is_cut_and_nobody_else_notices(tmp_path:
             assert len(chosen) > 20
             for frames in chosen:
                 evil = loop.another_client()
-                loop.until(lambda heard: isinstance(heard, m.Welcome), evil)
+                loop.until(lambda heard: isinstance(heard, Welcome), evil)
                 evil.send(make_request("evil", prompt, max_tokens=100))
                 evil.socket.send_multipart(frames)
-                loop.until(lambda heard: isinstance(heard, m.Refused), evil)
+                loop.until(lambda heard: isinstance(heard, Refused), evil)
             loop.client.send(make_request("canary", prompt, max_tokens=5))
             tokens: list[int] = []
 
             def take(heard: Any) -> bool:
-                if not isinstance(heard, m.StepOutputs):
+                if not isinstance(heard, StepOutputs):
                     return False
                 tokens.extend([] if heard.tokens is None else heard.tokens.tolist())
                 return bool(heard.ended)
 
             loop.until(take)
             assert tokens == expected_tokens(prompt, 5)
-            told: list[m.Statistics] = []
-            loop.client.send(m.Control("statistics", 9))
-            loop.until(lambda heard: isinstance(heard, m.Statistics) and told.append(heard) is None)
+            told: list[Statistics] = []
+            loop.client.send(Control("statistics", 9))
+            loop.until(lambda heard: isinstance(heard, Statistics) and told.append(heard) is None)
             assert (told[0].num_running, told[0].num_waiting) == (0, 0), "a cut front end's requests have ended"
             assert told[0].num_free_blocks == told[0].num_usable_blocks
             loop.stop()

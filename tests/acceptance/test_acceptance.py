@@ -30,7 +30,7 @@ from trace_share import RequestShare, count_shares
 from quire.launch.replay.recorded.reader import TraceLine
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,

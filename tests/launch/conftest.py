@@ -12,14 +12,15 @@ import pytest
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quire.launch.frontend.engine_client import PromptLogprobTable, TokenLogprobs, Update
+from quire.launch.frontend.engine_client import Update
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.text.chat_template import ChatTemplate
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import EndReason, Statistics
+from quire.protocol.wire.front_end_messages import EndReason, Statistics
+from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 TEMPLATE = (
     "{%- if messages[0].role == 'tool' %}{{ raise_exception('a tool cannot begin') }}{% endif %}"
@@ -114,7 +115,7 @@ class FakeSequence:
             prompt_logprobs=self._prompt_logprobs() if self.delivered == len(part) else None,
         )
 
-    def _prompt_logprobs(self) -> PromptLogprobTable | None:
+    def _prompt_logprobs(self) -> LogprobArrays | None:
         """As the engine gives them: of all tokens but the first, and nothing of a prompt of one token."""
         if self.params.prompt_logprobs is None or len(self.prompt) == 1:
             return None
@@ -132,12 +133,12 @@ def fake_logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 1, [(token, -0.5), (5, -2.0), (6, float("-inf"))][:count])
 
 
-def fake_prompt_logprobs(prompt: list[int]) -> PromptLogprobTable:
+def fake_prompt_logprobs(prompt: list[int]) -> LogprobArrays:
     """Token ``i`` has -i and rank i + 1; the best are 5 and 6 of -0.25 and -inf."""
     num_tokens = len(prompt) - 1
     ids = np.array([[token, 5, 6] for token in prompt[1:]], np.int32)
     values = np.array([[-float(i), -0.25, -np.inf] for i in range(1, num_tokens + 1)], np.float32)
-    return PromptLogprobTable(ids, values, np.arange(2, num_tokens + 2, dtype=np.int32))
+    return LogprobArrays.of(ids, values, np.arange(2, num_tokens + 2, dtype=np.int32))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from sim_scenario import VOCAB_SIZE, Ask
 from quire.launch.frontend.engine_client import Update
 from quire.launch.frontend.session import CONDEMNED, CONDEMNED_AFTER
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 
 if TYPE_CHECKING:
     from sim_front import Reader, SimFront
@@ -50,8 +50,8 @@ def note_update(world: "World", reader: "Reader", update: Update) -> None:
     assert reader.tokens[first:] == want[first : len(reader.tokens)], f"{ask.name}: other tokens from {first} on"
     _check_logprobs(ask, want, first, update)
     if update.prompt_logprobs is not None:
-        table = update.prompt_logprobs
-        _check_prompt(ask, table.token_ids[:, 0].tolist(), table.values[:, 0].tolist(), whole=bool(reader.tokens))
+        ids, values, _ = (column.ravel().tolist() for column in update.prompt_logprobs.columns(1))
+        _check_prompt(ask, ids, values, whole=bool(reader.tokens))
     if update.ended is not None:
         reader.ended, reader.detail = update.ended, update.detail
         reader.num_counted = update.num_output_tokens

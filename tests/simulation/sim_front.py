@@ -14,7 +14,8 @@ from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import AddRequest, EndReason, Message
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason
+from quire.protocol.wire.link_messages import Message
 
 if TYPE_CHECKING:
     from sim_world import World

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from math import exp, log1p
-from typing import Any
 
 import msgspec
 import numpy as np
 from fake_worker import Chunk, FakeWorker, Row, extend_context
 
-from quire.protocol.wire.logprobs import Logprobs
-from quire.protocol.wire.messages import ModelRunnerOutput
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 GRAMMAR_STEP = 2
 """The runner-up of an even token is even: a grammar that allows the one allows the other."""
@@ -53,9 +52,9 @@ class SlotModel(FakeWorker):
     def finish(self, chunks: list[Chunk]) -> ModelRunnerOutput:
         said = [(chunk, self.answers(chunk)) for chunk in chunks]
         result = super().finish(chunks)
-        return msgspec.structs.replace(result, **self._logprobs(said))
+        return msgspec.structs.replace(result, logprobs=self._logprobs(said))
 
-    def _logprobs(self, said: list[tuple[Chunk, list[tuple[int, int]]]]) -> dict[str, Any]:
+    def _logprobs(self, said: list[tuple[Chunk, list[tuple[int, int]]]]) -> Logprobs | None:
         rows: list[int] = []
         entries: list[list[tuple[int, float]]] = []
         width, at = 0, 0
@@ -69,11 +68,8 @@ class SlotModel(FakeWorker):
                     width = max(width, 1 + wanted)
                 at += 1
         if not rows:
-            return {}
+            return None
         flat = [pair for entry in entries for pair in entry[:width]]
-        return {
-            "logprobs": Logprobs(rows, width),
-            "logprob_token_ids": np.array([token for token, _ in flat], np.int32),
-            "logprob_values": np.array([value for _, value in flat], np.float32),
-            "logprob_ranks": np.ones(len(rows), np.int32),
-        }
+        token_ids, values = zip(*flat, strict=True)
+        ranks = np.ones(len(rows), np.int32)
+        return Logprobs(rows, LogprobArrays(np.array(token_ids, np.int32), np.array(values, np.float32), ranks, width))

@@ -7,7 +7,8 @@ from sim_scheduler import HubInbox
 from sim_wire import Tamper, Wire, WireChannel
 
 from quire.protocol.wire.channel import Link
-from quire.protocol.wire.messages import SchedulerToFrontEnd, SchedulerToWorker, WorkerToScheduler
+from quire.protocol.wire.front_end_messages import SchedulerToFrontEnd
+from quire.protocol.wire.worker_messages import SchedulerToWorker, WorkerToScheduler
 
 
 def _nothing() -> None:

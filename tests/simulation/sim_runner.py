@@ -12,7 +12,7 @@ from sim_model import GRAMMAR_STEP, SlotModel, gap
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.messages import ModelRunnerOutput, Proposed, SampleInputs, SchedulerOutput
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.execute import model_runner
 from quire.worker_proc.execute.launched_step import LaunchedStep
@@ -169,8 +169,7 @@ class RealRunner:
         assert not result.bad and not result.failed
         assert _parts(result) == _parts(told), "other parts of prompts have log probabilities"
         self._compare_rows(model)
-        names = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_values", "prompt_logprob_ranks")
-        return msgspec.structs.replace(result, **{name: getattr(told, name) for name in names})
+        return msgspec.structs.replace(result, prompt_logprobs=told.prompt_logprobs)
 
     def _compare_rows(self, model: SlotModel) -> None:
         """Both have done the step: raise AssertionError unless they hold the same (I6)."""
@@ -203,9 +202,7 @@ def _by_handle(result: ModelRunnerOutput, handles: list[int]) -> dict[int, _Said
     for owner, token in zip(owners, result.tokens.tolist(), strict=True):
         said[owner][0].append(token)
     if result.logprobs is not None:
-        assert result.logprob_token_ids is not None and result.logprob_values is not None
-        ids = result.logprob_token_ids.reshape(-1, result.logprobs.width).tolist()
-        values = result.logprob_values.reshape(-1, result.logprobs.width).tolist()
+        ids, values, _ = (column.tolist() for column in result.logprobs.arrays.columns())
         for at, own_ids, own_values in zip(result.logprobs.rows, ids, values, strict=True):
             said[owners[at]][1].append(own_ids)
             said[owners[at]][2].append(own_values)

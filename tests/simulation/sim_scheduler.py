@@ -11,7 +11,8 @@ from quire.protocol.errors import QuireError
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.channel import Frames, Link
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import FrontEndToScheduler, SchedulerOutput
+from quire.protocol.wire.front_end_messages import FrontEndToScheduler
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher

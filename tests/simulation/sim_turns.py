@@ -1,6 +1,6 @@
 """Whose turn it is: nobody waits for long while those run who came later and are worth no more (I14)."""
 
-from quire.protocol.wire.messages import SchedulerOutput
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.scheduler import Scheduler
 
 MOST_OVERTAKEN = 100

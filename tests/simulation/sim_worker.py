@@ -16,22 +16,18 @@ from sim_process import SimProcess
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import (
-    PROTOCOL_VERSION,
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.worker_messages import (
     Configure,
     Digest,
     Fault,
-    Heartbeat,
-    Hello,
     MemoryPlan,
     ModelRunnerOutput,
     Proposed,
     Ready,
-    Refused,
     SampleInputs,
     SchedulerOutput,
     Shutdown,
-    Welcome,
 )
 
 if TYPE_CHECKING:

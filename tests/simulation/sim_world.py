@@ -30,7 +30,8 @@ from quire.protocol.errors import QuireError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.child import Command, Report
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.protocol.wire.messages import AddRequest, Configure
+from quire.protocol.wire.front_end_messages import AddRequest
+from quire.protocol.wire.worker_messages import Configure
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.structured import manager as grammar_manager
 from quire.scheduler_proc.trace import journal

@@ -11,9 +11,9 @@ from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.wire.channel import Channel, memory_pair
-from quire.protocol.wire.messages import (
+from quire.protocol.wire.link_messages import Hello
+from quire.protocol.wire.worker_messages import (
     Configure,
-    Hello,
     ModelRunnerOutput,
     Ready,
     SampleInputs,

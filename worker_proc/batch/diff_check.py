@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID
-from quire.protocol.wire.messages import Int32, NewRequestData, SchedulerOutput
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.batch.block_table import BlockTable, Ints
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused

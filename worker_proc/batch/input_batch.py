@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from quire.protocol.request.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import Int32, NewRequestData
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.batch_update import BatchUpdateBuilder
 
 

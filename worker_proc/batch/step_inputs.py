@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.wire.messages import SchedulerOutput
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 

@@ -17,7 +17,7 @@ import torch
 from quire.kernels.cpu.native import load_native
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.drafts.make import make_proposer

@@ -15,7 +15,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.bench.record import Size
 from quire.worker_proc.execute.model_runner import ModelRunner

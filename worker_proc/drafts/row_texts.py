@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.protocol.wire.messages import Int32
+from quire.protocol.wire.arrays import Int32
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.drafts.text_index import TextIndex

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.wire.messages import Int32
+from quire.protocol.wire.arrays import Int32
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.drafts.row_texts import RowTexts

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.wire.messages import Int32
+from quire.protocol.wire.arrays import Int32
 from quire.worker_proc.batch.positions import Ints
 
 NONE = -1

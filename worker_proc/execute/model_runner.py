@@ -11,7 +11,7 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.messages import Proposed, SampleInputs, SchedulerOutput
+from quire.protocol.wire.worker_messages import Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.diff_check import DiffCheck
 from quire.worker_proc.batch.group_tables import make_block_tables

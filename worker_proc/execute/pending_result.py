@@ -4,14 +4,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.messages import ModelRunnerOutput
+from quire.kernels.common.logits import TopLogprobs
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.prompt_logprobs import PromptRows
@@ -59,9 +60,8 @@ class NothingSampled:
         return True
 
     def result(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(
-            self.step, handles=self.handles, failure=self.failure, **_prompt_fields(self.prompt_rows)
-        )
+        prompts = _prompt_logprobs(self.prompt_rows)
+        return ModelRunnerOutput(self.step, handles=self.handles, failure=self.failure, prompt_logprobs=prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +105,30 @@ class SampledResult:
             seconds=seconds,
             drafts=None if accepted is None else accepted.drafts,
             failed=list(dict(failed).items()),
-            **self._logprob_fields(kept),
-            **_prompt_fields(self.prompt_rows),
+            logprobs=self._logprobs(kept),
+            prompt_logprobs=_prompt_logprobs(self.prompt_rows),
         )
 
-    def _logprob_fields(self, kept: Ints) -> dict[str, Any]:
+    def _logprobs(self, kept: Ints) -> Logprobs | None:
         sampled = self.sampled.logprobs
         if sampled is None:
-            return {}
+            return None
         token_of = np.full(int(kept.max(initial=-1)) + 1, -1, np.int64)
         token_of[kept] = np.arange(len(kept))
         at = np.array(sampled.at, np.int64)
         rows = np.where(at < len(token_of), token_of[np.minimum(at, len(token_of) - 1)], -1)
         picked = np.flatnonzero(rows >= 0)
-        told = sampled.logprobs
-        return {
-            "logprobs": Logprobs(rows[picked].tolist(), told.token_ids.shape[1]),
-            "logprob_token_ids": told.token_ids.cpu().numpy()[picked].astype(np.int32).ravel(),
-            "logprob_values": told.values.cpu().numpy()[picked].ravel(),
-            "logprob_ranks": told.ranks.cpu().numpy()[picked].astype(np.int32),
-        }
+        return Logprobs(rows[picked].tolist(), _on_host(sampled.logprobs).take(picked))
 
 
-def _prompt_fields(rows: PromptRows | None) -> dict[str, Any]:
-    if rows is None:
-        return {}
-    told = rows.logprobs
-    return {
-        "prompt_logprobs": PromptLogprobs(rows.handles, rows.starts, rows.counts, told.token_ids.shape[1]),
-        "prompt_logprob_token_ids": told.token_ids.cpu().numpy().astype(np.int32).ravel(),
-        "prompt_logprob_values": told.values.cpu().numpy().ravel(),
-        "prompt_logprob_ranks": told.ranks.cpu().numpy().astype(np.int32),
-    }
+def _prompt_logprobs(rows: PromptRows | None) -> PromptLogprobs | None:
+    return None if rows is None else PromptLogprobs(rows.handles, rows.starts, rows.counts, _on_host(rows.logprobs))
+
+
+def _on_host(logprobs: TopLogprobs) -> LogprobArrays:
+    """Waits for the device."""
+    token_ids, ranks = (tensor.cpu().numpy().astype(np.int32) for tensor in (logprobs.token_ids, logprobs.ranks))
+    return LogprobArrays.of(token_ids, logprobs.values.cpu().numpy(), ranks)
 
 
 class HostCopy:

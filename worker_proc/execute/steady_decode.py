@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.wire.messages import SchedulerOutput
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.device.transfer import Transfer

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.sampling.token_bitmask import apply_token_bitmask
-from quire.protocol.wire.messages import SampleInputs
+from quire.protocol.wire.worker_messages import SampleInputs
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 

@@ -6,7 +6,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
-from quire.protocol.wire.messages import MemoryPlan
+from quire.protocol.wire.worker_messages import MemoryPlan
 
 DEFAULT_CPU_KV_BYTES = 2**30
 _MIB = 2**20

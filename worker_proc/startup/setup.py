@@ -13,7 +13,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.model_config import ModelConfig
-from quire.protocol.wire.messages import Ready
+from quire.protocol.wire.worker_messages import Ready
 from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.make import check_speculative

@@ -18,19 +18,11 @@ from quire.launch.measure.shapes import find_shape
 from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import Codec
-from quire.protocol.wire.messages import (
-    Abort,
-    AddRequest,
-    Int32,
-    ModelRunnerOutput,
-    SchedulerOutput,
-    SchedulerToFrontEnd,
-    SchedulerToWorker,
-    StepOutputs,
-    WorkerToScheduler,
-)
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, SchedulerToFrontEnd, StepOutputs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.scheduler import Scheduler
 
 BLOCK_SIZE = 16

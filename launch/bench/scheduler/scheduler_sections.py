@@ -31,7 +31,8 @@ from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import QuireError
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import Codec
-from quire.protocol.wire.messages import SchedulerOutput, SchedulerToFrontEnd, SchedulerToWorker, StepOutputs
+from quire.protocol.wire.front_end_messages import SchedulerToFrontEnd, StepOutputs
+from quire.protocol.wire.worker_messages import SchedulerOutput, SchedulerToWorker
 from quire.scheduler_proc.process.collect import Collector
 
 # Our names of the hashes, and the peer's.

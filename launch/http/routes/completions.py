@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import Piece, PlacedLogprobs
-from quire.launch.frontend.engine_client import PromptLogprobTable, TokenLogprobs
 from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema.schema import CompletionRequest
 from quire.launch.http.serving.body import read_json
@@ -18,6 +17,7 @@ from quire.launch.offline.request_output import Logprob, logprob_by_id
 from quire.launch.text.prompts import MAX_PROMPTS, Prompt, encode_prompt
 from quire.launch.text.text_out import TextOut, TokenTexts
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 # JSON has no infinity; this is what others write for a token that cannot be.
 LOWEST_LOGPROB = -9999.0
@@ -131,7 +131,7 @@ def join_logprobs(first: CompletionLogprobs, then: CompletionLogprobs) -> Comple
 
 
 def spell_prompt_logprobs(
-    table: PromptLogprobTable | None, num_best: int | None, texts: TokenTexts
+    table: LogprobArrays | None, num_best: int | None, texts: TokenTexts
 ) -> list[dict[int, Logprob] | None] | UnsetType:
     """In vLLM's form: per prompt token, token id to Logprob; nothing unless asked for and there."""
     if table is None or num_best is None:
@@ -147,7 +147,7 @@ class _Echo:
         self._token_ids = prompt.token_ids
         self.text = server.text_in.decode(prompt.token_ids.tolist()) if prompt.text is None else prompt.text
 
-    def logprobs(self, table: PromptLogprobTable, num_best: int, texts: TokenTexts) -> CompletionLogprobs:
+    def logprobs(self, table: LogprobArrays, num_best: int, texts: TokenTexts) -> CompletionLogprobs:
         """Of the prompt's tokens, of which the first has none."""
         ids = self._token_ids.tolist()
         out = TextOut(self._text_in.tokenizer)

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.launch.frontend.answers import Piece, PlacedLogprobs, StreamedAnswer, start_answers
-from quire.launch.frontend.engine_client import PromptLogprobTable
 from quire.launch.http.schema.errors import ClientGone, as_api_error, failed_request
 from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.gate import TENANT
@@ -24,6 +23,7 @@ from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.sse import DONE, EventStream, SlowReader, until_gone
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.wire.logprobs import LogprobArrays
 
 # Log probabilities, each some 150 bytes, that are kept until an answer is whole.
 MAX_COLLECTED_VALUES = 2**22
@@ -46,7 +46,7 @@ class Collected:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[PlacedLogprobs] | None = None
-    prompt_logprobs: PromptLogprobTable | None = None
+    prompt_logprobs: LogprobArrays | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

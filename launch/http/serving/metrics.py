@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from quire.launch.frontend.answers import Piece
 from quire.launch.frontend.engine_client import EngineClient
 from quire.protocol.errors import EngineError
-from quire.protocol.wire.messages import Histogram as Seconds
-from quire.protocol.wire.messages import Statistics
+from quire.protocol.wire.front_end_messages import Histogram as Seconds
+from quire.protocol.wire.front_end_messages import Statistics
 
 STATISTICS_TIMEOUT_S = 2.0
 LATENCY_BUCKETS = (

@@ -13,7 +13,7 @@ from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.recorded.reader import TraceLine, TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.trace.lines import Epoch, Keyframe, Lost, Result, StepDecision
 
 LEAST_STEPS = 50

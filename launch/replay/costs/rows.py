@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.launch.replay.costs.cost import StepShape
-from quire.protocol.wire.messages import Int32, NewRequestData, SchedulerOutput
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 
 
 @dataclass(slots=True)

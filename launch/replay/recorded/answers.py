@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import assert_never
 
-from quire.protocol.wire.messages import Abort, Control, Ended, EndReason, Stop
+from quire.protocol.wire.front_end_messages import Abort, Control, Ended, EndReason, Stop
 from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.trace.lines import (
     AnyLine,

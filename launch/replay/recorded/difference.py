@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.wire.messages import SchedulerOutput
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.trace.lines import AnyLine, NewRow, Reason, StepDecision
 
 NOTHING = "nothing"

@@ -20,7 +20,8 @@ from quire.launch.replay.recorded.difference import (
 )
 from quire.launch.replay.recorded.reader import TraceLine
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.messages import Ended, EndReason, Rejected, SchedulerOutput
+from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.events import OpaqueRequest
 from quire.scheduler_proc.core.hooks import Tap
 from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault

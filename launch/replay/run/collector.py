@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
-from quire.protocol.wire.messages import Ended, EndReason, Int32, Rejected, SchedulerToFrontEnd, StepOutputs
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected, SchedulerToFrontEnd, StepOutputs
 from quire.scheduler_proc.core.hooks import Tap
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,15 +10,9 @@ import numpy.typing as npt
 from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.protocol.config import EngineConfig
-from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.messages import (
-    Float32,
-    Int32,
-    ModelRunnerOutput,
-    NewRequestData,
-    SampleInputs,
-    SchedulerOutput,
-)
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SampleInputs, SchedulerOutput
 
 _UInt64 = npt.NDArray[np.uint64]
 
@@ -30,7 +24,6 @@ class LaunchedStep:
     Attributes:
         handles, tokens: int32 ``[n]``: who samples, and what where no mask says otherwise.
         tell_handles: the result has to name them.
-        prompts: fields of the result with log probabilities of prompts.
     """
 
     step: int
@@ -39,7 +32,7 @@ class LaunchedStep:
     handles: Int32
     tokens: Int32
     tell_handles: bool
-    prompts: dict[str, Any]
+    prompts: PromptLogprobs | None
 
 
 @dataclass(slots=True)
@@ -115,7 +108,7 @@ class SimulatedRunner:
             assert diff.token_ids is not None
             self._add(new, diff.token_ids[at : at + new.num_tokens])
             at += new.num_tokens
-        prompts = self._prompt_logprobs(diff) if self._wishes.prompts else {}
+        prompts = self._prompt_logprobs(diff) if self._wishes.prompts else None
         shape = self._rows.apply(diff)
         changed = self._rows.take_handles()
         if changed is not None:
@@ -134,8 +127,8 @@ class SimulatedRunner:
             handles=launched.handles if launched.tell_handles else None,
             seconds=seconds,
             failed=failed,
-            **(self._logprobs(launched) if self._wishes.num_logprobs else {}),
-            **launched.prompts,
+            logprobs=self._logprobs(launched) if self._wishes.num_logprobs else None,
+            prompt_logprobs=launched.prompts,
         )
 
     # ---- rows
@@ -203,44 +196,31 @@ class SimulatedRunner:
 
     # ---- log probabilities
 
-    def _logprobs(self, launched: LaunchedStep) -> dict[str, Any]:
-        """Fields of the result, for the rows that want them."""
+    def _logprobs(self, launched: LaunchedStep) -> Logprobs | None:
+        """Of the rows that asked."""
         wanted = self._wishes.num_logprobs
         rows = [index for index, handle in enumerate(launched.handles.tolist()) if handle in wanted]
         if not rows:
-            return {}
+            return None
         width = 1 + max(wanted[int(launched.handles[index])] for index in rows)
-        ids, values, ranks = self._best(launched.tokens[rows], width)
-        return {
-            "logprobs": Logprobs(rows, width),
-            "logprob_token_ids": ids,
-            "logprob_values": values,
-            "logprob_ranks": ranks,
-        }
+        return Logprobs(rows, self._best(launched.tokens[rows], width))
 
-    def _prompt_logprobs(self, diff: SchedulerOutput) -> dict[str, Any]:
-        """Fields of the result, for what this step computes of prompts; before it is applied."""
+    def _prompt_logprobs(self, diff: SchedulerOutput) -> PromptLogprobs | None:
+        """Of what this step computes of prompts; to be called before the step is applied."""
         counts = dict(diff.counts)
         for handle, prompt in self._wishes.prompts.items():
             prompt.active = (prompt.active or handle in diff.unparked) and handle not in diff.parked
         parts = list(self._prompt_parts(counts))
         if not parts:
-            return {}
+            return None
         width = 1 + max(prompt.num_best for _, prompt, _, _ in parts)
         tokens = np.concatenate([prompt.token_ids[start:end] for _, prompt, start, end in parts])
-        ids, values, ranks = self._best(tokens, width)
-        told = PromptLogprobs(
+        return PromptLogprobs(
             [handle for handle, _, _, _ in parts],
             [start for _, _, start, _ in parts],
             [end - start for _, _, start, end in parts],
-            width,
+            self._best(tokens, width),
         )
-        return {
-            "prompt_logprobs": told,
-            "prompt_logprob_token_ids": ids,
-            "prompt_logprob_values": values,
-            "prompt_logprob_ranks": ranks,
-        }
 
     def _prompt_parts(self, counts: dict[int, int]) -> Iterator[tuple[int, _Prompt, int, int]]:
         """(handle, prompt, start, end) of prompt tokens whose predecessors are computed in this step."""
@@ -255,13 +235,12 @@ class SimulatedRunner:
             if end > start:
                 yield handle, prompt, start, end
 
-    def _best(self, tokens: Int32, width: int) -> tuple[Int32, Float32, Int32]:
-        """Frames of a distribution in which the given token is the likeliest, at one half, and each next one half as
-        likely as the one before: ids and values ``[n * width]``, ranks ``[n]``."""
+    def _best(self, tokens: Int32, width: int) -> LogprobArrays:
+        """Of distributions in which the given token has probability one half, and each next one half of the last."""
         others = (tokens[:, None].astype(np.int64) + np.arange(width - 1)) % self._vocab_size
         ids = np.concatenate([tokens[:, None], others], axis=1, dtype=np.int32, casting="unsafe")
-        falling = np.log(0.5) * np.array([1, *range(1, width)], np.float32)
-        return ids.ravel(), np.tile(falling.astype(np.float32), len(tokens)), np.ones(len(tokens), np.int32)
+        falling = (np.log(0.5) * np.array([1, *range(1, width)])).astype(np.float32)
+        return LogprobArrays.of(ids, np.tile(falling, (len(tokens), 1)), np.ones(len(tokens), np.int32))
 
 
 def _noise(seeds: _UInt64, positions: npt.NDArray[np.int64] | Sequence[int]) -> _UInt64:

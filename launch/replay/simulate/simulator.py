@@ -14,7 +14,7 @@ from quire.launch.replay.workload.workload import NAME_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import Int32
+from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.core.events import OpaqueRequest, OpaqueResult
 from quire.scheduler_proc.core.policies import QUIRE, Policies
 from quire.scheduler_proc.core.scheduler import Scheduler

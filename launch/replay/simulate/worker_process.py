@@ -20,9 +20,10 @@ from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.child import Report, child_parser, enter_child
 from quire.protocol.wire.channel import Channel
-from quire.protocol.wire.messages import (
+from quire.protocol.wire.link_messages import Heartbeat
+from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
+from quire.protocol.wire.worker_messages import (
     Fault,
-    Heartbeat,
     MemoryPlan,
     ModelRunnerOutput,
     Ready,
@@ -30,7 +31,6 @@ from quire.protocol.wire.messages import (
     SchedulerOutput,
     Shutdown,
 )
-from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
 
 SPIN_SECONDS = 0.0002
 """How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
@@ -225,7 +225,7 @@ def main() -> None:
 
         from quire.launch.replay.costs.parse import parse_cost
         from quire.protocol.wire.channel import Link
-        from quire.protocol.wire.messages import SchedulerToWorker
+        from quire.protocol.wire.worker_messages import SchedulerToWorker
         from quire.protocol.wire.zmq_channel import ZmqChannel, check_socket_directory, worker_address
 
         check_socket_directory(args.directory)

@@ -22,7 +22,7 @@ from quire.launch.bench.scheduler.scheduler_trace import TraceSizes
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 
 LOAD = Load(steps=40, rate=0.5, initial=12, num_blocks=400, max_num_seqs=8)
 TINY = Sizes(

@@ -8,7 +8,7 @@ import pytest
 
 from quire.launch.bench.wire import WireEngine, measure_decode, measure_new_prompts, run
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.messages import StepOutputs
+from quire.protocol.wire.front_end_messages import StepOutputs
 
 
 def test_a_step_of_256_steady_decodes_fits_one_kibibyte() -> None:

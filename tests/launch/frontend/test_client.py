@@ -11,7 +11,8 @@ import zmq
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import AddRequest, EngineState, FrontEndToScheduler, Hello, Rejected
+from quire.protocol.wire.front_end_messages import AddRequest, EngineState, FrontEndToScheduler, Rejected
+from quire.protocol.wire.link_messages import Hello
 from quire.protocol.wire.zmq_channel import FromPeer, ZmqHub, frontend_address
 
 WAIT = 10.0

@@ -24,7 +24,8 @@ from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import Abort, AddRequest, EngineState, Hello, Message, Rejected, StepOutputs
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, EngineState, Rejected, StepOutputs
+from quire.protocol.wire.link_messages import Hello, Message
 
 VOCAB_SIZE = 300
 PROMPTS = [[i, i + 1, i + 2] for i in range(3, 43)]

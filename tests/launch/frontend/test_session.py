@@ -10,20 +10,18 @@ from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import (
+from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
     Ended,
     EndReason,
     EngineState,
-    Hello,
     Introduced,
-    Refused,
     Rejected,
     StepOutputs,
     Stop,
-    Welcome,
 )
+from quire.protocol.wire.link_messages import Hello, Refused, Welcome
 
 
 class Link:

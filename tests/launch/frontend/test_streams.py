@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.launch.frontend.engine_client import PromptLogprobTable
 from quire.launch.frontend.streams import Stream, StreamTable
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.logprobs import PromptLogprobs
-from quire.protocol.wire.messages import AddRequest, Ended, EndReason, Introduced, StepOutputs
+from quire.protocol.wire.front_end_messages import AddRequest, Ended, EndReason, Introduced, StepOutputs
+from quire.protocol.wire.logprobs import LogprobArrays, PromptLogprobs
 
 WIDTH = 3
 
@@ -45,18 +44,13 @@ def parts_of(*parts: tuple[int, int, int], tokens: dict[int, int] | None = None,
         np.array(list(tokens), np.int32),
         np.array(list(tokens.values()), np.int32),
         [],
-        prompt_logprobs=PromptLogprobs(handles, starts, counts, width),
-        prompt_logprob_token_ids=ids.ravel(),
-        prompt_logprob_values=values.ravel(),
-        prompt_logprob_ranks=ranks,
+        prompt_logprobs=PromptLogprobs(handles, starts, counts, LogprobArrays.of(ids, values, ranks)),
     )
 
 
-def complete(table: PromptLogprobTable | None, handle: int, num_prompt: int, width: int = WIDTH) -> None:
+def complete(table: LogprobArrays | None, handle: int, num_prompt: int, width: int = WIDTH) -> None:
     assert table is not None
-    for got, wanted in zip(
-        (table.token_ids, table.values, table.ranks), values_of(handle, range(1, num_prompt)), strict=True
-    ):
+    for got, wanted in zip(table.columns(), values_of(handle, range(1, num_prompt)), strict=True):
         np.testing.assert_array_equal(got, wanted[..., :width] if wanted.ndim == 2 else wanted)
 
 
@@ -118,7 +112,7 @@ def test_parts_that_come_again_and_in_any_width(data: st.DataObject) -> None:
     update = stream.take()
     assert update is not None
     assert update.prompt_logprobs is not None
-    width = update.prompt_logprobs.token_ids.shape[1]
+    width = update.prompt_logprobs.width
     assert min(widths) <= width <= WIDTH
     complete(update.prompt_logprobs, 4, num_prompt, width)
 
@@ -128,12 +122,12 @@ def _place(data: st.DataObject, stream: Stream, upto: int, widths: list[int]) ->
     while place < upto:
         end = data.draw(st.integers(place + 1, upto))
         widths.append(data.draw(st.integers(2, WIDTH)))
-        stream.place_prompt_logprobs(place, PromptLogprobTable(*values_of(4, range(place, end), widths[-1])))
+        stream.place_prompt_logprobs(place, LogprobArrays.of(*values_of(4, range(place, end), widths[-1])))
         place = end
 
 
 @pytest.mark.parametrize("num_best", [0, 1, 2, 20])
 def test_entries(num_best: int) -> None:
-    (entry,) = PromptLogprobTable(*values_of(4, range(1, 2))).entries(num_best)
+    (entry,) = LogprobArrays.of(*values_of(4, range(1, 2))).entries(num_best)
     assert (entry.token_id, entry.logprob, entry.rank) == (401, -401.0, 1)
     assert entry.top == [(1, -1.0), (2, -2.0)][:num_best]

@@ -12,7 +12,7 @@ from quire.launch.http.serving.server import ServerSettings
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import seed_for_sample
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 
 REPLY = "one two three four five"
 

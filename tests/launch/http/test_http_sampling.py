@@ -11,7 +11,7 @@ from quire.launch.http.serving.server import ServerSettings
 from quire.protocol.request.logits_processors import AdapterLogitsProcessor
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 REPLY = "one two three four five"

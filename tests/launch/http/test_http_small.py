@@ -20,7 +20,7 @@ from quire.launch.http.serving.metrics import AnswerClock, Metrics
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 from quire.launch.text.text_in import TextIn
-from quire.protocol.wire.messages import Histogram, Statistics
+from quire.protocol.wire.front_end_messages import Histogram, Statistics
 from quire.version import __version__
 
 

@@ -10,7 +10,7 @@ from checkpoints import greedy_tokens
 from quire import LLM, SamplingParams
 from quire.launch.offline.request_output import EngineStatistics
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.wire.messages import Histogram, Statistics
+from quire.protocol.wire.front_end_messages import Histogram, Statistics
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 

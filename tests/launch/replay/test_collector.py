@@ -8,7 +8,8 @@ from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import Abort, Int32
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import Abort
 from quire.scheduler_proc.core.events import Fail, OpaqueRequest, OpaqueResult
 from quire.scheduler_proc.core.scheduler import Scheduler
 

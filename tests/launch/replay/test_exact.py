@@ -21,7 +21,7 @@ from quire.launch.replay.simulate.setup import make_setup
 from quire.launch.replay.simulate.whatif import run_workload
 from quire.launch.replay.workload.workload import Call
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.trace.lines import Arrival, End, Line, Lost, Result, StepDecision
 
 

@@ -15,7 +15,7 @@ from quire.launch.replay.costs.fitted import FittedCost, TimedStep, fit, fit_ste
 from quire.launch.replay.costs.nonnegative import nonnegative_least_squares
 from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.messages import ModelRunnerOutput
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import End, Epoch, Line, Lost, encode_line

@@ -17,23 +17,18 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Channel, memory_pair
-from quire.protocol.wire.messages import (
-    AddRequest,
+from quire.protocol.wire.front_end_messages import AddRequest, Ended, StepOutputs
+from quire.protocol.wire.link_messages import Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.worker_messages import (
     Configure,
-    Ended,
     Fault,
-    Heartbeat,
-    Hello,
     ModelRunnerOutput,
     NewRequestData,
     Ready,
-    Refused,
     SampleInputs,
     SchedulerOutput,
     SchedulerToWorker,
     Shutdown,
-    StepOutputs,
-    Welcome,
     WorkerToScheduler,
 )
 from quire.scheduler_proc.core.scheduler import Scheduler
@@ -306,9 +301,9 @@ def test_log_probabilities_fall_and_name_the_token_first() -> None:
     runner = SimulatedRunner(CONFIG)
     result = runner.finish(runner.launch(adding(1, 0, 5, logprobs=3)), None, 0.0)
     assert result.tokens is not None and result.logprobs is not None
-    assert result.logprob_token_ids is not None and result.logprob_values is not None
-    assert (result.logprobs.rows, result.logprobs.width) == ([0], 4)
-    ids = result.logprob_token_ids.tolist()
+    arrays = result.logprobs.arrays
+    assert (result.logprobs.rows, arrays.width) == ([0], 4)
+    ids = arrays.token_ids.tolist()
     assert ids[0] == ids[1] == result.tokens[0] and len(set(ids)) == 3
-    assert result.logprob_values.tolist() == pytest.approx([np.log(0.5) * n for n in (1, 1, 2, 3)])
-    assert result.logprob_ranks is not None and result.logprob_ranks.tolist() == [1]
+    assert arrays.values.tolist() == pytest.approx([np.log(0.5) * n for n in (1, 1, 2, 3)])
+    assert arrays.ranks.tolist() == [1]

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from quire.launch.frontend.answers import Answer
-from quire.launch.frontend.engine_client import TokenLogprobs, Update
+from quire.launch.frontend.engine_client import Update
 from quire.launch.text.prompts import Prompt
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import MAX_HELD_TOKENS, Detokenizer, StopStrings, TextOut, TokenTexts
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.logprobs import TokenLogprobs
 
 
 def cut(text: str, stop: list[str], *, include: bool = False) -> tuple[str, str | None]:

@@ -6,14 +6,9 @@ import pytest
 
 from quire.protocol.wire.channel import Link, memory_pair
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import (
-    Abort,
-    FrontEndToScheduler,
-    Heartbeat,
-    SchedulerToWorker,
-    Shutdown,
-    WorkerToScheduler,
-)
+from quire.protocol.wire.front_end_messages import Abort, FrontEndToScheduler
+from quire.protocol.wire.link_messages import Heartbeat
+from quire.protocol.wire.worker_messages import SchedulerToWorker, Shutdown, WorkerToScheduler
 
 
 def sent(count: int, epoch: int = 0) -> list[Any]:

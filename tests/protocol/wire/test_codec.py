@@ -13,11 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire import messages as m
+from quire.protocol.wire.arrays import Float32, Int32
 from quire.protocol.wire.codec import INLINE_BYTES, MAX_FRAMES, Codec, ProtocolError
+from quire.protocol.wire.front_end_messages import AddRequest, FrontEndToScheduler, SchedulerToFrontEnd
+from quire.protocol.wire.worker_messages import (
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerToWorker,
+    Shutdown,
+    WorkerToScheduler,
+)
 from quire.scheduler_proc.core.events import Consumed
 
 MODEL = ModelConfig(
@@ -32,10 +40,10 @@ MODEL = ModelConfig(
 )
 CONFIG = EngineConfig(model=MODEL, model_path="/x", max_model_len=16)
 UNIONS = (
-    m.FrontEndToScheduler,
-    m.SchedulerToFrontEnd,
-    m.SchedulerToWorker,
-    m.WorkerToScheduler,
+    FrontEndToScheduler,
+    SchedulerToFrontEnd,
+    SchedulerToWorker,
+    WorkerToScheduler,
     Consumed,
 )
 EVERY_MESSAGE = sorted({t for union in UNIONS for t in typing.get_args(union)}, key=lambda t: t.__name__)
@@ -53,11 +61,11 @@ LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     bytes: st.binary(max_size=40),
     type(None): st.none(),
-    m.Int32: int32s,
-    m.Float32: float32s,
+    Int32: int32s,
+    Float32: float32s,
     SamplingParams: st.builds(SamplingParams, n=st.integers(1, 128), temperature=st.floats(0, 2), stop=st.just(["x"])),
-    m.EngineConfig: st.just(CONFIG),
-    m.KVLayout: st.just(kv_layout(MODEL, 16, "float32")),
+    EngineConfig: st.just(CONFIG),
+    KVLayout: st.just(kv_layout(MODEL, 16, "float32")),
 }
 
 
@@ -106,16 +114,16 @@ def signed(body: bytes, *arrays: bytes) -> list[bytes]:
     return [crc.to_bytes(4, "little") + body, *arrays]
 
 
-def refused(frames: list[bytes], union: Any = m.FrontEndToScheduler) -> str:
+def refused(frames: list[bytes], union: Any = FrontEndToScheduler) -> str:
     with pytest.raises(ProtocolError) as caught:
         Codec(union).decode(frames)
     return caught.value.kind
 
 
-BIG = m.AddRequest("r", np.arange(2000, dtype=np.int32), SamplingParams(), 7, np.arange(1500, dtype=np.int32))
+BIG = AddRequest("r", np.arange(2000, dtype=np.int32), SamplingParams(), 7, np.arange(1500, dtype=np.int32))
 """Its arrays get frames of their own."""
 
-REQUEST = m.AddRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 7, np.arange(2, dtype=np.int32))
+REQUEST = AddRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 7, np.arange(2, dtype=np.int32))
 
 
 @settings(max_examples=300, deadline=None)
@@ -135,7 +143,7 @@ def test_every_message_has_a_tag_of_its_own() -> None:
 @given(st.lists(st.integers(0, 70000) | st.integers(0, 99), min_size=60, max_size=70))
 def test_narrow_ids_on_the_wire_cannot_be_seen(values: list[int]) -> None:
     array = np.array(values, np.int32)
-    frames = frames_of(m.ModelRunnerOutput(1, array))
+    frames = frames_of(ModelRunnerOutput(1, array))
     got = codec_for_all().decode(frames).message.tokens
     assert got.dtype == np.int32 and got.tolist() == values
     narrow = len(values) > 64 and max(values) < 65536
@@ -146,7 +154,7 @@ def test_narrow_ids_on_the_wire_cannot_be_seen(values: list[int]) -> None:
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 256, 257, 512, 513, 5000])
 def test_small_arrays_stand_in_the_header(length: int) -> None:
     array = np.arange(length, dtype=np.int32) + 70_000
-    frames = frames_of(m.ModelRunnerOutput(1, array))
+    frames = frames_of(ModelRunnerOutput(1, array))
     assert len(frames) == (1 if array.nbytes <= INLINE_BYTES else 2)
     assert codec_for_all().decode(frames).message.tokens.tolist() == array.tolist()
 
@@ -160,7 +168,7 @@ def test_an_array_that_is_none_is_refused(spec: Any) -> None:
 
 def test_negative_ids_are_never_narrowed() -> None:
     array = np.full(100, -1, np.int32)
-    assert codec_for_all().decode(frames_of(m.ModelRunnerOutput(1, array))).message.tokens.tolist() == [-1] * 100
+    assert codec_for_all().decode(frames_of(ModelRunnerOutput(1, array))).message.tokens.tolist() == [-1] * 100
 
 
 def test_decoded_arrays_cannot_be_written_to() -> None:
@@ -173,7 +181,7 @@ def test_decoded_arrays_cannot_be_written_to() -> None:
 @pytest.mark.parametrize("array", [np.zeros(3, np.int64), np.zeros(3, np.float64), np.zeros((2, 2), np.int32)])
 def test_an_array_of_another_type_is_not_sent(array: Any) -> None:
     with pytest.raises((TypeError, msgspec.MsgspecError)):
-        frames_of(m.ModelRunnerOutput(1, array))
+        frames_of(ModelRunnerOutput(1, array))
 
 
 def test_a_flipped_bit_anywhere_is_noticed() -> None:
@@ -221,8 +229,8 @@ def test_a_frame_over_the_cap_is_refused_before_anything_is_read() -> None:
 
 
 def test_messages_of_another_link_and_unknown_tags_are_refused() -> None:
-    assert refused(frames_of(m.Shutdown())) == "decode"
-    assert refused(frames_of(m.SchedulerOutput(1)), m.WorkerToScheduler) == "decode"
+    assert refused(frames_of(Shutdown())) == "decode"
+    assert refused(frames_of(SchedulerOutput(1)), WorkerToScheduler) == "decode"
     assert refused(signed(msgspec.msgpack.encode([0, 1, [250, 1]]))) == "decode"
     assert refused(signed(msgspec.msgpack.encode([0, 1, ["10", 1]]))) == "decode"
     assert refused(signed(msgspec.msgpack.encode({"tag": 11}))) == "decode"
@@ -239,7 +247,7 @@ def test_an_array_of_a_wrong_dtype_or_length_is_refused(spec: Any) -> None:
 
 def test_ids_where_numbers_belong_are_refused() -> None:
     body = msgspec.msgpack.encode([0, 1, [42, 1, None, None, None, None, None, ["<i4", 1]]])
-    assert refused(signed(body, bytes(4)), m.WorkerToScheduler) == "decode"
+    assert refused(signed(body, bytes(4)), WorkerToScheduler) == "decode"
 
 
 def test_values_out_of_range_are_refused_in_decoding() -> None:
@@ -285,7 +293,7 @@ def test_random_bytes_never_raise_anything_else() -> None:
 
 
 def test_a_codec_goes_on_after_a_refusal() -> None:
-    codec: Codec[Any] = Codec(m.FrontEndToScheduler)
+    codec: Codec[Any] = Codec(FrontEndToScheduler)
     head, prompt, output = frames_of(BIG)
     with pytest.raises(ProtocolError):
         codec.decode(signed(head[4:], prompt))

@@ -13,17 +13,9 @@ import zmq.asyncio
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import (
-    Abort,
-    EngineState,
-    FrontEndToScheduler,
-    Heartbeat,
-    Hello,
-    SchedulerToFrontEnd,
-    SchedulerToWorker,
-    Shutdown,
-    WorkerToScheduler,
-)
+from quire.protocol.wire.front_end_messages import Abort, EngineState, FrontEndToScheduler, SchedulerToFrontEnd
+from quire.protocol.wire.link_messages import Heartbeat, Hello
+from quire.protocol.wire.worker_messages import SchedulerToWorker, Shutdown, WorkerToScheduler
 from quire.protocol.wire.zmq_channel import (
     AsyncZmqChannel,
     FromPeer,

@@ -7,7 +7,7 @@ import pytest
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
-from quire.protocol.wire.messages import AddRequest, EndReason
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason
 
 VOCAB = 300
 CONTEXT = 64

@@ -8,7 +8,8 @@ from kv_cases import full, layout_of, mamba
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, SchedulerOutput
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

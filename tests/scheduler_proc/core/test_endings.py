@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, end_of, expected_tokens
 
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 
 PROMPT = [3, 1, 4, 1, 5]
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

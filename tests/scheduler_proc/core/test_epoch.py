@@ -6,7 +6,7 @@ import pytest
 from log_replay import replay
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import RequestStatus
 

@@ -7,7 +7,8 @@ import pytest
 from log_replay import replay
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 
 PROMPT = list(range(3, 20))

@@ -3,7 +3,7 @@
 import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -3,8 +3,9 @@
 import numpy as np
 from scheduler_driver import Driver
 
-from quire.protocol.wire.logprobs import Logprobs
-from quire.protocol.wire.messages import ModelRunnerOutput, StepOutputs
+from quire.protocol.wire.front_end_messages import StepOutputs
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 
 def result(step: int, handle: int, token: int, logprob: float) -> ModelRunnerOutput:
@@ -12,10 +13,9 @@ def result(step: int, handle: int, token: int, logprob: float) -> ModelRunnerOut
         step=step,
         tokens=np.array([token], np.int32),
         handles=np.array([handle], np.int32),
-        logprobs=Logprobs([0], 1),
-        logprob_token_ids=np.array([token], np.int32),
-        logprob_values=np.array([logprob], np.float32),
-        logprob_ranks=np.array([1], np.int32),
+        logprobs=Logprobs(
+            [0], LogprobArrays(np.array([token], np.int32), np.array([logprob], np.float32), np.array([1], np.int32), 1)
+        ),
     )
 
 
@@ -30,7 +30,5 @@ def test_each_token_keeps_the_log_probability_of_its_own_step() -> None:
     driver.scheduler.consume(result(2, handle, 6, -0.25))
     told = [message for _, message in driver.scheduler.take_messages() if isinstance(message, StepOutputs)]
     assert [message.tokens.tolist() for message in told if message.tokens is not None] == [[5], [6]]
-    assert [message.logprob_values.tolist() for message in told if message.logprob_values is not None] == [
-        [-0.5],
-        [-0.25],
-    ]
+    logprobs = [message.logprobs for message in told if message.logprobs is not None]
+    assert [each.arrays.values.tolist() for each in logprobs] == [[-0.5], [-0.25]]

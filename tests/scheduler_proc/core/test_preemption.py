@@ -3,7 +3,8 @@
 from log_replay import appended_blocks
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.protocol.wire.messages import EndReason, SchedulerOutput
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.worker_messages import SchedulerOutput
 
 
 def two_that_do_not_fit(**settings: object) -> Driver:

@@ -9,8 +9,9 @@ from scheduler_driver import Driver, change, end_of, expected_tokens
 from scheduler_load import prompt_logprobs_of
 
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.logprobs import PromptLogprobs
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, StepOutputs
+from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
+from quire.protocol.wire.logprobs import LogprobArrays, PromptLogprobs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 
 LONG = list(range(100, 120))
@@ -45,9 +46,9 @@ def test_a_step_without_a_token_brings_them_and_introduces_the_request() -> None
     ((_, message),) = driver.heard
     assert isinstance(message, StepOutputs) and message.handles is None and message.tokens is None
     assert [i.request_id for i in message.introduced] == ["a"]
-    assert message.prompt_logprobs == PromptLogprobs([0], [1], [8], 1)
-    assert message.prompt_logprob_token_ids.tolist() == LONG[1:9]
-    assert message.prompt_logprob_ranks.tolist() == [1] * 8
+    told = message.prompt_logprobs
+    assert told is not None and (told.handles, told.starts, told.counts) == ([0], [1], [8])
+    assert told.arrays.token_ids.tolist() == LONG[1:9] and told.arrays.ranks.tolist() == [1] * 8
 
 
 def test_nobody_hears_of_a_request_that_is_gone() -> None:
@@ -93,16 +94,16 @@ def test_who_asks_reads_no_cached_prefix(layout: KVLayout) -> None:
     assert driver.answers["again"].prompt_logprobs == prompt_logprobs_of([*LONG, 7])
 
 
+ARRAYS = LogprobArrays(ints(1, 9, 2, 9, 3, 9), np.zeros(6, np.float32), ints(1, 2, 3), 2)
+
+
 def good() -> ModelRunnerOutput:
     """The answer to a step of handles 0, which asked, and 1, which did not; prompts of 4 tokens."""
     return ModelRunnerOutput(
         1,
         ints(10, 11),
         ints(0, 1),
-        prompt_logprobs=PromptLogprobs([0], [1], [3], 2),
-        prompt_logprob_token_ids=ints(1, 9, 2, 9, 3, 9),
-        prompt_logprob_values=np.zeros(6, np.float32),
-        prompt_logprob_ranks=ints(1, 2, 3),
+        prompt_logprobs=PromptLogprobs([0], [1], [3], ARRAYS),
     )
 
 
@@ -114,30 +115,35 @@ def asked() -> Driver:
     return driver
 
 
-WRONG: dict[str, dict[str, Any]] = {
-    "a request that is not there": {"prompt_logprobs": PromptLogprobs([7], [1], [3], 2)},
-    "a request that did not ask": {"prompt_logprobs": PromptLogprobs([1], [1], [3], 2)},
-    "a request twice": {"prompt_logprobs": PromptLogprobs([0, 0], [1, 2], [1, 2], 2)},
-    "more than the prompt": {"prompt_logprobs": PromptLogprobs([0], [2], [3], 2)},
-    "the first token": {"prompt_logprobs": PromptLogprobs([0], [0], [3], 2)},
-    "an empty part": {"prompt_logprobs": PromptLogprobs([0], [1], [0], 2)},
-    "lists of different lengths": {"prompt_logprobs": PromptLogprobs([0], [1, 2], [3], 2)},
-    "no width": {"prompt_logprobs": PromptLogprobs([0], [1], [3], 0)},
-    "too few entries": {"prompt_logprob_values": np.zeros(5, np.float32)},
-    "no ranks": {"prompt_logprob_ranks": None},
-    "a token of no vocabulary": {"prompt_logprob_token_ids": ints(1, 9, 2, 9, 3, 1000)},
-    "a negative token": {"prompt_logprob_token_ids": ints(1, 9, 2, 9, 3, -1)},
+def arrays(**fields: Any) -> PromptLogprobs:
+    return PromptLogprobs([0], [1], [3], change(ARRAYS, **fields))
+
+
+WRONG: dict[str, PromptLogprobs] = {
+    "a request that is not there": PromptLogprobs([7], [1], [3], ARRAYS),
+    "a request that did not ask": PromptLogprobs([1], [1], [3], ARRAYS),
+    "a request twice": PromptLogprobs([0, 0], [1, 2], [1, 2], ARRAYS),
+    "more than the prompt": PromptLogprobs([0], [2], [3], ARRAYS),
+    "the first token": PromptLogprobs([0], [0], [3], ARRAYS),
+    "an empty part": PromptLogprobs([0], [1], [0], ARRAYS),
+    "lists of different lengths": PromptLogprobs([0], [1, 2], [3], ARRAYS),
+    "no width": arrays(width=0),
+    "too few entries": arrays(values=np.zeros(5, np.float32)),
+    "no ranks": arrays(ranks=ints()),
+    "a token of no vocabulary": arrays(token_ids=ints(1, 9, 2, 9, 3, 1000)),
+    "a negative token": arrays(token_ids=ints(1, 9, 2, 9, 3, -1)),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_parts_that_cannot_be_are_a_fault_and_change_nothing(wrong: dict[str, Any]) -> None:
+def test_parts_that_cannot_be_are_a_fault_and_change_nothing(wrong: PromptLogprobs) -> None:
     driver = asked()
     before = driver.scheduler.statistics()
     with pytest.raises(WorkerFault, match="result of step 1: log probabilit"):
-        driver.scheduler.consume(change(good(), **wrong))
+        driver.scheduler.consume(change(good(), prompt_logprobs=wrong))
     assert driver.scheduler.statistics() == before and driver.scheduler.take_messages() == []
     driver.scheduler.consume(good())
     ((_, message),) = driver.scheduler.take_messages()
-    assert message.prompt_logprobs == PromptLogprobs([0], [1], [3], 2)
-    assert message.prompt_logprob_token_ids.tolist() == [1, 9, 2, 9, 3, 9]
+    told = message.prompt_logprobs
+    assert (told.handles, told.starts, told.counts, told.arrays.width) == ([0], [1], [3], 2)
+    assert told.arrays.token_ids.tolist() == [1, 9, 2, 9, 3, 9]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
 
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 
 KEPT: list[int] = []
 SEEDS = [*KEPT, *range(20)]

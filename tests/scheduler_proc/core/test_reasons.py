@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scheduler_driver import Driver, change
 
-from quire.protocol.wire.messages import Control, EndReason, ModelRunnerOutput, Statistics
+from quire.protocol.wire.front_end_messages import Control, EndReason, Statistics
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
 

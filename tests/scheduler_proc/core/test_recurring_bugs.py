@@ -16,7 +16,8 @@ from log_replay import appended_blocks
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID
-from quire.protocol.wire.messages import EndReason, SchedulerOutput
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 OLD, YOUNG = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]

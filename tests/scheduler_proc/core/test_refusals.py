@@ -7,8 +7,9 @@ import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens, make_request
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.logprobs import Logprobs
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, TokenLogprobs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.events import OpaqueRequest
 from quire.scheduler_proc.core.scheduler import WorkerFault
 
@@ -160,12 +161,13 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
-LOGPROBS = {
-    "logprobs": Logprobs([1], 2),
-    "logprob_token_ids": ints(5, 6),
-    "logprob_values": np.array([-1.0, -2.0], np.float32),
-    "logprob_ranks": ints(1),
-}
+LOGPROBS = LogprobArrays(ints(5, 6), np.array([-1.0, -2.0], np.float32), ints(1), 2)
+
+
+def logprobs(*rows: int, **fields: Any) -> dict[str, Any]:
+    return {"logprobs": Logprobs(list(rows), change(LOGPROBS, **fields))}
+
+
 GOOD = ModelRunnerOutput(1, ints(10, 11), ints(0, 1))
 WRONG: dict[str, Any] = {
     "the next step": {"step": 2},
@@ -182,12 +184,12 @@ WRONG: dict[str, Any] = {
     "a token past the vocabulary": {"tokens": ints(10, VOCAB_SIZE)},
     "a negative token": {"tokens": ints(-1, 10)},
     "a bad row that did not sample": {"bad": [5]},
-    "logprobs of no row": LOGPROBS | {"logprobs": Logprobs([2], 2)},
-    "logprobs of a row twice": LOGPROBS | {"logprobs": Logprobs([0, 0], 1), "logprob_ranks": ints(1, 1)},
-    "logprobs too short": LOGPROBS | {"logprob_values": np.zeros(1, np.float32)},
-    "logprobs without ranks": LOGPROBS | {"logprob_ranks": None},
-    "logprobs of width 0": LOGPROBS | {"logprobs": Logprobs([1], 0)},
-    "logprobs of no token": LOGPROBS | {"logprob_token_ids": ints(5, VOCAB_SIZE)},
+    "logprobs of no row": logprobs(2),
+    "logprobs of a row twice": logprobs(0, 0, width=1, ranks=ints(1, 1)),
+    "logprobs too short": logprobs(1, values=np.zeros(1, np.float32)),
+    "logprobs without ranks": logprobs(1, ranks=ints()),
+    "logprobs of width 0": logprobs(1, width=0),
+    "logprobs of no token": logprobs(1, token_ids=ints(5, VOCAB_SIZE)),
 }
 
 
@@ -229,9 +231,8 @@ def test_logprobs_reach_the_client_whose_token_they_are_of() -> None:
     for client, name in enumerate("ab"):
         driver.add(name, [1, client], client=client, max_tokens=9, logprobs=client or None)
     driver.schedule()
-    driver.scheduler.consume(change(GOOD, **LOGPROBS))
+    driver.scheduler.consume(change(GOOD, **logprobs(1)))
     told = dict(driver.scheduler.take_messages())
     assert told[0].logprobs is None
-    assert told[1].logprobs == Logprobs([0], 2)
-    assert told[1].logprob_token_ids.tolist() == [5, 6] and told[1].logprob_ranks.tolist() == [1]
-    assert told[1].logprob_values.tolist() == [-1.0, -2.0]
+    assert told[1].logprobs.rows == [0]
+    assert told[1].logprobs.arrays.entries() == [TokenLogprobs(5, -1.0, 1, [(6, -2.0)])]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from scheduler_driver import Driver, change, expected_tokens
 
-from quire.protocol.wire.messages import SchedulerOutput
+from quire.protocol.wire.worker_messages import SchedulerOutput
 
 
 def prompt_of(n: int, first: int = 0) -> list[int]:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.protocol.wire.messages import EndReason, SchedulerOutput
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.protocol.wire.messages import Histogram
+from quire.protocol.wire.front_end_messages import Histogram
 from quire.scheduler_proc.kv.block_metrics import BOUNDS, SAMPLE_MASK, BlockMetrics, Observations
 from quire.scheduler_proc.kv.block_pool import BlockPool
 

@@ -10,7 +10,7 @@ from log_replay import replay
 from scheduler_driver import Answer, Driver, make_request
 from scheduler_load import Load, random_settings
 
-from quire.protocol.wire.messages import Rejected
+from quire.protocol.wire.front_end_messages import Rejected
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.fair_pool import FairBlockPool, FairFreeQueue

@@ -2,7 +2,7 @@
 
 from scheduler_driver import Driver, expected_tokens
 
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 
 PREFIX = list(range(100, 112))
 

@@ -8,17 +8,9 @@ from scheduler_driver import make_config
 
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    EngineState,
-    Heartbeat,
-    Hello,
-    Refused,
-    Rejected,
-    Shutdown,
-    Welcome,
-)
+from quire.protocol.wire.front_end_messages import Abort, EngineState, Rejected
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.worker_messages import Shutdown
 from quire.protocol.wire.zmq_channel import FromPeer
 from quire.scheduler_proc.process.front_ends import FrontEnds
 

@@ -11,7 +11,9 @@ import zmq
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, expected_tokens, make_config, make_request
 
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, Refused, StepOutputs, Stop, Welcome
+from quire.protocol.wire.front_end_messages import EndReason, StepOutputs, Stop
+from quire.protocol.wire.link_messages import Refused, Welcome
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.protocol.wire.zmq_channel import ZmqChannel
 
 PROMPT = [3, 1, 4, 1, 5]

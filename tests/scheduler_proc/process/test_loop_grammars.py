@@ -13,15 +13,8 @@ from loop_under_test import LoopUnderTest, no_drafts
 from scheduler_driver import change, make_config, make_layout, make_request
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.protocol.wire.messages import (
-    Abort,
-    EndReason,
-    Proposed,
-    Rejected,
-    SampleInputs,
-    SchedulerOutput,
-    StepOutputs,
-)
+from quire.protocol.wire.front_end_messages import Abort, EndReason, Rejected, StepOutputs
+from quire.protocol.wire.worker_messages import Proposed, SampleInputs, SchedulerOutput
 from quire.scheduler_proc.trace.event_log import TraceHeader
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -11,12 +11,8 @@ from kv_event_ends import WAIT_MS, Mirror
 from loop_under_test import LoopUnderTest
 from scheduler_driver import make_config, make_request
 
+from quire.protocol.wire.front_end_messages import Control, Statistics, StepOutputs
 from quire.protocol.wire.kv_events import TOPIC, AllBlocksCleared, BlocksStored, KVEvent, KVEventBatch
-from quire.protocol.wire.messages import (
-    Control,
-    Statistics,
-    StepOutputs,
-)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.channel import MemoryChannel, memory_pair
-from quire.protocol.wire.messages import (
+from quire.protocol.wire.worker_messages import (
     Digest,
     MemoryPlan,
     ModelRunnerOutput,

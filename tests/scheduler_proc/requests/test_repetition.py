@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.request.structured_outputs import RepetitionDetection
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
 
 PROMPT = [3, 1, 4, 1, 5]

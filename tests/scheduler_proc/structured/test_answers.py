@@ -15,7 +15,7 @@ from json_schemas import PERSON, schemas, validates
 
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.protocol.wire.messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.worker_proc.batch.input_batch import InputBatch
 
 PROMPT = tokens_of("Tell me of a person, please, and of what they like.")

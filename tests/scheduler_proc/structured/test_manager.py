@@ -14,7 +14,8 @@ from scheduler_driver import make_request
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.protocol.wire.messages import AddRequest, Proposed
+from quire.protocol.wire.front_end_messages import AddRequest
+from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Refuse, Release
 from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 from quire.scheduler_proc.core.step import Share

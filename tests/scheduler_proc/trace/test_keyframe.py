@@ -23,7 +23,7 @@ from quire.launch.replay.recorded.reader import TraceReader, numbered
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
 from quire.protocol.process.child import Command
-from quire.protocol.wire.messages import StepOutputs
+from quire.protocol.wire.front_end_messages import StepOutputs
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.trace import journal
 from quire.scheduler_proc.trace.event_log import KEYFRAMES_PER_RING, EventLog, Record, RecordKind

@@ -15,7 +15,9 @@ from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.child import Command
-from quire.protocol.wire.messages import Abort, ModelRunnerOutput, StepOutputs, Welcome
+from quire.protocol.wire.front_end_messages import Abort, StepOutputs
+from quire.protocol.wire.link_messages import Welcome
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.trace.lines import AnyLine, Arrival, End, Epoch, Event, Header, Result, StepDecision

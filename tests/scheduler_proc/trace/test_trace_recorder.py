@@ -9,7 +9,7 @@ from scheduler_driver import Driver, expected_tokens, make_config, make_layout, 
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
-from quire.protocol.wire.messages import Control, EndReason
+from quire.protocol.wire.front_end_messages import Control, EndReason
 from quire.scheduler_proc.core.events import Fail, OpaqueRequest, Refuse
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.lines import (

@@ -12,9 +12,39 @@ import numpy as np
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.protocol.wire import messages as m
 from quire.protocol.wire.codec import MAX_FRAMES, Codec
-from quire.protocol.wire.logprobs import Logprobs
+from quire.protocol.wire.front_end_messages import (
+    Abort,
+    AddRequest,
+    Control,
+    Ended,
+    EngineState,
+    FrontEndToScheduler,
+    Histogram,
+    Introduced,
+    Rejected,
+    SchedulerToFrontEnd,
+    Statistics,
+    StepOutputs,
+    Stop,
+)
+from quire.protocol.wire.link_messages import Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.worker_messages import (
+    Configure,
+    Digest,
+    Fault,
+    MemoryPlan,
+    ModelRunnerOutput,
+    NewRequestData,
+    Proposed,
+    Ready,
+    SampleInputs,
+    SchedulerOutput,
+    SchedulerToWorker,
+    Shutdown,
+    WorkerToScheduler,
+)
 from quire.scheduler_proc.core.events import Consumed
 
 Frames = list[bytes]
@@ -43,24 +73,24 @@ def ints(count: int) -> np.ndarray[Any, Any]:
     return np.arange(count, dtype=np.int32)
 
 
-def add_request(**fields: Any) -> m.AddRequest:
+def add_request(**fields: Any) -> AddRequest:
     told = {"request_id": "r1", "prompt_token_ids": ints(9), "sampling": SamplingParams(seed=5, stop=["."]), "seed": 7}
-    return m.AddRequest(**told | fields)
+    return AddRequest(**told | fields)
 
 
 def directions(config: Any) -> dict[str, tuple[Any, list[Any]]]:
     """By name: what the receiver takes, and real messages of every kind that it may get, with and without frames."""
-    new = m.NewRequestData(4, "r4", 5, 5, 0, [2], SamplingParams(top_k=3), 9)
+    new = NewRequestData(4, "r4", 5, 5, 0, [2], SamplingParams(top_k=3), 9)
     floats = np.array([-0.5, -1.5], np.float32)
-    result = m.ModelRunnerOutput(
-        3, ints(300), ints(300), logprobs=Logprobs([0], 2), logprob_token_ids=ints(2), logprob_values=floats,
-        logprob_ranks=ints(1), bad=[1], seconds=0.01, failed=[(2, "why")],
+    result = ModelRunnerOutput(
+        3, ints(300), ints(300), logprobs=Logprobs([0], LogprobArrays(ints(2), floats, ints(1), 2)),
+        bad=[1], seconds=0.01, failed=[(2, "why")],
     )  # fmt: skip
     return {
         "front end to scheduler": (
-            m.FrontEndToScheduler,
+            FrontEndToScheduler,
             [
-                m.Hello(1, "frontend", 0, 9),
+                Hello(1, "frontend", 0, 9),
                 add_request(),
                 add_request(
                     prompt_token_ids=ints(2000) * 70,
@@ -71,41 +101,41 @@ def directions(config: Any) -> dict[str, tuple[Any, list[Any]]]:
                         extra_args={"x": [1, "y"]},
                     ),
                 ),
-                m.Abort(["a", "b"]),
-                m.Stop("a", 3),
-                m.Control("statistics", 3),
-                m.Heartbeat(1.5),
+                Abort(["a", "b"]),
+                Stop("a", 3),
+                Control("statistics", 3),
+                Heartbeat(1.5),
             ],
         ),
         "scheduler to front end": (
-            m.SchedulerToFrontEnd,
+            SchedulerToFrontEnd,
             [
-                m.Welcome(1, "digest"),
-                m.Refused("why"),
-                m.Rejected("r", "code", "param", "message"),
-                m.StepOutputs([m.Introduced(1, "r", 0)], ints(400), ints(400), [m.Ended(1, 2, 3, None, "d")]),
-                m.Statistics(1, waiting_by_reason={"x": 1}, kv_block_lifetime=m.Histogram([1.0], [1, 2], 3.0)),
-                m.EngineState("ready"),
+                Welcome(1, "digest"),
+                Refused("why"),
+                Rejected("r", "code", "param", "message"),
+                StepOutputs([Introduced(1, "r", 0)], ints(400), ints(400), [Ended(1, 2, 3, None, "d")]),
+                Statistics(1, waiting_by_reason={"x": 1}, kv_block_lifetime=Histogram([1.0], [1, 2], 3.0)),
+                EngineState("ready"),
             ],
         ),
         "scheduler to worker": (
-            m.SchedulerToWorker,
+            SchedulerToWorker,
             [
-                m.Configure(1, kv_layout(config.model, config.block_size, "float32"), config),
-                m.SchedulerOutput(1, [3], [2], [new], ints(5), ints(2), [6], ints(2), ints(2), counts=[(4, 5)]),
-                m.SchedulerOutput(2, token_ids=ints(5000) * 30),
-                m.SampleInputs(2, [4], [1], ints(4)),
-                m.Shutdown(),
+                Configure(1, kv_layout(config.model, config.block_size, "float32"), config),
+                SchedulerOutput(1, [3], [2], [new], ints(5), ints(2), [6], ints(2), ints(2), counts=[(4, 5)]),
+                SchedulerOutput(2, token_ids=ints(5000) * 30),
+                SampleInputs(2, [4], [1], ints(4)),
+                Shutdown(),
             ],
         ),
         "worker to scheduler": (
-            m.WorkerToScheduler,
+            WorkerToScheduler,
             [
-                m.Ready([33], m.MemoryPlan("cpu", 1, 2, 3, 4, 33, 16), {"load": 1.5}),
-                m.Fault("error", "why"),
+                Ready([33], MemoryPlan("cpu", 1, 2, 3, 4, 33, 16), {"load": 1.5}),
+                Fault("error", "why"),
                 result,
-                m.Proposed(3, ints(2), ints(2), ints(3)),
-                m.Digest(3, b"12345678"),
+                Proposed(3, ints(2), ints(2), ints(3)),
+                Digest(3, b"12345678"),
             ],
         ),
     }

@@ -12,13 +12,14 @@ import httpx
 import numpy as np
 import uvicorn
 
-from quire.launch.frontend.engine_client import PromptLogprobTable, TokenLogprobs, Update
+from quire.launch.frontend.engine_client import Update
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol, ConnectionLimits
 from quire.launch.text.text_in import TextIn
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import EndReason, Statistics
+from quire.protocol.wire.front_end_messages import EndReason, Statistics
+from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 CANARY = {"prompt": [5, 6, 7], "max_tokens": 5}
 WAIT_S = 10.0
@@ -59,11 +60,11 @@ class EndlessSequence:
     def _logprobs(token: int, count: int) -> TokenLogprobs:
         return TokenLogprobs(token, -1.0, 1, [(best, -1.0 - best) for best in range(count)])
 
-    def _prompt_logprobs(self) -> PromptLogprobTable | None:
+    def _prompt_logprobs(self) -> LogprobArrays | None:
         if self.params.prompt_logprobs is None:
             return None
         shape = (len(self.prompt) - 1, 1 + self.params.prompt_logprobs)
-        return PromptLogprobTable(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(shape[0], np.int32))
+        return LogprobArrays.of(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(shape[0], np.int32))
 
     def stop_at(self, num_output_tokens: int) -> None:
         self.abort()

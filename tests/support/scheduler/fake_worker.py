@@ -8,7 +8,6 @@ A token is a function of the context and of nothing else: what a client gets can
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -16,8 +15,8 @@ import numpy as np
 from log_replay import appended_blocks
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
-from quire.protocol.wire.logprobs import PromptLogprobs
-from quire.protocol.wire.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.protocol.wire.logprobs import LogprobArrays, PromptLogprobs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 _MASK = (1 << 64) - 1
 _NOTHING = -1
@@ -179,9 +178,9 @@ class FakeWorker:
         for chunk in chunks:
             self._read(chunk)
         prompts = self._prompt_logprobs(chunks)
-        return msgspec.structs.replace(self._sample(chunks), **prompts)
+        return msgspec.structs.replace(self._sample(chunks), prompt_logprobs=prompts)
 
-    def _prompt_logprobs(self, chunks: list[Chunk]) -> dict[str, Any]:
+    def _prompt_logprobs(self, chunks: list[Chunk]) -> PromptLogprobs | None:
         """A part for each chunk that has successors in its prompt: see ``prompt_logprob``."""
         parts: list[tuple[Row, int, int]] = []
         for chunk in chunks:
@@ -189,20 +188,16 @@ class FakeWorker:
             if row.prompt_width and end > chunk.start + 1:
                 parts.append((row, chunk.start + 1, end))
         if not parts:
-            return {}
+            return None
         width = max(row.prompt_width for row, _, _ in parts)
         of = [
             (row.tokens[at], prompt_logprob(row.contexts[at])) for row, start, end in parts for at in range(start, end)
         ]
-        told = PromptLogprobs(
-            [r.handle for r, _, _ in parts], [s for _, s, _ in parts], [e - s for _, s, e in parts], width
+        token_ids, values = (np.repeat(column, width) for column in zip(*of, strict=True))
+        arrays = LogprobArrays(token_ids.astype(np.int32), values.astype(np.float32), np.ones(len(of), np.int32), width)
+        return PromptLogprobs(
+            [r.handle for r, _, _ in parts], [s for _, s, _ in parts], [e - s for _, s, e in parts], arrays
         )
-        return {
-            "prompt_logprobs": told,
-            "prompt_logprob_token_ids": np.repeat(np.array([token for token, _ in of], np.int32), width),
-            "prompt_logprob_values": np.repeat(np.array([value for _, value in of], np.float32), width),
-            "prompt_logprob_ranks": np.ones(len(of), np.int32),
-        }
 
     def _apply(self, diff: SchedulerOutput) -> None:
         if diff.removed or diff.new_requests:

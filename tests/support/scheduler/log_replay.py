@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.wire.codec import Codec
-from quire.protocol.wire.messages import SchedulerOutput
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader

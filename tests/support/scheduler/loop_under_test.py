@@ -19,17 +19,16 @@ from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import QuireError
 from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.wire.channel import Link
-from quire.protocol.wire.messages import (
-    PROTOCOL_VERSION,
+from quire.protocol.wire.front_end_messages import SchedulerToFrontEnd
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello
+from quire.protocol.wire.worker_messages import (
     Configure,
-    Hello,
     MemoryPlan,
     ModelRunnerOutput,
     Proposed,
     Ready,
     SampleInputs,
     SchedulerOutput,
-    SchedulerToFrontEnd,
     SchedulerToWorker,
     Shutdown,
 )

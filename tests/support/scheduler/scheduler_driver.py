@@ -23,21 +23,18 @@ from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Received, memory_pair
 from quire.protocol.wire.codec import Codec
-from quire.protocol.wire.messages import (
+from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
     Control,
     Ended,
     EndReason,
-    ModelRunnerOutput,
     Rejected,
-    SchedulerOutput,
-    SchedulerToWorker,
     Statistics,
     StepOutputs,
     Stop,
-    WorkerToScheduler,
 )
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.core.policies import QUIRE, Policies
 from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
@@ -375,11 +372,7 @@ class Driver:
         told = message.prompt_logprobs
         if told is None:
             return
-        assert message.prompt_logprob_token_ids is not None and message.prompt_logprob_values is not None
-        ids = message.prompt_logprob_token_ids[:: told.width].tolist()
-        values = message.prompt_logprob_values[:: told.width].tolist()
-        assert message.prompt_logprob_ranks is not None and len(message.prompt_logprob_ranks) == len(ids)
-        entries = list(zip(ids, values, strict=True))
+        entries = [(entry.token_id, entry.logprob) for entry in told.arrays.entries()]
         for handle, start, count in zip(told.handles, told.starts, told.counts, strict=True):
             answer = self.answers[self._clients[client, handle]]
             assert answer.ended is None, "log probabilities of a prompt after the end"

@@ -16,7 +16,8 @@ from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
-from quire.protocol.wire.messages import EndReason, ModelRunnerOutput, SchedulerOutput, StepOutputs
+from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 
 EOS = list(range(0, VOCAB_SIZE, 40))
 MAX_MODEL_LEN = 40

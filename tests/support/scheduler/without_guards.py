@@ -118,12 +118,12 @@ def room_for_whole_prompts() -> Patch:
 @contextlib.contextmanager
 def places_of_logprobs() -> Iterator[None]:
     """Log probabilities go to the tokens in the order of the positions, rejected ones included."""
-    real = pending_result.SampledResult._logprob_fields
+    real = pending_result.SampledResult._logprobs
 
     def fields(self: Any, kept: Any) -> Any:
         return real(self, np.arange(len(self.sampled.tokens)))
 
-    with mock.patch.object(pending_result.SampledResult, "_logprob_fields", fields):
+    with mock.patch.object(pending_result.SampledResult, "_logprobs", fields):
         yield
 
 

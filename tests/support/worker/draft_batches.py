@@ -3,7 +3,7 @@
 import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 
 

@@ -14,18 +14,8 @@ from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import load_model_config
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import memory_pair
-from quire.protocol.wire.messages import (
-    Abort,
-    AddRequest,
-    Ended,
-    ModelRunnerOutput,
-    Rejected,
-    SchedulerOutput,
-    SchedulerToWorker,
-    Statistics,
-    StepOutputs,
-    WorkerToScheduler,
-)
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, Ended, Rejected, Statistics, StepOutputs
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.events import Hold
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
@@ -142,8 +132,7 @@ class InProcessEngine:
     def _collect_logprobs(self, message: StepOutputs) -> None:
         if message.logprobs is None:
             return
-        assert message.handles is not None and message.logprob_values is not None
-        values = message.logprob_values.reshape(-1, message.logprobs.width)
+        _, values, _ = message.logprobs.arrays.columns()
         owners = _owners(message)
         for row, own in zip(message.logprobs.rows, values, strict=True):
             self.answers[self._handles[owners[row]]].logprobs.append(own.tobytes())

@@ -8,7 +8,7 @@ import torch
 from processor_cases import Request, processor_config
 from sampling_batch import CPU
 
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.execute.token_history import TokenHistory

@@ -8,7 +8,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.startup.setup import make_runner
 

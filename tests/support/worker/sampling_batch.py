@@ -8,7 +8,7 @@ from scheduler_driver import make_config
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.sampler import Sampled, Sampler

@@ -9,7 +9,8 @@ import torch
 
 from quire.protocol.request.logits_processors import BatchUpdate, MoveDirectionality
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import Int32, NewRequestData
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.block_table import BlockTable
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused

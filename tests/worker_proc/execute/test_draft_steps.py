@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runner_steps import PROMPT, Runner, adding, alone
 
-from quire.protocol.wire.messages import ModelRunnerOutput
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.worker_proc.batch.input_batch import StepRefused
 
 BLOCKS = [3, 1, 7, 5, 2, 9]
@@ -89,9 +89,8 @@ def test_logprobs_of_accepted_tokens_only() -> None:
     result = runner.result(**ask(3, 0))
     assert tokens_of(result) == [want[1:3]]
     assert result.logprobs is not None and result.logprobs.rows == [0, 1]
-    expected = np.concatenate([r.logprob_values for r in single if r.logprob_values is not None])
-    assert result.logprob_values is not None
-    np.testing.assert_allclose(result.logprob_values, expected, atol=1e-5)
+    expected = np.concatenate([r.logprobs.arrays.values for r in single if r.logprobs is not None])
+    np.testing.assert_allclose(result.logprobs.arrays.values, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from runner_steps import (
 )
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.batch.input_batch import StepRefused
 
 
@@ -109,10 +109,11 @@ def test_logprobs_come_with_their_rows() -> None:
     fields = adding((0, PROMPT, [1, 2]), (1, [8], [4]))
     fields["new_requests"][1] = NewRequestData(1, "r1", 1, 1, 0, [1], SamplingParams(temperature=0.0, logprobs=2), 7)
     result = runner.result(**fields)
-    assert result.logprobs is not None and (result.logprobs.rows, result.logprobs.width) == ([1], 3)
-    assert result.logprob_token_ids is not None and result.tokens is not None
-    assert result.logprob_token_ids.tolist()[:2] == [result.tokens[1]] * 2, "greedy: the sampled one is the best one"
-    assert result.logprob_ranks is not None and result.logprob_ranks.tolist() == [1]
+    assert result.logprobs is not None and result.tokens is not None
+    assert (result.logprobs.rows, result.logprobs.arrays.width) == ([1], 3)
+    (entry,) = result.logprobs.arrays.entries()
+    assert entry.token_id == entry.top[0][0] == result.tokens[1], "greedy: the sampled one is the best one"
+    assert entry.rank == 1
 
 
 def test_a_row_that_is_not_finite_is_told_by_its_handle() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.execute.pending_result import HostCopy
 from quire.worker_proc.execute.token_history import TokenHistory

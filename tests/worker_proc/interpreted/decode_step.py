@@ -13,7 +13,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData, SchedulerOutput
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.triton_backend import TritonBackend
@@ -97,8 +97,8 @@ class Both:
             assert got.tokens is None
             return []
         np.testing.assert_array_equal(got.tokens, want.tokens)
-        if want.logprob_values is not None:
-            np.testing.assert_allclose(got.logprob_values, want.logprob_values, rtol=1e-4, atol=1e-4)
+        if want.logprobs is not None:
+            np.testing.assert_allclose(got.logprobs.arrays.values, want.logprobs.arrays.values, rtol=1e-4, atol=1e-4)
         return got.tokens.tolist()
 
 

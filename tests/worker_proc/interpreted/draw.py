@@ -8,7 +8,7 @@ import torch
 from sampling_batch import CPU, batch_of, make_sampler, sampling_config
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.draw import NativeDraw, TorchDraw, TritonDraw, make_draw
 from quire.worker_proc.sampling.sampler import Sampler

@@ -13,7 +13,7 @@ import torch
 from sampling_batch import make_sampler, sample_each
 
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.positions import SampledPositions
 
 VOCAB = 16

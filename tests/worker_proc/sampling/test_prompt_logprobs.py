@@ -9,7 +9,7 @@ from model_steps import Rows
 from runner_steps import Runner, adding
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import ModelRunnerOutput, NewRequestData
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling import prompt_logprobs
@@ -26,11 +26,7 @@ def gather(results: list[ModelRunnerOutput]) -> Told:
         head = result.prompt_logprobs
         if head is None:
             continue
-        assert result.prompt_logprob_token_ids is not None
-        assert result.prompt_logprob_values is not None and result.prompt_logprob_ranks is not None
-        ids = result.prompt_logprob_token_ids.reshape(-1, head.width).tolist()
-        values = result.prompt_logprob_values.reshape(-1, head.width).tolist()
-        rows = iter(zip(ids, values, result.prompt_logprob_ranks.tolist(), strict=True))
+        rows = iter(zip(*(column.tolist() for column in head.arrays.columns()), strict=True))
         for handle, start, count in zip(head.handles, head.starts, head.counts, strict=True):
             own = told.setdefault(handle, {})
             for position in range(start, start + count):

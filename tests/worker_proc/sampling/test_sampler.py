@@ -8,7 +8,7 @@ import torch
 from sampling_batch import batch_of, sample_each
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.noise import uniform
 from quire.worker_proc.sampling.sampler import Sampled

@@ -9,7 +9,7 @@ from processor_plugins import Halve
 from sampling_batch import batch_of, make_sampler, sample_each
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.messages import NewRequestData
+from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.accept import accept_drafts

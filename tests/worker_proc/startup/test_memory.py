@@ -11,7 +11,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
-from quire.protocol.wire.messages import MemoryPlan
+from quire.protocol.wire.worker_messages import MemoryPlan
 from quire.worker_proc.startup import memory
 from quire.worker_proc.startup.memory import describe_plan, plan_memory, pool_warning
 

@@ -18,7 +18,7 @@ from quire.launch.replay.recorded.difference import Difference
 from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.replay.recorded.reader import TraceReader, numbered
 from quire.protocol.errors import ConfigError, InvalidRequest
-from quire.protocol.wire.messages import Abort, EndReason, Stop
+from quire.protocol.wire.front_end_messages import Abort, EndReason, Stop
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,
