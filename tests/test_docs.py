@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch", "tests")
+PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch", "tests", "tools")
 
 
 def _names(file: Path) -> set[str]:

@@ -18,8 +18,8 @@ ALLOWED = {
     "launch": {"protocol", "scheduler_proc", "launch", "version"},
 }
 TORCH_FREE = ("protocol", "scheduler_proc", "launch")
-# Programs of their own that nothing of the engine imports: they build the demo checkpoint, or run a peer.
-TORCH_PROGRAMS = ("launch/demo/", "launch/bench/peers/peer_", "launch/bench/scheduler/peer_")
+# Programs of their own that nothing of the engine imports: they run a peer.
+TORCH_PROGRAMS = ("launch/bench/peers/peer_", "launch/bench/scheduler/peer_")
 HEAVY = {"torch", "transformers", "triton"}
 
 
@@ -51,6 +51,17 @@ def test_torch_stays_in_the_worker(package: str) -> None:
         place = str(file.relative_to(ROOT))
         if not place.startswith(TORCH_PROGRAMS):
             assert not HEAVY & {name.split(".")[0] for name in _imports(file)}, place
+
+
+TOOLS = tuple(f"quire.launch.{name}" for name in ("bench", "demo", "measure", "replay"))
+
+
+def test_nothing_that_serves_imports_a_tool() -> None:
+    """The command line, which starts them, is the only exception."""
+    for file in _files("launch"):
+        place = file.relative_to(ROOT)
+        if place.parts[1] not in ("bench", "measure", "replay", "cli.py"):
+            assert not [name for name in _imports(file) if name.startswith(TOOLS)], place
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from quire.protocol.errors import ConfigError
 
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+
 
 def find_model(name: str | None) -> Path:
     """The checkpoint folder of a path, a Hugging Face id, or nothing (the demo model).
@@ -13,9 +15,7 @@ def find_model(name: str | None) -> Path:
         ConfigError: no such folder, and not an id that could be fetched.
     """
     if name is None:
-        from quire.launch.demo import demo_model_path
-
-        return demo_model_path()
+        return DEMO_MODEL
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

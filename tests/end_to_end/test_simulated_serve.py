@@ -14,7 +14,7 @@ import pytest
 from engine_processes import engine_processes
 from served import QUIRE, Served
 
-from quire.launch.demo import demo_model_path
+from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.replay.costs.fitted import fit, timed_steps
 from quire.launch.replay.costs.parse import parse_cost
 from quire.launch.replay.recorded.reader import TraceReader
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_said_before_anything_starts(flags: list[str], text: s
 
 def test_a_model_without_weights_on_many_devices_and_its_times_from_a_trace(tmp_path: Path) -> None:
     """Only a config and a tokenizer: the scheduler sees one worker, whatever the ranks."""
-    for file in demo_model_path().iterdir():
+    for file in DEMO_MODEL.iterdir():
         if file.suffix == ".json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     trace = tmp_path / "trace"

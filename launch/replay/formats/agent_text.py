@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from quire.launch.demo import demo_model_path
+from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.replay.formats.content import chain_ids, tell_answers
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import (
@@ -53,7 +53,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
                 lines.append(line)
     num_unsorted = sum(b.timestamp < a.timestamp for a, b in pairwise(lines))
     lines.sort(key=lambda line: line.timestamp)
-    folder = options.tokenizer or demo_model_path()
+    folder = options.tokenizer or DEMO_MODEL
     empty_prompts, empty_answers = [0], [0]
     calls: list[Call] = []
     for line, tokens, num_output_tokens in _tokenize(lines, folder):

@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 import quire
 from quire.launch.cli import main
 from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.config.options import EngineOptions, parse_options
 from quire.launch.config.sampling_options import import_paths, processor_name, thinking_markers
-from quire.launch.demo import demo_model_path
 from quire.launch.offline.terminal import _sampling
 from quire.launch.supervision.child_process import python_path
 from quire.protocol.config import EngineConfig
@@ -106,7 +106,7 @@ class TestSpeculative:
         assert says in str(caught.value)
 
     def test_a_draft_model_has_the_models_vocabulary(self) -> None:
-        folder = demo_model_path()
+        folder = DEMO_MODEL
         given = {"model": str(folder), "num_speculative_tokens": 2, "acceptance": "rejection"}
         config = make_engine_config(parse_options({"speculative_config": given}, "LLM"), folder=folder)
         assert config.speculative is not None
@@ -234,7 +234,7 @@ class TestThinkingMarkers:
             thinking_markers(folder, "<think>", "b", 5)
 
     def test_they_reach_the_engine(self) -> None:
-        folder = demo_model_path()
+        folder = DEMO_MODEL
         config = make_engine_config(EngineOptions(), folder=folder)
         assert (config.thinking_start_token_ids, config.thinking_end_token_ids) == ([], [])
         config = make_engine_config(EngineOptions(reasoning_start_str="a", reasoning_end_str="b"), folder=folder)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.launch.demo import demo_model_path
+from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.replay.formats.content import chain_ids
 from quire.launch.replay.formats.detect import detect_format, load_workload
 from quire.launch.replay.formats.options import LoadOptions
@@ -237,7 +237,7 @@ class TestAgentText:
         assert text == {line["input"] for line in lines}
 
     def test_tokens_are_the_tokenizer_s(self) -> None:
-        text_in = TextIn.load(demo_model_path())
+        text_in = TextIn.load(DEMO_MODEL)
         for call in load(DATA / EXCERPTS["agent-text"]).calls:
             assert call.text is not None and call.tokens is not None and call.content is not None
             assert list(call.tokens) == text_in.encode(call.text)

@@ -1,19 +1,18 @@
 """The demo model's vocabulary, and texts walked through grammars by hand."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-import quire.launch.demo
+from quire.launch.config.model_folder import DEMO_MODEL
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.model_config import load_model_config
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.llguidance_backend import LLGuidanceBackend
 
-DEMO = Path(quire.launch.demo.__file__).parent / "model"
+DEMO = DEMO_MODEL
 VOCAB_SIZE = 1024
 EOS = [0, 2]
 

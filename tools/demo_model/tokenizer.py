@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from corpus import HIGHEST, Document
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from quire.launch.demo.corpus import HIGHEST, Document
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 END_OF_TEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2

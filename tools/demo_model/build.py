@@ -1,6 +1,6 @@
 """Builds the demo model: corpus, tokenizer, training, self-check and the Hugging Face folder.
 
-    python -P -m quire.launch.demo.build --out DIR [--start DIR] [--seed 0] [--documents 60000] [--threads 2]
+    python -P tools/demo_model/build.py --out DIR [--start DIR] [--seed 0] [--documents 60000] [--threads 2]
 
 On a machine that does other work, one thread is faster than two: threads that wait for each other at every operation
 lose most of their time.
@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.launch.demo import corpus
-from quire.launch.demo import tokenizer as tokens
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import corpus
+import tokenizer as tokens
 
 if TYPE_CHECKING:
+    from llama import Llama
     from tokenizers import Tokenizer
-
-    from quire.launch.demo.llama import Llama
 
 VALIDATION_DOCUMENTS, TOKENIZER_DOCUMENTS = 400, 20000
 CONTINUED_RATE = 0.25
@@ -83,12 +85,12 @@ def write_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 def build(folder: Path, seed: int, documents: int, threads: int, start: Path | None) -> None:
     """Makes the model, or trains the one in `start` further; writes it and reports what it can do."""
+    import evaluate
     import torch
+    import train
+    from llama import Llama, Shape
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
-
-    from quire.launch.demo import evaluate, train
-    from quire.launch.demo.llama import Llama, Shape
 
     torch.set_num_threads(threads)
     torch.manual_seed(seed)

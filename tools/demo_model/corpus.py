@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quire.launch.demo import facts, stories
+import facts
+import stories
 
 SYSTEM_PROMPTS = (
     *("You are a helpful assistant.", "You are a helpful assistant.", "You are a friendly assistant."),

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import corpus
+import facts
+import stories
 import torch
+from corpus import Document, Turn
+from llama import Llama, rotary_tables
+from tokenizer import END_OF_TEXT_ID, IM_END_ID, encode_prompt
 from tokenizers import Tokenizer
-
-from quire.launch.demo import corpus, facts, stories
-from quire.launch.demo.corpus import Document, Turn
-from quire.launch.demo.llama import Llama, rotary_tables
-from quire.launch.demo.tokenizer import END_OF_TEXT_ID, IM_END_ID, encode_prompt
 
 MAX_TOKENS = 200
 NAMES = frozenset(stories.GIRLS + stories.BOYS)

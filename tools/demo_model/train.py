@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from llama import Llama, rotary_tables
+from muon import Muon
+from tokenizer import Sample
 from torch import Tensor
 from torch.nn import functional
-
-from quire.launch.demo.llama import Llama, rotary_tables
-from quire.launch.demo.muon import Muon
-from quire.launch.demo.tokenizer import Sample
 
 ROW_LENGTHS = (256, 640)
 TOKENS_PER_BATCH = 2560
