@@ -1,4 +1,4 @@
-"""Long runs made short enough to draw: steps in bins of time, values in histograms, rates over time."""
+"""Reductions of a long run to what a chart can show: steps in bins of time, histograms, hit rates over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,35 +14,44 @@ HISTOGRAM_BINS = 80
 RATE_BINS = 160
 STEP_COLUMNS = ("running", "waiting", "held", "cached", "free", "prefill_tokens", "decode_tokens")
 _IDLE_GAP = 20
-"""A pause of more than so many steps (of the median length) is shown as a pause, not as a longer step."""
+"""A pause of more than so many steps (of the median length) is a gap in the chart, not a longer step."""
 
 
 def microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def bin_steps(steps: StepColumns, max_bins: int = MAX_STEP_BINS) -> dict[str, Any]:
-    """Steps as at most ``max_bins`` bins of equal time; with few enough steps each has its own.
+def bin_steps(steps: StepColumns, preemptions: Sequence[float], max_bins: int = MAX_STEP_BINS) -> dict[str, Any]:
+    """Columns over at most ``max_bins`` bins of equal time; a run of few steps has one bin per step.
+
+    A row holds until the next. The last row repeats the one before it, at the end of the run and without preemptions.
+    A pause of the engine is a row of None.
+
+    Args:
+        preemptions: seconds, in any order.
 
     Returns:
-        begin, end: microseconds of each bin that has a step. ``count``: its steps; None where it is one each.
-        Each of STEP_COLUMNS and ``tokens``: {mean, min, max} over a bin's steps; min and max None where they are equal.
+        ``time``: microseconds. ``count``: steps of each bin, None where each has one. STEP_COLUMNS: means over the
+        steps of a bin. ``largest``: the tokens of its largest step. ``preemptions``: how many it had.
     """
     if not len(steps):
-        return {"begin": [], "end": [], "count": None} | {
-            name: {"mean": [], "min": None, "max": None} for name in (*STEP_COLUMNS, "tokens")
-        }
+        return {name: [] for name in ("time", *STEP_COLUMNS, "largest", "preemptions")} | {"count": None}
     order = np.argsort(np.asarray(steps.begin), kind="stable")
     begin, end = np.asarray(steps.begin)[order], np.asarray(steps.end)[order]
+    values = {name: np.asarray(getattr(steps, name), np.float64)[order] for name in STEP_COLUMNS}
     starts = _starts(begin, end, max_bins)
     sizes = np.diff(np.append(starts, len(begin)))
-    columns = {name: np.asarray(getattr(steps, name), np.int64)[order] for name in STEP_COLUMNS}
-    columns["tokens"] = columns["prefill_tokens"] + columns["decode_tokens"]
-    return {
-        "begin": _microseconds(begin[starts]),
-        "end": _microseconds(_ends(begin, end, starts)),
-        "count": sizes.tolist() if len(starts) < len(begin) else None,
-    } | {name: _binned(values, starts, sizes) for name, values in columns.items()}
+    binned = {name: np.add.reduceat(column, starts) / sizes for name, column in values.items()}
+    binned["largest"] = np.maximum.reduceat(values["prefill_tokens"] + values["decode_tokens"], starts)
+    at = np.searchsorted(begin[starts], np.asarray(preemptions, np.float64), "right") - 1
+    binned["preemptions"] = np.bincount(np.maximum(at, 0), minlength=len(starts)).astype(np.float64)
+    ends = np.maximum.reduceat(end, starts)
+    pauses = np.flatnonzero(begin[starts[1:]] - ends[:-1] > _IDLE_GAP * float(np.median(end - begin))) + 1
+    time = np.append(np.insert(begin[starts], pauses, ends[pauses - 1]), ends[-1])
+    count = None if len(starts) == len(begin) else _rows(sizes.astype(np.float64), pauses)
+    columns = {name: _rows(column, pauses) for name, column in binned.items()}
+    columns["preemptions"][-1] = 0
+    return {"time": np.round(time * 1e6).astype(np.int64).tolist(), "count": count} | columns
 
 
 def _starts(begin: Floats, end: Floats, max_bins: int) -> npt.NDArray[np.int64]:
@@ -54,29 +63,9 @@ def _starts(begin: Floats, end: Floats, max_bins: int) -> npt.NDArray[np.int64]:
     return np.flatnonzero(np.diff(bins, prepend=-1))
 
 
-def _ends(begin: Floats, end: Floats, starts: npt.NDArray[np.int64]) -> Floats:
-    """A bin lasts until the next, unless the engine was idle in between."""
-    ends = np.maximum.reduceat(end, starts)
-    following = np.append(begin[starts[1:]], ends[-1])
-    idle = following - ends > _IDLE_GAP * float(np.median(end - begin))
-    return np.where(idle, ends, following)
-
-
-def _binned(
-    values: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> dict[str, Any]:
-    if len(starts) == len(values):
-        return {"mean": values.tolist(), "min": None, "max": None}
-    means = np.round(np.add.reduceat(values, starts) / sizes, 2)
-    return {
-        "mean": [int(mean) if mean.is_integer() else mean for mean in means.tolist()],
-        "min": np.minimum.reduceat(values, starts).tolist(),
-        "max": np.maximum.reduceat(values, starts).tolist(),
-    }
-
-
-def _microseconds(seconds: Floats) -> list[int]:
-    return np.round(seconds * 1e6).astype(np.int64).tolist()  # type: ignore[no-any-return]
+def _rows(column: Floats, pauses: npt.NDArray[np.int64]) -> list[float | None]:
+    rows = np.round(np.append(np.insert(column, pauses, np.nan), column[-1]), 2).tolist()
+    return [None if np.isnan(value) else int(value) if value.is_integer() else value for value in rows]
 
 
 def histogram(name: str, label: str, runs: Sequence[Sequence[tuple[float, int]]]) -> dict[str, Any]:
@@ -99,47 +88,32 @@ def histogram(name: str, label: str, runs: Sequence[Sequence[tuple[float, int]]]
 
 
 def _edges(low: float, high: float) -> tuple[Floats, bool]:
-    """Rounded, so that another machine's last bit makes no other page."""
+    """Rounded, so that the last bit of another machine's floats does not change the page."""
     positive = max(low, high * 1e-5, 1e-3)
-    if high > 30 * positive:
+    log = high > 30 * positive
+    if log:
         edges = np.geomspace(positive, high, HISTOGRAM_BINS + 1)
-        return np.array([float(f"{edge:.6g}") for edge in edges]), True
-    # Values that hardly differ get room enough that the axis can tell its ends apart.
-    room = max(0.05 * (high - low) if high - low > 0.1 * high else 0.25 * high, 1e-4)
-    edges = np.linspace(max(low - room, 0.0), high + room, HISTOGRAM_BINS + 1)
-    return np.array([float(f"{edge:.6g}") for edge in edges]), False
+    else:
+        # Values that hardly differ get an axis wide enough that its ends have different labels.
+        room = max(0.05 * (high - low) if high - low > 0.1 * high else 0.25 * high, 1e-4)
+        edges = np.linspace(max(low - room, 0.0), high + room, HISTOGRAM_BINS + 1)
+    return np.array([float(f"{edge:.6g}") for edge in edges]), log
 
 
 def hit_rates(requests: Sequence[RequestRun], begin: float, end: float) -> dict[str, list[float]]:
-    """Share of prompt tokens found in the prefix cache, by when a request was first let in.
+    """Share of prompt tokens found in the prefix cache, by the time of a request's first admission.
 
     Returns:
-        ``time``: microseconds, ends of bins in which somebody was let in; ``rate`` in that bin; ``total`` until then.
+        ``time``: microseconds, ends of bins with an admission; ``rate`` in that bin; ``total`` until its end.
     """
+    admitted = [run for run in requests if run.scheduled >= 0]
     width = max(end - begin, 1e-6) / RATE_BINS
-    sums: dict[int, tuple[int, int]] = {}
-    for run in requests:
-        if run.scheduled >= 0:
-            at = min(int((run.scheduled - begin) / width), RATE_BINS - 1)
-            hits, tokens = sums.get(at, (0, 0))
-            sums[at] = hits + run.num_cached_tokens, tokens + run.num_prompt_tokens
-    made: dict[str, list[float]] = {"time": [], "rate": [], "total": []}
-    all_hits = all_tokens = 0
-    for at, (hits, tokens) in sorted(sums.items()):
-        all_hits, all_tokens = all_hits + hits, all_tokens + tokens
-        made["time"].append(microseconds(begin + (at + 1) * width))
-        made["rate"].append(round(hits / max(tokens, 1), 5))
-        made["total"].append(round(all_hits / max(all_tokens, 1), 5))
-    return made
-
-
-def preemption_marks(requests: Sequence[RequestRun], end: float, max_marks: int = 600) -> list[tuple[int, int]]:
-    """(microseconds, how many) preemptions; those close together in time are one mark."""
-    width = max(end, 1e-6) / max_marks
-    counts: dict[int, tuple[int, int]] = {}
-    for run in requests:
-        for moment in run.moments:
-            if moment.what == "preempt":
-                at, count = counts.get(int(moment.time / width), (microseconds(moment.time), 0))
-                counts[int(moment.time / width)] = min(at, microseconds(moment.time)), count + 1
-    return sorted(counts.values())
+    at = np.minimum(((np.array([run.scheduled for run in admitted]) - begin) / width).astype(np.int64), RATE_BINS - 1)
+    used, bins = np.unique(at, return_inverse=True)
+    hits = np.bincount(bins, [run.num_cached_tokens for run in admitted], len(used))
+    tokens = np.bincount(bins, [run.num_prompt_tokens for run in admitted], len(used))
+    return {
+        "time": np.round((begin + (used + 1) * width) * 1e6).astype(np.int64).tolist(),
+        "rate": np.round(hits / np.maximum(tokens, 1), 5).tolist(),
+        "total": np.round(np.cumsum(hits) / np.maximum(np.cumsum(tokens), 1), 5).tolist(),
+    }

@@ -1,4 +1,4 @@
-"""Runs as one page that needs nothing else: no network, no fonts, no library. The same runs give the same bytes."""
+"""Write runs as one page that needs no other file and no network. The same runs give the same bytes."""
 
 import base64
 import hashlib
@@ -12,22 +12,12 @@ from pathlib import Path
 from quire.launch.replay.report.page_data import page_data
 from quire.launch.replay.run.run_record import RunRecord
 
-SCRIPTS = (
-    "base.js",
-    "plot.js",
-    "charts.js",
-    "distributions.js",
-    "waterfall.js",
-    "details.js",
-    "tables.js",
-    "comparison.js",
-    "main.js",
-)
+SCRIPTS = ("base.js", "charts.js", "waterfall.js", "tables.js", "main.js")
 """In this order: each uses what is before it."""
 
 
 def write_html(path: Path, runs: Sequence[RunRecord]) -> None:
-    """One run, or two side by side, with the same axes.
+    """Write a page of one run, or of two side by side with the same axes.
 
     Raises:
         ValueError: neither one nor two.
@@ -35,19 +25,20 @@ def write_html(path: Path, runs: Sequence[RunRecord]) -> None:
     """
     if len(runs) not in (1, 2):
         raise ValueError(f"a page shows one run or two, not {len(runs)}")
-    style = _asset("page.css")
-    # One scope for all, so that nothing of the page is global and the browser's names stay its own.
-    script = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
+    style = _asset("vendor/uPlot.min.css") + "\n" + _asset("page.css")
+    # One scope for all files, so that the page defines no global names.
+    own = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
+    script = f"/*\n{_asset('vendor/LICENSE')}*/\n{_asset('vendor/uPlot.iife.min.js')}\n{own}"
     parts = {
         "title": html.escape(" against ".join(run.title or run.source or "replay" for run in runs)),
-        # Only this script and this style may run: what a client got into the data cannot.
+        # Only this script and this style may run, and nothing that a client put into the data.
         "policy": f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {_source(script)}; "
         "base-uri 'none'; form-action 'none'",
         "style": style,
         "script": script,
         "data": data_island(page_data(runs)),
     }
-    # In one pass: a title that has a mark in it is not filled in again.
+    # In one pass: a mark inside a title stays as it is.
     page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
     path.write_bytes(page.encode("utf-8", "replace"))
 
@@ -59,7 +50,7 @@ def data_island(data: object) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
 
 
 def _source(text: str) -> str:

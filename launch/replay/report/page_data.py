@@ -60,9 +60,8 @@ def _run(record: RunRecord, latency: dict[str, list[float]], end: float, num_run
         "difference": None if record.first_difference is None else _told(record.first_difference),
         "facts": _facts(record),
         "latency": {name: figures.spread(values) for name, values in latency.items()} | {"itl": _itl_spread(record)},
-        "steps": bins.bin_steps(record.steps),
+        "steps": bins.bin_steps(record.steps, _preemption_times(record)),
         "hits": bins.hit_rates(record.requests, _begin(record), end),
-        "marks": bins.preemption_marks(record.requests, end),
         "reasons": _reasons(record),
         "requests": _requests(kept, moments, end, words),
         "words": words.known,
@@ -125,6 +124,10 @@ def _itl_spread(record: RunRecord) -> dict[str, float | None]:
         return figures.spread([])
     made: dict[str, float | None] = {"mean": sum(gap * count for gap, count in record.itl) / total}
     return made | {f"p{q}": figures.weighted_percentile(record.itl, q) for q in (50, 90, 99)}
+
+
+def _preemption_times(record: RunRecord) -> list[float]:
+    return [moment.time for run in record.requests for moment in run.moments if moment.what == "preempt"]
 
 
 def _reasons(record: RunRecord) -> list[tuple[str, int, int]]:

@@ -1,50 +1,58 @@
-"""What is drawn has the totals of what was there."""
+"""Charts have the totals of the run."""
 
 import pytest
 from replay_runs import made_up_run
 
 from quire.launch.replay.report import bins
-from quire.launch.replay.run.run_record import Moment, RequestRun, StepColumns
+from quire.launch.replay.run.run_record import RequestRun, StepColumns
 
 
-def test_few_steps_are_drawn_as_they_are() -> None:
+def test_each_of_few_steps_is_a_row_and_the_end_repeats_the_last() -> None:
     steps = made_up_run(1, 40).steps
-    made = bins.bin_steps(steps)
+    made = bins.bin_steps(steps, [])
     assert made["count"] is None
-    assert made["begin"] == [round(begin * 1e6) for begin in steps.begin]
-    assert made["waiting"] == {"mean": steps.waiting.tolist(), "min": None, "max": None}
+    assert made["time"] == [round(time * 1e6) for time in (*steps.begin, steps.end[-1])]
+    assert made["waiting"] == [*steps.waiting, steps.waiting[-1]]
 
 
-def test_bins_keep_means_and_extremes() -> None:
+def test_bins_keep_means_and_the_largest_step() -> None:
     steps = made_up_run(1, 5000).steps
-    made = bins.bin_steps(steps, max_bins=100)
-    assert len(made["begin"]) <= 100
-    assert sum(made["count"]) == 5000
+    made = bins.bin_steps(steps, [], max_bins=100)
+    assert len(made["time"]) <= 101
+    counts = made["count"][:-1]
+    assert sum(counts) == 5000
     for name in bins.STEP_COLUMNS:
-        column, values = made[name], getattr(steps, name)
-        total = sum(mean * count for mean, count in zip(column["mean"], made["count"], strict=True))
-        assert total == pytest.approx(sum(values), rel=1e-3)
-        assert (min(column["min"]), max(column["max"])) == (min(values), max(values))
-    assert made["end"][:-1] == made["begin"][1:]
+        total = sum(mean * count for mean, count in zip(made[name], counts, strict=False))
+        assert total == pytest.approx(sum(getattr(steps, name)), rel=1e-3)
+    tokens = [prefill + decode for prefill, decode in zip(steps.prefill_tokens, steps.decode_tokens, strict=True)]
+    assert max(made["largest"]) == max(tokens)
 
 
-def test_a_pause_is_no_long_step() -> None:
+def test_a_pause_is_a_gap_and_no_long_step() -> None:
     steps = StepColumns()
     for begin in (0.0, 0.01, 5.0):
         steps.begin.append(begin)
         steps.end.append(begin + 0.009)
         for name in bins.STEP_COLUMNS:
             getattr(steps, name).append(1)
-    assert bins.bin_steps(steps)["end"] == [10000, 19000, 5009000]
+    made = bins.bin_steps(steps, [])
+    assert made["time"] == [0, 10000, 19000, 5000000, 5009000]
+    assert made["running"] == [1, 1, None, 1, 1]
+
+
+def test_every_preemption_is_in_a_bin() -> None:
+    made = bins.bin_steps(made_up_run(1, 5000).steps, [-1.0, 0.0, 3.0, 3.0, 50.0, 1e6], max_bins=100)
+    assert sum(made["preemptions"]) == 6
+    assert made["preemptions"][0] == 2
 
 
 def test_no_steps() -> None:
-    made = bins.bin_steps(StepColumns())
-    assert made["begin"] == [] and made["tokens"]["mean"] == []
+    made = bins.bin_steps(StepColumns(), [1.0])
+    assert made["time"] == made["largest"] == made["preemptions"] == []
 
 
 @pytest.mark.parametrize("scale", [1.01, 20, 1e6])
-def test_a_histogram_loses_nobody(scale: float) -> None:
+def test_a_histogram_counts_every_value(scale: float) -> None:
     runs = [[(1.0, 3), (scale / 2 + 0.5, 1), (scale, 2)], [(1.0, 1)], []]
     made = bins.histogram("e2e", "End to end", runs)
     assert [sum(each) for each in made["counts"]] == [6, 1, 0]
@@ -70,6 +78,5 @@ def test_hit_rates_add_up() -> None:
     assert (made["rate"], made["total"]) == ([0, pytest.approx(2 / 3, abs=1e-4)], [0, 0.5])
 
 
-def test_marks_count_all_preemptions() -> None:
-    run = RequestRun("a", 0, 1, moments=[Moment(t, "preempt", "") for t in (1.0, 1.001, 7.0)] + [Moment(2, "wait", "")])
-    assert bins.preemption_marks([run], 10.0) == [(1000000, 2), (7000000, 1)]
+def test_hit_rates_of_no_admission() -> None:
+    assert bins.hit_rates([RequestRun("a", 0, 100)], 0.0, 10.0) == {"time": [], "rate": [], "total": []}

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from replay_runs import made_up_run, simulated_run
 
-from quire.launch.replay.report import page_data
+from quire.launch.replay.report import html, page_data
 from quire.launch.replay.report.html import write_html
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 
+VENDOR = Path(html.__file__).parent / "assets" / "vendor"
 EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{data}}\u2028"
 
 
@@ -55,7 +56,23 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     for tag, attributes in elements.tags:
         assert "src" not in attributes and tag not in ("img", "iframe", "object")
         assert attributes.get("href", "data:,") == "data:,"
-    assert "http" not in (tmp_path / "run.html").read_text(encoding="utf-8").replace("http-equiv", "")
+    library = (VENDOR / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert page.count(library) == 1
+    assert "http" not in page.replace(library, "").replace("http-equiv", "")
+
+
+def test_vendored_files_have_their_checksums() -> None:
+    readme = (VENDOR / "README.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\S+)` \| `([0-9a-f]{64})` \|$", readme, re.MULTILINE))
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.iterdir()}
+    assert found.pop("README.md")
+    assert listed == found
+
+
+def test_the_licence_of_the_library_is_in_the_page(tmp_path: Path) -> None:
+    elements, _ = written(tmp_path / "run.html", RunRecord())
+    assert (VENDOR / "LICENSE").read_text(encoding="utf-8") in elements.texts["script"][1]
 
 
 def test_only_the_page_s_own_script_and_style_are_allowed(tmp_path: Path) -> None:
@@ -102,7 +119,7 @@ def test_the_figures_are_the_run_s(tmp_path: Path) -> None:
     assert run["facts"]["preemptions"] == sum(each.num_preemptions for each in record.requests) > 0
     assert run["facts"]["rejected"] == 1
     assert sum(count for _, count, _ in run["reasons"]) == run["facts"]["preemptions"]
-    assert sum(count for _, count in run["marks"]) == run["facts"]["preemptions"]
+    assert sum(run["steps"]["preemptions"]) == run["facts"]["preemptions"]
     assert run["left_out"] == {"requests": 0, "moments": 0}
     requests = run["requests"]
     for i, each in enumerate(record.requests):

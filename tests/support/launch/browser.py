@@ -23,7 +23,7 @@ class Browser:
     Commands are answered in order here: events that come in between are noted and nothing waits for them.
     """
 
-    def __init__(self, program: str, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
+    def __init__(self, program: str, width: int = 1280, height: int = 900) -> None:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._number = 0
@@ -34,8 +34,6 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def _start(self, program: str) -> subprocess.Popen[bytes]:

@@ -1,270 +1,205 @@
-// What changes over time: queues, KV blocks, tokens per step, the hit rate.
+// Charts of uPlot: distributions, and everything over time with one cursor and one zoom.
 
-/** A chart in a box with a heading and a legend. ``legend``: [colour, label, thin?]. */
-function boxed(heading, unit, legend, plot, run) {
-  return element(
-    "div",
-    { class: "box" },
-    element("h3", {}, badge(run), heading, " ", element("span", { class: "unit" }, unit)),
-    element(
-      "div",
-      { class: "legend" },
-      legend.map(([name, label, thin]) => element("span", {}, swatch(name, thin), label)),
+const FONT = '11px system-ui, "DejaVu Sans", sans-serif';
+
+function axis(format, more = {}) {
+  return {
+    font: FONT,
+    stroke: "#5c687a",
+    size: 46,
+    gap: 4,
+    grid: { stroke: "#eceff3", width: 1 },
+    ticks: { stroke: "#dfe4ea", width: 1, size: 4 },
+    ...(format && { values: (_, splits) => splits.map((value) => (value === null ? "" : format(value))) }),
+    ...more,
+  };
+}
+
+function xAxis(format, label, more = {}) {
+  return axis(format, { size: 24, label, labelSize: 16, labelGap: 0, labelFont: FONT, ...more });
+}
+
+function axisPercent(share) {
+  return `${threeFigures.format(share * 100)}\u00a0%`;
+}
+
+/** A box with a chart as wide as the box. `columns` and `options` are uPlot's. Returns the box and the chart. */
+function chartBox(heading, unit, run, columns, options) {
+  const plot = element("div", { class: "plot" });
+  const chart = new uPlot({ width: 400, height: 190, padding: [8, 12, 0, 0], ...options }, columns, plot);
+  new ResizeObserver(() => chart.setSize({ width: plot.clientWidth, height: chart.height })).observe(plot);
+  return [box(heading, unit, run, plot), chart];
+}
+
+/** A series with a value in the legend; `column` has the values to show where others are drawn. */
+function line(label, colour, format, { column = null, fill = null, ...more } = {}) {
+  return {
+    label,
+    stroke: colour,
+    fill,
+    width: 1.5,
+    points: { show: false },
+    value: (_, value, __, i) => {
+      const shown = column && i !== null ? column[i] : value;
+      return shown === null || shown === undefined ? "\u2013" : format(shown);
+    },
+    ...more,
+  };
+}
+
+const stepped = uPlot.paths.stepped({ align: 1, alignGaps: 1 });
+
+// ---- distributions
+
+/** 1, 2, 5, 10, 20, ... between two values; only powers of ten where that is many. */
+function logTicks(low, high) {
+  const factors = Math.log10(high / low) < 2.5 ? [1, 2, 5] : [1];
+  const made = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+    made.push(...factors.map((factor) => factor * 10 ** power));
+  }
+  return made.filter((value) => value >= low && value <= high);
+}
+
+function distributionChart({ name, label, log, edges, counts }) {
+  if (!edges.length) return box(label, "", null, muted("No request has a value."));
+  const columns = [edges];
+  const series = [{ label: "from", value: (_, value) => milliseconds(value) }];
+  let most = 0;
+  counts.forEach((each, run) => {
+    const total = Math.max(each.reduce((sum, count) => sum + count, 0), 1);
+    const shares = each.map((count) => count / total);
+    let sum = 0;
+    columns.push([...shares, shares[shares.length - 1]], [0, ...shares.map((share) => (sum += share))]);
+    const names = two ? [`${"AB"[run]} share`, `${"AB"[run]} sum`] : ["share", "cumulative"];
+    const colour = RUN_COLOURS[run];
+    series.push(line(names[0], colour, percent, { fill: `${colour}80`, width: 0, paths: stepped }));
+    series.push(line(names[1], colour, percent, { scale: "sum" }));
+    most = Math.max(most, largest(shares));
+  });
+  const unit = data.runs.map((run) => `p50 ${milliseconds(run.latency[name].p50)}, p99 ${milliseconds(run.latency[name].p99)}`);
+  return chartBox(label, unit.join(" | "), null, columns, {
+    series,
+    scales: {
+      x: { time: false, distr: log ? 3 : 1, range: (_, low, high) => [low, high] },
+      y: { range: [0, most * 1.08] },
+      sum: { range: [0, 1.02] },
+    },
+    axes: [
+      xAxis(milliseconds, log ? "time, logarithmic" : "time", log ? { splits: (_, __, low, high) => logTicks(low, high), filter: (_, all) => all } : {}),
+      axis(axisPercent),
+      axis(axisPercent, { side: 1, scale: "sum", grid: { show: false } }),
+    ],
+    cursor: { y: false },
+  })[0];
+}
+
+// ---- over time
+
+const SHORTEST_VIEW = 1e-4;
+const whole = { min: data.begin / 1e6, max: Math.max(data.end, data.begin + 100) / 1e6 };
+/** The seconds that all charts of time and the waterfalls show. */
+const view = { ...whole, charts: [], listeners: [] };
+
+function showTime(min, max) {
+  const span = Math.min(Math.max(max - min, SHORTEST_VIEW), whole.max - whole.min);
+  const begin = Math.min(Math.max((min + max - span) / 2, whole.min), whole.max - span);
+  if (Math.abs(begin - view.min) + Math.abs(begin + span - view.max) < 1e-9) return;
+  Object.assign(view, { min: begin, max: begin + span });
+  for (const chart of view.charts) chart.setScale("x", { min: view.min, max: view.max });
+  for (const listener of view.listeners) listener();
+}
+
+function zoomTime(factor) {
+  const [middle, half] = [(view.min + view.max) / 2, ((view.max - view.min) / 2) * factor];
+  showTime(middle - half, middle + half);
+}
+
+/** Options of a chart that follows the view. Dragging over one zooms all, and two clicks show the whole run. */
+function timeOptions(series, yScale, yAxis, more = {}) {
+  return {
+    series: [{ label: "time", value: (_, value) => (value === null ? "\u2013" : clock(value)) }, ...series],
+    scales: { x: { time: false, min: view.min, max: view.max }, y: yScale, count: { range: (_, __, most) => [0, (most || 1) * 4] } },
+    axes: [xAxis(null, "time, s"), yAxis],
+    hooks: { setScale: [(chart, key) => key === "x" && showTime(chart.scales.x.min, chart.scales.x.max)] },
+    cursor: {
+      y: false,
+      sync: { key: "time", scales: ["x", null], filters: { pub: (type) => ["mousemove", "mouseleave"].includes(type) } },
+      bind: { dblclick: () => () => showTime(whole.min, whole.max) },
+    },
+    ...more,
+  };
+}
+
+function timeChart(heading, unit, run, columns, series, top, format = compact) {
+  const options = timeOptions(series, { range: [0, top] }, axis(format), { class: series[0].fill ? "areas" : "lines" });
+  const [made, chart] = chartBox(heading, unit, run, [columns[0].map((time) => time / 1e6), ...columns.slice(1)], options);
+  view.charts.push(chart);
+  return made;
+}
+
+/** Columns on top of each other: the sums from the first to each, largest first, so that each is drawn over the one before. */
+function stacked(columns) {
+  let below = columns[0].map((value) => (value === null ? null : 0));
+  return columns.map((column) => (below = below.map((value, i) => (value === null ? null : value + column[i])))).reverse();
+}
+
+function area(name, label, column) {
+  return line(label, COLOURS[name], compact, { column, fill: COLOURS[name], width: 0, paths: stepped });
+}
+
+/** Charts of time of one kind for each run, with the same axes. */
+const TIME_CHARTS = [
+  (run, { steps }, highest) =>
+    timeChart(
+      "Requests running and waiting", "", run,
+      [steps.time, steps.running, steps.waiting, steps.preemptions.map((count) => count || null)],
+      [
+        line("running", COLOURS.running, compact, { paths: stepped }),
+        line("waiting", COLOURS.waiting, compact, { paths: stepped }),
+        line("preemptions", COLOURS.preempted, grouped, {
+          scale: "count", fill: COLOURS.preempted, width: 0, paths: uPlot.paths.bars({ size: [1, 3, 1.5], align: 1 }),
+        }),
+      ],
+      Math.max(highest(({ steps: each }) => Math.max(largest(each.running), largest(each.waiting))), 1) * 1.05,
     ),
-    plot.node,
-  );
-}
+  (run, { steps, facts }, highest) =>
+    timeChart(
+      "KV cache", facts.block_size ? `blocks of ${facts.block_size} tokens` : "blocks", run,
+      [steps.time, ...stacked([steps.held, steps.cached, steps.free])],
+      [
+        area("free", "free", steps.free),
+        area("cached", "cached, evictable", steps.cached),
+        area("held", "held by requests", steps.held),
+      ],
+      Math.max(highest(({ facts: each }) => each.pool), 1),
+    ),
+  (run, { steps, facts }, highest) =>
+    timeChart(
+      "Tokens per step", `${steps.count ? "means of several steps; " : ""}dashed: max_num_batched_tokens`, run,
+      [steps.time, steps.largest, ...stacked([steps.decode_tokens, steps.prefill_tokens]), steps.time.map(() => facts.budget || null)],
+      [
+        area("largest", "largest", steps.largest),
+        area("prefill", "prefill", steps.prefill_tokens),
+        area("decode", "decode", steps.decode_tokens),
+        line("budget", COLOURS.budget, grouped, { dash: [5, 4], width: 1 }),
+      ],
+      Math.max(highest(({ facts: each, steps: { largest: most } }) => Math.max(each.budget, largest(most))), 1) * 1.05,
+    ),
+  (run, { hits }, highest) =>
+    timeChart(
+      "Prefix cache hit rate", "of prompt tokens, at the first admission", run,
+      [hits.time, hits.rate, hits.total],
+      [
+        line("recently admitted", COLOURS.rate, percent, { points: { show: hits.time.length < 2 } }),
+        line("all so far", COLOURS.total, percent),
+      ],
+      Math.min(Math.max(highest(({ hits: each }) => largest(each.rate)) * 1.1, 0.05), 1.02),
+      axisPercent,
+    ),
+];
 
-/** Room above the highest value, up to a round number. */
-function ceiling(highest) {
-  const values = ticks(0, Math.max(highest, 1) * 1.02, 4);
-  const step = values.length > 1 ? values[1] - values[0] : 1;
-  return Math.ceil((Math.max(highest, 1) * 1.02) / step) * step;
-}
-
-function highestOf(column) {
-  return largest(column.max || column.mean);
-}
-
-/** The indices of bins that the view shows, one more on each side. */
-function visibleBins(steps) {
-  const first = Math.max(0, lastAtMost(steps.begin, view.begin));
-  return [first, Math.min(steps.begin.length, lastAtMost(steps.begin, view.end) + 1)];
-}
-
-/**
- * Steps over time. ``series``: {name, label, column}; ``stacked``: on top of each other, as areas; else lines with
- * a band from the lowest to the highest of a bin. ``envelope``: a column whose highest lies behind. ``limit``: {value,
- * label}. ``marks``: [time, count] along the top.
- */
-function stepChart({
-  run,
-  heading,
-  unit,
-  series,
-  top,
-  stacked = false,
-  envelope = null,
-  limit = null,
-  marks = [],
-  label,
-}) {
-  const steps = data.runs[run].steps;
-  const plot = new Plot({ label, height: 176, paint: paintSteps });
-  const y = (value) => plot.box.bottom - (value / top) * (plot.box.bottom - plot.box.top);
-
-  function paintSteps() {
-    plot.yAxis(ticks(0, top, 4), y, short);
-    plot.clipped(() => {
-      if (stacked) paintStack();
-      else series.forEach(paintLine);
-      if (limit) plot.line(plot.box.left, y(limit.value), plot.box.right, y(limit.value), colour("muted"), [5, 4]);
-      for (const [time] of marks) {
-        const x = Math.round(plot.xOf(time)) + 0.5;
-        plot.line(x, plot.box.top, x, plot.box.top + 7, colour("preempted"));
-      }
-    });
-    plot.timeAxis();
-  }
-
-  /** Bins as one path per stretch of time without a pause: ``heights(i)`` gives the lower and the upper edge. */
-  function area(lower, upper) {
-    const pen = plot.context;
-    const [first, last] = visibleBins(steps);
-    for (let begin = first; begin < last;) {
-      let end = begin + 1;
-      while (end < last && steps.begin[end] <= steps.end[end - 1]) end++;
-      pen.beginPath();
-      for (let i = begin; i < end; i++) {
-        pen.lineTo(plot.xOf(steps.begin[i]), y(upper(i)));
-        pen.lineTo(plot.xOf(steps.end[i]), y(upper(i)));
-      }
-      for (let i = end - 1; i >= begin; i--) {
-        pen.lineTo(plot.xOf(steps.end[i]), y(lower(i)));
-        pen.lineTo(plot.xOf(steps.begin[i]), y(lower(i)));
-      }
-      pen.fill();
-      begin = end;
-    }
-  }
-
-  function paintStack() {
-    const pen = plot.context;
-    if (envelope && envelope.max) {
-      pen.fillStyle = colour("muted");
-      pen.globalAlpha = 0.22;
-      area(
-        () => 0,
-        (i) => envelope.max[i],
-      );
-      pen.globalAlpha = 1;
-    }
-    const below = new Float64Array(steps.begin.length);
-    for (const { name, column } of series) {
-      pen.fillStyle = colour(name);
-      area(
-        (i) => below[i],
-        (i) => below[i] + column.mean[i],
-      );
-      for (let i = 0; i < below.length; i++) below[i] += column.mean[i];
-    }
-  }
-
-  function paintLine({ name, column }) {
-    const pen = plot.context;
-    if (column.max) {
-      pen.fillStyle = colour(name);
-      pen.globalAlpha = 0.25;
-      area(
-        (i) => column.min[i],
-        (i) => column.max[i],
-      );
-      pen.globalAlpha = 1;
-    }
-    pen.strokeStyle = colour(name);
-    pen.lineWidth = 1.5;
-    const [first, last] = visibleBins(steps);
-    pen.beginPath();
-    for (let i = first; i < last; i++) {
-      const move = i === first || steps.begin[i] > steps.end[i - 1];
-      pen[move ? "moveTo" : "lineTo"](plot.xOf(steps.begin[i]), y(column.mean[i]));
-      pen.lineTo(plot.xOf(steps.end[i]), y(column.mean[i]));
-    }
-    pen.stroke();
-  }
-
-  plot.canvas.addEventListener("pointermove", (event) => {
-    const time = plot.timeAt(plot.pointer(event).x);
-    const i = lastAtMost(steps.begin, time);
-    showCursors(time);
-    if (i < 0) return hideTip();
-    const idle = time > steps.end[i];
-    const rows = series.map(({ name, label: text, column }) => [name, text, read(column, i)]);
-    const near = marks.filter(([at]) => Math.abs(plot.xOf(at) - plot.xOf(time)) < 4);
-    if (near.length) rows.push(["preempted", "preemptions here", grouped(near.reduce((sum, [, n]) => sum + n, 0))]);
-    if (limit) rows.push([null, limit.label, grouped(limit.value)]);
-    if (steps.count) rows.push([null, "steps in this bin", grouped(steps.count[i])]);
-    showTip(event, clock(time, view.span) + (idle ? ", no step runs" : ""), idle ? [] : rows);
-  });
-  plot.canvas.addEventListener("pointerleave", leave);
-  makeZoomable(plot);
-  const legend = series.map(({ name, label: text }) => [name, text]);
-  if (marks.length) legend.push(["preempted", "preemption (tick at the top)", true]);
-  if (envelope && envelope.max) legend.push(["muted", "largest step of a bin (grey)"]);
-  if (limit) legend.push(["muted", `${limit.label} ${grouped(limit.value)} (dashed)`, true]);
-  return boxed(heading, unit, legend, plot, run);
-}
-
-function read(column, i) {
-  const mean = short(column.mean[i]);
-  const varies = column.max && column.max[i] !== column.min[i];
-  return varies ? `${mean} (${short(column.min[i])} to ${short(column.max[i])})` : mean;
-}
-
-function leave() {
-  hideTip();
-  showCursors(null);
-}
-
-/** Share of prompt tokens found in the cache, of those let in lately and of all so far. */
-function hitChart(run, top) {
-  const hits = data.runs[run].hits;
-  const plot = new Plot({ label: "Prefix cache hit rate over time", height: 176, paint: paintHits });
-  const y = (value) => plot.box.bottom - (value / top) * (plot.box.bottom - plot.box.top);
-
-  function paintHits() {
-    plot.yAxis(ticks(0, top, 4), y, (value) => percent(value, 0));
-    plot.clipped(() => {
-      paintLine(hits.rate, "rate", 1);
-      paintLine(hits.total, "total", 2);
-    });
-    plot.timeAxis();
-  }
-
-  function paintLine(values, name, width) {
-    const pen = plot.context;
-    pen.strokeStyle = pen.fillStyle = colour(name);
-    pen.lineWidth = width;
-    pen.beginPath();
-    values.forEach((value, i) => pen.lineTo(plot.xOf(hits.time[i]), y(value)));
-    pen.stroke();
-    if (values.length === 1) pen.fillRect(plot.xOf(hits.time[0]) - 2, y(values[0]) - 2, 4, 4);
-  }
-
-  plot.canvas.addEventListener("pointermove", (event) => {
-    const time = plot.timeAt(plot.pointer(event).x);
-    const i = Math.min(lastAtMost(hits.time, time) + 1, hits.time.length - 1);
-    showCursors(time);
-    if (i < 0) return;
-    showTip(event, `until ${clock(hits.time[i], view.span)}`, [
-      ["rate", "let in lately", percent(hits.rate[i])],
-      ["total", "all so far", percent(hits.total[i])],
-    ]);
-  });
-  plot.canvas.addEventListener("pointerleave", leave);
-  makeZoomable(plot);
-  const legend = [
-    ["rate", "requests let in lately", true],
-    ["total", "all so far", true],
-  ];
-  return boxed("Prefix cache hit rate", "% of prompt tokens, when first let in", legend, plot, run);
-}
-
-/** All charts of time, each with the same axes for both runs. */
 function timeCharts() {
-  const over = (pick) => Math.max(...data.runs.map(pick));
-  const queueTop = ceiling(over(({ steps }) => Math.max(highestOf(steps.running), highestOf(steps.waiting))));
-  const poolTop = over(({ facts, steps }) => Math.max(facts.pool, highestOf(steps.held), 1));
-  const tokenTop = ceiling(over(({ facts, steps }) => Math.max(facts.budget, highestOf(steps.tokens))));
-  const hitTop = Math.min(1, Math.max(0.05, Math.ceil(over(({ hits }) => largest(hits.rate)) * 10) / 10));
-  const makers = [
-    (run, { steps, marks }) =>
-      stepChart({
-        run,
-        heading: "Requests running and waiting",
-        unit: "requests",
-        top: queueTop,
-        label: "Running and waiting requests over time",
-        series: [
-          { name: "running", label: "running", column: steps.running },
-          { name: "waiting", label: "waiting", column: steps.waiting },
-        ],
-        marks,
-      }),
-    (run, { steps, facts }) =>
-      stepChart({
-        run,
-        heading: "KV cache",
-        unit: facts.block_size ? `blocks of ${facts.block_size} tokens` : "blocks",
-        top: poolTop,
-        stacked: true,
-        label: "KV blocks over time: held, cached, free",
-        series: [
-          { name: "held", label: "held by requests", column: steps.held },
-          { name: "cached", label: "cached, can be evicted", column: steps.cached },
-          { name: "free", label: "free", column: steps.free },
-        ],
-      }),
-    (run, { steps, facts }) =>
-      stepChart({
-        run,
-        heading: "Tokens per step",
-        unit: steps.count ? "tokens, mean of the steps in a bin" : "tokens",
-        top: tokenTop,
-        stacked: true,
-        label: "Tokens per step over time: decode and prefill",
-        series: [
-          { name: "decode", label: "decode", column: steps.decode_tokens },
-          { name: "prefill", label: "prefill", column: steps.prefill_tokens },
-        ],
-        envelope: steps.tokens,
-        limit: facts.budget ? { value: facts.budget, label: "max_num_batched_tokens" } : null,
-      }),
-    (run) => hitChart(run, hitTop),
-  ];
-  return element(
-    "div",
-    { class: "grid" },
-    makers.flatMap((make) => data.runs.map((each, run) => make(run, each))),
-  );
+  const highest = (pick) => Math.max(...data.runs.map(pick));
+  return TIME_CHARTS.flatMap((make) => data.runs.map((each, run) => make(run, each, highest)));
 }

@@ -1,194 +1,94 @@
-// The page, from top to bottom.
+// The page from top to bottom.
 
 function heading(run, index) {
-  const parts = [run.source, run.cost, `${milliseconds(run.facts.virtual_s * 1000)} of virtual time`].filter(Boolean);
-  return [
-    element("h1", {}, badge(index), run.title || run.source || "Replay"),
-    element("p", { class: "meta" }, parts.join(" \u00b7 ")),
-  ];
+  const parts = [run.source, run.cost, `${milliseconds(run.facts.virtual_s * 1e3)} of virtual time`].filter(Boolean);
+  return [element("h1", {}, badge(index), run.title || run.source || "Replay"), muted(parts.join(" \u00b7 "))];
 }
 
-function noteBoxes(run, index) {
+function notes(run, index) {
+  const list = (items) => element("ul", {}, items.map((item) => element("li", {}, item)));
   const boxes = [];
   if (run.equal !== null) {
-    const words = run.equal
-      ? ["All decisions are equal", " to the recorded ones."]
-      : ["Decisions differ", " from the recorded ones:"];
-    const where = Object.entries(run.difference || {}).map(([key, value]) => element("li", {}, `${key}: ${value}`));
-    boxes.push(
-      element(
-        "div",
-        { class: `box notes ${run.equal ? "calm" : "alarm"}` },
-        badge(index),
-        element("strong", {}, words[0]),
-        words[1],
-        where.length ? element("ul", {}, where) : null,
-      ),
-    );
+    const text = run.equal ? "All decisions are equal to the recorded ones." : "Decisions differ from the recorded ones.";
+    const difference = Object.entries(run.difference || {}).map(([key, value]) => `${key}: ${value}`);
+    boxes.push(element("div", { class: `box ${run.equal ? "calm" : "alarm"}` }, badge(index), element("strong", {}, text), list(difference)));
   }
-  const same = two && data.runs[0].notes.join("\n") === data.runs[1].notes.join("\n");
-  if (run.notes.length && !(same && index)) {
-    const items = run.notes.map((note) => element("li", {}, note));
-    boxes.push(element("div", { class: "box notes" }, badge(same ? null : index), "Notes", element("ul", {}, items)));
-  }
+  if (run.notes.length) boxes.push(box("Notes", "", index, list(run.notes)));
   return boxes;
 }
 
-function themeButton() {
-  const root = document.documentElement;
-  const dark = () =>
-    root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  return element(
-    "button",
-    {
-      type: "button",
-      id: "theme",
-      onclick: () => {
-        root.dataset.theme = dark() ? "light" : "dark";
-        recolour();
-      },
-    },
-    "Light / dark",
-  );
-}
-
-/** Which time is shown, and ways to change it without a mouse. */
+/** The time that is shown, and buttons to change it without a mouse. */
 function viewBar() {
-  const shown = element("output", { id: "view", "aria-live": "off" });
-  const button = (label, title, action) => element("button", { type: "button", title, onclick: action }, label);
-  const reset = button("All", "Show the whole run (0)", () => view.reset());
-  reset.id = "reset";
+  const shown = element("output", { id: "view" });
   const tell = () => {
-    shown.textContent = `${clock(view.begin, view.span)} to ${clock(view.end, view.span)}`;
-    reset.disabled = view.isWhole;
+    shown.textContent = `${clock(view.min)} to ${clock(view.max)}`;
   };
   view.listeners.push(tell);
   tell();
-  return element(
-    "div",
-    { class: "bar sticky", role: "group", "aria-label": "Time shown" },
-    element("span", {}, "Time shown: ", shown),
-    button("\u2212", "Zoom out (-)", () => view.zoom(1 / 0.6)),
-    button("+", "Zoom in (+)", () => view.zoom(0.6)),
-    button("\u25c0", "Earlier (arrow left)", () => view.pan(-view.span * 0.25)),
-    button("\u25b6", "Later (arrow right)", () => view.pan(view.span * 0.25)),
-    reset,
-    element("span", { class: "muted" }, "Drag over a chart to zoom into it; double-click shows all."),
+  const button = (label, title, onclick) => element("button", { type: "button", title, onclick }, label);
+  const move = (share) => showTime(view.min + (view.max - view.min) * share, view.max + (view.max - view.min) * share);
+  return element("div", { class: "bar sticky" },
+    "Time shown: ", shown,
+    button("\u2212", "Zoom out", () => zoomTime(1 / 0.6)),
+    button("+", "Zoom in", () => zoomTime(0.6)),
+    button("\u25c0", "Earlier", () => move(-0.25)),
+    button("\u25b6", "Later", () => move(0.25)),
+    button("All", "Show the whole run", () => showTime(whole.min, whole.max)),
+    element("span", { class: "muted" }, "Drag over a chart to zoom. Double-click to show the whole run."),
   );
 }
 
 const MAX_RESULTS = 12;
 
-function searchBar(waterfalls) {
-  const results = element("div", { class: "results", id: "results", role: "status" });
-  const found = () => [...new Set(waterfalls.flatMap(({ run, matching }) => matching.map((i) => run.requests.id[i])))];
+function searchBar() {
+  const results = element("span", { id: "results", role: "status" });
+  const found = () => [...new Set(waterfalls.flatMap((each) => each.found()))];
   const apply = () => {
-    for (const waterfall of waterfalls) waterfall.filtered();
-    drawLater();
-    if (!filter.text && filter.kind === "all") return results.replaceChildren();
+    filter.text = text.value.trim().toLowerCase();
+    filter.kind = kinds.value;
+    for (const { refresh } of waterfalls) refresh();
+    const ids = filter.text ? found() : [];
+    results.replaceChildren(filter.text ? `${grouped(ids.length)} found ` : "", ...ids.slice(0, MAX_RESULTS).map(requestLink));
+  };
+  const open = (event) => {
     const ids = found();
-    return results.replaceChildren(
-      element(
-        "span",
-        { class: "muted" },
-        `${grouped(ids.length)} found${ids.length > MAX_RESULTS ? ", the first" : ""}:`,
-      ),
-      ...ids.slice(0, MAX_RESULTS).map(requestLink),
-    );
+    const id = ids.find((each) => each.toLowerCase() === filter.text) ?? ids[0];
+    if (event.key === "Enter" && filter.text && id !== undefined) focusRequest(id);
   };
   const text = element("input", {
-    type: "search",
-    id: "search",
-    placeholder: "Request or conversation id",
-    "aria-label": "Search requests",
-    autocomplete: "off",
-    oninput: () => {
-      filter.text = text.value.trim().toLowerCase();
-      apply();
-    },
-    onkeydown: (event) => {
-      const exact = found().find((id) => id.toLowerCase() === filter.text);
-      const [first] = exact === undefined ? found() : [exact];
-      if (event.key === "Enter" && filter.text && first !== undefined) focusRequest(first);
-    },
+    type: "search", id: "search", placeholder: "Request or conversation id", "aria-label": "Search requests", oninput: apply, onkeydown: open,
   });
-  const kinds = element(
-    "select",
-    {
-      id: "kind",
-      "aria-label": "Which requests",
-      onchange: () => {
-        filter.kind = kinds.value;
-        apply();
-      },
-    },
-    Object.entries(KINDS).map(([value, { label }]) => element("option", { value }, label)),
-  );
-  const keys =
-    "Wheel zooms, shift and wheel makes rows higher, dragging moves, \u2191 \u2193 go from request to request.";
-  return [element("div", { class: "bar" }, text, kinds, element("span", { class: "muted" }, keys)), results];
+  const options = Object.keys(KINDS).map((kind) => element("option", {}, kind));
+  const kinds = element("select", { id: "kind", "aria-label": "Kind of requests", onchange: apply }, options);
+  return element("div", { class: "bar" }, text, kinds, results);
 }
 
-function build() {
-  document.body.classList.toggle("two", two);
-  const waterfalls = data.runs.map((_, run) => new Waterfall(run));
-  document.getElementById("header").append(
-    element(
-      "div",
-      {},
-      data.runs.map((run, index) => heading(run, index)),
-    ),
-    themeButton(),
-  );
-  const section = (title, ...content) =>
-    element("section", { "aria-label": title }, element("h2", {}, title), ...content);
-  document.getElementById("main").append(
-    ...data.runs.flatMap(noteBoxes),
-    cards(),
-    section("Latency", element("div", { class: "grid" }, latencyTable(), distributionCharts())),
-    ...(two ? [section("B against A", comparisonBoxes())] : []),
-    // The bar stays in sight as long as something below it follows the view.
-    element(
-      "div",
-      {},
-      viewBar(),
-      section("Over time", timeCharts()),
-      section(
-        "Requests",
-        ...searchBar(waterfalls),
-        element(
-          "div",
-          { class: "lives" },
-          waterfalls.map(({ node }) => node),
-          detailsPanel(),
-        ),
-      ),
-    ),
-    section("Preemptions", element("div", { class: "grid" }, data.runs.map(preemptionBoxes))),
-    section("Settings", element("div", { class: "box" }, settingsTable())),
-    element("footer", {}, "Made by quire replay. All times are the run's own clock, from its start."),
-  );
-  drawAll();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
-  printInLight();
+function section(title, ...content) {
+  return element("section", { "aria-label": title }, element("h2", {}, title), content);
 }
 
-/** Paper is white and narrow: everything is drawn again for it, and again afterwards. */
-function printInLight() {
-  const { dataset } = document.documentElement;
-  let theme;
-  addEventListener("beforeprint", () => {
-    theme = dataset.theme;
-    dataset.theme = "light";
-    dataset.print = "";
-    recolour();
-  });
-  addEventListener("afterprint", () => {
-    delete dataset.print;
-    if (theme) dataset.theme = theme;
-    else delete dataset.theme;
-    recolour();
-  });
+function grid(...content) {
+  return element("div", { class: "grid" }, content);
 }
 
-build();
+const LATENCY_NOTE =
+  "Of requests that ended well, not rejected, aborted or failed. Percentiles are nearest-rank. Inter-token latency is " +
+  "weighted by tokens, all others by requests.";
+
+document.body.classList.toggle("two", two);
+document.getElementById("main").append(
+  element("header", {}, data.runs.map(heading)),
+  ...data.runs.flatMap(notes),
+  cards(),
+  section("Latency", muted(LATENCY_NOTE), grid(latencyTable(), data.distributions.map(distributionChart))),
+  ...(data.comparison ? [section("B against A", grid(comparisonBoxes(data.comparison)))] : []),
+  // The bar stays in sight as long as a chart below it follows the view.
+  element("div", {},
+    viewBar(),
+    section("Over time", grid(timeCharts())),
+    section("Requests", searchBar(), element("div", { class: "requests" }, data.runs.map(waterfall), details)),
+  ),
+  section("Preemptions", grid(data.runs.flatMap(preemptionBoxes))),
+  section("Settings", settingsTable()),
+  element("footer", { class: "muted" }, "Made by quire replay. All times are seconds of the run's own clock, from its start."),
+);

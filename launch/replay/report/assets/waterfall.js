@@ -1,306 +1,217 @@
-// Every request's life as a bar: queued, prefill, decode, preempted. Only those alive in the view are shown.
-
-const selection = { id: null, listeners: [] };
-
-function select(id) {
-  selection.id = id;
-  for (const listener of selection.listeners) listener(id);
-  drawLater();
-}
-
-/** Which requests are shown, beside the view. ``text`` is looked for in ids and conversations. */
-const filter = { text: "", kind: "all" };
+// The waterfall: one row per request, one bar per state, drawn on a uPlot chart, which has the axes, the zoom and the cursor.
 
 const KINDS = {
-  all: { label: "all requests", keep: () => true },
-  preempted: { label: "preempted", keep: (run, i) => run.requests.preemptions[i] > 0 },
-  hit: { label: "with a cache hit", keep: (run, i) => run.requests.cached[i] > 0 },
-  unsuccessful: {
-    label: "rejected, failed, aborted",
-    keep: (run, i) => ["rejected", "error", "abort", ""].includes(finishOf(run, i)),
-  },
+  "all requests": () => true,
+  preempted: ({ requests }, i) => requests.preemptions[i] > 0,
+  "with a cache hit": ({ requests }, i) => requests.cached[i] > 0,
+  "rejected, failed, aborted": (run, i) => !endedWell(run, i),
 };
+/** The requests to show; `text` is a part of their ids or conversations. */
+const filter = { text: "", kind: "all requests" };
+const waterfalls = [];
+let selected = null;
 
-function finishOf(run, i) {
-  const word = run.requests.finish[i];
-  return word < 0 ? "" : run.words[word];
+function word(run, number) {
+  return number < 0 ? "" : run.words[number];
 }
 
-function matches(run, i) {
-  if (!KINDS[filter.kind].keep(run, i)) return false;
-  if (!filter.text) return true;
-  const conversation = run.requests.conversation[i];
-  const name = conversation < 0 ? "" : run.words[conversation];
-  return run.requests.id[i].toLowerCase().includes(filter.text) || name.toLowerCase().includes(filter.text);
+function endedWell(run, i) {
+  return !["", "rejected", "abort", "error"].includes(word(run, run.requests.finish[i]));
 }
 
-function endOf(run, i) {
-  let end = run.requests.arrival[i];
-  const flat = run.requests.stretches[i];
-  for (let j = 1; j < flat.length; j += 2) end += flat[j];
-  return end;
+function isWanted(run, i) {
+  const names = [run.requests.id[i], word(run, run.requests.conversation[i])];
+  return KINDS[filter.kind](run, i) && names.some((name) => name.toLowerCase().includes(filter.text));
 }
 
-/** Owns one run's drawing: which rows there are, how high, and from where. */
-class Waterfall {
-  constructor(index) {
-    this.index = index;
-    this.run = data.runs[index];
-    this.ends = this.run.requests.id.map((_, i) => endOf(this.run, i));
-    this.magnified = 1;
-    this.offset = 0;
-    this.drag = null;
-    this.plot = new Plot({
-      label: "Requests over time: wheel zooms, dragging moves, a click selects",
-      height: 440,
-      left: 62,
-      paint: () => this.paint(),
+/** The states of a request in order: [state, begin, end] in seconds. A rejected request has none. */
+function statesOf({ requests }, i) {
+  let at = requests.arrival[i];
+  const made = [];
+  for (let j = 0; j < requests.stretches[i].length; j += 2) {
+    const end = at + requests.stretches[i][j + 1];
+    made.push([data.states[requests.stretches[i][j]], at / 1e6, end / 1e6]);
+    at = end;
+  }
+  return made;
+}
+
+function waterfall(run, index) {
+  const states = run.requests.id.map((_, i) => statesOf(run, i));
+  const begins = run.requests.arrival.map((time) => time / 1e6);
+  const ends = states.map((each, i) => (each.length ? each[each.length - 1][2] : begins[i]));
+  const note = element("p", { class: "muted waterfall-note" });
+  const { requests: missing, moments } = run.left_out;
+  const missed =
+    (missing ? ` ${grouped(missing)} later requests have no room on this page.` : "") +
+    (moments ? ` ${grouped(moments)} events are left out of the details.` : "");
+  const shownRows = () => begins.map((_, i) => i).filter((i) => begins[i] <= view.max && ends[i] >= view.min && isWanted(run, i));
+  let rows = shownRows();
+
+  /** Fill whole device pixels of a row; `width` is the least. */
+  function bar(chart, row, colour, begin, end, width) {
+    const x = chart.valToPos(begin, "x", true);
+    const top = chart.valToPos(row, "y", true);
+    const height = chart.valToPos(row + 1, "y", true) - top;
+    const gap = height >= 6 ? height * 0.2 : 0;
+    chart.ctx.fillStyle = colour;
+    chart.ctx.fillRect(x, top + gap / 2, Math.max(chart.valToPos(end, "x", true) - x, width), Math.max(height - gap, width));
+  }
+
+  function paint(chart) {
+    const { left, top, width, height } = chart.bbox;
+    chart.ctx.save();
+    chart.ctx.beginPath();
+    chart.ctx.rect(left, top, width, height);
+    chart.ctx.clip();
+    rows.forEach((i, row) => {
+      if (run.requests.id[i] === selected) bar(chart, row, "#1f5fbf40", view.min, view.max, 3);
+      for (const [state, begin, end] of states[i]) bar(chart, row, COLOURS[state], begin, end, 0.6);
     });
-    this.filtered();
-    timePlots.push(this.plot);
-    this.listen();
-    this.note = element("p", { class: "muted" });
-    this.node = element(
-      "div",
-      { class: "box" },
-      element(
-        "h3",
-        {},
-        badge(index),
-        "Request waterfall ",
-        element("span", { class: "unit" }, "one row per request, by arrival"),
-      ),
-      element(
-        "div",
-        { class: "legend" },
-        data.states.map((state) => element("span", {}, swatch(state), state)),
-        element("span", {}, swatch("bad"), "rejected"),
-      ),
-      this.plot.node,
-      this.note,
-    );
-  }
-
-  filtered() {
-    this.matching = this.run.requests.id.map((_, i) => i).filter((i) => matches(this.run, i));
-    this.offset = 0;
-  }
-
-  /** The requests that live in the view. */
-  alive() {
-    const { arrival } = this.run.requests;
-    return this.matching.filter((i) => arrival[i] <= view.end && this.ends[i] >= view.begin);
-  }
-
-  paint() {
-    const { plot } = this;
-    const { top, bottom } = plot.box;
-    this.rows = this.alive();
-    this.rowHeight = Math.min(((bottom - top) / Math.max(this.rows.length, 1)) * this.magnified, 20);
-    this.offset = Math.min(Math.max(this.offset, 0), Math.max(0, this.rows.length * this.rowHeight - (bottom - top)));
-    plot.clipped(() => this.paintRows());
-    this.paintLabels();
-    plot.timeAxis();
-    const all = this.run.requests.id.length;
-    this.note.textContent =
-      `${grouped(this.rows.length)} of ${grouped(all)} requests are shown.` + leftOut(this.run.left_out);
-  }
-
-  paintRows() {
-    const { plot, rowHeight } = this;
-    const { top, bottom } = plot.box;
-    const first = Math.max(0, Math.floor(this.offset / rowHeight));
-    const last = Math.min(this.rows.length, Math.ceil((this.offset + bottom - top) / rowHeight) + 1);
-    const gap = rowHeight >= 6 ? Math.min(3, rowHeight * 0.2) : 0;
-    const height = Math.max(rowHeight - gap, 1);
-    const each = (paint) => {
-      for (let row = first; row < last; row++) paint(this.rows[row], top + row * rowHeight - this.offset);
-    };
-    each((i, y) => {
-      if (this.run.requests.id[i] === selection.id) this.paintSelected(y);
-      this.paintLife(i, y + gap / 2, height);
-    });
-    // On top, and never too small to be seen: what should not have happened.
-    each((i, y) => this.paintMarks(i, y + gap / 2, Math.max(height, 1.5)));
-  }
-
-  paintSelected(y) {
-    const { left, right } = this.plot.box;
-    const pen = this.plot.context;
-    pen.fillStyle = colour("focus");
-    pen.globalAlpha = 0.25;
-    const height = Math.max(this.rowHeight, 3);
-    pen.fillRect(left, y + (this.rowHeight - height) / 2, right - left, height);
-    pen.globalAlpha = 1;
-    pen.fillRect(left, y + (this.rowHeight - height) / 2, 3, height);
-  }
-
-  paintLife(i, y, height) {
-    const { plot, run } = this;
-    const pen = plot.context;
-    const flat = run.requests.stretches[i];
-    let at = run.requests.arrival[i];
-    for (let j = 0; j < flat.length; j += 2) {
-      const end = at + flat[j + 1];
-      const x = plot.xOf(at);
-      pen.fillStyle = colour(data.states[flat[j]]);
-      pen.fillRect(x, y, Math.max(plot.xOf(end) - x, 0.6), height);
-      at = end;
-    }
-  }
-
-  /** Preemptions and rejections. */
-  paintMarks(i, y, height) {
-    const { plot, run } = this;
-    const { requests } = run;
-    const flat = requests.stretches[i];
-    const pen = plot.context;
-    let at = requests.arrival[i];
-    if (!flat.length) {
-      pen.fillStyle = colour("bad");
-      pen.fillRect(plot.xOf(at) - 1.5, y, 3, height);
-    }
-    if (!requests.preemptions[i]) return;
-    pen.fillStyle = colour("preempted");
-    for (let j = 0; j < flat.length; j += 2) {
-      const x = plot.xOf(at);
-      at += flat[j + 1];
-      if (data.states[flat[j]] === "preempted") pen.fillRect(x, y, Math.max(plot.xOf(at) - x, 1.2), height);
-    }
-  }
-
-  paintLabels() {
-    const { plot, rowHeight } = this;
-    const { left, top, bottom } = plot.box;
-    const pen = plot.context;
-    pen.textAlign = "right";
-    pen.textBaseline = "middle";
-    pen.fillStyle = colour("muted");
-    // Where rows are too low for a name each, every so many rows get one.
-    const every = Math.max(1, Math.ceil(13 / rowHeight));
-    const first = Math.ceil(this.offset / rowHeight / every) * every;
-    for (let row = first; row < this.rows.length; row += every) {
-      const y = top + (row + 0.5) * rowHeight - this.offset;
-      if (y > bottom) break;
-      if (every > 1 && row % (every * 2)) continue;
-      pen.fillText(fitted(this.run.requests.id[this.rows[row]]), left - 6, Math.max(y, top + 5));
-    }
-  }
-
-  rowAt(y) {
-    const { top, bottom } = this.plot.box;
-    if (y < top || y > bottom || !this.rows) return null;
-    const row = Math.floor((y - top + this.offset) / this.rowHeight);
-    return row < this.rows.length ? this.rows[row] : null;
-  }
-
-  listen() {
-    const { canvas } = this.plot;
-    canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
-    canvas.addEventListener("pointerdown", (event) => this.press(event));
-    canvas.addEventListener("pointermove", (event) => this.move(event));
-    canvas.addEventListener("pointerup", (event) => this.release(event));
-    canvas.addEventListener("pointercancel", () => (this.drag = null));
-    canvas.addEventListener("pointerleave", leave);
-    canvas.addEventListener("dblclick", () => view.reset());
-    canvas.addEventListener("keydown", (event) => this.key(event));
-  }
-
-  wheel(event) {
-    event.preventDefault();
-    const { x, y } = this.plot.pointer(event);
-    const turned = event.deltaY || event.deltaX;
-    const factor = Math.exp(Math.max(-1, Math.min(1, turned / 300)));
-    if (event.shiftKey) this.magnify(1 / factor, y);
-    else view.zoom(factor, this.plot.timeAt(Math.max(x, this.plot.box.left)));
-  }
-
-  /** Rows get higher; the one at ``y`` stays there. */
-  magnify(factor, y) {
-    const before = this.rowHeight;
-    const row = (y - this.plot.box.top + this.offset) / before;
-    const lowest = (this.plot.box.bottom - this.plot.box.top) / Math.max(this.rows.length, 1);
-    this.magnified = Math.max(1, Math.min(this.magnified * factor, 20 / Math.min(lowest, 20)));
-    this.offset = row * Math.min(lowest * this.magnified, 20) - (y - this.plot.box.top);
-    drawLater();
-  }
-
-  press(event) {
-    if (event.button !== 0) return;
-    this.drag = { ...this.plot.pointer(event), begin: view.begin, end: view.end, offset: this.offset, far: false };
-    this.plot.canvas.setPointerCapture(event.pointerId);
-  }
-
-  move(event) {
-    const { x, y } = this.plot.pointer(event);
-    if (!this.drag) return this.hover(event, x, y);
-    this.drag.far ||= Math.abs(x - this.drag.x) > 3 || Math.abs(y - this.drag.y) > 3;
-    if (!this.drag.far) return undefined;
-    hideTip();
-    const { left, right } = this.plot.box;
-    const time = ((this.drag.x - x) / (right - left)) * (this.drag.end - this.drag.begin);
-    this.offset = this.drag.offset + this.drag.y - y;
-    view.set(this.drag.begin + time, this.drag.end + time);
-    return undefined;
-  }
-
-  release(event) {
-    const dragged = this.drag && this.drag.far;
-    this.drag = null;
-    if (dragged) return;
-    const i = this.rowAt(this.plot.pointer(event).y);
-    if (i !== null) select(this.run.requests.id[i]);
-  }
-
-  key(event) {
-    if (event.key !== "ArrowUp" && event.key !== "ArrowDown") return void viewKey(event);
-    event.preventDefault();
-    this.step(event.key === "ArrowDown" ? 1 : -1);
-  }
-
-  /** Select the next or the one before among those shown. */
-  step(by) {
-    if (!this.rows || !this.rows.length) return;
-    const at = this.rows.findIndex((i) => this.run.requests.id[i] === selection.id);
-    const row = at < 0 ? 0 : Math.min(Math.max(at + by, 0), this.rows.length - 1);
-    const { top, bottom } = this.plot.box;
-    if (row * this.rowHeight < this.offset) this.offset = row * this.rowHeight;
-    if ((row + 1) * this.rowHeight > this.offset + bottom - top)
-      this.offset = (row + 1) * this.rowHeight - bottom + top;
-    select(this.run.requests.id[this.rows[row]]);
-  }
-
-  hover(event, x, y) {
-    const i = x >= this.plot.box.left ? this.rowAt(y) : null;
-    showCursors(this.plot.timeAt(x));
-    if (i === null) return hideTip();
-    const { requests } = this.run;
-    const spent = data.states.map((_, state) => {
-      let sum = 0;
-      for (let j = 0; j < requests.stretches[i].length; j += 2) {
-        if (requests.stretches[i][j] === state) sum += requests.stretches[i][j + 1];
+    // Preemptions and rejections again, on top, so that none is too small to be seen.
+    rows.forEach((i, row) => {
+      if (!states[i].length) bar(chart, row, COLOURS.rejected, begins[i], begins[i], 3);
+      for (const [state, begin, end] of run.requests.preemptions[i] ? states[i] : []) {
+        if (state === "preempted") bar(chart, row, COLOURS[state], begin, end, 1.5);
       }
-      return sum;
     });
-    const rows = data.states.map((state, j) => [state, state, microseconds(spent[j])]).filter((_, j) => spent[j]);
-    rows.push([
-      null,
-      "prompt, cached, output",
-      [requests.prompt, requests.cached, requests.output].map((c) => grouped(c[i])).join(", "),
-    ]);
-    rows.push([null, "ended", finishOf(this.run, i) || "had not"]);
-    return showTip(event, `${requests.id[i]} at ${clock(this.plot.timeAt(x), view.span)}`, rows);
+    chart.ctx.restore();
   }
+
+  /** Every so many rows have their request's id beside them. */
+  function splits(chart) {
+    const every = Math.max(1, Math.ceil((rows.length * 14) / (chart.bbox.height / devicePixelRatio)));
+    return rows.map((_, row) => row + 0.5).filter((_, row) => row % every === 0);
+  }
+
+  function rowAt(chart) {
+    return rows[Math.floor(chart.posToVal(chart.cursor.top, "y"))];
+  }
+
+  function tell(chart) {
+    const i = chart.cursor.event && chart.cursor.top >= 0 ? rowAt(chart) : undefined;
+    const spent = i === undefined ? [] : states[i].map(([state, begin, end]) => `${state} ${milliseconds((end - begin) * 1e3)}`);
+    note.textContent =
+      i === undefined
+        ? `${grouped(rows.length)} of ${grouped(begins.length)} requests are shown.${missed}`
+        : `${run.requests.id[i]}: ${spent.join(", ") || "rejected"}`;
+  }
+
+  const ids = (_, values) => values.map((value) => shortened(run.requests.id[rows[Math.floor(value)]]));
+  const options = timeOptions(
+    [{ paths: () => null, points: { show: false } }],
+    { dir: -1, range: () => [0, Math.max(rows.length, 1)] },
+    axis(null, { size: 66, splits, values: ids, grid: { show: false } }),
+    { height: 460, legend: { show: false } },
+  );
+  options.hooks.draw = [paint];
+  options.hooks.setCursor = [tell];
+  const legend = [...data.states, "rejected"].map((state) => element("span", {}, swatch(COLOURS[state]), state));
+  const [made, chart] = chartBox("Waterfall", "one row per request, by arrival", index, [[view.min, view.max], [0, 0]], options);
+  made.insertBefore(element("div", { class: "legend" }, legend), made.children[1]);
+  made.append(note);
+  chart.over.addEventListener("click", () => {
+    const i = rowAt(chart);
+    if (i !== undefined) select(run.requests.id[i]);
+  });
+  const refresh = () => {
+    rows = shownRows();
+    chart.setScale("y", { min: 0, max: Math.max(rows.length, 1) });
+    chart.redraw(false, true);
+    tell(chart);
+  };
+  view.charts.push(chart);
+  view.listeners.push(refresh);
+  waterfalls.push({ refresh, redraw: () => chart.redraw(false), found: () => run.requests.id.filter((_, i) => isWanted(run, i)) });
+  tell(chart);
+  return made;
+}
+
+function swatch(colour) {
+  const made = element("i", { class: "swatch" });
+  made.style.background = colour;
+  return made;
 }
 
 /** The end of a long id, where ids differ. */
-function fitted(id) {
-  return id.length > 8 ? `\u2026${id.slice(-7)}` : id;
+function shortened(id) {
+  return id.length > 9 ? `\u2026${id.slice(-8)}` : id;
 }
 
-function leftOut({ requests, moments }) {
-  const told = [];
-  if (requests) told.push(` ${grouped(requests)} later requests are left out of the waterfall.`);
-  if (moments) told.push(` ${grouped(moments)} moments (why a request waited, first) are left out of the details.`);
-  return told.join("");
+// ---- the selected request
+
+const indices = data.runs.map((run) => new Map(run.requests.id.map((id, i) => [id, i])));
+const details = element("section", { class: "box details", id: "details", "aria-live": "polite", "aria-label": "Request" },
+  element("h3", {}, "Request"),
+  muted("Click a row, or search, to see one request's times, tokens and events."),
+);
+
+function select(id) {
+  selected = id;
+  const found = data.runs.flatMap((run, index) => (indices[index].has(id) ? [requestDetails(run, index, indices[index].get(id))] : []));
+  details.replaceChildren(element("h3", {}, `Request ${id}`), element("div", { class: "grid" }, found));
+  for (const { redraw } of waterfalls) redraw();
+}
+
+function requestLink(id) {
+  return element("button", { class: "link", type: "button", onclick: () => focusRequest(id) }, id);
+}
+
+/** Select a request and show the time around it. */
+function focusRequest(id) {
+  const index = indices.findIndex((each) => each.has(id));
+  const run = data.runs[index];
+  const i = indices[index].get(id);
+  const states = statesOf(run, i);
+  const begin = run.requests.arrival[i] / 1e6;
+  const end = states.length ? states[states.length - 1][2] : begin;
+  const room = Math.max((end - begin) * 0.15, 1e-3);
+  showTime(begin - room, end + room);
+  select(id);
+  details.scrollIntoView({ block: "nearest" });
+}
+
+function requestDetails(run, index, i) {
+  const { requests } = run;
+  const point = (since) => (since < 0 ? "\u2013" : clock((requests.arrival[i] + since) / 1e6, 6));
+  const gaps = requests.output[i] - 1;
+  const between = endedWell(run, i) && gaps > 0 ? (requests.end[i] - requests.first[i]) / gaps : -1;
+  const [finish, detail] = [word(run, requests.finish[i]) || "not ended", word(run, requests.detail[i])];
+  const rows = [
+    ["Finish", detail ? `${finish}: ${detail}` : finish],
+    ["Conversation", word(run, requests.conversation[i]) || "\u2013"],
+    ["Priority", `${requests.priority[i]}`],
+    ["Prompt tokens", grouped(requests.prompt[i])],
+    ["of them cached", `${grouped(requests.cached[i])} (${percent(requests.cached[i] / Math.max(requests.prompt[i], 1))})`],
+    ["Output tokens", grouped(requests.output[i])],
+    ["Arrival", point(0)],
+    ["First admission", point(requests.scheduled[i])],
+    ["First token", point(requests.first[i])],
+    ["End", point(requests.end[i])],
+    ["Time in queue", microseconds(requests.scheduled[i])],
+    ["Time to first token", microseconds(requests.first[i])],
+    ["Time per output token", microseconds(between)],
+    ["End-to-end latency", microseconds(requests.end[i])],
+    ["Preemptions", `${requests.preemptions[i]}`],
+  ];
+  const events = momentsOf(run, i).map(([since, what, reason, other]) => [
+    `+${microseconds(since)}`, what, element("span", {}, reason, other === null ? null : [" for ", other]),
+  ]);
+  return element("div", {},
+    badge(index),
+    element("table", {}, rows.map(([name, value]) => element("tr", {}, element("th", { class: "text" }, name), element("td", { class: "number" }, value)))),
+    events.length ? scrolled("Events of the request", table(["after", "event", "reason"], events, [0, 1, 2])) : muted("It has no events."),
+  );
+}
+
+/** [microseconds since the arrival, what, reason, other request as an element, or null]. */
+function momentsOf(run, i) {
+  const flat = run.requests.moments[i];
+  const made = [];
+  for (let j = 0; j < flat.length; j += 4) {
+    const [since, what, reason, other] = flat.slice(j, j + 4);
+    const link = other === -1 ? null : other < 0 ? run.words[-2 - other] : requestLink(run.requests.id[other]);
+    made.push([since, word(run, what), word(run, reason), link]);
+  }
+  return made;
 }
