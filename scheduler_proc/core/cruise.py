@@ -1,34 +1,24 @@
 """Requests that need exactly one more token per step, kept at no cost per request and step.
 
-While a request cruises, each step computes one position of it and samples one token. So its counters need not be
-touched: they follow from two step numbers, the last one sent and the last one answered. Its tokens wait in a table
+While a request cruises, each step computes one position of it and samples one token. So it need not be touched: its
+counters follow from two step numbers, the last one sent and the last one answered. Its tokens wait in a table
 with one row per step, into which a whole result goes at once. Only when something is due is the request looked at:
 its next block, its last token, or a draft to try. A calendar says who is due when.
 """
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
 from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.requests.step_clock import StepClock
 
 Roster = dict[int, Request]
 """Who cruises, by handle. Never changed once a step in flight refers to it."""
 
 _by_order = attrgetter("order")
-
-
-class Progress(NamedTuple):
-    """What a request's counters would be if it did not cruise."""
-
-    num_tokens: int
-    num_computed_tokens: int
-    num_acknowledged_tokens: int
-    num_output_placeholders: int
-    num_in_flight: int
 
 
 class Cruise:
@@ -47,8 +37,7 @@ class Cruise:
             num_drafts: most drafts of a request in a step: who joins may hold blocks for so many more positions.
         """
         self.block_size = block_size
-        self.sent = 0
-        self.acknowledged = 0
+        self.clock = StepClock()
         self.roster: Roster = {}
         self._shared = False
         self._calendar: dict[int, list[Request]] = {}
@@ -61,20 +50,17 @@ class Cruise:
 
     # ---- coming and going
 
-    def join(self, request: Request, step: int, until: int, room: int) -> None:
-        """From the step after ``step`` on. It samples in ``step``, which is not counted as sent yet.
-
-        Its outstanding samples, at most one per step in flight, are those of the last steps up to ``step``.
+    def join(self, request: Request, until: int, room: int) -> None:
+        """From the step after the newest on, in which it samples.
 
         Args:
             until: the step in which it is to be looked at again, which may never come.
-            room: positions that it has blocks for after ``step``; fewer where that is not known.
+            room: positions that it has blocks for after the newest step; fewer where that is not known.
         """
         if request.handle >= self._sampled.shape[1]:
             self._widen(request.handle + 1)
-        request.cruising = True
-        request.joined_step = step
-        request.synced_step = step - request.num_output_placeholders
+        step = self.clock.sent
+        request.join_steady(self.clock)
         tokens_ahead = request.num_tokens + request.num_output_placeholders
         request.last_step = step + request.max_total_tokens - tokens_ahead
         request.leave_step = min(request.last_step, until)
@@ -82,35 +68,10 @@ class Cruise:
         self._expect(request, step + 1 + max(room, -request.num_computed_tokens % self.block_size))
 
     def leave(self, request: Request) -> None:
-        """Bring the counters and tokens up to date; from now on they are the request's own."""
-        told = self.progress(request)
+        """Bring its tokens up to date; from now on they, and its counters, are the request's own."""
         self._settle((request,))
         del self._own_roster()[request.handle]
-        request.cruising = False
-        request.num_computed_tokens = told.num_computed_tokens
-        request.num_acknowledged_tokens = told.num_acknowledged_tokens
-        request.num_output_placeholders = told.num_output_placeholders
-        request.num_in_flight = told.num_in_flight
-
-    def progress(self, request: Request) -> Progress:
-        """A member's counters as they are now; any other request's own."""
-        if not request.cruising:
-            return Progress(
-                request.num_tokens,
-                request.num_computed_tokens,
-                request.num_acknowledged_tokens,
-                request.num_output_placeholders,
-                request.num_in_flight,
-            )
-        joined = request.joined_step
-        unanswered = self.sent - max(self.acknowledged, joined)
-        return Progress(
-            request.num_tokens + self._num_unsettled(request),
-            request.num_computed_tokens + self.sent - joined,
-            request.num_acknowledged_tokens + max(self.acknowledged - joined, 0),
-            self.sent - max(self.acknowledged, request.synced_step),
-            request.num_in_flight + unanswered,
-        )
+        request.leave_steady()
 
     def share_roster(self) -> Roster:
         """The members now, for a record that keeps them: they are copied before they change."""
@@ -155,20 +116,17 @@ class Cruise:
     @property
     def next_due(self) -> int:
         """No step before this one has anybody to be looked at. O(steps in the calendar)."""
-        return min(self._calendar, default=self.sent + 1)
-
-    def go_on_after(self, step: int) -> None:
-        """For one that nobody cruises in: ``step`` was sent, and answered."""
-        self.sent = self.acknowledged = step
+        return min(self._calendar, default=self.clock.sent + 1)
 
     # ---- what was sampled
 
     def coast(self, count: int, handles: Int32) -> None:
         """As many results as steps, each with token 0 for each of ``handles``; nobody is due in these steps."""
-        rows = np.arange(self.acknowledged + 1, self.acknowledged + 1 + count) % len(self._sampled)
+        clock = self.clock
+        rows = np.arange(clock.acknowledged + 1, clock.acknowledged + 1 + count) % len(self._sampled)
         self._sampled[np.ix_(rows, handles)] = 0
-        self.acknowledged += count
-        self.sent += count
+        clock.acknowledged += count
+        clock.sent += count
 
     def record(self, step: int, handles: Int32, tokens: Int32) -> Int32:
         """Keep one result, the next one after the last. Returns the table's row: a token per handle."""
@@ -178,22 +136,20 @@ class Cruise:
         except IndexError:
             self._widen(int(handles.max()) + 1)
             return self.record(step, handles, tokens)
-        self.acknowledged = step
+        self.clock.acknowledged = step
         return row
 
     def record_unknown(self, step: int) -> Int32:
         """Count a result whose tokens are not known: what the row, which is returned, has for them means nothing."""
-        self.acknowledged = step
+        self.clock.acknowledged = step
         row: Int32 = self._sampled[step % len(self._sampled)]
         return row
 
-    def _num_unsettled(self, request: Request) -> int:
-        return max(self.acknowledged - request.synced_step, 0)
-
     def _settle(self, requests: Sequence[Request]) -> None:
         """Give each the tokens that only the table has."""
+        acknowledged = self.clock.acknowledged
         for synced in {request.synced_step for request in requests}:
-            count = self.acknowledged - synced
+            count = acknowledged - synced
             if count <= 0:
                 continue
             members = [request for request in requests if request.synced_step == synced]
@@ -201,7 +157,7 @@ class Cruise:
             raw = rows.take([request.handle for request in members], axis=1).T.tobytes()
             size = 4 * count
             for at, request in enumerate(members):
-                request.synced_step = self.acknowledged
+                request.synced_step = acknowledged
                 request.tokens.extend(raw[at * size : at * size + size])
 
     def _rows(self, step: int, count: int) -> Int32:
@@ -219,11 +175,12 @@ class Cruise:
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
+        clock = self.clock
         for handle, request in self.roster.items():
-            told = self.progress(request)
             assert request.handle == handle and request.cruising
-            assert request.joined_step <= self.sent < request.event_step, f"{request!r}: its event was missed"
+            assert request.joined_step <= clock.sent < request.event_step, f"{request!r}: its event was missed"
             assert request in self._calendar[request.event_step], f"{request!r} is not in the calendar"
-            assert 0 <= self._num_unsettled(request) < len(self._sampled), f"{request!r}: tokens were overwritten"
-            assert told.num_computed_tokens == told.num_tokens + told.num_output_placeholders - 1
-            assert told.num_acknowledged_tokens <= told.num_computed_tokens
+            unsettled = clock.acknowledged - request.synced_step
+            assert unsettled < len(self._sampled), f"{request!r}: tokens were overwritten"
+            ahead = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+            assert ahead == request.num_tokens_to_compute, f"{request!r}: {ahead} positions to compute"

@@ -299,7 +299,7 @@ class Planner:
         if not self.tenants.has_its_share(head, self.config if lacks_row else None):
             return False
         for request in self.table.waiting.heads():
-            if request is not head and not request.num_in_flight:
+            if request is not head and not request.awaits_result:
                 if lacks_row:
                     victim = self.tenants.can_claim_row(request, self.config)
                 else:
@@ -312,7 +312,7 @@ class Planner:
         """Let one of the queue run, or say why not. ``has_the_pool``: everybody else was put out for it."""
         if len(plan.preempted) > plan.num_claimed and not has_the_pool:
             return WaitReason.PREEMPTING
-        if request.num_in_flight:  # preempted a moment ago: its token in flight belongs to what is recomputed
+        if request.awaits_result:  # preempted a moment ago: its token in flight belongs to what is recomputed
             return WaitReason.RESULT_IN_FLIGHT
         while plan.budget <= 0 or plan.prefill_budget <= 0:
             if not self._make_way_for_tokens(plan, request):
@@ -333,7 +333,7 @@ class Planner:
                 return reason
         self._note_evictions(plan, evicted, request)
         self.table.begin_to_run(request)
-        request.num_computed_tokens = request.num_acknowledged_tokens = num_hit_tokens
+        request.begin(num_hit_tokens)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_hit_tokens
             self._stats.prefix_cache_queries += request.num_tokens

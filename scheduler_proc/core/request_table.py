@@ -91,13 +91,13 @@ class RequestTable:
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
 
-    def steady(self, request: Request, step: int, until: int, room: int) -> None:
-        """After ``step`` it only needs one more token in each step, up to the one before ``until``.
+    def steady(self, request: Request, until: int, room: int) -> None:
+        """After the newest step it only needs one more token in each, up to the one before ``until``.
 
         ``room``: see ``Cruise.join``.
         """
         del self.unsteady[request.handle]
-        self.cruise.join(request, step, until, room)
+        self.cruise.join(request, until, room)
 
     def unsettle(self, request: Request) -> None:
         """Something else than one more token happens to it: its counters, and its shares, are its own again."""
@@ -120,7 +120,7 @@ class RequestTable:
         else:
             self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = request.num_acknowledged_tokens = 0
+        request.begin_again()
         request.num_preemptions += 1
         request.wait_reason = WaitReason.QUEUED
         self.waiting.add_request(request)

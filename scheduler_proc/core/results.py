@@ -45,9 +45,8 @@ NO_FAULTS = _Faults({}, {})
 
 
 def _at_its_length(request: Request) -> _Ending | None:
-    """The ending that needs no look at the token: a request that cruises never is so far."""
-    there = not request.cruising and request.num_tokens >= request.max_total_tokens
-    return _Ending(EndReason.LENGTH) if there else None
+    """The ending that needs no look at the token."""
+    return _Ending(EndReason.LENGTH) if request.num_tokens >= request.max_total_tokens else None
 
 
 _Verdict = Callable[[Request, int], _Ending | None]
@@ -107,7 +106,7 @@ class Results:
         lengths = {e.handle: e.num_output_tokens for e in event.ended}
 
         def verdict(request: Request, token: int) -> _Ending | None:
-            there = request.cruising or request.num_output_tokens >= lengths.get(request.handle, 0)
+            there = request.num_output_tokens >= lengths.get(request.handle, 0)
             told = ended.get(request.handle) if there else None
             return _at_its_length(request) if told is None else told
 
@@ -195,10 +194,7 @@ class Results:
 
     def _acknowledge(self, record: InFlightStep) -> None:
         for share in record.shares.values():
-            request = share.request
-            request.num_in_flight -= 1
-            if request.status is RequestStatus.RUNNING:  # else it begins again from nothing
-                request.num_acknowledged_tokens += share.num_tokens
+            share.request.answered(share.num_tokens)
         self.table.give_back(record.retired)
 
     def _apply_row(
@@ -213,14 +209,13 @@ class Results:
         """One request's part of a result; returns how many of its tokens are its client's."""
         tokens, bad = sampled.row(position), faults.bad
         drafts = record.shares[request.handle].num_drafts
-        request.num_output_placeholders -= 1 + drafts
-        request.num_drafts_in_flight -= drafts
+        request.sampled(drafts)
         if request.status.is_finished:
             self._stats.dropped_tokens += len(tokens)
             return 0
         if request.handle in bad and request.status is RequestStatus.PREEMPTED:
             # It computes all of it again, and may not be bad then. What is in flight came after a bad token.
-            request.deaf_until = self.cruise.sent
+            request.deaf_until = self.cruise.clock.sent
         if record.step <= request.deaf_until:
             self._stats.dropped_tokens += len(tokens)
             return 0
@@ -242,9 +237,7 @@ class Results:
 
     def _settle_drafts(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
         """Claw back what was counted for drafts that were not there, or not right; and learn from it."""
-        if request.status is RequestStatus.RUNNING:
-            request.num_computed_tokens -= drafts - accepted
-            request.num_acknowledged_tokens -= drafts - accepted
+        request.claw_back(drafts - accepted)
         self._stats.num_draft_tokens += verified
         self._stats.num_accepted_tokens += accepted
         self._drafting.verified(request.draft_state, verified, accepted)
@@ -265,8 +258,6 @@ class Results:
         if token in request.stop_tokens and self._may_stop(request):
             own = token in request.sampling.stop_token_ids
             return _Ending(EndReason.STOPPED, token if own else None)
-        if request.cruising:
-            return None
         if (ending := _at_its_length(request)) is not None:
             return ending
         if request.repetition is not None:
@@ -276,7 +267,7 @@ class Results:
     def _may_stop(self, request: Request) -> bool:
         """Whether its newest token may be a stop: not one of the first ``min_tokens``, where the workers ban them."""
         least = request.sampling.min_tokens
-        return not least or self.cruise.progress(request).num_tokens - request.num_prompt_tokens > least
+        return not least or request.num_output_tokens > least
 
     def _end(self, request: Request, ending: _Ending) -> None:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)

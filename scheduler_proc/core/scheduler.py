@@ -106,7 +106,7 @@ class Scheduler:
         self.in_flight = StepsInFlight(config.model.vocab_size)
         self.cruise = Cruise(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
         self.table = RequestTable(config.scheduling_policy, self.cruise, self.in_flight, config.model.vocab_size)
-        self.suspects = Suspects(lambda request: self.cruise.progress(request).num_tokens)
+        self.suspects = Suspects()
         self.pause = ""
         """Empty, ``pause_new`` (nobody is admitted) or ``pause`` (nothing runs)."""
         self.decisions = DecisionLog()
@@ -120,7 +120,6 @@ class Scheduler:
         # Who cruises has blocks for its next token only, where a proposer that reads hidden states wants more.
         self._cruising_allowed = cruise and not config.num_lookahead_tokens
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, self.kv.block_size)
-        self._step = 0
         self._tap: Tap | None = None
         self._replies: list[tuple[int, SchedulerToFrontEnd]] = []
 
@@ -193,7 +192,7 @@ class Scheduler:
 
         Returns whether a request was found to be why they died, and has ended.
         """
-        self.results.stale_until = self._step
+        self.results.stale_until = self.last_step
         if fresh:
             self._stats.num_worker_restarts += 1
             self._suspect()
@@ -202,10 +201,10 @@ class Scheduler:
             self.table.put_out(request)
             self.kv.free(request)
         for request in self.table.requests.values():
-            request.num_in_flight = request.num_output_placeholders = request.num_drafts_in_flight = 0
+            request.forget_in_flight()
         for record in self.in_flight.drop_all():
             self.table.retire_later(record.retired)
-        self.cruise.acknowledged = self._step
+        self.cruise.clock.acknowledged = self.last_step
         self.kv.reset_prefix_cache()
         if not fresh:
             return False
@@ -334,13 +333,13 @@ class Scheduler:
         if not self.can_schedule:
             return None
         self.kv.pool.now = now
-        plan = self.planner.plan(self._step + 1, self.pause)
+        plan = self.planner.plan(self.last_step + 1, self.pause)
         return self._commit(plan) if plan.shares or self.cruise.roster else None
 
     @property
     def last_step(self) -> int:
         """The number of the newest step."""
-        return self._step
+        return self.cruise.clock.sent
 
     @property
     def is_idle(self) -> bool:
@@ -349,8 +348,7 @@ class Scheduler:
 
     def go_on_after(self, step: int) -> None:
         """While it is idle: ``step`` is the last one that was decided, and answered."""
-        self._step = step
-        self.cruise.go_on_after(step)
+        self.cruise.clock.sent = self.cruise.clock.acknowledged = step
 
     @property
     def num_quiet_steps(self) -> int:
@@ -361,7 +359,7 @@ class Scheduler:
         full = len(self.in_flight) == config.pipeline_depth
         if not full or config.num_speculative_tokens or not self.in_flight.is_steady(roster):
             return 0
-        return self.cruise.next_due - self._step - 1
+        return self.cruise.next_due - self.last_step - 1
 
     def coast(self, count: int, now: float) -> None:
         """For a simulation: as ``count`` times a result without tokens of the oldest step, and then ``schedule``.
@@ -375,7 +373,6 @@ class Scheduler:
         self.kv.pool.now = now
         self.in_flight.coast(count)
         self.cruise.coast(count, self.in_flight.handles)
-        self._step += count
         self._stats.num_steps += count
         self._stats.generation_tokens += count * len(self.cruise.roster)
 
@@ -390,22 +387,18 @@ class Scheduler:
         table, step = self.table, plan.step
         diff = build_diff(plan, table.unsteady.values(), table.take_removed(), self.kv)
         record = InFlightStep(step, plan.shares, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
+        self.cruise.clock.sent = step
         for handle, share in plan.shares.items():
             request = share.request
-            samples = share.num_tokens - share.num_drafts == request.num_tokens_to_compute
-            request.num_computed_tokens += share.num_tokens
-            request.num_in_flight += 1
             record.has_prefill |= share.is_prefill
-            if not samples:
+            if not request.sent(share.num_tokens, share.num_drafts):
                 continue
-            request.num_output_placeholders += 1 + share.num_drafts
             if share.num_drafts:
-                request.num_drafts_in_flight += share.num_drafts
                 record.num_drafts += share.num_drafts
                 self._drafting.asked(request.draft_state, step)
             until = self._drafting.wakes(request.draft_state)
             if until > step + 1 and self._may_cruise(request):
-                table.steady(request, step, until, self.planner.steady.room(request))
+                table.steady(request, until, self.planner.steady.room(request))
                 record.newcomers.append(request)
             else:
                 record.sampling[handle] = request
@@ -414,7 +407,6 @@ class Scheduler:
         if record.constrained:
             diff = msgspec.structs.replace(diff, awaits_sample_inputs=True)
         record.roster = self.cruise.share_roster()
-        self.cruise.sent = self._step = step
         self.in_flight.records.append(record)
         for request in plan.last:
             table.unsettle(request)  # its last result ends it
@@ -438,7 +430,7 @@ class Scheduler:
         return self._stats.generation_tokens
 
     def _note(self, kind: str, request: Request, reason: str) -> None:
-        self.decisions.note(Decision(self._step + 1, kind, request.request_id, reason))
+        self.decisions.note(Decision(self.last_step + 1, kind, request.request_id, reason))
 
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
         """Gauges as of now, and counters since start."""
@@ -469,12 +461,11 @@ class Scheduler:
         self.table.check()
         requests = self.table.requests.values()
         for request in requests:
-            told = self.cruise.progress(request)
             running = request.status is RequestStatus.RUNNING
-            most = told.num_in_flight * (1 + self.config.num_speculative_tokens)
-            assert 0 <= told.num_output_placeholders <= most, f"{request!r}: {told}"
-            assert told.num_in_flight <= self.config.pipeline_depth, f"{request!r}: {told}"
-            assert 0 <= told.num_acknowledged_tokens <= told.num_computed_tokens, f"{request!r}: {told}"
+            most = request.num_in_flight * (1 + self.config.num_speculative_tokens)
+            assert 0 <= request.num_output_placeholders <= most, f"{request!r}: more samples than steps in flight"
+            assert request.num_in_flight <= self.config.pipeline_depth, f"{request!r}: too many in flight"
+            assert 0 <= request.num_acknowledged_tokens <= request.num_computed_tokens, f"{request!r}: not computed"
             held = self.kv.coordinator.managers[0].req_to_blocks.get(request.handle)
             assert bool(held) == running, f"{request!r}: blocks and status disagree"
         assert len(self.table.running) <= self.config.max_num_seqs

@@ -8,7 +8,7 @@ others got tokens between those two deaths, the second one is: the first may hav
 A request that ends *schedulers* is found by its front end, which outlives them (launch/frontend/session.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.scheduler_proc.requests.request import Request
@@ -43,9 +43,7 @@ class _Entry(NamedTuple):
 class Suspects:
     """Counts by handle. A handle is forgotten when its request has got a token, or has ended."""
 
-    def __init__(self, num_tokens_of: Callable[[Request], int]) -> None:
-        """``num_tokens_of``: known tokens of a request, those of one that cruises included."""
-        self._num_tokens_of = num_tokens_of
+    def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._condemned: list[Request] = []
         self._total = -1
@@ -59,7 +57,7 @@ class Suspects:
         for request in present:
             entry = self._entries.get(request.handle)
             if entry is None or entry.request is not request:
-                self._entries[request.handle] = _Entry(request, self._num_tokens_of(request))
+                self._entries[request.handle] = _Entry(request, request.num_tokens)
                 continue
             entry = entry._replace(
                 num_deaths=entry.num_deaths + 1,
@@ -89,4 +87,4 @@ class Suspects:
 
     def _is_due(self, entry: _Entry) -> bool:
         """It lives, and has got no token since."""
-        return not entry.request.status.is_finished and self._num_tokens_of(entry.request) == entry.num_tokens
+        return not entry.request.status.is_finished and entry.request.num_tokens == entry.num_tokens

@@ -12,6 +12,7 @@ from quire.scheduler_proc.kv.block_hash import NAME_BYTES, HashChain
 from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
+from quire.scheduler_proc.requests.step_clock import StepClock
 
 
 class RequestStatus(enum.IntEnum):
@@ -134,7 +135,8 @@ class Request:
 
     Two counts of progress (protocol law 2): ``num_computed_tokens`` counts positions of every step *sent*;
     ``num_tokens`` and ``num_acknowledged_tokens`` grow only with results *applied*; ``num_output_placeholders`` are
-    samples in between. While ``cruising`` is set all of them stand still: ask the Cruise, or take it out first.
+    samples in between. In steady decode (``cruising``) the request itself is not touched: the counters follow from the
+    steps that were sent and answered since, whenever they are read. Only ``tokens`` may lack the newest ones then.
 
     Attributes:
         number: order of arrival in this engine.
@@ -145,8 +147,6 @@ class Request:
         turn: what its tenant had been served when it was first let in; -1 before, and once it has lost its place.
         stop_tokens: ids that end it.
         max_total_tokens: prompt and output together can never be more.
-        num_acknowledged_tokens: positions whose computing was answered.
-        num_in_flight: steps sent and not yet answered in which it runs.
         deaf_until: step up to which results are not this request's any more.
         num_cached_tokens: of the prompt, found in the prefix cache when first scheduled; -1 before.
         num_drafts_in_flight: drafts that it may have in the steps in flight; each is a placeholder that may come to
@@ -156,14 +156,20 @@ class Request:
         on_worker, parked: what the workers hold of it, as of the last step sent.
         wait_reason: why it waits, while it does.
         skip_reading_prefix_cache: it needs something of each position that a cache hit does not give.
-        joined_step, synced_step, event_step, last_step, leave_step, block_step: for the Cruise alone.
+        joined_step: in steady decode, the last step before it.
+        synced_step: in steady decode, the step whose token is the last in ``tokens``.
+        event_step, last_step, leave_step, block_step: for the Cruise alone.
     """
 
     __slots__ = (
+        "_clock",
+        "_num_acknowledged_tokens",
+        "_num_computed_tokens",
+        "_num_in_flight",
+        "_num_output_placeholders",
         "arrival",
         "block_step",
         "client",
-        "cruising",
         "deaf_until",
         "draft_state",
         "event_step",
@@ -173,12 +179,8 @@ class Request:
         "last_step",
         "leave_step",
         "max_total_tokens",
-        "num_acknowledged_tokens",
         "num_cached_tokens",
-        "num_computed_tokens",
         "num_drafts_in_flight",
-        "num_in_flight",
-        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "number",
@@ -231,10 +233,11 @@ class Request:
         self.tenant = tenant
         self.turn = -1
         self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        self.num_acknowledged_tokens = 0
-        self.num_output_placeholders = 0
-        self.num_in_flight = 0
+        self._clock: StepClock | None = None
+        self._num_computed_tokens = 0
+        self._num_acknowledged_tokens = 0
+        self._num_output_placeholders = 0
+        self._num_in_flight = 0
         self.num_cached_tokens = -1
         self.deaf_until = -1
         self.num_preemptions = 0
@@ -246,27 +249,136 @@ class Request:
         self.introduced = False
         self.on_worker = False
         self.parked = False
-        self.cruising = False
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0
+
+    # ---- progress
+
+    @property
+    def cruising(self) -> bool:
+        """Whether it is in steady decode."""
+        return self._clock is not None
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and acknowledged output."""
-        return len(self.tokens)
+        clock = self._clock
+        if clock is None:
+            return len(self.tokens)
+        return len(self.tokens) + max(clock.acknowledged - self.synced_step, 0)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def block_hashes(self) -> list[bytes]:
-        return self.tokens.block_hashes
+    def num_computed_tokens(self) -> int:
+        """Positions of every step sent."""
+        clock = self._clock
+        if clock is None:
+            return self._num_computed_tokens
+        return self._num_computed_tokens + clock.sent - self.joined_step
+
+    @property
+    def num_acknowledged_tokens(self) -> int:
+        """Positions whose computing was answered."""
+        clock = self._clock
+        if clock is None:
+            return self._num_acknowledged_tokens
+        return self._num_acknowledged_tokens + max(clock.acknowledged - self.joined_step, 0)
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Samples, drafts among them, of steps sent and not yet answered."""
+        clock = self._clock
+        if clock is None:
+            return self._num_output_placeholders
+        return clock.sent - max(clock.acknowledged, self.synced_step)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not yet answered in which it runs."""
+        clock = self._clock
+        if clock is None:
+            return self._num_in_flight
+        return self._num_in_flight + clock.sent - max(clock.acknowledged, self.joined_step)
 
     @property
     def num_tokens_to_compute(self) -> int:
         """Positions known, or about to be, that no step has computed: 1 while decoding, more in a prefill."""
-        return len(self.tokens) + self.num_output_placeholders - self.num_computed_tokens
+        if self._clock is not None:
+            return 1
+        return len(self.tokens) + self._num_output_placeholders - self._num_computed_tokens
+
+    @property
+    def awaits_result(self) -> bool:
+        """A result on its way belongs to what it was before it was preempted: it cannot begin again yet."""
+        return self._num_in_flight > 0
+
+    def begin(self, num_hit_tokens: int) -> None:
+        """It begins to run, with so many positions from the prefix cache."""
+        self._num_computed_tokens = self._num_acknowledged_tokens = num_hit_tokens
+
+    def begin_again(self) -> None:
+        """It was preempted: all is to be computed again."""
+        self._num_computed_tokens = self._num_acknowledged_tokens = 0
+
+    def sent(self, num_tokens: int, num_drafts: int) -> bool:
+        """A step with ``num_tokens`` positions of it, the last ``num_drafts`` for drafts, is sent; whether it samples.
+
+        It does when nothing known is left to compute after it.
+        """
+        samples = num_tokens - num_drafts == self.num_tokens_to_compute
+        self._num_computed_tokens += num_tokens
+        self._num_in_flight += 1
+        if samples:
+            self._num_output_placeholders += 1 + num_drafts
+            self.num_drafts_in_flight += num_drafts
+        return samples
+
+    def answered(self, num_tokens: int) -> None:
+        """A step of before it was in steady decode, or after, was answered."""
+        self._num_in_flight -= 1
+        if self.status is RequestStatus.RUNNING:  # else it begins again from nothing
+            self._num_acknowledged_tokens += num_tokens
+
+    def sampled(self, num_drafts: int) -> None:
+        """A sample of such a step is there, and so it is known which of its drafts are right."""
+        self._num_output_placeholders -= 1 + num_drafts
+        self.num_drafts_in_flight -= num_drafts
+
+    def claw_back(self, num_drafts: int) -> None:
+        """So many drafts were computed that were not there, or not right."""
+        if self.status is RequestStatus.RUNNING:
+            self._num_computed_tokens -= num_drafts
+            self._num_acknowledged_tokens -= num_drafts
+
+    def forget_in_flight(self) -> None:
+        """No step in flight will be answered."""
+        self._num_in_flight = self._num_output_placeholders = self.num_drafts_in_flight = 0
+
+    def join_steady(self, clock: StepClock) -> None:
+        """From the step after the newest on it has one position, and samples, in each step that ``clock`` counts.
+
+        Its outstanding samples, at most one per step in flight, are those of the newest steps.
+        """
+        self.joined_step = clock.sent
+        self.synced_step = clock.sent - self._num_output_placeholders
+        self._clock = clock
+
+    def leave_steady(self) -> None:
+        """The counters are its own again; ``tokens`` has all that were answered."""
+        self._num_in_flight = self.num_in_flight
+        self._num_computed_tokens = self.num_computed_tokens
+        self._num_acknowledged_tokens = self.num_acknowledged_tokens
+        self._num_output_placeholders = self.num_output_placeholders
+        self._clock = None
+
+    # ---- what follows from it
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return self.tokens.block_hashes
 
     @property
     def has_grammar(self) -> bool:
@@ -287,7 +399,7 @@ class Request:
     def needs_no_more_steps(self) -> bool:
         """The last token that its length allows is in flight, or there, even if no draft is accepted."""
         samples = self.num_output_placeholders - self.num_drafts_in_flight
-        return len(self.tokens) + samples >= self.max_total_tokens
+        return self.num_tokens + samples >= self.max_total_tokens
 
     def __repr__(self) -> str:
         return (

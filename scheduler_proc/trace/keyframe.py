@@ -49,7 +49,7 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
     removed, retired = scheduler.table.leftovers
     pool = scheduler.kv.pool
     return IdleState(
-        step=scheduler.cruise.sent,
+        step=scheduler.last_step,
         stale_until=scheduler.results.stale_until,
         max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
         pause=scheduler.pause,

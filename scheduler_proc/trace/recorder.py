@@ -126,7 +126,7 @@ class TraceRecorder:
         """The Scheduler was asked for a step; None: it had none. ``note`` its reasons before."""
         tap, put = self._tap, self._put
         reasons = self._reasons.copy()
-        step = self._scheduler.cruise.sent + 1 if diff is None else diff.step
+        step = self._scheduler.last_step + 1 if diff is None else diff.step
         if diff is not None and self._before != self._told:
             self._told = self._before
             put((snapshot_line, (now, step, self._before, self._pool.num_usable_blocks)))

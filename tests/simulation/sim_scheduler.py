@@ -169,7 +169,7 @@ class SimScheduler(SimProcess):
 
         def schedule(now: float = 0.0) -> SchedulerOutput | None:
             for request in scheduler.table.requests.values():
-                num_output = scheduler.cruise.progress(request).num_tokens - request.num_prompt_tokens
+                num_output = request.num_output_tokens
                 if self.world.faults.is_bug(request.request_id, num_output):
                     raise SchedulerBug(request.request_id)
             step = decide(now)

@@ -115,7 +115,7 @@ def test_check_fails_when_it_should(damage: str) -> None:
         scheduler.table.waiting.add_request(request)
     elif damage == "placeholder":
         scheduler.table.unsettle(request)
-        request.num_output_placeholders += 1
+        request.sampled(9)  # drafts that it never had
     elif damage == "blocks":
         scheduler.kv.free(request)
     elif damage == "handles":

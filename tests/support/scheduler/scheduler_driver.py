@@ -271,8 +271,7 @@ class Driver:
         self._collect()
         if not self.scheduler.in_flight:
             for request in self.scheduler.table.running.values():
-                told = self.scheduler.cruise.progress(request)
-                assert told.num_acknowledged_tokens == told.num_computed_tokens, f"{request!r}: all was answered"
+                assert request.num_acknowledged_tokens == request.num_computed_tokens, f"{request!r}: all was answered"
         return received.message
 
     def deliver_damaged(self, damage: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> bool:
@@ -323,10 +322,7 @@ class Driver:
         return replay_lines(numbered(self.lines()), check=True)
 
     def request(self, request_id: str, client: int = 0) -> Request:
-        """With counters of its own: it stops cruising, if it did, until the next step."""
-        request = self.scheduler.table.requests[client, request_id]
-        self.scheduler.table.unsettle(request)
-        return request
+        return self.scheduler.table.requests[client, request_id]
 
     def counts(self, diff: SchedulerOutput | None) -> dict[str, int]:
         """Request id → tokens of the step ``diff`` for every request that runs in it, which was the last one sent."""
@@ -407,10 +403,9 @@ def compare_mirror(scheduler: Scheduler, worker: FakeWorker) -> None:
         if row is None:
             continue
         assert row.request_id == request.request_id and row.active == (not request.parked)
-        told = scheduler.cruise.progress(request)
-        rejected = told.num_computed_tokens - row.num_computed  # of the drafts whose result is on its way
+        rejected = request.num_computed_tokens - row.num_computed  # of the drafts whose result is on its way
         assert 0 <= rejected <= request.num_drafts_in_flight, f"{request!r}: {row.num_computed} on the worker"
-        assert len(row.tokens) == told.num_tokens + told.num_output_placeholders - rejected
+        assert len(row.tokens) == request.num_tokens + request.num_output_placeholders - rejected
         _compare_tables(scheduler, request, worker, row)
 
 

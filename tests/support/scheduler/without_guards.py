@@ -11,8 +11,9 @@ from unittest import mock
 
 import numpy as np
 
-from quire.scheduler_proc.core import planner, request_table, results, scheduler, step
+from quire.scheduler_proc.core import planner, request_table, results, step
 from quire.scheduler_proc.kv import block_hash, block_pool, manager
+from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured import answer
 from quire.scheduler_proc.structured import manager as grammars
 from quire.worker_proc.attention import cpu_plan
@@ -26,19 +27,9 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-@contextlib.contextmanager
-def waiting_for_the_result_in_flight() -> Iterator[None]:
+def waiting_for_the_result_in_flight() -> Patch:
     """Who was put out is let in again although its token is on its way."""
-    real = planner.Planner._admit
-
-    def admit(self: Any, plan: Any, request: Any, **own: Any) -> Any:
-        in_flight, request.num_in_flight = request.num_in_flight, 0
-        reason = real(self, plan, request, **own)
-        request.num_in_flight = in_flight
-        return reason
-
-    with mock.patch.object(planner.Planner, "_admit", admit):
-        yield
+    return mock.patch.object(Request, "awaits_result", False)
 
 
 @contextlib.contextmanager
@@ -57,17 +48,15 @@ def waiting_for_the_workers_to_let_go() -> Iterator[None]:
 @contextlib.contextmanager
 def knowing_who_samples() -> Iterator[None]:
     """A chunk that ends before the last known token counts a sample that never comes."""
-    real = scheduler.Scheduler._commit
+    real = Request.sent
 
-    def commit(self: Any, plan: Any) -> Any:
-        diff = real(self, plan)
-        for share in plan.shares.values():
-            request = share.request
-            if share.num_tokens > 1 and share.num_tokens - share.num_drafts < request.num_tokens_to_compute:
-                request.num_output_placeholders += 1
-        return diff
+    def sent(self: Any, num_tokens: int, num_drafts: int) -> bool:
+        samples = real(self, num_tokens, num_drafts)
+        if num_tokens > 1 and not samples:
+            self._num_output_placeholders += 1
+        return samples
 
-    with mock.patch.object(scheduler.Scheduler, "_commit", commit):
+    with mock.patch.object(Request, "sent", sent):
         yield
 
 
