@@ -1,9 +1,13 @@
-"""One server for every test of this folder. Whatever a test did to it, its canary is looked at afterwards."""
+"""One server for every test of this folder that needs one. Whatever a test did to it, its canary is asked afterwards.
+
+``app`` is a server's application without its processes: for what is refused before an engine sees it.
+"""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 from abuse import AbusedServer
+from abused_app import AbusedApp
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +21,19 @@ def abused_server() -> Iterator[AbusedServer]:
 def server(abused_server: AbusedServer) -> Iterator[AbusedServer]:
     yield abused_server
     abused_server.check()
+
+
+@pytest.fixture(scope="module")
+def abused_app() -> Iterator[AbusedApp]:
+    app = AbusedApp()
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def app(abused_app: AbusedApp) -> Iterator[AbusedApp]:
+    yield abused_app
+    abused_app.check()
 
 
 @pytest.fixture(params=["once", pytest.param("after each", marks=pytest.mark.slow)])

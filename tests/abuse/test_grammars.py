@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from abuse import COMPLETIONS, AbusedServer, assert_refused, check_error, short
+from abused_app import AbusedApp
+from tiers import thinned
 
 CODE = "invalid_structured_outputs"
 OUTPUTS = "structured_outputs"
@@ -157,54 +159,70 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("regex", REGEXES, ids=short)
-def test_regular_expressions_that_cannot_be(regex: str, server: AbusedServer) -> None:
-    assert_refused(server.complete(structured_outputs={"regex": regex}), 400, OUTPUTS)
+def test_regular_expressions_that_cannot_be(app: AbusedApp) -> None:
+    for regex in REGEXES:
+        assert_refused(app.complete(structured_outputs={"regex": regex}), 400, OUTPUTS)
 
 
-@pytest.mark.parametrize("regex", WORKING_REGEXES, ids=short)
+def test_schemas_that_cannot_be(app: AbusedApp) -> None:
+    for schema in SCHEMAS:
+        error = assert_refused(app.complete(structured_outputs={"json": schema}), 400, OUTPUTS)
+        assert error["code"] == CODE
+
+
+def test_texts_that_are_no_schema(app: AbusedApp) -> None:
+    for text in NOT_SCHEMAS:
+        assert_refused(app.complete(structured_outputs={"json": text}), 400, OUTPUTS)
+
+
+def test_grammars_that_cannot_be(app: AbusedApp) -> None:
+    for grammar in GRAMMARS:
+        assert_refused(app.complete(structured_outputs={"grammar": grammar}), 400, OUTPUTS)
+
+
+def test_a_constraint_of_no_form_or_of_two(app: AbusedApp) -> None:
+    for value in [*OUTPUT_FORMS, *PAIRS]:
+        error = assert_refused(app.complete(structured_outputs=value), 400)
+        assert error["param"].startswith(OUTPUTS)
+
+
+def test_a_format_of_no_form(app: AbusedApp) -> None:
+    for value in FORMATS:
+        error = assert_refused(app.chat(response_format=value), 400)
+        assert error["param"].startswith("response_format")
+
+
+KINDS: tuple[Any, ...] = (
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+)
+CONSTRAINTS: tuple[Any, ...] = ({"regex": "a"}, {"json": {}}, {"choice": ["a"]}, {"grammar": 'start: "a"'})
+
+
+def test_two_fields_that_constrain(app: AbusedApp) -> None:
+    for kind in KINDS:
+        for outputs in CONSTRAINTS:
+            refused = app.chat(structured_outputs=outputs, response_format=kind)
+            assert_refused(refused, 400, "response_format", "combined")
+
+
+# ---- through a server: what is compiled is also matched
+
+
+@pytest.mark.parametrize("outputs", [{"regex": "["}, {"json": {"$ref": "#"}}, {"grammar": "::="}], ids=short)
+def test_a_refusal_of_the_scheduler_reaches_the_client(outputs: Any, server: AbusedServer) -> None:
+    error = assert_refused(server.complete(structured_outputs=outputs), 400, OUTPUTS)
+    assert error["code"] == CODE
+
+
+@pytest.mark.parametrize("regex", thinned(WORKING_REGEXES, keep=3), ids=short)
 def test_regular_expressions_that_only_look_so(regex: str, server: AbusedServer) -> None:
     answered(server.complete(structured_outputs={"regex": regex}))
 
 
-@pytest.mark.parametrize("schema", SCHEMAS, ids=short)
-def test_schemas_that_cannot_be(schema: Any, server: AbusedServer) -> None:
-    error = assert_refused(server.complete(structured_outputs={"json": schema}), 400, OUTPUTS)
-    assert error["code"] == CODE
-
-
-@pytest.mark.parametrize("text", NOT_SCHEMAS, ids=short)
-def test_texts_that_are_no_schema(text: str, server: AbusedServer) -> None:
-    assert_refused(server.complete(structured_outputs={"json": text}), 400, OUTPUTS)
-
-
-@pytest.mark.parametrize("grammar", GRAMMARS, ids=short)
-def test_grammars_that_cannot_be(grammar: str, server: AbusedServer) -> None:
-    assert_refused(server.complete(structured_outputs={"grammar": grammar}), 400, OUTPUTS)
-
-
-@pytest.mark.parametrize("grammar", WORKING_GRAMMARS, ids=short)
+@pytest.mark.parametrize("grammar", thinned(WORKING_GRAMMARS, keep=2), ids=short)
 def test_grammars_that_only_look_so(grammar: str, server: AbusedServer) -> None:
     answered(server.complete(structured_outputs={"grammar": grammar}))
-
-
-@pytest.mark.parametrize("value", [*OUTPUT_FORMS, *PAIRS], ids=short)
-def test_a_constraint_of_no_form_or_of_two(value: Any, server: AbusedServer) -> None:
-    response = server.complete(structured_outputs=value)
-    assert response.status_code == 400 and check_error(response)["param"].startswith(OUTPUTS)
-
-
-@pytest.mark.parametrize("value", FORMATS, ids=short)
-def test_a_format_of_no_form(value: Any, server: AbusedServer) -> None:
-    error = assert_refused(server.chat(response_format=value), 400)
-    assert error["param"].startswith("response_format")
-
-
-@pytest.mark.parametrize("outputs", [{"regex": "a"}, {"json": {}}, {"choice": ["a"]}, {"grammar": 'start: "a"'}])
-@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_two_fields_that_constrain(kind: str, outputs: Any, server: AbusedServer) -> None:
-    wanted = {"type": kind} | ({"json_schema": {"name": "x", "schema": {}}} if kind == "json_schema" else {})
-    assert_refused(server.chat(structured_outputs=outputs, response_format=wanted), 400, "response_format", "combined")
 
 
 # ---- grammars that end
@@ -230,9 +248,10 @@ ENDS = [
     "''",
     "#",
 ]
+ENDS += ["x" * 30, "ab" * 10]
 
 
-@pytest.mark.parametrize("text", [*ENDS, "x" * 30, "ab" * 10], ids=ascii)
+@pytest.mark.parametrize("text", thinned(ENDS, keep=3), ids=ascii)
 def test_an_answer_that_is_all_said_stops(text: str, server: AbusedServer) -> None:
     """Nothing may follow: the model ends there, whatever it would rather write."""
     body = {"structured_outputs": {"choice": [text]}, "max_tokens": 100, "ignore_eos": False}
@@ -250,7 +269,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("outputs", IMPOSSIBLE, ids=short)
+@pytest.mark.parametrize("outputs", thinned(IMPOSSIBLE, keep=3), ids=short)
 def test_what_allows_nothing_is_told_before_or_when_it_is_found_out(outputs: Any, server: AbusedServer) -> None:
     response = server.complete(structured_outputs=outputs, max_tokens=20, temperature=1.0, seed=3)
     if response.status_code == 200:  # an array may still be empty, and so on
@@ -278,6 +297,7 @@ def test_a_dead_end_with_other_limits_fails_alone(stuck: Any, server: AbusedServ
 NUM_DISTINCT = 60
 
 
+@pytest.mark.full
 def test_distinct_schemas_do_not_pile_up(server: AbusedServer) -> None:
     """How many the cache holds, and that it forgets: test_manager.py."""
     with ThreadPoolExecutor(8) as pool:

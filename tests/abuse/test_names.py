@@ -2,12 +2,12 @@
 
 import asyncio
 import re
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused
+from abused_app import AbusedApp
 
 from quire.launch.http.serving.metrics import Metrics
 from quire.protocol.errors import EngineError
@@ -54,35 +54,23 @@ NO_NAMES: tuple[Any, ...] = (0, 1, True, False, 1.5, [], ["quire-demo"], {}, {"i
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_models_that_are_not_there(server: AbusedServer, looked_at: Callable[[], None], path: str) -> None:
+def test_models_that_are_not_there(app: AbusedApp, path: str) -> None:
+    bodies = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
+    body = bodies.get(path, {"tokens": [5]})
     for name in MODELS:
-        body = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
-        response = server.post(path, {**body.get(path, {"tokens": [5]}), "model": name})
-        error = assert_refused(response, 404, "model", "does not exist")
+        error = assert_refused(app.post(path, {**body, "model": name}), 404, "model", "does not exist")
         assert error["code"] == "model_not_found" and len(error["message"]) < 200 * 6
-        looked_at()
     for value in NO_NAMES:
-        assert_refused(
-            server.post(
-                path,
-                {"prompt": "x", "model": value}
-                if path == "/tokenize"
-                else {**body.get(path, {"tokens": [5]}), "model": value},
-            ),
-            400,
-            "model",
-            "model must be a string",
-        )
+        assert_refused(app.post(path, {**body, "model": value}), 400, "model", "model must be a string")
 
 
 SALTS: tuple[Any, ...] = ("", "x" * 1025, "x" * 10**6, "é" * 1025, 0, 5, True, 1.5, [], ["x"], {}, {"salt": "x"})
 GOOD_SALTS = ("x", "\x00", "a\nb", "😀" * 1024, "../../etc", "None", "null", " ", "\u202e", "%s", "\x1b[31m", "'", '"')
 
 
-def test_cache_salts(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+def test_cache_salts(server: AbusedServer) -> None:
     for salt in SALTS:
         assert_refused(server.complete(cache_salt=salt), 400, "cache_salt", "string of 1 to 1024 characters")
-        looked_at()
     for salt in GOOD_SALTS:
         prompt = [*range(100, 140)]
         first, again = (server.complete(prompt=prompt, cache_salt=salt).json()["usage"] for _ in range(2))
@@ -95,20 +83,19 @@ UNPRINTABLE = re.compile(rb"[\x00-\x1f\x7f]")
 IDS += ("chatcmpl-" + "0" * 32, "'", '"', "{}", "%s", "a,b", "a b", "\u202e")
 
 
-def test_ids_of_requests_are_the_servers_own(server: AbusedServer, looked_at: Callable[[], None]) -> None:
-    seen = {server.complete().json()["id"]}
+def test_ids_of_requests_are_the_servers_own(app: AbusedApp) -> None:
+    seen = {app.complete().json()["id"]}
     for value in IDS:
         for name in ("request_id", "id"):
             if value is not None or name == "request_id":
-                assert_refused(server.complete(**{name: value}), 400, name, "unknown field")
+                assert_refused(app.complete(**{name: value}), 400, name, "unknown field")
         given = httpx.Headers([(b"x-request-id", UNPRINTABLE.sub(b"", str(value).encode())[:2000])])
-        response = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 1}, headers=given)
+        response = app.post(COMPLETIONS, {"prompt": [5], "max_tokens": 1}, headers=given)
         assert response.status_code == 200
         made = response.json()["id"]
         assert re.fullmatch(r"cmpl-[0-9a-f]{32}", made) and made not in seen
         assert response.headers["x-request-id"] == made
         seen.add(made)
-        looked_at()
 
 
 WAYS_TO_NAME = (
@@ -117,13 +104,13 @@ WAYS_TO_NAME = (
 )
 
 
-@pytest.mark.parametrize("method", ["POST", "DELETE", "GET", "PUT"])
-@pytest.mark.parametrize("path", WAYS_TO_NAME)
-def test_nobody_elses_request_can_be_named(server: AbusedServer, path: str, method: str) -> None:
+def test_nobody_elses_request_can_be_named(app: AbusedApp) -> None:
     """There is no route that takes the id of a request: what a client may end is what it holds a connection to."""
-    made = server.complete().json()["id"]
-    response = server.client.request(method, f"/{path.format(made)}", json={"request_id": made, "rid": made})
-    assert_refused(response, 404, says="there is nothing at")
+    made = app.complete().json()["id"]
+    for path in WAYS_TO_NAME:
+        for method in ("POST", "DELETE", "GET", "PUT"):
+            response = app.request(method, f"/{path.format(made)}", json={"request_id": made, "rid": made})
+            assert_refused(response, 404, says="there is nothing at")
 
 
 HOSTILE = (

@@ -2,11 +2,12 @@
 
 import codecs
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, short
+from abuse import CHAT, COMPLETIONS, MESSAGES, assert_refused, short
+from abused_app import AbusedApp
+from tiers import thinned
 
 CONTEXT = 2048
 USER = {"role": "user", "content": "hello"}
@@ -60,44 +61,43 @@ NO_MESSAGES: list[Any] = [
 ]
 
 
-def test_what_is_no_prompt(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+def test_what_is_no_prompt(app: AbusedApp) -> None:
     for prompt in NO_PROMPTS:
-        assert_refused(server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1}), 400, "prompt")
-        looked_at()
-    assert_refused(server.post(COMPLETIONS, {"max_tokens": 1}), 400, "prompt", "prompt is required")
+        assert_refused(app.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1}), 400, "prompt")
+    assert_refused(app.post(COMPLETIONS, {"max_tokens": 1}), 400, "prompt", "prompt is required")
 
 
-def test_what_is_no_conversation(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+def test_what_is_no_conversation(app: AbusedApp) -> None:
     for messages in NO_CONVERSATIONS:
         for path in (CHAT, "/tokenize"):
             if path == "/tokenize" and messages is None:
                 continue
-            error = assert_refused(server.post(path, {"messages": messages}), 400)
+            error = assert_refused(app.post(path, {"messages": messages}), 400)
             assert error["param"].startswith("messages"), error
-        looked_at()
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_what_is_no_message(server: AbusedServer, looked_at: Callable[[], None], at: int) -> None:
+def test_what_is_no_message(app: AbusedApp, at: int) -> None:
     for message in NO_MESSAGES:
         messages = [message, USER] if at == 0 else [USER, message]
-        error = assert_refused(server.chat(messages=messages), 400)
+        error = assert_refused(app.chat(messages=messages), 400)
         assert error["param"].startswith(f"messages[{at}]"), error
-        looked_at()
 
 
-@pytest.mark.parametrize("over", [1, 2, 10, 1000 * CONTEXT])
-def test_prompts_of_ids_beyond_the_context(server: AbusedServer, over: int) -> None:
-    length = min(CONTEXT - 1 + over, 2**20 - 100)
-    for prompt in ([5] * length, [[5], [6] * length]):
-        error = assert_refused(server.complete(prompt=prompt), 400, "prompt", f"{TOO_LONG}. However, your prompt has")
-        assert error["code"] == "context_length_exceeded"
+LENGTHS = (CONTEXT, CONTEXT + 1, CONTEXT + 9, 2**20 - 100)
 
 
-def test_the_longest_prompt_and_one_more(server: AbusedServer) -> None:
-    assert server.complete(prompt=[5] * (CONTEXT - 1), max_tokens=1).status_code == 200
-    assert_refused(server.complete(prompt=[5] * (CONTEXT - 1)), 400, "max_tokens", "max_tokens must be from 1 to 1")
-    assert_refused(server.complete(prompt=[5] * CONTEXT, max_tokens=1), 400, "prompt", TOO_LONG)
+def test_prompts_of_ids_beyond_the_context(app: AbusedApp) -> None:
+    for length in LENGTHS:
+        for prompt in ([5] * length, [[5], [6] * length]):
+            error = assert_refused(app.complete(prompt=prompt), 400, "prompt", f"{TOO_LONG}. However, your prompt has")
+            assert error["code"] == "context_length_exceeded"
+
+
+def test_the_longest_prompt_and_one_more(app: AbusedApp) -> None:
+    assert app.complete(prompt=[5] * (CONTEXT - 1), max_tokens=1).status_code == 200
+    assert_refused(app.complete(prompt=[5] * (CONTEXT - 1)), 400, "max_tokens", "max_tokens must be from 1 to 1")
+    assert_refused(app.complete(prompt=[5] * CONTEXT, max_tokens=1), 400, "prompt", TOO_LONG)
 
 
 # Each of these is a megabyte or more, and hard in its own way for a tokenizer.
@@ -141,8 +141,8 @@ UNITS = (
 )
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=short)
-def test_a_megabyte_of_it(server: AbusedServer, unit: str) -> None:
+@pytest.mark.parametrize("unit", thinned(UNITS, keep=4), ids=short)
+def test_a_megabyte_of_it(app: AbusedApp, unit: str) -> None:
     """Refused in time by every way in; a piece of it that fits is taken, and comes back as it was."""
     text = unit * (MEGABYTE // len(unit.encode()))
     content = json.dumps(text, ensure_ascii=False).encode()
@@ -151,20 +151,20 @@ def test_a_megabyte_of_it(server: AbusedServer, unit: str) -> None:
         (CHAT, b'{"messages": [{"role": "user", "content": %b}]}' % content, "messages"),
         ("/tokenize", b'{"prompt": %b}' % content, "prompt"),
     ):
-        error = assert_refused(server.post(path, content=body), 400, param, TOO_LONG)
+        error = assert_refused(app.post(path, content=body), 400, param, TOO_LONG)
         assert error["code"] == "context_length_exceeded"
     piece = unit * 20
-    ids = server.post("/tokenize", {"prompt": piece}).json()["tokens"]
+    ids = app.post("/tokenize", {"prompt": piece}).json()["tokens"]
     if unit != "<|im_end|>":
-        assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == piece
-    assert server.complete(prompt=piece).status_code == 200
-    assert server.chat(messages=[{"role": "user", "content": piece}]).status_code == 200
+        assert app.post("/detokenize", {"tokens": ids}).json()["prompt"] == piece
+    assert app.complete(prompt=piece).status_code == 200
+    assert app.chat(messages=[{"role": "user", "content": piece}]).status_code == 200
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=short)
-def test_streams_of_odd_prompts_are_valid_text(server: AbusedServer, unit: str) -> None:
+@pytest.mark.parametrize("unit", thinned(UNITS, keep=8), ids=short)
+def test_streams_of_odd_prompts_are_valid_text(app: AbusedApp, unit: str) -> None:
     body = {"prompt": unit * 9, "echo": True, "stream": True, "max_tokens": 6, "temperature": 2, "seed": 3, "top_k": 0}
-    response = server.post(COMPLETIONS, {**body, "logprobs": 2})
+    response = app.post(COMPLETIONS, {**body, "logprobs": 2})
     raw = response.content
     assert codecs.decode(raw, "utf-8", "strict") == response.text
     assert raw.endswith(b"\n\ndata: [DONE]\n\n")
@@ -173,9 +173,9 @@ def test_streams_of_odd_prompts_are_valid_text(server: AbusedServer, unit: str) 
     assert text.startswith(unit * 9)
 
 
-def test_messages_that_spell_the_templates_own_marks(server: AbusedServer) -> None:
+def test_messages_that_spell_the_templates_own_marks(app: AbusedApp) -> None:
     """What a message spells like a special token stays text: no turn is ended or begun by it."""
-    plain = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    plain = app.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     special = {token for token in plain if token < 3}
     for word in (
         "<|im_start|>",
@@ -186,6 +186,6 @@ def test_messages_that_spell_the_templates_own_marks(server: AbusedServer) -> No
     ):
         for times in (1, 3, 50):
             messages = [{"role": "user", "content": word * times}]
-            ids = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+            ids = app.post("/tokenize", {"messages": messages}).json()["tokens"]
             own = [token for token in ids if token in special]
             assert own == [token for token in plain if token in special]

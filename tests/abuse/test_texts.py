@@ -1,9 +1,10 @@
 """Strings that end an answer or may not be in it: too many, too long, empty, of odd characters, or no strings."""
 
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 from abuse import AbusedServer, assert_refused
+from abused_app import AbusedApp
 
 ODD = (
     "\x00",
@@ -51,43 +52,40 @@ NO_WORDS: list[Any] = [
 ]
 
 
-def test_what_is_no_stop_string(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+def test_what_is_no_stop_string(app: AbusedApp) -> None:
     for stop in NO_STOPS:
-        assert_refused(server.complete(stop=stop), 400, "stop", "stop")
-        looked_at()
+        assert_refused(app.complete(stop=stop), 400, "stop", "stop")
 
 
-def test_what_is_no_bad_word(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+def test_what_is_no_bad_word(app: AbusedApp) -> None:
     for words in NO_WORDS:
-        assert_refused(server.complete(bad_words=words), 400, "bad_words", "bad_words")
-        looked_at()
+        assert_refused(app.complete(bad_words=words), 400, "bad_words", "bad_words")
 
 
-def test_stop_strings_of_odd_characters(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+def test_stop_strings_of_odd_characters(app: AbusedApp, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are looked for, and none of them is in this answer."""
-    plain = server.complete(temperature=0).json()["choices"][0]["text"]
+    monkeypatch.setattr(app.engine, "reply", "one two three four five")
+    plain = app.complete().json()["choices"][0]["text"]
     for stop in (*ODD, [*ODD], ["\x00" * 1024], [f"{i:0100}" for i in range(64)], *([unit * 100] for unit in ODD)):
-        response = server.complete(stop=stop, temperature=0)
+        response = app.complete(stop=stop)
         assert response.json()["choices"][0]["text"] == plain, stop
-        looked_at()
 
 
-def test_as_many_stop_strings_as_there_may_be(server: AbusedServer) -> None:
+def test_as_many_stop_strings_as_there_may_be(app: AbusedApp) -> None:
     """All of them begin the answer, and one of them ends it."""
-    body = {"prompt": [40, 41, 42], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    text = server.complete(**body).json()["choices"][0]["text"]
+    body = {"prompt": [40, 41, 42], "max_tokens": 12, "seed": 1, "ignore_eos": True}
+    text = app.complete(**body).json()["choices"][0]["text"]
     stop = [text[:5] + "\x00" * i for i in range(1, 63)] + [text[:7]]
-    choice = server.complete(**body, stop=stop).json()["choices"][0]
+    choice = app.complete(**body, stop=stop).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", text[:7])
-    choice = server.complete(**body, stop=stop[:-1]).json()["choices"][0]
+    choice = app.complete(**body, stop=stop[:-1]).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (text, "length")
 
 
-def test_bad_words_of_odd_characters(server: AbusedServer, looked_at: Callable[[], None]) -> None:
+def test_bad_words_of_odd_characters(app: AbusedApp) -> None:
     for words in (*([unit] for unit in ODD), [*ODD], [" "], ["  x  "], ["a" * 200], [str(i) for i in range(500)]):
-        response = server.complete(bad_words=words, temperature=0)
+        response = app.complete(bad_words=words, temperature=0)
         assert response.status_code == 200, response.text
-        looked_at()
 
 
 def test_every_token_forbidden_by_its_word(server: AbusedServer) -> None:

@@ -5,7 +5,8 @@ import time
 from typing import Any
 
 import pytest
-from abuse import CHAT, MESSAGES, AbusedServer, assert_refused, check_error, short
+from abuse import CHAT, MESSAGES, assert_refused, check_error
+from abused_app import AbusedApp
 
 from quire.launch.http.routes.tool_calls import AfterThought, AnyCalls, NamedCall
 
@@ -73,40 +74,39 @@ NO_CHOICES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("tools", NO_TOOLS, ids=short)
-def test_tools_of_no_form(tools: Any, server: AbusedServer) -> None:
-    for path in (CHAT, "/tokenize"):
-        error = assert_refused(server.post(path, {"messages": MESSAGES, "tools": tools}), 400)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_tools_of_no_form(path: str, app: AbusedApp) -> None:
+    for tools in NO_TOOLS:
+        error = assert_refused(app.post(path, {"messages": MESSAGES, "tools": tools}), 400)
         assert error["param"].startswith("tools")
 
 
-@pytest.mark.parametrize("given", BAD_PARAMETERS, ids=short)
-@pytest.mark.parametrize(
-    "choice", [None, "none", "required", {"type": "function", "function": {"name": "f"}}], ids=short
-)
-def test_parameters_that_no_call_could_have(choice: Any, given: Any, server: AbusedServer) -> None:
+DEMANDS: tuple[Any, ...] = ("required", {"type": "function", "function": {"name": "f"}})
+
+
+@pytest.mark.parametrize("choice", [None, "none", *DEMANDS], ids=["no choice", "none", "required", "named"])
+def test_parameters_that_no_call_could_have(choice: Any, app: AbusedApp) -> None:
     """Also where none is demanded: a client learns of its mistake at once."""
-    response = server.chat(tools=[given], tool_choice=choice)
-    error = assert_refused(response, 400)
-    assert error["param"].startswith(("tools", "structured_outputs"))
+    for given in BAD_PARAMETERS:
+        error = assert_refused(app.chat(tools=[given], tool_choice=choice), 400)
+        assert error["param"].startswith(("tools", "structured_outputs"))
 
 
-@pytest.mark.parametrize("given", ONLY_DEMANDED, ids=short)
-def test_parameters_that_cannot_be_kept(given: Any, server: AbusedServer) -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        response = server.chat(tools=[given], tool_choice=choice)
-        assert response.status_code == 400 and check_error(response)
+@pytest.mark.parametrize("choice", DEMANDS, ids=["required", "named"])
+def test_parameters_that_cannot_be_kept(choice: Any, app: AbusedApp) -> None:
+    for given in ONLY_DEMANDED:
+        assert_refused(app.chat(tools=[given], tool_choice=choice), 400)
 
 
-@pytest.mark.parametrize("choice", NO_CHOICES, ids=short)
-def test_choices_of_none_of_the_tools(choice: Any, server: AbusedServer) -> None:
-    assert_refused(server.chat(tools=[tool()], tool_choice=choice), 400, "tool_choice")
+def test_choices_of_none_of_the_tools(app: AbusedApp) -> None:
+    for choice in NO_CHOICES:
+        assert_refused(app.chat(tools=[tool()], tool_choice=choice), 400, "tool_choice")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-@pytest.mark.parametrize("tools", [None, []])
-def test_a_demanded_call_of_no_tools(tools: Any, choice: Any, server: AbusedServer) -> None:
-    assert_refused(server.chat(tools=tools, tool_choice=choice), 400, "tool_choice")
+def test_a_demanded_call_of_no_tools(app: AbusedApp) -> None:
+    for choice in DEMANDS:
+        for tools in (None, []):
+            assert_refused(app.chat(tools=tools, tool_choice=choice), 400, "tool_choice")
 
 
 # ---- answers
@@ -141,7 +141,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("size", [3, N])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.full), N])
 @pytest.mark.parametrize("case", TEXTS)
 def test_a_call_is_looked_for_in_linear_time(case: str, size: int) -> None:
     """50 KB in well under a second, however it comes."""
@@ -184,19 +184,19 @@ EARLIER: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("calls", EARLIER, ids=short)
-def test_earlier_calls_of_any_form(calls: Any, server: AbusedServer) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}, *MESSAGES]
-    response = server.chat(messages=messages)
-    assert response.status_code in (200, 400)
-    assert response.status_code == 200 or check_error(response)["param"].startswith("messages")
+def test_earlier_calls_of_any_form(app: AbusedApp) -> None:
+    for calls in EARLIER:
+        messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}, *MESSAGES]
+        response = app.chat(messages=messages)
+        assert response.status_code in (200, 400)
+        assert response.status_code == 200 or check_error(response)["param"].startswith("messages")
 
 
-def test_a_tool_that_spells_special_tokens_is_text(server: AbusedServer) -> None:
+def test_a_tool_that_spells_special_tokens_is_text(app: AbusedApp) -> None:
     spelt = [tool(description="<|im_end|>", parameters={"properties": {"<|im_start|>": {"title": "<|endoftext|>"}}})]
     plain = [tool(description="x", parameters={"properties": {"y": {"title": "z"}}})]
     count = [
-        sum(token <= 2 for token in server.post("/tokenize", {"messages": MESSAGES, "tools": tools}).json()["tokens"])
+        sum(token <= 2 for token in app.post("/tokenize", {"messages": MESSAGES, "tools": tools}).json()["tokens"])
         for tools in (spelt, plain)
     ]
     assert count[0] == count[1], json.dumps(spelt)

@@ -1,6 +1,8 @@
 """A running server for tests that mean it ill, and what must hold of it whatever it was sent."""
 
 import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import httpx
@@ -26,7 +28,35 @@ INTERNALS = re.compile(
 ACCIDENTS = re.compile(r"Traceback|unexpected error|never awaited|exception was never retrieved|Task was destroyed")
 
 
-class AbusedServer:
+class Door:
+    """Where abuse goes in: a server, or the application of one without its processes."""
+
+    def request(self, method: str, path: str, **given: Any) -> httpx.Response:
+        raise NotImplementedError
+
+    def in_time(self) -> AbstractContextManager[None]:
+        """Fails where the block takes longer than SLOWEST_S of its own time."""
+        raise NotImplementedError
+
+    def post(self, path: str, body: Any = None, *, content: bytes | None = None, **more: Any) -> httpx.Response:
+        """A POST of a JSON value, or of the bytes themselves; in time, and without internals if it is an error."""
+        given: dict[str, Any] = {"json": body} if content is None else {"content": content}
+        with self.in_time():
+            response = self.request("POST", path, **given, **more)
+        if response.status_code >= 400:
+            check_error(response)
+        return response
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        """A completion of four tokens, unless ``fields`` say otherwise."""
+        return self.post(COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 4, **fields})
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        """The same for a conversation."""
+        return self.post(CHAT, {"messages": MESSAGES, "max_tokens": 4, **fields})
+
+
+class AbusedServer(Door):
     """``quire serve`` on the demo model, a connection to it, and its canary.
 
     Attributes:
@@ -44,27 +74,19 @@ class AbusedServer:
         models = self.client.get("/v1/models").json()
         self.max_model_len: int = models["data"][0]["max_model_len"]
 
-    def post(self, path: str, body: Any = None, *, content: bytes | None = None, **more: Any) -> httpx.Response:
-        """A POST of a JSON value, or of the bytes themselves; in time, and without internals if it is an error."""
-        given: dict[str, Any] = {"json": body} if content is None else {"content": content}
+    def request(self, method: str, path: str, **given: Any) -> httpx.Response:
+        return self.client.request(method, path, **given)
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """By the clock, but for the time in which the server waited for a processor."""
         with self.watch() as watch:
-            response = self.client.post(path, **given, **more)
+            yield
         assert watch.own_seconds < SLOWEST_S, f"answered after {watch.own_seconds:.1f} s of its own"
-        if response.status_code >= 400:
-            check_error(response)
-        return response
 
     def watch(self) -> Watch:
         """How long the block takes the server, but for the time in which it waited for a processor."""
         return Watch(self.served.process.pid)
-
-    def complete(self, **fields: Any) -> httpx.Response:
-        """A completion of four tokens, unless ``fields`` say otherwise."""
-        return self.post(COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 4, **fields})
-
-    def chat(self, **fields: Any) -> httpx.Response:
-        """The same for a conversation."""
-        return self.post(CHAT, {"messages": MESSAGES, "max_tokens": 4, **fields})
 
     def check(self) -> None:
         """Everything is as if nothing had been: the processes, the log and what others are answered."""

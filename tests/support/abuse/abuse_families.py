@@ -104,7 +104,10 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
     "A3": ("max_tokens", (outside("max_tokens", "max_completion_tokens"),)),
     "A4": (
         "min_tokens above max_tokens",
-        (Source("abuse/test_numbers.py::test_fewer_tokens_than_the_fewest"), outside("min_tokens")),
+        (
+            Source("abuse/test_numbers.py::test_fewer_tokens_than_the_fewest", lambda m: len(m.FEWEST_AND_MOST)),
+            outside("min_tokens"),
+        ),
     ),
     "A5": ("temperature", (outside("temperature"),)),
     "A6": ("top_p, min_p, top_k", (outside("top_p", "min_p", "top_k"),)),
@@ -138,7 +141,7 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
         "prompts longer than the context",
         (
             Source("abuse/test_prompts.py::test_a_megabyte_of_it"),
-            Source("abuse/test_prompts.py::test_prompts_of_ids_beyond_the_context"),
+            Source("abuse/test_prompts.py::test_prompts_of_ids_beyond_the_context", lambda m: len(m.LENGTHS)),
         ),
     ),
     "A16": ("bodies that lie", (Source("abuse/test_connections.py::TestBodies.test_a_body_that_lies"),)),
@@ -156,12 +159,12 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
         "JSON that is none, too deep, too long",
         (
             Source("abuse/test_json.py::test_what_is_no_json", lambda m: len(m.NOT_JSON)),
-            Source("abuse/test_json.py::test_what_is_too_deep_or_too_long"),
+            Source("abuse/test_json.py::test_what_is_too_deep_or_too_long", lambda m: len(m.TOO_MUCH)),
         ),
     ),
     "A20": (
         "every type in every field",
-        (Source("abuse/test_json.py::test_every_value_in_every_field"),),
+        (Source("abuse/test_json.py::test_every_value_in_every_field", lambda m: len(m.PATHS) * len(m.VALUES)),),
     ),
     "A21": (
         "names of models",
@@ -170,21 +173,21 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
     "A22": (
         "regular expressions",
         (
-            Source("abuse/test_grammars.py::test_regular_expressions_that_cannot_be"),
+            Source("abuse/test_grammars.py::test_regular_expressions_that_cannot_be", lambda m: len(m.REGEXES)),
             Source("abuse/test_grammars.py::test_regular_expressions_that_only_look_so"),
         ),
     ),
     "A23": (
         "JSON schemas",
         (
-            Source("abuse/test_grammars.py::test_schemas_that_cannot_be"),
-            Source("abuse/test_grammars.py::test_texts_that_are_no_schema"),
+            Source("abuse/test_grammars.py::test_schemas_that_cannot_be", lambda m: len(m.SCHEMAS)),
+            Source("abuse/test_grammars.py::test_texts_that_are_no_schema", lambda m: len(m.NOT_SCHEMAS)),
         ),
     ),
     "A24": (
         "grammars",
         (
-            Source("abuse/test_grammars.py::test_grammars_that_cannot_be"),
+            Source("abuse/test_grammars.py::test_grammars_that_cannot_be", lambda m: len(m.GRAMMARS)),
             Source("abuse/test_grammars.py::test_grammars_that_only_look_so"),
         ),
     ),
@@ -196,7 +199,9 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
         "two constraints at once",
         (
             Source("abuse/test_grammars.py::test_a_constraint_of_no_form_or_of_two", lambda m: len(m.PAIRS)),
-            Source("abuse/test_grammars.py::test_two_fields_that_constrain"),
+            Source(
+                "abuse/test_grammars.py::test_two_fields_that_constrain", lambda m: len(m.KINDS) * len(m.CONSTRAINTS)
+            ),
         ),
     ),
     "A27": (
@@ -206,21 +211,27 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
     "A28": (
         "tools",
         (
-            Source("abuse/test_tools.py::test_tools_of_no_form"),
-            Source("abuse/test_tools.py::test_parameters_that_no_call_could_have"),
-            Source("abuse/test_tools.py::test_choices_of_none_of_the_tools"),
+            Source("abuse/test_tools.py::test_tools_of_no_form", lambda m: len(m.NO_TOOLS)),
+            Source("abuse/test_tools.py::test_parameters_that_no_call_could_have", lambda m: 4 * len(m.BAD_PARAMETERS)),
+            Source("abuse/test_tools.py::test_choices_of_none_of_the_tools", lambda m: len(m.NO_CHOICES)),
         ),
     ),
     "A29": (
         "answers that a parser finds hard",
         (Source("abuse/test_tools.py::test_a_call_is_looked_for_in_linear_time"),),
     ),
-    "A30": ("templates in requests", (Source("abuse/test_templates.py::test_a_template_in_a_request_is_refused"),)),
+    "A30": (
+        "templates in requests",
+        (Source("abuse/test_templates.py::test_a_template_in_a_request_is_refused", lambda m: 3 * len(m.TEMPLATES)),),
+    ),
     "A31": (
         "variables for the template",
         (
-            Source("abuse/test_templates.py::test_variables_that_the_server_sets_are_not_the_clients"),
-            Source("abuse/test_templates.py::test_odd_variables_are_harmless"),
+            Source(
+                "abuse/test_templates.py::test_variables_that_the_server_sets_are_not_the_clients",
+                lambda m: len(m.BAD_KWARGS),
+            ),
+            Source("abuse/test_templates.py::test_odd_variables_are_harmless", lambda m: len(m.ODD_KWARGS)),
         ),
     ),
     "A32": (
@@ -228,8 +239,17 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
         (Source("abuse/test_templates.py::test_an_evil_template_costs_its_own_requests"),),
     ),
     "A33": ("special tokens, spelt", (Source("abuse/test_templates.py::test_what_spells_a_special_token_is_text"),)),
-    "A34": ("images, and other parts", (Source(IMAGES), Source("abuse/test_media.py::test_parts_that_are_no_text"))),
-    "A35": ("addresses to fetch from", (Source("abuse/test_media.py::test_nothing_is_fetched"),)),
+    "A34": (
+        "images, and other parts",
+        (
+            Source(IMAGES, lambda m: len(m.URLS)),
+            Source("abuse/test_media.py::test_parts_that_are_no_text", lambda m: len(m.PARTS)),
+        ),
+    ),
+    "A35": (
+        "addresses to fetch from",
+        (Source("abuse/test_media.py::test_nothing_is_fetched", lambda m: len(m.FORMS) * len(m.KINDS)),),
+    ),
     "A36": (
         "embeddings",
         (
@@ -246,7 +266,7 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
                 "abuse/test_media.py::test_adapters_are_refused_by_name",
                 lambda m: len(m.ADAPTERS) * len(m.ADAPTER_FIELDS),
             ),
-            Source("abuse/test_media.py::test_an_adapter_as_the_model_is_not_there"),
+            Source("abuse/test_media.py::test_an_adapter_as_the_model_is_not_there", lambda m: len(m.ADAPTER_MODELS)),
         ),
     ),
     "A38": (
@@ -272,7 +292,10 @@ FAMILIES: dict[str, tuple[str, tuple[Source, ...]]] = {
         "ids of requests",
         (Source("abuse/test_names.py::test_ids_of_requests_are_the_servers_own", lambda m: len(m.IDS)),),
     ),
-    "A43": ("another's request", (Source("abuse/test_names.py::test_nobody_elses_request_can_be_named"),)),
+    "A43": (
+        "another's request",
+        (Source("abuse/test_names.py::test_nobody_elses_request_can_be_named", lambda m: 4 * len(m.WAYS_TO_NAME)),),
+    ),
     "A44": (
         "keys, paths and hosts",
         (

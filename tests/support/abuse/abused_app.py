@@ -1,0 +1,79 @@
+"""The application of a server in this process, for abuse that a parser, a tokenizer or a grammar's guard refuses.
+
+Its engine invents tokens. The tokenizer, the chat template with its helper, and the guard that tries each grammar
+before it is compiled are the demo model's own.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from abuse import SLOWEST_S, Door
+from fake_engine import FakeEngine, FakeSequence
+from grammar_cases import DEMO, VOCAB_SIZE, demo_config
+
+from quire.launch.http.app import make_app
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.text_in import TextIn
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.scheduler_proc.structured.backend import GrammarRefused
+from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, Guard
+
+CONTEXT = 2048
+
+
+class GuardedEngine(FakeEngine):
+    """Refuses a grammar as the scheduler does, by asking the guard; it masks nothing."""
+
+    guard: Guard
+
+    async def add(self, request_id: str, prompt_token_ids: Any, params: SamplingParams, *more: Any) -> FakeSequence:
+        if params.structured_outputs is not None:
+            try:
+                self.guard.check(params.structured_outputs, COMPILE_SECONDS)
+            except GrammarRefused as refused:
+                raise InvalidRequest(str(refused), "structured_outputs", "invalid_structured_outputs") from None
+        return await super().add(request_id, prompt_token_ids, params, *more)
+
+
+class AbusedApp(Door):
+    """Routes, parser, gate and text side of ``quire serve``, called without sockets.
+
+    Attributes:
+        engine: has every sequence that came through since the last look.
+    """
+
+    def __init__(self) -> None:
+        self._text_in = TextIn.load(DEMO)
+        self.engine = GuardedEngine(self._text_in.tokenizer, max_model_len=CONTEXT, vocab_size=VOCAB_SIZE)
+        self.engine.guard = Guard(demo_config())
+        app = make_app(self.engine, ServerSettings(text_in=self._text_in, served_model_names=("quire-demo",)))
+        self._loop = asyncio.Runner()
+        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30)
+
+    def request(self, method: str, path: str, **given: Any) -> httpx.Response:
+        return self._loop.run(self._client.request(method, path, **given))
+
+    @contextlib.contextmanager
+    def in_time(self) -> Iterator[None]:
+        """By processor time: what helpers take has limits of its own."""
+        began = time.process_time()
+        yield
+        assert time.process_time() - began < SLOWEST_S
+
+    def check(self) -> None:
+        """Nothing runs on: each sequence has had its end, was stopped, or was aborted."""
+        for sequence in self.engine.added:
+            ended = sequence.delivered == min(len(sequence.tokens), sequence.params.max_tokens or 0)
+            assert ended or sequence.aborted or sequence.stopped_at is not None
+        self.engine.added.clear()
+
+    def close(self) -> None:
+        self._loop.run(self._client.aclose())
+        self._loop.close()
+        self.engine.guard.close()
+        self._text_in.close()

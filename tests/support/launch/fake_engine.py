@@ -1,0 +1,167 @@
+"""An engine that invents its tokens, for the application around it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from quire.launch.frontend.engine_client import Update
+from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.front_end_messages import EndReason, Statistics
+from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
+
+
+@dataclass
+class FakeSequence:
+    """Delivers its tokens ``per_update`` at a time; waits for ever after ``hang_after`` of them."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    tokens: list[int]
+    per_update: int
+    hang_after: int | None
+    ending: EndReason | Exception
+    detail: str
+    on_abort: Callable[[], None]
+    on_hang: Callable[[], None]
+    stopped_at: int | None = None
+    aborted: bool = False
+    delivered: int = 0
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def updates(self) -> AsyncIterator[Update]:
+        if self.delivered == 0 and isinstance(self.ending, InvalidRequest):
+            raise self.ending
+        tokens = self.tokens[: self.params.max_tokens]
+        for begin in range(0, len(tokens), self.per_update):
+            await asyncio.sleep(0)
+            if self.hang_after is not None and self.delivered >= self.hang_after:
+                self.waiting.set()
+                self.on_hang()
+                await asyncio.Event().wait()
+            part = tokens[begin : begin + self.per_update]
+            self.delivered = begin + len(part)
+            last = self.delivered == len(tokens)
+            if last and isinstance(self.ending, Exception):
+                raise self.ending
+            yield self._update(part, self._ended(len(tokens)) if last else None)
+
+    def _ended(self, num_tokens: int) -> EndReason:
+        assert isinstance(self.ending, EndReason)
+        cut = num_tokens < len(self.tokens)
+        return EndReason.LENGTH if cut else self.ending
+
+    def _update(self, part: list[int], ended: EndReason | None) -> Update:
+        wanted = self.params.logprobs
+        return Update(
+            token_ids=part,
+            logprobs=None if wanted is None else [fake_logprobs(token, wanted) for token in part],
+            ended=ended,
+            num_output_tokens=self.delivered,
+            num_cached_tokens=len(self.prompt) // 2,
+            detail=self.detail if ended is EndReason.ERROR else "",
+            prompt_logprobs=self._prompt_logprobs() if self.delivered == len(part) else None,
+        )
+
+    def _prompt_logprobs(self) -> LogprobArrays | None:
+        """As the engine gives them: of all tokens but the first, and nothing of a prompt of one token."""
+        if self.params.prompt_logprobs is None or len(self.prompt) == 1:
+            return None
+        return fake_prompt_logprobs(self.prompt)
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        self.stopped_at = num_output_tokens
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.on_abort()
+
+
+def fake_logprobs(token: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -0.5, 1, [(token, -0.5), (5, -2.0), (6, float("-inf"))][:count])
+
+
+def fake_prompt_logprobs(prompt: list[int]) -> LogprobArrays:
+    """Token ``i`` has -i and rank i + 1; the best are 5 and 6 of -0.25 and -inf."""
+    num_tokens = len(prompt) - 1
+    ids = np.array([[token, 5, 6] for token in prompt[1:]], np.int32)
+    values = np.array([[-float(i), -0.25, -np.inf] for i in range(1, num_tokens + 1)], np.float32)
+    return LogprobArrays.of(ids, values, np.arange(2, num_tokens + 2, dtype=np.int32))
+
+
+@dataclass
+class FakeEngine:
+    """Answers every prompt with ``reply``, or with tokens that depend on the seed alone."""
+
+    tokenizer: Tokenizer | None
+    reply: str | None = None
+    ending: EndReason | Exception = EndReason.STOPPED
+    detail: str = "the worker failed twice on this request"
+    per_update: int = 1
+    hang_after: int | None = None
+    refuse: Exception | None = None
+    on_abort: Callable[[], None] = lambda: None
+    on_hang: Callable[[], None] = lambda: None
+    state: str = "ready"
+    seconds_without_progress: float = 0.0
+    max_model_len: int = 256
+    vocab_size: int = 420
+    added: list[FakeSequence] = field(default_factory=list)
+    priorities: list[tuple[int, str]] = field(default_factory=list)
+    figures: Statistics = field(
+        default_factory=lambda: Statistics(
+            query=1, num_running=3, num_waiting=2, num_usable_blocks=100, num_free_blocks=75, prefix_cache_hit_tokens=16
+        )
+    )
+
+    async def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        seed: int,
+        priority: int,
+        cache_salt: str,
+        tenant: int,
+    ) -> FakeSequence:
+        if self.refuse is not None:
+            raise self.refuse
+        assert params.n == 1
+        assert params.stop == params.bad_words == []
+        assert params.max_tokens is not None
+        prompt = np.asarray(prompt_token_ids, dtype=np.int32).tolist()
+        assert len(prompt) + params.max_tokens <= self.max_model_len
+        sequence = FakeSequence(
+            request_id,
+            prompt,
+            params,
+            seed,
+            self._tokens(seed),
+            self.per_update,
+            self.hang_after,
+            self.ending,
+            self.detail,
+            self.on_abort,
+            self.on_hang,
+        )
+        self.added.append(sequence)
+        self.priorities.append((priority, cache_salt))
+        return sequence
+
+    def _tokens(self, seed: int) -> list[int]:
+        if self.reply is None:
+            return [3 + (seed >> (i % 56)) % 256 for i in range(400)]
+        assert self.tokenizer is not None
+        end = [2] if self.ending is EndReason.STOPPED else []
+        return [*self.tokenizer.encode(self.reply).ids, *end]
+
+    async def statistics(self) -> Statistics:
+        if self.state == "failed":
+            raise EngineError("gone")
+        return self.figures
