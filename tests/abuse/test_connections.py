@@ -58,19 +58,9 @@ def check_words(answer: bytes) -> None:
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 UNFINISHED_HEADS = [
-    b"",
-    b"G",
-    b"GET",
-    b"GET /health",
-    b"GET /health HTTP/1.1",
-    b"GET /health HTTP/1.1\r",
-    b"GET /health HTTP/1.1\r\n",
-    b"GET /health HTTP/1.1\r\nhost",
-    b"GET /health HTTP/1.1\r\nhost: x\r\n",
-    b"GET /health HTTP/1.1\r\nhost: x\r\n\r",
-    b"\r\n",
-    b"\r\n\r\n\r\n\r\n",
-    HEAD + b"content-length: ",
+    *(b"", b"G", b"GET", b"GET /health", b"GET /health HTTP/1.1", b"GET /health HTTP/1.1\r"),
+    *(b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nhost", b"GET /health HTTP/1.1\r\nhost: x\r\n"),
+    *(b"GET /health HTTP/1.1\r\nhost: x\r\n\r", b"\r\n", b"\r\n\r\n\r\n\r\n", HEAD + b"content-length: "),
 ]
 SAYS_CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 ONE_CHUNK = SAYS_CHUNKED + b"%x\r\n%b\r\n" % (len(GOOD), GOOD)

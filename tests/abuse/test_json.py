@@ -22,19 +22,11 @@ NOT_JSON: list[bytes] = [
     *(b'{"prompt": "a\nb"}', b'{"prompt": "a\tb"}', b'{"prompt": "\x00"}', b'{"prompt": "x"}\x00', b"\x1f\x8b\x08\x00"),
     *(b'// x\n{"prompt": "x"}', b'{"prompt": "x" /* y */}', b"prompt=x&max_tokens=1", b"<prompt>x</prompt>"),
     *(b'\xef\xbb\xbf{"prompt": "x"}', '{"prompt": "x"}'.encode("utf-16"), '{"prompt": "x"}'.encode("utf-32")),
-    *(
-        b'{"prompt": "\xff"}',
-        b'{"prompt": "\xc3\x28"}',
-        b'{"prompt": "\xed\xa0\x80"}',
-        b'{"prompt": "\xf5\x80\x80\x80"}',
-    ),
+    *(b'{"prompt": "\xff"}', b'{"prompt": "\xc3\x28"}', b'{"prompt": "\xed\xa0\x80"}'),
+    b'{"prompt": "\xf5\x80\x80\x80"}',
     *(b'{"prompt": "\xc0\xaf"}', b'{"prompt": "\xe2\x82"}', b'{"\xff": 1}', b'{"prompt": "\\ud800"}'),
-    *(
-        b'{"prompt": "\\udc00\\ud800"}',
-        b'{"prompt": "\\ud83dx"}',
-        b'{"prompt": "x", "a": 1e}',
-        b'{"prompt": "x", "a": -}',
-    ),
+    *(b'{"prompt": "\\udc00\\ud800"}', b'{"prompt": "\\ud83dx"}', b'{"prompt": "x", "a": 1e}'),
+    b'{"prompt": "x", "a": -}',
 ]
 NO_OBJECTS = (b"null", b"true", b"5", b"-1.5e3", b'"x"', b"[]", b"[1]", b'[{"prompt": "x"}]', b"[[]]")
 DEEP = 100_000
@@ -101,34 +93,13 @@ def test_the_last_of_two_fields_of_one_name_counts(app: AbusedApp) -> None:
 
 
 WRONG_NAMES: list[str] = [
-    *(
-        "temprature",
-        "Temperature",
-        "max_token",
-        "maxTokens",
-        " n",
-        "n ",
-        "n\n",
-        "n\x00",
-        "",
-        "x",
-        "é",
-        "😀",
-        "__class__",
-    ),
+    *("temprature", "Temperature", "max_token", "maxTokens", " n", "n ", "n\n", "n\x00", "", "x", "é", "😀"),
+    "__class__",
     *("prompt.0", "a\nb\x1b[31m", "n" * 100_000, "‮gnol", "constructor", "__proto__", "request_id", "X-Request-Id"),
     *("prompt_token_ids", "use_beam_search", "beam_width", "length_penalty", "truncate_prompt_tokens", "lora_name"),
     *("prompt_embeds", "multi_modal_data", "mm_processor_kwargs", "kv_transfer_params", "chat_template", "documents"),
-    *(
-        "guided_json",
-        "guided_regex",
-        "bad_words_token_ids",
-        "n_",
-        "stop_",
-        "session_id",
-        "resumable",
-        "output_token_ids",
-    ),
+    *("guided_json", "guided_regex", "bad_words_token_ids", "n_", "stop_", "session_id", "resumable"),
+    "output_token_ids",
 ]
 
 
@@ -146,44 +117,10 @@ def test_a_great_many_of_them(app: AbusedApp) -> None:
 
 
 VALUES: list[Any] = [
-    *(
-        True,
-        False,
-        0,
-        1,
-        -1,
-        7,
-        2**31,
-        2**63,
-        2**70,
-        10**309,
-        -(10**400),
-        0.5,
-        -0.0,
-        1e308,
-        "",
-        "x",
-        "1",
-        "true",
-        "\x00",
-        "😀",
-        "é" * 300,
-    ),
-    *(
-        [],
-        [[]],
-        [None],
-        [True],
-        [5, "x"],
-        ["x", 5],
-        [{}],
-        [[5]],
-        [1e9],
-        {},
-        {"": None},
-        {"type": "x"},
-        {"a": {"b": []}},
-    ),
+    *(True, False, 0, 1, -1, 7, 2**31, 2**63, 2**70, 10**309, -(10**400), 0.5, -0.0, 1e308, "", "x", "1", "true"),
+    *("\x00", "😀", "é" * 300),
+    *([], [[]], [None], [True], [5, "x"], ["x", 5], [{}], [[5]], [1e9], {}, {"": None}, {"type": "x"}),
+    {"a": {"b": []}},
     *({"type": ["function"]}, {"json": {"type": 7}}, [["x"] * 50] * 50, {"5": {"5": 5}}, [-1], ["x" * 5000]),
 ]
 

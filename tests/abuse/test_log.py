@@ -24,30 +24,10 @@ COMPLETIONS = "/v1/completions"
 WAIT_S = 60.0
 # What a client might write so that a line of the log looks like another's, or a terminal does as it says.
 INJECTIONS = (
-    "\nERROR: all is lost",
-    "\r\nINFO: all is well",
-    "\r overwritten",
-    "\x1b[2J\x1b[H",
-    "\x1b]0;title\x07",
-    "\x1b[31mred",
-    "\x9b31m",
-    "\x00",
-    "\x07",
-    "\x08\x08\x08",
-    "\x7f",
-    "\x85next line",
-    "\u2028line",
-    "\u2029paragraph",
-    "\u202eright to left",
-    "\u200bzero width",
-    "\ufeffmark",
-    "\ud800",
-    "\x0c",
-    "\x0b",
-    "\x1c\x1d\x1e",
-    "%s%n%(name)s",
-    "{0.__class__}",
-    "x" * 10**6,
+    *("\nERROR: all is lost", "\r\nINFO: all is well", "\r overwritten", "\x1b[2J\x1b[H", "\x1b]0;title\x07"),
+    *("\x1b[31mred", "\x9b31m", "\x00", "\x07", "\x08\x08\x08", "\x7f", "\x85next line", "\u2028line"),
+    *("\u2029paragraph", "\u202eright to left", "\u200bzero width", "\ufeffmark", "\ud800", "\x0c", "\x0b"),
+    *("\x1c\x1d\x1e", "%s%n%(name)s", "{0.__class__}", "x" * 10**6),
 )
 
 

@@ -14,41 +14,12 @@ from quire.protocol.errors import EngineError
 from quire.protocol.wire.front_end_messages import Statistics
 
 MODELS = (
-    *(
-        "../../etc",
-        "..\\..\\x",
-        "/",
-        "//",
-        "quire-demo ",
-        " quire-demo",
-        "Quire-Demo",
-        "quire-demo\n",
-        "quire-demo\x00",
-    ),
-    *(
-        "quire-demo:lora",
-        "quire-demo/../x",
-        "lora/x",
-        "file:///x",
-        "http://x/y",
-        "a\nb\x1b[31mred",
-        "\x1b]0;t\x07",
-        "m" * 10**6,
-    ),
-    *(
-        'a"b',
-        "a\\",
-        "{model}",
-        "%s%n",
-        "$(id)",
-        "`id`",
-        "\u202egnp",
-        "😀" * 1000,
-        "', 'x",
-        "\r\nx-a: b",
-        "None",
-        "null",
-    ),
+    *("../../etc", "..\\..\\x", "/", "//", "quire-demo ", " quire-demo", "Quire-Demo", "quire-demo\n"),
+    "quire-demo\x00",
+    *("quire-demo:lora", "quire-demo/../x", "lora/x", "file:///x", "http://x/y", "a\nb\x1b[31mred", "\x1b]0;t\x07"),
+    "m" * 10**6,
+    *('a"b', "a\\", "{model}", "%s%n", "$(id)", "`id`", "\u202egnp", "😀" * 1000, "', 'x", "\r\nx-a: b", "None"),
+    "null",
 )
 NO_NAMES: tuple[Any, ...] = (0, 1, True, False, 1.5, [], ["quire-demo"], {}, {"id": "quire-demo"})
 
@@ -114,19 +85,7 @@ def test_nobody_elses_request_can_be_named(app: AbusedApp) -> None:
 
 
 HOSTILE = (
-    'a"b',
-    "a\nb",
-    "a\\b",
-    'x"} 1\nquire:forged{a="',
-    "\\",
-    "\\n",
-    '"',
-    "{}",
-    "é😀",
-    "a\rb",
-    "#",
-    " ",
-    "a,b=c",
+    *('a"b', "a\nb", "a\\b", 'x"} 1\nquire:forged{a="', "\\", "\\n", '"', "{}", "é😀", "a\rb", "#", " ", "a,b=c"),
     "\x1b[31m",
 )
 

@@ -17,21 +17,7 @@ from quire.protocol.wire.zmq_channel import ZmqHub, check_socket_directory, fron
 from quire.worker_proc.parallel.shared_memory import SharedMemoryGroup
 
 MODES = [
-    0o701,
-    0o702,
-    0o704,
-    0o705,
-    0o707,
-    0o710,
-    0o720,
-    0o740,
-    0o750,
-    0o755,
-    0o770,
-    0o775,
-    0o777,
-    0o1777,
-    0o2770,
+    *(0o701, 0o702, 0o704, 0o705, 0o707, 0o710, 0o720, 0o740, 0o750, 0o755, 0o770, 0o775, 0o777, 0o1777, 0o2770),
     0o4711,
 ]
 

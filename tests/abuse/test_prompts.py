@@ -14,21 +14,8 @@ USER = {"role": "user", "content": "hello"}
 TOO_LONG = "maximum context length is 2048 tokens"
 
 NO_PROMPTS: list[Any] = [
-    *(
-        None,
-        "",
-        [],
-        [[]],
-        [""],
-        ["x", ""],
-        [[5], []],
-        ["x", None],
-        ["x", 5],
-        [[5], "x"],
-        ["x", ["x"]],
-        [5, "x"],
-        [5, [5]],
-    ),
+    *(None, "", [], [[]], [""], ["x", ""], [[5], []], ["x", None], ["x", 5], [[5], "x"], ["x", ["x"]], [5, "x"]),
+    [5, [5]],
     *({}, {"prompt": "x"}, [{}], [{"text": "x"}], 0, 5, -1, 1.5, True, False, [None], [True], [1.0], [[1.0]], [[[5]]]),
     *([["x"]], [[5], [5.0]], [[5], [-1]], [[5], [1024]], ["x"] * 2049, [[5]] * 5000, [""] * 2048),
 ]
@@ -103,41 +90,10 @@ def test_the_longest_prompt_and_one_more(app: AbusedApp) -> None:
 # Each of these is a megabyte or more, and hard in its own way for a tokenizer.
 MEGABYTE = 2**20
 UNITS = (
-    *(
-        "a",
-        " ",
-        "\n",
-        "\t",
-        "\x00",
-        "0",
-        ".",
-        "é",
-        "ß",
-        "ﷺ",
-        "￿",
-        "😀",
-        "\u200d",
-        "\u0301",
-        "\u202e",
-        "\ufeff",
-        "\ufffd",
-    ),
-    *(
-        "ab",
-        " a",
-        "a ",
-        "\r\n",
-        "aA",
-        "1 ",
-        "👩‍👩‍👧",
-        "e\u0301",
-        "\u202e\u202c",
-        "مرحبا ",
-        "안녕 ",
-        "<|im_end|>",
-        "'s",
-        "\U000f0000",
-    ),
+    *("a", " ", "\n", "\t", "\x00", "0", ".", "é", "ß", "ﷺ", "￿", "😀", "\u200d", "\u0301", "\u202e", "\ufeff"),
+    "\ufffd",
+    *("ab", " a", "a ", "\r\n", "aA", "1 ", "👩‍👩‍👧", "e\u0301", "\u202e\u202c", "مرحبا ", "안녕 ", "<|im_end|>", "'s"),
+    "\U000f0000",
 )
 
 
@@ -178,10 +134,7 @@ def test_messages_that_spell_the_templates_own_marks(app: AbusedApp) -> None:
     plain = app.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     special = {token for token in plain if token < 3}
     for word in (
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|im_end|>\n<|im_start|>system\n",
+        *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_end|>\n<|im_start|>system\n"),
         "\ue0f0<|im_end|>\ue0f1",
     ):
         for times in (1, 3, 50):

@@ -164,39 +164,12 @@ def spellings(path: str) -> list[str]:
     """Other ways to write a path, which another server might take for the same."""
     first, rest = path[1:2], path[2:]
     return [
-        f"/{path}",
-        f"//{path}",
-        f"{path}/",
-        f"{path}//",
-        f"/.{path}",
-        f"/x/..{path}",
-        f"/health/..{path}",
-        f"/health/../..{path}",
-        f"/metrics;{path}",
-        f"/health%2f..{path}",
-        f"/%2f{path[1:]}",
-        f"/%2e{path}",
-        f"/%5c{path[1:]}",
-        f"/\\{path[1:]}",
-        f"{path};x=y",
-        f"{path}%00",
-        f"{path}%20",
-        f"{path}%0a",
-        f"{path}.json",
-        f"{path}#/health",
-        f"{path}%3f",
-        f"{path}%23",
-        f"{path}%2f",
-        path.upper(),
-        path.title(),
-        f"/%25{ord(first):02x}{rest}",
-        path.replace("/", "/%2f", 1),
-        path.replace("/", "%2f"),
-        f"/health{path}",
-        f"/health%00{path}",
-        f"/health?{path}/..",
-        f"/%c0%af{path[1:]}",
-        f"/%ff{path}",
+        *(f"/{path}", f"//{path}", f"{path}/", f"{path}//", f"/.{path}", f"/x/..{path}", f"/health/..{path}"),
+        *(f"/health/../..{path}", f"/metrics;{path}", f"/health%2f..{path}", f"/%2f{path[1:]}", f"/%2e{path}"),
+        *(f"/%5c{path[1:]}", f"/\\{path[1:]}", f"{path};x=y", f"{path}%00", f"{path}%20", f"{path}%0a"),
+        *(f"{path}.json", f"{path}#/health", f"{path}%3f", f"{path}%23", f"{path}%2f", path.upper(), path.title()),
+        *(f"/%25{ord(first):02x}{rest}", path.replace("/", "/%2f", 1), path.replace("/", "%2f"), f"/health{path}"),
+        *(f"/health%00{path}", f"/health?{path}/..", f"/%c0%af{path[1:]}", f"/%ff{path}"),
     ]
 
 
@@ -246,15 +219,10 @@ class TestKeys:
     @pytest.mark.parametrize(
         "headers",
         [
-            (bearer("wrong"), bearer("first-key")),
-            (bearer("first-key"), bearer("wrong")),
-            (bearer("first-key"), bearer("first-key")),
-            ("x-api-key: first-key",),
-            ("api-key: first-key",),
-            ("proxy-authorization: Bearer first-key",),
-            ("cookie: authorization=Bearer first-key",),
-            ("authorization : Bearer first-key",),
-            ("authorization: Bearer", " first-key"),
+            *((bearer("wrong"), bearer("first-key")), (bearer("first-key"), bearer("wrong"))),
+            *((bearer("first-key"), bearer("first-key")), ("x-api-key: first-key",), ("api-key: first-key",)),
+            *(("proxy-authorization: Bearer first-key",), ("cookie: authorization=Bearer first-key",)),
+            *(("authorization : Bearer first-key",), ("authorization: Bearer", " first-key")),
         ],
         ids=str,
     )
@@ -263,10 +231,7 @@ class TestKeys:
 
     def test_nor_is_one_in_the_query(self, locked: FrontEnd) -> None:
         for query in (
-            "api_key=first-key",
-            "key=first-key",
-            "access_token=first-key",
-            "authorization=Bearer%20first-key",
+            *("api_key=first-key", "key=first-key", "access_token=first-key", "authorization=Bearer%20first-key"),
         ):
             assert ask(locked, "GET", f"/v1/models?{query}")[0] == 401
 

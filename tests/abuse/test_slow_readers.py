@@ -180,14 +180,8 @@ class TestWhatIsKept:
     @pytest.mark.parametrize(
         ("size", "kept"),
         [
-            (9, MAX_UNSENT_WRITES),
-            (200, MAX_UNSENT_WRITES),
-            (4096, MAX_UNSENT_WRITES),
-            (4097, 255),
-            (8192, 128),
-            (100_000, 10),
-            (MAX_UNSENT_BYTES // 4, 4),
-            (MAX_UNSENT_BYTES // 2, MIN_UNSENT_WRITES),
+            *((9, MAX_UNSENT_WRITES), (200, MAX_UNSENT_WRITES), (4096, MAX_UNSENT_WRITES), (4097, 255), (8192, 128)),
+            *((100_000, 10), (MAX_UNSENT_BYTES // 4, 4), (MAX_UNSENT_BYTES // 2, MIN_UNSENT_WRITES)),
             (2 * MAX_UNSENT_BYTES, MIN_UNSENT_WRITES),
         ],
     )

@@ -233,28 +233,10 @@ def deep(levels: int) -> Any:
 
 
 ODD_KWARGS: list[Any] = [
-    {},
-    {"n": 10**9},
-    {"n": 2**63},
-    {"n": -(2**63)},
-    {"n": 1e300},
-    {"": ""},
-    {"__class__": "x"},
-    {"self": 1},
-    {"loop": 1},
-    {"range": 7},
-    {"namespace": None},
-    {"raise_exception": "x"},
-    {"bos_token": "<|im_end|>"},
-    {"x": "\x00\u2028\ufffd"},
-    {"x": "x" * 10**6},
-    {"x": list(range(50_000))},
-    {f"k{i}": i for i in range(20_000)},
-    {"x" * 100_000: 1},
-    deep(50),
-    deep(400),
-    {"{{ 7 }}": "{{ 7 * 7 }}"},
-    {"caller": 1, "super": 2, "varargs": 3},
+    *({}, {"n": 10**9}, {"n": 2**63}, {"n": -(2**63)}, {"n": 1e300}, {"": ""}, {"__class__": "x"}, {"self": 1}),
+    *({"loop": 1}, {"range": 7}, {"namespace": None}, {"raise_exception": "x"}, {"bos_token": "<|im_end|>"}),
+    *({"x": "\x00\u2028\ufffd"}, {"x": "x" * 10**6}, {"x": list(range(50_000))}, {f"k{i}": i for i in range(20_000)}),
+    *({"x" * 100_000: 1}, deep(50), deep(400), {"{{ 7 }}": "{{ 7 * 7 }}"}, {"caller": 1, "super": 2, "varargs": 3}),
 ]
 
 

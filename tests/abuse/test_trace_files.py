@@ -159,34 +159,15 @@ def test_the_command_says_so_in_a_line(tmp_path: Path, content: bytes, capsys: p
 # ---- lines that lie
 
 LIES: list[tuple[str, Any]] = [
-    ("num_blocks", 2**40),
-    ("num_blocks", 2**63),
-    ("num_blocks", -1),
-    ("num_blocks", 0),
-    ("num_blocks", 1),
-    ("hash_bytes", 2**40),
-    ("hash_bytes", -1),
-    ("part", 2**40),
-    ("config", {}),
-    ("config", None),
-    ("layout", {}),
+    *(("num_blocks", 2**40), ("num_blocks", 2**63), ("num_blocks", -1), ("num_blocks", 0), ("num_blocks", 1)),
+    *(("hash_bytes", 2**40), ("hash_bytes", -1), ("part", 2**40), ("config", {}), ("config", None), ("layout", {})),
     ("layout", {"groups": []}),
 ]
 CONFIG_LIES: list[tuple[str, Any]] = [
-    ("block_size", 0),
-    ("block_size", -4),
-    ("block_size", 2**40),
-    ("max_num_seqs", 2**40),
-    ("max_num_seqs", 0),
-    ("max_num_seqs", -1),
-    ("max_num_batched_tokens", -1),
-    ("max_model_len", 2**62),
-    ("max_model_len", 0),
-    ("num_speculative_tokens", 2**40),
-    ("watermark", -5.0),
-    ("scheduling_policy", "evil"),
-    ("prefix_caching_hash_algo", "evil"),
-    ("tensor_parallel_size", 2**40),
+    *(("block_size", 0), ("block_size", -4), ("block_size", 2**40), ("max_num_seqs", 2**40), ("max_num_seqs", 0)),
+    *(("max_num_seqs", -1), ("max_num_batched_tokens", -1), ("max_model_len", 2**62), ("max_model_len", 0)),
+    *(("num_speculative_tokens", 2**40), ("watermark", -5.0), ("scheduling_policy", "evil")),
+    *(("prefix_caching_hash_algo", "evil"), ("tensor_parallel_size", 2**40)),
 ]
 
 

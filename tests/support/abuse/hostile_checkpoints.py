@@ -40,13 +40,9 @@ def shapes() -> dict[str, list[int]]:
     for layer in range(2):
         base = f"model.layers.{layer}"
         for name, rows, columns in (
-            ("self_attn.q_proj", HIDDEN, HIDDEN),
-            ("self_attn.k_proj", kv, HIDDEN),
-            ("self_attn.v_proj", kv, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, HIDDEN),
-            ("mlp.gate_proj", WIDE, HIDDEN),
-            ("mlp.up_proj", WIDE, HIDDEN),
-            ("mlp.down_proj", HIDDEN, WIDE),
+            *(("self_attn.q_proj", HIDDEN, HIDDEN), ("self_attn.k_proj", kv, HIDDEN)),
+            *(("self_attn.v_proj", kv, HIDDEN), ("self_attn.o_proj", HIDDEN, HIDDEN)),
+            *(("mlp.gate_proj", WIDE, HIDDEN), ("mlp.up_proj", WIDE, HIDDEN), ("mlp.down_proj", HIDDEN, WIDE)),
         ):
             found[f"{base}.{name}.weight"] = [rows, columns]
         found[f"{base}.input_layernorm.weight"] = [HIDDEN]
