@@ -1,4 +1,4 @@
-"""Two runs of one workload, request by request: who waited longer in the second, and for what."""
+"""Two runs of one workload, request by request: which waited longer in the second, and for what."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.launch.measure.report import Table
 from quire.launch.replay.report.figures import latency
-from quire.launch.replay.run.lives import COMPUTING, QueueHead, life, stretches
+from quire.launch.replay.run.lives import COMPUTING, QueueHead, life, stretches_by_reason
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 MOST_SHOWN = 10
@@ -32,7 +32,7 @@ class RequestDelta:
 
     Attributes:
         parts: what its end-to-end time consists of, the largest change first; the changes add up to ``e2e``.
-        preempted_for: in the second run, for whose sake it was put out, each time.
+        preempted_for: the request that got its blocks, for each preemption in the second run; ``none``: no request did.
         behind: requests of the second run that ran longest while this one waited, and how many seconds of that.
     """
 
@@ -48,12 +48,12 @@ class RequestDelta:
 
     @property
     def blame(self) -> str:
-        """Why it took longer, or less long, in words."""
+        """Why it took longer or less long, in words."""
         said = [f"{part.what} {_signed(part.change * 1e3)} ms" for part in self.parts[:3] if abs(part.change) >= 5e-7]
         if self.behind and any(part.what not in COMPUTING and part.change > 0 for part in self.parts):
             said.append("behind " + ", ".join(name for name, _ in self.behind))
         if self.preemptions:
-            times = f"put out {_signed(self.preemptions)} times"
+            times = f"preempted {_signed(self.preemptions)} times"
             said.append(
                 times + (f" (for {', '.join(dict.fromkeys(self.preempted_for))})" if self.preempted_for else "")
             )
@@ -141,7 +141,7 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
             whole[part.what][0] += part.seconds[0]
             whole[part.what][1] += part.seconds[1]
     for delta, run in [pair for pair in pairs if pair[0].e2e > 0][:MOST_SHOWN]:
-        delta.behind.extend(_who_ran_meanwhile(run, b.requests))
+        delta.behind.extend(_ran_meanwhile(run, b.requests))
     keys = dict.fromkeys([*a.settings, *b.settings])
     told = {key: (a.settings.get(key), b.settings.get(key)) for key in keys}
     return Comparison(
@@ -165,13 +165,13 @@ def _delta(a: RequestRun, b: RequestRun, heads: tuple[QueueHead, QueueHead]) -> 
         b.num_cached_tokens - a.num_cached_tokens,
         b.num_preemptions - a.num_preemptions,
         _ranked({what: (spent[0].get(what, 0.0), spent[1].get(what, 0.0)) for what in whats}),
-        [moment.other or "nobody" for moment in b.moments if moment.what == "preempt"],
+        [moment.other or "none" for moment in b.moments if moment.what == "preempt"],
     )
 
 
-def _who_ran_meanwhile(run: RequestRun, others: Sequence[RequestRun]) -> list[tuple[str, float]]:
-    """Whom it waited behind: O(requests)."""
-    waits = [(begin, end) for begin, end, what in stretches(run) if what not in COMPUTING]
+def _ran_meanwhile(run: RequestRun, others: Sequence[RequestRun]) -> list[tuple[str, float]]:
+    """Return the requests that it waited behind, and for how many seconds, the longest first. O(requests)."""
+    waits = [(begin, end) for begin, end, what in stretches_by_reason(run) if what not in COMPUTING]
     if not waits:
         return []
     shares = []
@@ -184,7 +184,7 @@ def _who_ran_meanwhile(run: RequestRun, others: Sequence[RequestRun]) -> list[tu
 
 
 def _by_name(record: RunRecord) -> dict[tuple[str, int], RequestRun]:
-    """Those that ended well, by id and by how many had that id before."""
+    """The requests that ended well, by id and by how many before had the same id."""
     counts: dict[str, int] = defaultdict(int)
     found: dict[tuple[str, int], RequestRun] = {}
     for run in record.requests:

@@ -17,7 +17,7 @@ class Latency(NamedTuple):
         ttft: from arrival to the first token.
         tpot: between tokens after the first, on average; None for an answer of one token.
         e2e: from arrival to the end.
-        queue: from arrival until it was first let in; None where a client alone has looked, who cannot know.
+        queue: from arrival to the first admission; None in the record of a client, which cannot know it.
     """
 
     ttft: float | None = None
@@ -92,7 +92,7 @@ class PrefixCache(NamedTuple):
 
 
 def prefix_cache(record: RunRecord) -> PrefixCache:
-    """Counted once per request, when it was first let in: what it finds again after a preemption is its own."""
+    """Counted once per request, at its first admission: what it finds again after a preemption is its own."""
     hit_tokens = sum(run.num_cached_tokens for run in record.requests)
     return PrefixCache(
         hit_tokens,
@@ -114,6 +114,15 @@ def weighted_percentile(sorted_counts: Sequence[tuple[float, int]], q: float) ->
         if rank <= 0:
             return value
     raise ValueError("no percentile of nothing")
+
+
+def weighted_spread(sorted_counts: Sequence[tuple[float, int]]) -> dict[str, float | None]:
+    """As ``spread``, of values given as (value, how often), ascending."""
+    count = _total(sorted_counts)
+    if not count:
+        return spread(())
+    mean = sum(value * times for value, times in sorted_counts) / count
+    return {"mean": mean, **{f"p{q}": weighted_percentile(sorted_counts, q) for q in (50, 90, 99)}}
 
 
 def _total(counts: Iterable[tuple[float, int]]) -> int:

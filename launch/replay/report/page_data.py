@@ -1,4 +1,4 @@
-"""What the page is drawn from: plain data that becomes JSON, made of nothing but the runs' records."""
+"""The data of the page: plain values that become JSON, made from the runs' records only."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from typing import Any
 from quire.launch.replay.report import bins, figures
 from quire.launch.replay.report.bins import microseconds
 from quire.launch.replay.report.compare import Comparison, compare
-from quire.launch.replay.report.stretches import STATES, run_end, stretches
+from quire.launch.replay.run.lives import STATES, run_end, stretches
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 
 MAX_REQUESTS = 20_000
 MAX_MOMENTS = 40_000
 MAX_DELAYED = 200
 MAX_TEXT = 200
-"""Ids and details are the clients' own: longer ones are cut."""
+"""Ids and details come from clients; longer ones are cut."""
 
 
 def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def _run(record: RunRecord, latency: dict[str, list[float]], end: float, num_run
         "equal": record.decisions_equal,
         "difference": None if record.first_difference is None else _told(record.first_difference),
         "facts": _facts(record),
-        "latency": {name: figures.spread(values) for name, values in latency.items()} | {"itl": _itl_spread(record)},
+        "latency": {name: figures.spread(values) for name, values in latency.items()}
+        | {"itl": figures.weighted_spread(record.itl)},
         "steps": bins.bin_steps(record.steps, _preemption_times(record)),
         "hits": bins.hit_rates(record.requests, _begin(record), end),
         "reasons": _reasons(record),
@@ -118,20 +119,12 @@ def _facts(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _itl_spread(record: RunRecord) -> dict[str, float | None]:
-    total = sum(count for _, count in record.itl)
-    if not total:
-        return figures.spread([])
-    made: dict[str, float | None] = {"mean": sum(gap * count for gap, count in record.itl) / total}
-    return made | {f"p{q}": figures.weighted_percentile(record.itl, q) for q in (50, 90, 99)}
-
-
 def _preemption_times(record: RunRecord) -> list[float]:
     return [moment.time for run in record.requests for moment in run.moments if moment.what == "preempt"]
 
 
 def _reasons(record: RunRecord) -> list[tuple[str, int, int]]:
-    """(reason, preemptions, requests that it met) of what the requests' moments tell, most first."""
+    """(reason, preemptions, preempted requests), the most frequent first."""
     counts: Counter[str] = Counter()
     met: dict[str, set[int]] = {}
     for number, run in enumerate(record.requests):
@@ -143,14 +136,14 @@ def _reasons(record: RunRecord) -> list[tuple[str, int, int]]:
 
 
 class _Words:
-    """Numbers for strings that come again and again."""
+    """Numbers for strings that are repeated."""
 
     def __init__(self) -> None:
         self.known: list[str] = []
         self._numbers: dict[str, int] = {}
 
     def number(self, word: str) -> int:
-        """-1 for the empty one."""
+        """Return its number, -1 for the empty word."""
         if not word:
             return -1
         word = cut(word)
@@ -165,7 +158,7 @@ def cut(text: str) -> str:
 
 
 def _kept_moments(requests: Sequence[RequestRun], most: int) -> tuple[list[list[Moment]], int]:
-    """Per request at most its share of ``most``; why it waited is left out before what was done to it."""
+    """Return at most ``most`` moments, per request, and how many are left out; reasons to wait are the first."""
     total = sum(len(run.moments) for run in requests)
     if total <= most:
         return [run.moments for run in requests], 0
@@ -186,10 +179,10 @@ def _kept_moments(requests: Sequence[RequestRun], most: int) -> tuple[list[list[
 def _requests(
     requests: Sequence[RequestRun], moments: Sequence[Sequence[Moment]], end: float, words: _Words
 ) -> dict[str, list[Any]]:
-    """Columns. Times but ``arrival`` are from it on, -1 where there is none.
+    """Columns. All times but ``arrival`` count from it; -1: none.
 
     ``stretches``: state, microseconds, state, ... without gaps; ``moments``: time, what, reason, other, ..., where
-    other is a request's index, -1 for nobody, or -2 - the number of a word.
+    other is a request's index, -1 for none, or -2 - the number of a word.
     """
     numbers = {run.request_id: number for number, run in enumerate(requests)}
 

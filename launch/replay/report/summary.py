@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from quire.launch.measure.report import Table, rounded
@@ -10,7 +10,7 @@ from quire.launch.replay.report.figures import (
     prefix_cache,
     sorted_latencies,
     spread,
-    weighted_percentile,
+    weighted_spread,
 )
 from quire.launch.replay.run.run_record import RunRecord
 
@@ -20,14 +20,14 @@ LATENCY_WORDS = {
     "tpot": "time per output token, ms",
     "itl": "between tokens, ms",
     "e2e": "end to end, ms",
-    "queue": "waiting to be let in, ms",
+    "queue": "waiting in the queue, ms",
 }
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
     """All figures of a run, JSON's types only.
 
-    ``prefix_cache`` counts each request once, when it was first let in; its ``input_tokens`` are of all requests, the
+    ``prefix_cache`` counts each request once, at its first admission; its ``input_tokens`` are of all requests, the
     rejected ones too. ``latency_ms`` is of the requests that ended well; percentiles are nearest-rank. Null is what
     there is nothing of, and what a client of a real server cannot see. Of two runs of the same, only ``wall_s`` and
     ``speedup`` differ.
@@ -62,7 +62,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "first_difference": record.first_difference,
         "notes": list(record.notes),
     }
-    figures["latency_ms"]["itl"] = _itl(record.itl)
+    figures["latency_ms"]["itl"] = weighted_spread(record.itl)
     found: dict[str, Any] = rounded({**record.extra, **figures})
     return found
 
@@ -157,14 +157,6 @@ def _throughput(record: RunRecord) -> dict[str, float | None]:
 def _step_milliseconds(record: RunRecord) -> dict[str, float | None]:
     steps = record.steps
     return spread(sorted((end - begin) * 1e3 for begin, end in zip(steps.begin, steps.end, strict=True)))
-
-
-def _itl(gaps: Sequence[tuple[float, int]]) -> dict[str, float | None]:
-    count = sum(tokens for _, tokens in gaps)
-    if not count:
-        return spread(())
-    mean = sum(gap * tokens for gap, tokens in gaps) / count
-    return {"mean": mean, **{f"p{q}": weighted_percentile(gaps, q) for q in (50, 90, 99)}}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Moment(NamedTuple):
-    """Something that happened to a request. ``what``: wait, preempt, resume; ``other``: for whose sake."""
+    """An event of a request. ``what``: wait, preempt, resume; ``other``: the request that got its blocks."""
 
     time: float
     what: str
@@ -24,8 +24,8 @@ class RequestRun:
     """One request's life; times are seconds from the run's start, -1 while they have not come.
 
     Attributes:
-        scheduled: it was first let in.
-        num_cached_tokens: of its prompt, found in the prefix cache when it was first let in.
+        scheduled: its first admission.
+        num_cached_tokens: of its prompt, found in the prefix cache at its first admission.
         finish: OpenAI's word for how it ended (stop, length, abort, error), or rejected; empty: it had not.
         finish_detail: why it was rejected or failed.
     """

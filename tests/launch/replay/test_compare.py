@@ -1,4 +1,4 @@
-"""Two runs compared: what a request's time went to, whom it waited behind, and that the parts add up."""
+"""Two runs compared: what a request's time went to, which requests it waited behind, and that the parts add up."""
 
 import json
 import random
@@ -44,7 +44,12 @@ def test_a_life_is_waiting_by_reason_then_prefill_then_decode() -> None:
     }
 
 
-def test_who_stands_behind_another_waits_for_what_that_one_waits_for() -> None:
+def test_a_request_that_is_preempted_in_the_step_that_admits_it_waits_on() -> None:
+    moments = [Moment(2.0, "preempt", "itself", "a"), Moment(2.0, "wait", "kv_blocks"), Moment(5.0, "resume", "")]
+    assert life(ended("a", 0.0, 2.0, 3.0, 6.0, moments=moments)) == {"queued": 2.0, "kv_blocks": 3.0, "decode": 1.0}
+
+
+def test_a_request_behind_another_waits_for_what_the_first_waits_for() -> None:
     first = ended("first", 0.0, 6.0, 7.0, 8.0)
     first.moments = [Moment(1.0, "wait", "kv_blocks"), Moment(4.0, "wait", "max_num_seqs")]
     second = ended("second", 2.0, 9.0, 9.5, 10.0, moments=[Moment(8.5, "wait", "kv_blocks")])
@@ -62,7 +67,7 @@ def test_who_stands_behind_another_waits_for_what_that_one_waits_for() -> None:
     assert QueueHead([]).seconds(0.0, 1.0) == {}
 
 
-def test_who_waited_longer_why_and_behind_whom() -> None:
+def test_requests_that_waited_longer_have_a_reason() -> None:
     first = RunRecord(title="first", settings={"block_size": 16, "watermark": 0.0})
     second = RunRecord(title="second", settings={"block_size": 32, "watermark": 0.0})
     first.requests = [ended("a", 0, 0, 1, 2), ended("b", 0, 0.5, 1, 3, num_cached_tokens=64), ended("gone", 0, 0, 1, 2)]
@@ -80,7 +85,7 @@ def test_who_waited_longer_why_and_behind_whom() -> None:
     assert [(part.what, part.seconds) for part in worst.parts][:2] == [("kv_blocks", (0, 3.5)), ("preempted", (0, 0.5))]
     assert worst.behind == [("late", 3.0), ("a", 2.0)]
     assert worst.preempted_for == ["a"]
-    for words in ("kv_blocks +3,500 ms", "behind late, a", "put out +1 times (for a)", "-64 cached tokens"):
+    for words in ("kv_blocks +3,500 ms", "behind late, a", "preempted +1 times (for a)", "-64 cached tokens"):
         assert words in worst.blame
     assert (found.only_first, found.only_second) == (["gone"], ["late"])
     told = found.as_dict()
