@@ -18,7 +18,6 @@ from quire.kernels.attention.attention_plan import (
     Section,
     allocate_scratch,
     check_options,
-    local_kind,
 )
 from quire.kernels.attention.attention_tiles import KEY_ALIGN, AttentionShape, device_capability, next_power_of_two
 from quire.kernels.attention.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, Cut, Visible
@@ -118,7 +117,6 @@ def plan_decode(
     seq_lens: torch.Tensor,
     *,
     window: int = 0,
-    chunk: int = 0,
     prefix: PrefixPass | None = None,
 ) -> AttentionPlan:
     """Plan a step from device tensors: one launch, no copy, no wait.
@@ -134,7 +132,7 @@ def plan_decode(
         RuntimeError: Triton cannot launch here.
     """
     limits = buffers.limits
-    visible = Visible(window, chunk, prefix.prefix_len if prefix else 0)
+    visible = Visible(window, prefix.prefix_len if prefix else 0)
     check_options(visible, limits.cut.fixed_split, limits.cut.min_piece)
     device = buffers.pieces.device
     check_tensor("seq_lens", seq_lens, {"num_rows": None}, (torch.int32,), device)
@@ -165,9 +163,9 @@ def plan_decode(
     )
 
 
-def plan_constants(local: str, max_rows: int) -> dict[str, Any]:
+def plan_constants(windowed: bool, max_rows: int) -> dict[str, Any]:
     """What the planning kernel is compiled for; shared with the test that compiles it ahead."""
-    return {"LOCAL": local, "KEY_ALIGN": KEY_ALIGN, "TILE_ROWS": max(16, next_power_of_two(max_rows))}
+    return {"WINDOWED": windowed, "KEY_ALIGN": KEY_ALIGN, "TILE_ROWS": max(16, next_power_of_two(max_rows))}
 
 
 def plan_options(max_rows: int) -> dict[str, int]:
@@ -195,14 +193,14 @@ def _launch_plan(
         len(pieces),
         len(merges),
         limits.tile_tokens,
-        visible.window or visible.chunk,
+        visible.window,
         visible.prefix_len,
         prefix.num_partials if prefix else 0,
         prefix.num_slots if prefix else 0,
         limits.cut.capacity,
         limits.cut.min_piece,
         limits.cut.fixed_split,
-        **plan_constants(local_kind(visible), limits.max_rows),
+        **plan_constants(visible.window > 0, limits.max_rows),
         **plan_options(limits.max_rows),
     )
 

@@ -77,7 +77,7 @@ class AttentionPlan:
     """What ``paged_attention`` launches, for layers of one ``shape`` and with one window.
 
     Attributes:
-        visible: window, chunk and common prefix.
+        visible: window and common prefix.
         num_rows: rows of the batch.
         num_tokens: tokens of all rows without padding; None: not known on the host.
         merges: int32 ``[num_merges, 4]`` on the device, columns ``attention_work.MERGE_COLUMNS``.
@@ -133,7 +133,6 @@ def plan_attention(
     device: torch.device,
     *,
     window: int = 0,
-    chunk: int = 0,
     common_prefix_len: int = 0,
     fixed_split: int = 0,
     programs: int | None = None,
@@ -144,9 +143,9 @@ def plan_attention(
 
     Args:
         query_lens, seq_lens: int32 ``[num_rows]``, on the host. A row may be empty.
-        window, chunk: what a token sees, as ``attention_work.Visible``; one of the two.
+        window: tokens that a token sees, as ``attention_work.Visible``; 0: all.
         common_prefix_len: keys that all rows have in the same blocks: attended to once for all. A multiple of the
-            block size, without window or chunk.
+            block size, without a window.
         fixed_split: 0, or deterministic: cut at multiples of this and nowhere else (``paged_attention`` says what it
             guarantees).
         programs: how many fill the device; None: from its multiprocessors.
@@ -156,7 +155,7 @@ def plan_attention(
     Raises:
         ValueError: lengths or options that contradict each other.
     """
-    visible = Visible(window, chunk, common_prefix_len)
+    visible = Visible(window, common_prefix_len)
     check_options(visible, fixed_split, min_piece)
     lens, seqs = query_lens.astype(np.int64), seq_lens.astype(np.int64)
     if len(lens) != len(seqs) or (lens > seqs).any():
@@ -217,11 +216,6 @@ def plan_prefix(
     return PrefixPass(section, num_tokens, prefix_len, num_partials)
 
 
-def local_kind(visible: Visible) -> str:
-    """The kernels' constant LOCAL."""
-    return "window" if visible.window else "chunk" if visible.chunk else ""
-
-
 class PlanMaker:
     """What the plans of one shape on one device have in common."""
 
@@ -277,11 +271,11 @@ def _to_device(tables: list[Table], device: torch.device) -> list[torch.Tensor]:
 
 def check_options(visible: Visible, fixed_split: int, min_piece: int) -> None:
     """Raises ValueError: options of a plan that contradict each other."""
-    window, chunk, prefix_len = visible.window, visible.chunk, visible.prefix_len
-    if min(window, chunk, prefix_len, fixed_split) < 0 or (window and chunk):
-        raise ValueError(f"window {window} and chunk {chunk}: give one of them at most, and nothing negative")
-    if prefix_len and (window or chunk or fixed_split):
-        raise ValueError("common_prefix_len: not together with a window, a chunk or a fixed split")
+    if min(visible.window, visible.prefix_len, fixed_split) < 0:
+        sizes = f"window {visible.window}, common_prefix_len {visible.prefix_len}, fixed_split {fixed_split}"
+        raise ValueError(f"{sizes}: none may be negative")
+    if visible.prefix_len and (visible.window or fixed_split):
+        raise ValueError("common_prefix_len: not together with a window or a fixed split")
     if fixed_split % KEY_ALIGN:
         raise ValueError(f"fixed_split: {fixed_split} is not a multiple of {KEY_ALIGN}")
     if min_piece <= 0 or min_piece % KEY_ALIGN:

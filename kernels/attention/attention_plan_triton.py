@@ -18,14 +18,14 @@ def plan_kernel(
     max_pieces,
     max_merges,
     tile_tokens,
-    reach,
+    window,
     prefix_len,
     num_prefix,
     first_slot,
     capacity,
     min_piece,
     fixed_split,
-    LOCAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     KEY_ALIGN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
@@ -41,10 +41,8 @@ def plan_kernel(
     has_tile = (query_len > 0) & (query_len <= tile_tokens)
     position = seq_len - query_len
     first_key = tl.zeros_like(position)
-    if LOCAL == "window":
-        first_key = position - (reach - 1)
-    if LOCAL == "chunk":
-        first_key = position - position % reach
+    if WINDOWED:
+        first_key = position - (window - 1)
     first_key = tl.maximum(first_key, prefix_len)
 
     unit = tl.where(fixed_split > 0, fixed_split, KEY_ALIGN)

@@ -36,20 +36,16 @@ class Visible:
 
     Attributes:
         window: tokens that it sees, itself included; 0: all.
-        chunk: it sees those of its own chunk of this many; 0: all.
         prefix_len: keys that a pass over the rows' common prefix takes care of.
     """
 
     window: int = 0
-    chunk: int = 0
     prefix_len: int = 0
 
     def first_key(self, position: Int) -> Int:
         first = np.zeros_like(position)
         if self.window:
             first = position - (self.window - 1)
-        elif self.chunk:
-            first = position - position % self.chunk
         return np.maximum(first, self.prefix_len)
 
 

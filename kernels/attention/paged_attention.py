@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.attention.attention_plan import AttentionPlan, Section, local_kind
+from quire.kernels.attention.attention_plan import AttentionPlan, Section
 from quire.kernels.attention.attention_tiles import (
     KEY_ALIGN,
     MOST_HEAD_DIM,
@@ -25,7 +25,7 @@ from quire.kernels.attention.attention_tiles import (
     next_power_of_two,
     tiles_of,
 )
-from quire.kernels.common.checks import CacheLayout, check_kv_cache, check_scale, check_tensor, nhd_view
+from quire.kernels.common.checks import check_kv_cache, check_scale, check_tensor
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
 from quire.kernels.common.triton_runtime import require_launchable
 
@@ -52,39 +52,33 @@ def paged_attention_reference(
     scale: float,
     *,
     window: int = 0,
-    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    layout: CacheLayout = "NHD",
 ) -> torch.Tensor:
     """What ``paged_attention`` computes, in plain torch and float64; they agree within ``TOLERANCES``.
 
-    ``window`` and ``chunk`` are those of the plan.
+    ``window`` is that of the plan.
     """
-    cache = nhd_view(kv_cache, layout)
-    block_size, num_kv_heads = cache.shape[2:4]
+    block_size, num_kv_heads = kv_cache.shape[2:4]
     group = query.shape[1] // num_kv_heads
     out = torch.zeros_like(query)
     for row, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         seq_len = int(seq_lens[row])
         at = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
-        lowest = at - window + 1 if window else at - at % chunk if chunk else torch.zeros_like(at)
+        lowest = at - window + 1 if window else torch.zeros_like(at)
         first = max(0, int(lowest.min())) if len(at) else seq_len
         position = torch.arange(first, seq_len, device=query.device)
         block_id = block_table[row, position // block_size].long()
-        gathered = as_bits(cache)[:, block_id, position % block_size].view(cache.dtype)
-        key, value = gathered.to(torch.float32).double() if cache.dtype in FP8_DTYPES else gathered.double()
+        gathered = as_bits(kv_cache)[:, block_id, position % block_size].view(kv_cache.dtype)
+        key, value = gathered.to(torch.float32).double() if kv_cache.dtype in FP8_DTYPES else gathered.double()
         key = key if k_scale is None else key * k_scale.double()[:, None]
         value = value if v_scale is None else value * v_scale.double()[:, None]
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[start:end].double(), key) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        if alibi_slopes is not None:
-            scores = scores + alibi_slopes.double()[:, None, None] * (position - at)
         scores = scores.masked_fill((position > at) | (position < lowest), -math.inf)
         if sinks is not None:
             sink = sinks.double()[:, None, None].expand(-1, end - start, 1)
@@ -105,10 +99,8 @@ def paged_attention(
     *,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    layout: CacheLayout = "NHD",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend, by the Triton kernels. The last ``query_len`` of a row's ``seq_len`` tokens are its query.
@@ -121,7 +113,8 @@ def paged_attention(
 
     Args:
         query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_dim]``, tokens and heads possibly strided.
-        kv_cache: query's dtype, float8_e4m3fn or float8_e5m2, in ``layout``, with this step's tokens written.
+        kv_cache: query's dtype, float8_e4m3fn or float8_e5m2
+            ``[2, num_blocks, block_size, num_kv_heads, head_dim]``, with this step's tokens written.
         block_table: int32 ``[num_rows, max_blocks]``, read up to each row's ``ceil(seq_len / block_size)``, and not
             left of what the row's first query sees.
         query_start_loc: int32 ``[num_rows + 1]``.
@@ -130,7 +123,6 @@ def paged_attention(
         scale: factor on the scores.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay.
         sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it.
-        alibi_slopes: float32 ``[num_heads]``: ``slope * (key position - query position)`` is added, after the cap.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``: factors on an fp8 cache; None: 1.
         out: where to write, as the result; padding behind the last row is left as it is.
 
@@ -141,17 +133,15 @@ def paged_attention(
         ValueError: a tensor does not have the shape, dtype or place above, or the plan is for something else.
         RuntimeError: Triton cannot launch here.
     """
-    shape = _check_shape(query, kv_cache, layout)
+    shape = _check_shape(query, kv_cache)
     _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
-    _check_extras(query, kv_cache, sinks, alibi_slopes, k_scale, v_scale, layout, out)
+    _check_extras(query, kv_cache, sinks, k_scale, v_scale, out)
     require_launchable(query.device.type)
     if out is None:
         allocate = torch.empty if plan.num_tokens == len(query) else torch.zeros
         out = allocate(query.shape, dtype=query.dtype, device=query.device)
-    cache = nhd_view(kv_cache, layout)
     call = _Call(
-        query, cache, block_table, query_start_loc, seq_lens, plan, out, scale, soft_cap, sinks, alibi_slopes,
-        k_scale, v_scale,
+        query, kv_cache, block_table, query_start_loc, seq_lens, plan, out, scale, soft_cap, sinks, k_scale, v_scale,
     )  # fmt: skip
     for section in plan.sections if plan.num_rows else ():
         if len(section.pieces):
@@ -163,7 +153,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The checked arguments of ``paged_attention``; ``cache`` seen as NHD."""
+    """The checked arguments of ``paged_attention``."""
 
     query: torch.Tensor
     cache: torch.Tensor
@@ -175,7 +165,6 @@ class _Call:
     scale: float
     soft_cap: float
     sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
 
@@ -199,13 +188,12 @@ def _attend(call: _Call, section: Section) -> None:
         plan.scratch.acc,
         plan.scratch.stats,
         call.sinks,
-        call.alibi_slopes,
         call.k_scale,
         call.v_scale,
         # Where there is a cap the kernel takes exp2 of this times the product, for a tanh of half the exponent.
         (2 / cap if cap else 1) * call.scale * LOG2_E,
         cap * LOG2_E,
-        plan.visible.window or plan.visible.chunk,
+        plan.visible.window,
         plan.num_rows,
         shape.num_kv_heads,
         section.tile_tokens,
@@ -247,9 +235,9 @@ def launch_constants(
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
         "BLOCK_SIZE": block_size,
-        "LOCAL": local_kind(plan.visible),
+        "WINDOWED": plan.visible.window > 0,
         "SHARED": section.shared,
-        "LEAD": local_kind(plan.visible) != "" or plan.visible.prefix_len % KEY_ALIGN != 0,
+        "LEAD": plan.visible.window > 0 or plan.visible.prefix_len % KEY_ALIGN != 0,
         "WHOLE_TILES": section.regime == "prefill",
         "SEGMENT": plan.fixed_split,
         "TILE_LANES": tiles.lanes,
@@ -278,14 +266,14 @@ def merge_constants(head_dim: int, fixed_split: int) -> dict[str, Any]:
     }
 
 
-def _check_shape(query: torch.Tensor, kv_cache: torch.Tensor, layout: CacheLayout) -> AttentionShape:
+def _check_shape(query: torch.Tensor, kv_cache: torch.Tensor) -> AttentionShape:
     query_dims = {"num_tokens": None, "num_heads": None, "head_dim": None}
     check_tensor("query", query, query_dims, QUERY_DTYPES, query.device)
     _, num_heads, head_dim = query.shape
     if not 0 < head_dim <= MOST_HEAD_DIM:
         raise ValueError(f"query: dimension 2 (head_dim) is {head_dim}, not in [1, {MOST_HEAD_DIM}]")
-    check_kv_cache(kv_cache, None, head_dim, query, layout, (query.dtype, *FP8_DTYPES))
-    num_kv_heads = nhd_view(kv_cache, layout).shape[3]
+    check_kv_cache(kv_cache, None, head_dim, query, (query.dtype, *FP8_DTYPES))
+    num_kv_heads = kv_cache.shape[3]
     if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
         raise ValueError(f"query: dimension 1 (num_heads) is {num_heads}, not a multiple of {num_kv_heads} KV heads")
     return AttentionShape(num_heads, num_kv_heads, head_dim, query.dtype)
@@ -319,19 +307,15 @@ def _check_extras(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    layout: CacheLayout,
     out: torch.Tensor | None,
 ) -> None:
-    per_head = {"num_heads": query.shape[1]}
-    for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if tensor is not None:
-            check_tensor(name, tensor, per_head, (torch.float32,), query.device)
+    if sinks is not None:
+        check_tensor("sinks", sinks, {"num_heads": query.shape[1]}, (torch.float32,), query.device)
     if kv_cache.dtype not in FP8_DTYPES and not (k_scale is None and v_scale is None):
         raise ValueError(f"k_scale, v_scale: a cache of {kv_cache.dtype} has no scales")
-    num_kv_heads = nhd_view(kv_cache, layout).shape[3]
+    num_kv_heads = kv_cache.shape[3]
     check_scale("k_scale", k_scale, num_kv_heads, query.device)
     check_scale("v_scale", v_scale, num_kv_heads, query.device)
     if out is not None:

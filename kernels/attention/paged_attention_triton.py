@@ -18,81 +18,75 @@ def finite_or_zero(maximum):
 
 
 @triton.jit
+def load_tile(
+    cache, key_start, piece_start, piece_end,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of the tile at ``key_start`` as the cache has them, each ``[TILE_KEYS, TILE_DIMS]``.
+
+    ``cache``: the row's block table, the head's cache, and strides of the cache's parts, blocks and slots.
+    """
+    row_blocks, head_cache, kv_stride, block_stride, slot_stride = cache
+    dim = tl.arange(0, TILE_DIMS)
+    offset = tl.arange(0, TILE_KEYS)
+    key = key_start + offset
+    in_piece = (key >= piece_start) & (key < piece_end)
+    if BLOCK_SIZE % TILE_KEYS == 0:
+        # Some key of the tile is in the piece, and all of them are in one block.
+        block_id = tl.load(row_blocks + key_start // BLOCK_SIZE).to(tl.int64)
+        slot_offset = block_id * block_stride + (key_start % BLOCK_SIZE + offset) * slot_stride
+    else:
+        entry = row_blocks + key // BLOCK_SIZE
+        if MASKED:
+            block_id = tl.load(entry, mask=in_piece, other=0).to(tl.int64)
+        else:
+            block_id = tl.load(entry).to(tl.int64)
+        slot_offset = block_id * block_stride + (key % BLOCK_SIZE) * slot_stride
+    key_ptr = head_cache + slot_offset[:, None] + dim[None, :]
+    # Zeros and not what the memory holds: 0 times a NaN of an unwritten slot would be a NaN in the sum.
+    if MASKED:
+        load_key = in_piece[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(key_ptr, mask=load_key, other=0)
+        v = tl.load(key_ptr + kv_stride, mask=load_key, other=0)
+    elif HEAD_DIM != TILE_DIMS:
+        k = tl.load(key_ptr, mask=(dim < HEAD_DIM)[None, :], other=0)
+        v = tl.load(key_ptr + kv_stride, mask=(dim < HEAD_DIM)[None, :], other=0)
+    else:
+        k = tl.load(key_ptr)
+        v = tl.load(key_ptr + kv_stride)
+    return k, v
+
+
+@triton.jit
 def attend_keys(
-    acc,
-    maximum,
-    total,
-    q,
-    begin,
-    end,
-    piece_start,
-    piece_end,
-    position,
-    lowest,
-    slope,
-    row_blocks,
-    head_cache,
-    cache_kv_stride,
-    cache_block_stride,
-    cache_slot_stride,
-    factor,
-    cap,
-    MASKED: tl.constexpr,
-    LOCAL: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    CACHE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    TILE_DIMS: tl.constexpr,
-):
+    state, q, begin, end, piece_start, piece_end, position, lowest, cache, factor, cap,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+):  # fmt: skip
     """Online softmax over the keys ``[begin, end)`` of a row, from ``begin``, a multiple of TILE_KEYS.
 
+    ``state``: the lanes' sums of weighted values, largest scores, and sums of weights; returned brought forward.
     MASKED: some lane does not see some of these keys, or they are not all in ``[piece_start, piece_end)``, outside of
     which neither keys nor block table are read.
     """
-    dim = tl.arange(0, TILE_DIMS)
+    acc, maximum, total = state
     for key_start in range(begin, end, TILE_KEYS):
-        offset = tl.arange(0, TILE_KEYS)
-        key = key_start + offset
-        in_piece = (key >= piece_start) & (key < piece_end)
-        if BLOCK_SIZE % TILE_KEYS == 0:
-            # Some key of the tile is in the piece, and all of them are in one block.
-            block_id = tl.load(row_blocks + key_start // BLOCK_SIZE).to(tl.int64)
-            slot_offset = block_id * cache_block_stride + (key_start % BLOCK_SIZE + offset) * cache_slot_stride
-        else:
-            entry = row_blocks + key // BLOCK_SIZE
-            if MASKED:
-                block_id = tl.load(entry, mask=in_piece, other=0).to(tl.int64)
-            else:
-                block_id = tl.load(entry).to(tl.int64)
-            slot_offset = block_id * cache_block_stride + (key % BLOCK_SIZE) * cache_slot_stride
-        key_ptr = head_cache + slot_offset[:, None] + dim[None, :]
-        # Zeros and not what the memory holds: 0 times a NaN of an unwritten slot would be a NaN in the sum.
-        if MASKED:
-            load_key = in_piece[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(key_ptr, mask=load_key, other=0)
-            v = tl.load(key_ptr + cache_kv_stride, mask=load_key, other=0)
-        elif HEAD_DIM != TILE_DIMS:
-            k = tl.load(key_ptr, mask=(dim < HEAD_DIM)[None, :], other=0)
-            v = tl.load(key_ptr + cache_kv_stride, mask=(dim < HEAD_DIM)[None, :], other=0)
-        else:
-            k = tl.load(key_ptr)
-            v = tl.load(key_ptr + cache_kv_stride)
+        k, v = load_tile(
+            cache, key_start, piece_start, piece_end, MASKED, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS
+        )  # fmt: skip
         if CACHE != "same":
             k = decode_fp8(k, CACHE == "e5m2").to(q.dtype)
             v = decode_fp8(v, CACHE == "e5m2").to(q.dtype)
-
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
         if SOFT_CAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1), and 1 far before exp2 overflows.
             scores = cap - 2 * cap / (tl.exp2(tl.minimum(scores, 100.0)) + 1)
-        if ALIBI:
-            scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if MASKED:
+            key = key_start + tl.arange(0, TILE_KEYS)
+            in_piece = (key >= piece_start) & (key < piece_end)
             visible = in_piece[None, :] & (key[None, :] <= position[:, None])
-            if LOCAL:
+            if WINDOWED:
                 visible = visible & (key[None, :] >= lowest[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
@@ -103,6 +97,59 @@ def attend_keys(
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         maximum = new_maximum
     return acc, maximum, total
+
+
+@triton.jit
+def attend_segments(
+    state, q, begin, end, piece_start, position, lowest, cache, factor, cap,
+    SEGMENT: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys between multiples of SEGMENT on their own, then fold them in, from left to right."""
+    acc, maximum, total = state
+    for segment in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
+        nothing = (tl.zeros_like(acc), tl.full(maximum.shape, float("-inf"), tl.float32), tl.zeros_like(total))
+        part, part_maximum, part_total = attend_keys(
+            nothing, q, tl.maximum(begin, segment), tl.minimum(end, segment + SEGMENT), piece_start, end,
+            position, lowest, cache, factor, cap,
+            True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+        )  # fmt: skip
+        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+    return acc, maximum, total
+
+
+@triton.jit
+def attend_whole(
+    state, q, begin, end, piece_start, in_tile, position, lowest, cache, factor, cap,
+    WHOLE_TILES: tl.constexpr, LEAD: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys in one go; of WHOLE_TILES those that all lanes see without masks, the others around them."""
+    whole_begin = begin
+    whole_end = begin
+    if WHOLE_TILES:
+        if LEAD:
+            seen_from = tl.maximum(piece_start, tl.max(tl.where(in_tile, lowest, 0)))
+            whole_begin = tl.cdiv(seen_from, TILE_KEYS) * TILE_KEYS
+        seen_to = tl.minimum(end, tl.min(tl.where(in_tile, position, end)) + 1)
+        whole_end = seen_to // TILE_KEYS * TILE_KEYS
+        if whole_end <= whole_begin:
+            whole_begin = begin
+            whole_end = begin
+        if LEAD:
+            state = attend_keys(
+                state, q, begin, whole_begin, piece_start, end, position, lowest, cache, factor, cap,
+                True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+            )  # fmt: skip
+        state = attend_keys(
+            state, q, whole_begin, whole_end, piece_start, end, position, lowest, cache, factor, cap,
+            False, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+        )  # fmt: skip
+    return attend_keys(
+        state, q, whole_end, end, piece_start, end, position, lowest, cache, factor, cap,
+        True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -128,72 +175,34 @@ def finish(acc, maximum, total, sink, SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "tile_tokens", "lane_chunks"])
 def attention_kernel(
-    query,
-    kv_cache,
-    block_table,
-    query_start_loc,
-    seq_lens,
-    positions,
-    pieces,
-    out,
-    partial_acc,
-    partial_stats,
-    sinks,
-    alibi_slopes,
-    k_scale,
-    v_scale,
-    factor,
-    cap,
-    reach,
-    num_rows,
-    num_kv_heads,
-    tile_tokens,
-    lane_chunks,
-    query_token_stride,
-    query_head_stride,
-    cache_kv_stride,
-    cache_block_stride,
-    cache_slot_stride,
-    cache_head_stride,
-    block_table_stride,
-    out_token_stride,
-    out_head_stride,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LOCAL: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    CACHE: tl.constexpr,
-    K_SCALE_STRIDE: tl.constexpr,
-    V_SCALE_STRIDE: tl.constexpr,
-    SHARED: tl.constexpr,
-    LEAD: tl.constexpr,
-    WHOLE_TILES: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    TILE_LANES: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    TILE_DIMS: tl.constexpr,
-):
+    query, kv_cache, block_table, query_start_loc, seq_lens, positions, pieces,
+    out, partial_acc, partial_stats, sinks, k_scale, v_scale,
+    factor, cap, window, num_rows, num_kv_heads, tile_tokens, lane_chunks,
+    query_token_stride, query_head_stride,
+    cache_kv_stride, cache_block_stride, cache_slot_stride, cache_head_stride,
+    block_table_stride, out_token_stride, out_head_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
+    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
+    SHARED: tl.constexpr, LEAD: tl.constexpr, WHOLE_TILES: tl.constexpr, SEGMENT: tl.constexpr,
+    TILE_LANES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+):  # fmt: skip
     """A program: one chunk of the lanes of one piece (``attention_work.PIECE_COLUMNS``), for one KV head.
 
     A lane is one query vector: one token with one of the GROUP query heads that share the KV head. A tile has
     ``tile_tokens * GROUP`` lanes, of which a program takes TILE_LANES.
 
-    LOCAL: "" or which meaning ``reach`` has, "window" or "chunk". SHARED: tokens are counted in the step and not in a
-    row, and ``positions`` tells where they stand. WHOLE_TILES: keys that all lanes see go through a loop without masks,
-    with masked ones after it and, where LEAD, before it. SEGMENT: keys between its multiples are attended to on their
-    own and then folded in; 0: all in one go.
+    SHARED: tokens are counted in the step and not in a row, and ``positions`` tells where they stand. WHOLE_TILES: keys
+    that all lanes see go through a loop without masks, with masked ones after it and, where LEAD, before it. SEGMENT:
+    keys between its multiples are attended to on their own and then folded in; 0: all in one go.
     """
     kv_head = tl.program_id(0) % num_kv_heads
     chunk = tl.program_id(0) // num_kv_heads % lane_chunks
     piece = pieces + (tl.program_id(0) // num_kv_heads // lane_chunks) * 5
-    key_start = tl.load(piece + 2)
-    key_end = tl.load(piece + 3)
+    key_start, key_end = tl.load(piece + 2), tl.load(piece + 3)
     if key_end <= key_start:
         return
-    row = tl.load(piece)
-    tile_start = tl.load(piece + 1)
-    slot = tl.load(piece + 4)
+    row, tile_start, slot = tl.load(piece), tl.load(piece + 1), tl.load(piece + 4)
     if SHARED:
         row_start = 0
         query_len = tl.load(query_start_loc + num_rows)
@@ -205,8 +214,7 @@ def attention_kernel(
         return
 
     lane = lane_start + tl.arange(0, TILE_LANES)
-    token = tile_start + lane // GROUP
-    head = kv_head * GROUP + lane % GROUP
+    token, head = tile_start + lane // GROUP, kv_head * GROUP + lane % GROUP
     # Lanes outside the tile or the row are computed along with zeros for a query, and not stored.
     in_tile = (lane < tile_tokens * GROUP) & (token < query_len)
     dim = tl.arange(0, TILE_DIMS)
@@ -221,65 +229,30 @@ def attention_kernel(
     else:
         position = tl.load(seq_lens + row) - query_len + token
     lowest = tl.zeros_like(position)
-    if LOCAL == "window":
-        lowest = tl.maximum(position - (reach - 1), 0)
-    if LOCAL == "chunk":
-        lowest = position - position % reach
     end = tl.minimum(key_end, tl.max(tl.where(in_tile, position, -1)) + 1)
-    if LOCAL != "":
+    if WINDOWED:
+        lowest = tl.maximum(position - (window - 1), 0)
         # Left of all windows the block table may hold anything.
         key_start = tl.maximum(key_start, tl.min(tl.where(in_tile, lowest, key_end)))
     begin = key_start // TILE_KEYS * TILE_KEYS
     end = tl.where(key_start < end, end, begin)
 
-    ALIBI: tl.constexpr = alibi_slopes is not None
-    slope = tl.zeros([TILE_LANES], tl.float32)
-    if ALIBI:
-        slope = tl.load(alibi_slopes + head, mask=in_tile, other=0.0) * 1.4426950408889634
     if k_scale is not None:
         factor = factor * tl.load(k_scale + kv_head * K_SCALE_STRIDE)
     row_blocks = block_table + row.to(tl.int64) * block_table_stride
     head_cache = kv_cache + kv_head.to(tl.int64) * cache_head_stride
+    cache = (row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride)
     maximum = tl.full([TILE_LANES], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_LANES], tl.float32)
-    acc = tl.zeros([TILE_LANES, TILE_DIMS], tl.float32)
+    nothing = (tl.zeros([TILE_LANES, TILE_DIMS], tl.float32), maximum, tl.zeros([TILE_LANES], tl.float32))
     if SEGMENT > 0:
-        for segment in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
-            part, part_maximum, part_total = attend_keys(
-                tl.zeros_like(acc), tl.full([TILE_LANES], float("-inf"), tl.float32), tl.zeros_like(total),
-                q, tl.maximum(begin, segment), tl.minimum(end, segment + SEGMENT), key_start, end,
-                position, lowest, slope,
-                row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride, factor, cap,
-                True, LOCAL != "", SOFT_CAP, ALIBI, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
-            )  # fmt: skip
-            acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+        acc, maximum, total = attend_segments(
+            nothing, q, begin, end, key_start, position, lowest, cache, factor, cap,
+            SEGMENT, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+        )  # fmt: skip
     else:
-        whole_begin = begin
-        whole_end = begin
-        if WHOLE_TILES:
-            if LEAD:
-                seen_from = tl.maximum(key_start, tl.max(tl.where(in_tile, lowest, 0)))
-                whole_begin = tl.cdiv(seen_from, TILE_KEYS) * TILE_KEYS
-            seen_to = tl.minimum(end, tl.min(tl.where(in_tile, position, end)) + 1)
-            whole_end = seen_to // TILE_KEYS * TILE_KEYS
-            if whole_end <= whole_begin:
-                whole_begin = begin
-                whole_end = begin
-            if LEAD:
-                acc, maximum, total = attend_keys(
-                    acc, maximum, total, q, begin, whole_begin, key_start, end, position, lowest, slope,
-                    row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride, factor, cap,
-                    True, LOCAL != "", SOFT_CAP, ALIBI, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
-                )  # fmt: skip
-            acc, maximum, total = attend_keys(
-                acc, maximum, total, q, whole_begin, whole_end, key_start, end, position, lowest, slope,
-                row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride, factor, cap,
-                False, LOCAL != "", SOFT_CAP, ALIBI, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
-            )  # fmt: skip
-        acc, maximum, total = attend_keys(
-            acc, maximum, total, q, whole_end, end, key_start, end, position, lowest, slope,
-            row_blocks, head_cache, cache_kv_stride, cache_block_stride, cache_slot_stride, factor, cap,
-            True, LOCAL != "", SOFT_CAP, ALIBI, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+        acc, maximum, total = attend_whole(
+            nothing, q, begin, end, key_start, in_tile, position, lowest, cache, factor, cap,
+            WHOLE_TILES, LEAD, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
         )  # fmt: skip
 
     if v_scale is not None:

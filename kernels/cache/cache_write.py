@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.common.checks import CacheLayout, check_kv_cache, check_scale, check_tensor, nhd_view
+from quire.kernels.common.checks import check_kv_cache, check_scale, check_tensor
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits, is_e5m2, to_fp8_reference
 from quire.kernels.common.triton_runtime import require_launchable
 
@@ -24,7 +24,6 @@ def write_cache_reference(
     value: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    layout: CacheLayout = "NHD",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
@@ -33,7 +32,7 @@ def write_cache_reference(
     Raises:
         IndexError: a slot lies behind the cache.
     """
-    cache = as_bits(nhd_view(kv_cache, layout))
+    cache = as_bits(kv_cache)
     block_size = cache.shape[2]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
@@ -47,7 +46,6 @@ def write_cache(
     value: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    layout: CacheLayout = "NHD",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
@@ -56,8 +54,7 @@ def write_cache(
     Args:
         key, value: float32, float16 or bfloat16 ``[num_tokens, num_kv_heads, head_dim]``; heads and tokens may be
             strided, such as slices of one fused projection.
-        kv_cache: in one of ``CACHE_DTYPES``, ``[2, num_blocks, block_size, num_kv_heads, head_dim]``, or in layout HND
-            ``[2, num_blocks, num_kv_heads, block_size, head_dim]``; changed.
+        kv_cache: in one of ``CACHE_DTYPES``, ``[2, num_blocks, block_size, num_kv_heads, head_dim]``; changed.
         slot_mapping: int64 ``[num_tokens]``, no slot twice; a negative slot is not written. A device cannot raise: a
             slot behind the cache is a caller's mistake that is not written either.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for a cache of 8-bit floats only: it holds the key
@@ -67,26 +64,27 @@ def write_cache(
         ValueError: a tensor does not have the shape, dtype or place above.
         RuntimeError: Triton cannot launch here.
     """
-    check_write(key, value, kv_cache, slot_mapping, layout, k_scale, v_scale)
+    check_write(key, value, kv_cache, slot_mapping, k_scale, v_scale)
     kernel = _kernel(key.device)
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
-    cache = nhd_view(kv_cache, layout)
-    constants = launch_constants(num_kv_heads, head_dim, cache.shape[2]) | stored_constants(cache, k_scale, v_scale)
+    constants = launch_constants(num_kv_heads, head_dim, kv_cache.shape[2]) | stored_constants(
+        kv_cache, k_scale, v_scale
+    )
     token_tiles = -(-num_tokens // constants["TILE_TOKENS"])
     kernel[(token_tiles, -(-num_kv_heads * head_dim // constants["TILE_ELEMENTS"]))](
         key,
         value,
-        as_bits(cache),
+        as_bits(kv_cache),
         k_scale,
         v_scale,
         slot_mapping,
         num_tokens,
-        cache.shape[1] * cache.shape[2],
+        kv_cache.shape[1] * kv_cache.shape[2],
         *key.stride()[:2],
         *value.stride()[:2],
-        *cache.stride()[:4],
+        *kv_cache.stride()[:4],
         **constants,
     )
 
@@ -96,7 +94,6 @@ def check_write(
     value: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    layout: CacheLayout,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
@@ -109,14 +106,13 @@ def check_write(
     check_tensor("key", key, key_dims, ACTIVATION_DTYPES, key.device)
     value_dims = dict(zip(key_dims, key.shape, strict=True))
     check_tensor("value", value, value_dims, (key.dtype,), key.device)
-    check_target(key, kv_cache, slot_mapping, layout, k_scale, v_scale)
+    check_target(key, kv_cache, slot_mapping, k_scale, v_scale)
 
 
 def check_target(
     key: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    layout: CacheLayout,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
@@ -126,7 +122,7 @@ def check_target(
         ValueError: one of them does not have the shape, dtype or place that ``write_cache`` says.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
-    check_kv_cache(kv_cache, num_kv_heads, head_dim, key, layout, CACHE_DTYPES)
+    check_kv_cache(kv_cache, num_kv_heads, head_dim, key, CACHE_DTYPES)
     check_tensor("slot_mapping", slot_mapping, {"num_tokens": num_tokens}, (torch.int64,), key.device)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and kv_cache.dtype not in FP8_DTYPES:

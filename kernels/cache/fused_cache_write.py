@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.kernels.cache.cache_write import ACTIVATION_DTYPES, check_target, stored_constants, write_cache_reference
-from quire.kernels.common.checks import CacheLayout, check_tensor, nhd_view
+from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.fp8 import as_bits
 from quire.kernels.common.triton_runtime import require_launchable
 
@@ -36,7 +36,6 @@ def fused_cache_write_reference(
     norm_eps: float = 1e-6,
     rotary_table: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
-    layout: CacheLayout = "NHD",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     key_out: torch.Tensor | None = None,
@@ -58,7 +57,7 @@ def fused_cache_write_reference(
         key_out.copy_(key)
         value_out.copy_(value)
     if kv_cache is not None and slot_mapping is not None:
-        write_cache_reference(key, value, kv_cache, slot_mapping, layout, k_scale, v_scale)
+        write_cache_reference(key, value, kv_cache, slot_mapping, k_scale, v_scale)
     return query
 
 
@@ -86,7 +85,6 @@ def fused_cache_write(
     norm_eps: float = 1e-6,
     rotary_table: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
-    layout: CacheLayout = "NHD",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     key_out: torch.Tensor | None = None,
@@ -97,7 +95,7 @@ def fused_cache_write(
     Args:
         qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone,
             which have no cache; tokens and heads may be strided.
-        kv_cache, slot_mapping, layout, k_scale, v_scale: as in ``write_cache``. A token with a negative slot gets its
+        kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache``. A token with a negative slot gets its
             query (and ``key_out``, ``value_out``) like any other. None, None: queries alone.
         q_norm, k_norm: ``[head_dim]`` of any of the dtypes above: each head is brought to a root mean square of 1
             (``norm_eps`` added to the mean square), times this. ``k_norm`` may be None for queries alone.
@@ -118,7 +116,7 @@ def fused_cache_write(
     num_tokens, num_kv_heads, head_dim = _check_projection(qkv, num_heads, kv_cache, slot_mapping)
     fresh = qkv[:, num_heads : num_heads + num_kv_heads]
     if kv_cache is not None and slot_mapping is not None:
-        check_target(fresh, kv_cache, slot_mapping, layout, k_scale, v_scale)
+        check_target(fresh, kv_cache, slot_mapping, k_scale, v_scale)
     _check_norms(q_norm, k_norm, qkv, num_kv_heads)
     rotary_dim = _check_rotary(rotary_table, positions, qkv)
     _check_outputs(key_out, value_out, fresh)
@@ -126,13 +124,12 @@ def fused_cache_write(
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return query
-    cache = None if kv_cache is None else nhd_view(kv_cache, layout)
-    constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, cache, k_scale, v_scale)
+    constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, kv_cache, k_scale, v_scale)
     programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in (num_heads, num_kv_heads, num_kv_heads)]
     kernel[(sum(programs),)](
         qkv,
         query,
-        None if cache is None else as_bits(cache),
+        None if kv_cache is None else as_bits(kv_cache),
         slot_mapping,
         key_out,
         value_out,
@@ -144,11 +141,11 @@ def fused_cache_write(
         v_scale,
         norm_eps,
         num_tokens,
-        0 if cache is None else cache.shape[1] * cache.shape[2],
+        0 if kv_cache is None else kv_cache.shape[1] * kv_cache.shape[2],
         0 if rotary_table is None else rotary_table.shape[1],
         *((0, 0) if rotary_table is None else rotary_table.stride()[:2]),
         *qkv.stride()[:2],
-        *((0, 0, 0, 0) if cache is None else cache.stride()[:4]),
+        *((0, 0, 0, 0) if kv_cache is None else kv_cache.stride()[:4]),
         **constants,
     )
     return query
@@ -159,7 +156,7 @@ def launch_constants(
     num_kv_heads: int,
     head_dim: int,
     rotary_dim: int,
-    nhd_cache: torch.Tensor | None,
+    kv_cache: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> dict[str, int]:
@@ -177,8 +174,8 @@ def launch_constants(
         "K_SCALE_PER_HEAD": False,
         "V_SCALE_PER_HEAD": False,
     }
-    if nhd_cache is not None:
-        stored = stored_constants(nhd_cache, k_scale, v_scale)
+    if kv_cache is not None:
+        stored = stored_constants(kv_cache, k_scale, v_scale)
     return stored | {
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
@@ -186,7 +183,7 @@ def launch_constants(
         "HALF": half,
         "HALF_TILE": _next_power_of_two(half),
         "REST_TILE": _next_power_of_two(rest) if rest else 0,
-        "BLOCK_SIZE": 1 if nhd_cache is None else nhd_cache.shape[2],
+        "BLOCK_SIZE": 1 if kv_cache is None else kv_cache.shape[2],
         "ROWS": max(1, PROGRAM_ELEMENTS // _next_power_of_two(head_dim)),
     }
 

@@ -1,17 +1,8 @@
 """Checks at a launcher's door: a wrong tensor is refused with an error that names the tensor and the dimension."""
 
 from collections.abc import Collection, Mapping
-from typing import Literal
 
 import torch
-
-CacheLayout = Literal["NHD", "HND"]
-"""Order of a block's dimensions: slots, heads, head_dim; or heads, slots, head_dim: a head's slots lie together."""
-
-CACHE_DIMS: Mapping[CacheLayout, tuple[str, str]] = {
-    "NHD": ("block_size", "num_kv_heads"),
-    "HND": ("num_kv_heads", "block_size"),
-}
 
 
 def check_tensor(
@@ -54,29 +45,24 @@ def check_kv_cache(
     num_kv_heads: int | None,
     head_dim: int,
     like: torch.Tensor,
-    layout: CacheLayout = "NHD",
     dtypes: Collection[torch.dtype] | None = None,
 ) -> None:
     """Refuse a cache that is not ``[2, num_blocks, block_size, num_kv_heads, head_dim]`` in ``like``'s place.
 
     Args:
-        layout: HND: dimensions 2 and 3 change places.
         dtypes: that the kernel takes; None: ``like``'s alone.
 
     Raises:
-        ValueError: as ``check_tensor``, or there is no such layout.
+        ValueError: as ``check_tensor``.
     """
-    if layout not in CACHE_DIMS:
-        raise ValueError(f"layout is {layout!r}, expected one of {', '.join(CACHE_DIMS)}")
-    dims: dict[str, int | None] = {"keys and values": 2, "num_blocks": None}
-    dims |= {dim: num_kv_heads if dim == "num_kv_heads" else None for dim in CACHE_DIMS[layout]}
-    dims |= {"head_dim": head_dim}
+    dims = {
+        "keys and values": 2,
+        "num_blocks": None,
+        "block_size": None,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
     check_tensor("kv_cache", kv_cache, dims, (like.dtype,) if dtypes is None else dtypes, like.device)
-
-
-def nhd_view(kv_cache: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
-    """The cache as ``[2, num_blocks, block_size, num_kv_heads, head_dim]``: to a kernel, a layout is only strides."""
-    return kv_cache if layout == "NHD" else kv_cache.transpose(2, 3)
 
 
 def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device: torch.device) -> None:

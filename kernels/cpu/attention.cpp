@@ -46,8 +46,7 @@ struct Call {
     int64_t width() const { return padded(layer->head_dim); }
     // First key that a query sees.
     int64_t first_key(int64_t position) const {
-        if (step->window) return std::max<int64_t>(position - step->window + 1, 0);
-        return step->chunk ? position - position % step->chunk : 0;
+        return step->window ? std::max<int64_t>(position - step->window + 1, 0) : 0;
     }
 };
 
@@ -184,8 +183,6 @@ class Attend {
             const int64_t position = item_.position + row / group;
             Scores how;
             how.soft_cap = float(call_.layer->soft_cap);
-            how.slope = call_.layer->alibi ? call_.layer->alibi[item_.head * group + row % group] : 0.0f;
-            how.distance = float(base - position);
             how.first = int(std::clamp<int64_t>(call_.first_key(position) - base, 0, TILE));
             how.last = int(std::clamp<int64_t>(position + 1 - base, 0, TILE));
             float* scores = work_.scores + row * TILE;

@@ -18,8 +18,6 @@ struct Row {
 // How scores become weights.
 struct Scores {
     float soft_cap;   // 0: none
-    float slope;      // of ALiBi; 0: none
-    float distance;   // position of the tile's first key less the query's
     int first, last;  // keys of the tile that the query sees
 };
 
@@ -33,7 +31,6 @@ inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, 
         vfloat s = load<vfloat>(scores + v * VF);
         const vfloat key = lane + float(v * VF);
         if (how.soft_cap != 0.0f) s = hyperbolic_tangent(s / how.soft_cap) * how.soft_cap;
-        if (how.slope != 0.0f) s = multiply_add(key + how.distance, splat(how.slope), s);
         if (!whole) s = key < float(how.first) ? splat(NOTHING) : key >= float(how.last) ? splat(NOTHING) : s;
         store(scores + v * VF, s);
         most = s > most ? s : most;

@@ -11,13 +11,12 @@ struct QuireStep {
     const int32_t* query_start_loc;  // [num_rows + 1]
     const int32_t* seq_lens;         // [num_rows]
     const int64_t* slot_mapping;     // [num_tokens]; negative: not written
-    int64_t num_rows, num_tokens, table_width, table_stride, block_size, window, chunk;
+    int64_t num_rows, num_tokens, table_width, table_stride, block_size, window;
 };
 
 // One layer: AttentionSpec and its cache.
 struct QuireLayer {
-    const float* sinks;  // [num_heads] or null, as alibi
-    const float* alibi;
+    const float* sinks;  // [num_heads] or null
     int64_t num_heads, num_kv_heads, head_dim, num_blocks, cache_format, query_format;
     double scale, soft_cap, k_scale, v_scale;
 };

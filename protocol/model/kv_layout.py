@@ -33,11 +33,6 @@ class KVGroup(msgspec.Struct, frozen=True):
         """Tokens that a token sees, itself included; 0: all, or those of its chunk."""
         return self.window if self.kind == "sliding_window" else 0
 
-    @property
-    def chunk(self) -> int:
-        """Tokens of a chunk, of which a token sees those of its own; 0: there are no chunks."""
-        return self.window if self.kind == "chunked_local_attention" else 0
-
 
 class KVLayout(msgspec.Struct, frozen=True):
     """All groups and the geometry of one token's entry in one layer."""

@@ -22,7 +22,6 @@ class StepBatch:
         block_size: tokens in a block of this group.
         window: tokens that a token of this group sees, itself included; 0: all before it. What lies left of the
             window of a row's first query is undefined: its blocks may have been given away.
-        chunk: tokens of a chunk of this group (chunked local attention): a token sees those of its own chunk; 0: all.
     """
 
     query_start_loc: torch.Tensor
@@ -33,7 +32,6 @@ class StepBatch:
     seq_lens_cpu: npt.NDArray[np.int32]
     block_size: int
     window: int = 0
-    chunk: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -45,8 +43,6 @@ class StepBatch:
         context: npt.NDArray[np.int32] = self.seq_lens_cpu - self.query_lens_cpu
         if self.window:
             return np.maximum(context - (self.window - 1), 0)
-        if self.chunk:
-            return context - context % self.chunk
         return np.zeros_like(context)
 
 
@@ -59,7 +55,6 @@ class AttentionSpec:
         scale: factor on the scores.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before masking; 0: they stay (Gemma 2).
         sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it (gpt-oss).
-        alibi_slopes: float32 ``[num_heads]``: ``slope * (key position - query position)`` is added (arXiv 2108.12409).
         k_scale, v_scale: an fp8 cache holds ``key / k_scale`` and ``value / v_scale``.
         q_norm, k_norm: ``[head_dim]`` in the activations' dtype: each head's query and key is brought to a root mean
             square of 1, times this, before it is rotated (Qwen3, Gemma 3).
@@ -72,7 +67,6 @@ class AttentionSpec:
     scale: float
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
     q_norm: torch.Tensor | None = None

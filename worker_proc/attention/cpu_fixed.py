@@ -83,11 +83,7 @@ def _attend_token(
     """``[num_heads, head_dim]`` of the query at ``position`` of a row."""
     size = batch.block_size
     tile_blocks = -(-TILE_TOKENS // size)
-    start = 0
-    if batch.window:
-        start = max(position - batch.window + 1, 0)
-    elif batch.chunk:
-        start = position - position % batch.chunk
+    start = max(position - batch.window + 1, 0) if batch.window else 0
     by_head = (spec.num_kv_heads, -1, 1)
     scaled = query.float().view(spec.num_kv_heads, -1, spec.head_dim) * (spec.scale * spec.k_scale)
     most = torch.full((*scaled.shape[:2], 1), float("-inf"))
@@ -99,8 +95,6 @@ def _attend_token(
         scores = torch.bmm(scaled, seen_keys.transpose(1, 2))
         if spec.soft_cap:
             scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
-        if spec.alibi_slopes is not None:
-            scores = scores + spec.alibi_slopes.float().view(by_head) * (keys - position).float()
         scores = scores.masked_fill(hidden, float("-inf"))
         now = torch.maximum(most, scores.amax(-1, keepdim=True))
         kept, weights = torch.exp(most - now), torch.exp(scores - now)

@@ -33,13 +33,13 @@ class Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_table", "query_start_loc", "seq_lens", "slot_mapping")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "table_width", "table_stride")),
-        *((name, ctypes.c_int64) for name in ("block_size", "window", "chunk")),
+        *((name, ctypes.c_int64) for name in ("block_size", "window")),
     )
 
 
 class Layer(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("sinks", "alibi")),
+        ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "num_blocks")),
         *((name, ctypes.c_int64) for name in ("cache_format", "query_format")),
         *((name, ctypes.c_double) for name in ("scale", "soft_cap", "k_scale", "v_scale")),
@@ -102,7 +102,6 @@ class NativeAttention:
             table.stride(0),
             batch.block_size,
             batch.window,
-            batch.chunk,
         )
         return NativePlan(step, batch)
 
@@ -190,7 +189,6 @@ def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan
     assert kv_cache.is_contiguous() and dtype in ACTIVATIONS
     return Layer(
         None if spec.sinks is None else _of(spec.sinks, torch.float32),
-        None if spec.alibi_slopes is None else _of(spec.alibi_slopes, torch.float32),
         spec.num_heads,
         kv_heads,
         head_dim,

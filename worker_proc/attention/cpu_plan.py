@@ -40,14 +40,12 @@ class DecodeTile:
             nothing: past its length and left of its window.
         tail: int64, places in ``[2 * rows * num_kv_heads * blocks * block_size]`` of the slots in gathered blocks
             that hold nothing the query sees.
-        distance: float32 ``[rows, blocks * block_size]``, the key's position less the query's.
     """
 
     rows: slice
     cache_rows: torch.Tensor
     mask: torch.Tensor
     tail: torch.Tensor
-    distance: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class ChunkRow:
     """A row with several new tokens, at ``tokens`` of the step, after ``context`` earlier ones.
 
     Attributes:
-        window, chunk: as in the batch.
+        window: as in the batch.
         fresh: the step's own keys and values are all that its queries see, and each sees all before it.
         gathered_from: position of the first key that is gathered.
         cache_rows: int64 ``[2 * num_kv_heads * blocks]``, as in a tile.
@@ -64,32 +62,21 @@ class ChunkRow:
     tokens: slice
     context: int
     window: int
-    chunk: int
     fresh: bool
     gathered_from: int
     cache_rows: torch.Tensor
 
     def first_key(self, query: int) -> int:
         """The first position that the row's ``query``-th new token sees."""
-        position = self.context + query
-        if self.window:
-            return max(position - self.window + 1, 0)
-        return position - position % self.chunk if self.chunk else 0
+        return max(self.context + query - self.window + 1, 0) if self.window else 0
 
-    def geometry(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries ``[first, last)`` against the keys from ``first_key(first)`` to the last query's own.
-
-        Returns:
-            float32 ``[queries, keys]``, the key's position less the query's; and bool, whether it is hidden.
-        """
+    def hidden(self, first: int, last: int) -> torch.Tensor:
+        """bool ``[queries, keys]``: of queries ``[first, last)``, which do not see which keys from ``first_key(first)``
+        to the last query's own."""
         query = torch.arange(self.context + first, self.context + last)[:, None]
         key = torch.arange(self.first_key(first), self.context + last)
         hidden = key > query
-        if self.window:
-            hidden |= key <= query - self.window
-        elif self.chunk:
-            hidden |= key < query - query % self.chunk
-        return (key - query).float(), hidden
+        return hidden | (key <= query - self.window) if self.window else hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,19 +212,17 @@ def _tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Tensor, 
     member, place = np.nonzero(hidden & (np.arange(tokens) < num_blocks * block_size))
     heads = np.arange(2)[:, None] * len(members) * kv_heads + np.arange(kv_heads)
     tail = (heads[..., None] + member * kv_heads) * tokens + place
-    distance = torch.from_numpy((position - (lengths - 1)).astype(np.float32))
-    return DecodeTile(rows, cache_rows.view(-1), mask, torch.from_numpy(tail.reshape(-1)), distance)
+    return DecodeTile(rows, cache_rows.view(-1), mask, torch.from_numpy(tail.reshape(-1)))
 
 
 def _chunk(batch: StepBatch, row: int, start: int, length: int, total: int, kv_cache: torch.Tensor) -> ChunkRow:
     first_block = int(batch.first_visible[row]) // batch.block_size
     block_ids = batch.block_table[row : row + 1, first_block : -(-total // batch.block_size)].long()
-    reach = batch.window or batch.chunk or total
+    reach = batch.window or total
     return ChunkRow(
         tokens=slice(start, start + length),
         context=total - length,
         window=batch.window,
-        chunk=batch.chunk,
         fresh=total == length <= reach,
         gathered_from=first_block * batch.block_size,
         cache_rows=_head_rows(block_ids, kv_cache).view(-1),

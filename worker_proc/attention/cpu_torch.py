@@ -80,7 +80,7 @@ def _gather(kv_cache: torch.Tensor, cache_rows: torch.Tensor, layer: LayerPlan, 
 
 def _fusable(spec: AttentionSpec) -> bool:
     """Whether ``scaled_dot_product_attention`` can do it. It could add ALiBi, but in the queries' precision."""
-    return not spec.soft_cap and spec.sinks is None and spec.alibi_slopes is None
+    return not spec.soft_cap and spec.sinks is None
 
 
 def _attend_explicitly(
@@ -88,7 +88,6 @@ def _attend_explicitly(
     keys: torch.Tensor,
     values: torch.Tensor,
     hidden: torch.Tensor,
-    distance: torch.Tensor,
     spec: AttentionSpec,
 ) -> torch.Tensor:
     """Scores written out, in float32.
@@ -96,18 +95,14 @@ def _attend_explicitly(
     Args:
         query: ``[.., num_kv_heads, group, queries, head_dim]``.
         keys, values: ``[.., num_kv_heads, 1, tokens, head_dim]``.
-        hidden: bool, what no query may see; broadcast to the scores ``[.., num_kv_heads, group, queries, tokens]``,
-            as is ``distance``: the key's position less the query's.
+        hidden: bool, what no query may see; broadcast to the scores ``[.., num_kv_heads, group, queries, tokens]``.
     """
-    by_head = (spec.num_kv_heads, -1, 1, 1)
     scores = query.float() @ keys.float().transpose(-1, -2) * (spec.scale * spec.k_scale)
     if spec.soft_cap:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
-    if spec.alibi_slopes is not None:
-        scores = scores + spec.alibi_slopes.float().view(by_head) * distance
     scores = scores.masked_fill(hidden, float("-inf"))
     if spec.sinks is not None:
-        sinks = spec.sinks.float().view(by_head).expand(*scores.shape[:-1], 1)
+        sinks = spec.sinks.float().view(spec.num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     else:
         scores = scores.softmax(-1)
@@ -147,8 +142,8 @@ def _decode(
         scale = spec.scale * spec.k_scale
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=tile.mask, scale=scale)
         return out if spec.v_scale == 1.0 else out * spec.v_scale
-    hidden, distance = tile.mask.unsqueeze(1) != 0, tile.distance.view(rows, 1, 1, 1, -1)
-    out = _attend_explicitly(grouped.unsqueeze(3), keys.unsqueeze(2), values.unsqueeze(2), hidden, distance, spec)
+    hidden = tile.mask.unsqueeze(1) != 0
+    out = _attend_explicitly(grouped.unsqueeze(3), keys.unsqueeze(2), values.unsqueeze(2), hidden, spec)
     return out.squeeze(3)
 
 
@@ -187,7 +182,7 @@ def _attend_chunk(
         last = min(first + size, length)
         start = chunk.first_key(first)
         seen = gathered[:, :, :, start - chunk.gathered_from : chunk.context + last - chunk.gathered_from]
-        distance, hidden = chunk.geometry(first, last)
+        hidden = chunk.hidden(first, last)
         if _fusable(spec):
             mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
             keys, values = seen.expand(-1, -1, group, -1, -1)
@@ -198,5 +193,5 @@ def _attend_chunk(
             if spec.v_scale != 1.0:
                 attended = attended * spec.v_scale
         else:
-            attended = _attend_explicitly(queries[:, :, first:last], seen[0], seen[1], hidden, distance, spec)
+            attended = _attend_explicitly(queries[:, :, first:last], seen[0], seen[1], hidden, spec)
         target[:, :, first:last] = attended

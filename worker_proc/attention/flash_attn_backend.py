@@ -17,7 +17,7 @@ from quire.worker_proc.attention.library import (
     CacheWriter,
     first_visible_block,
     nhd_cache_shape,
-    refuse_unknown_features,
+    refuse_sinks,
 )
 from quire.worker_proc.attention.supports import HALVES, Supports
 
@@ -43,7 +43,6 @@ class FlashAttnPlan:
     max_kv_len: int
     block_size: int
     window: int
-    chunk: int
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -80,9 +79,7 @@ _EITHER = Supports(
     mixed_cache=False,
     head_dim_multiple=8,
     most_head_dim=256,
-    chunks=False,
     sinks=False,
-    alibi=False,
     deterministic=False,
 )
 
@@ -216,7 +213,7 @@ class FlashAttnBackend:
         Raises:
             ValueError: the cache does not fit the plan, or the layer asks for what the library has not.
         """
-        refuse_unknown_features(self.name, plan.chunk, spec)
+        refuse_sinks(self.name, spec)
         if kv_cache.shape[2] != plan.block_size or kv_cache.dtype is not query.dtype:
             raise ValueError(
                 f"kv_cache: {kv_cache.dtype}, blocks of {kv_cache.shape[2]} tokens; "
@@ -249,7 +246,6 @@ class FlashAttnBackend:
             max_kv_len=max_kv_len,
             block_size=batch.block_size,
             window=batch.window,
-            chunk=batch.chunk,
         )
 
 

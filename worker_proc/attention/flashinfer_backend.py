@@ -19,7 +19,7 @@ from quire.worker_proc.attention.library import (
     CacheWriter,
     first_visible_block,
     nhd_cache_shape,
-    refuse_unknown_features,
+    refuse_sinks,
 )
 from quire.worker_proc.attention.supports import HALVES, Supports
 
@@ -35,9 +35,7 @@ SUPPORTS = Supports(
     fp8_cache=True,
     mixed_cache=False,
     head_dims=(64, 128, 256),
-    chunks=False,
     sinks=False,
-    alibi=False,
     deterministic=False,
     capabilities=(8, 12),
 )
@@ -251,7 +249,7 @@ class FlashInferBackend:
             ValueError: the cache does not fit the plan, or the layer asks for what the library has not.
         """
         batch = plan.batch
-        refuse_unknown_features(self.name, batch.chunk, spec)
+        refuse_sinks(self.name, spec)
         if kv_cache.shape[2] != batch.block_size:
             raise ValueError(f"kv_cache: dimension 2 (block_size) is {kv_cache.shape[2]}, expected {batch.block_size}")
         if key is not None and value is not None:

@@ -97,14 +97,11 @@ def first_visible_block(batch: StepBatch) -> torch.Tensor:
     return (context - (batch.window - 1)).clamp_(min=0).div_(batch.block_size, rounding_mode="floor")
 
 
-def refuse_unknown_features(name: str, batch_chunk: int, spec: AttentionSpec) -> None:
+def refuse_sinks(name: str, spec: AttentionSpec) -> None:
     """Guard against a caller that did not ask ``Supports``: a wrong answer is worse than an error.
 
     Raises:
-        ValueError: the layer asks for what neither library has.
+        ValueError: the layer has attention sinks, which neither library has.
     """
-    wants = {"chunked local attention": batch_chunk > 0, "sinks": spec.sinks is not None}
-    wants["ALiBi"] = spec.alibi_slopes is not None
-    for feature, wanted in wants.items():
-        if wanted:
-            raise ValueError(f"attention backend {name} has no {feature}")
+    if spec.sinks is not None:
+        raise ValueError(f"attention backend {name} has no sinks")

@@ -25,15 +25,12 @@ class Needs:
     kv_dtype: torch.dtype
     block_sizes: tuple[int, ...] = (16,)
     windows: bool = False
-    chunks: bool = False
     soft_cap: bool = False
     sinks: bool = False
-    alibi: bool = False
     deterministic: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, layout: KVLayout) -> "Needs":
-        """No supported model has ALiBi's slopes, so they are never needed."""
         model = config.model
         return cls(
             head_dim=layout.head_dim,
@@ -41,7 +38,6 @@ class Needs:
             kv_dtype=getattr(torch, layout.dtype),
             block_sizes=tuple(sorted({group.block_size for group in layout.groups})),
             windows=any(group.kind == "sliding_window" for group in layout.groups),
-            chunks=any(group.kind == "chunked_local_attention" for group in layout.groups),
             soft_cap=model.attention_soft_cap > 0,
             sinks=model.attention_sinks,
             deterministic=config.deterministic,
@@ -71,10 +67,8 @@ class Supports:
     most_head_dim: int = 0
     block_multiple: int = 1
     windows: bool = True
-    chunks: bool = True
     soft_cap: bool = True
     sinks: bool = True
-    alibi: bool = True
     deterministic: bool = True
     capabilities: tuple[int, int] = (0, 0)
 
@@ -87,10 +81,8 @@ class Supports:
         missing = [*self._lacks_device(capability), *self._lacks_sizes(needs), *self._lacks_dtypes(needs)]
         features = {
             "sliding windows": needs.windows and not self.windows,
-            "chunked local attention": needs.chunks and not self.chunks,
             "a soft cap on scores (attn_logit_softcapping)": needs.soft_cap and not self.soft_cap,
             "attention sinks": needs.sinks and not self.sinks,
-            "ALiBi": needs.alibi and not self.alibi,
             "equal bits whatever else runs (--deterministic)": needs.deterministic and not self.deterministic,
         }
         return missing + [name for name, is_missing in features.items() if is_missing]

@@ -42,7 +42,6 @@ class TritonPlan:
                 shape,
                 batch.seq_lens.device,
                 window=batch.window,
-                chunk=batch.chunk,
                 fixed_split=self.fixed_split,
                 num_tokens=num_tokens,
             )
@@ -168,7 +167,6 @@ class TritonBackend:
             spec.scale,
             soft_cap=spec.soft_cap,
             sinks=spec.sinks,
-            alibi_slopes=spec.alibi_slopes,
             k_scale=self._scale(spec.k_scale, kv_cache),
             v_scale=self._scale(spec.v_scale, kv_cache),
         )

@@ -15,10 +15,10 @@ class DecodeBufferPool:
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._made: dict[tuple[AttentionShape, int, int], DecodeBuffers] = {}
+        self._made: dict[tuple[AttentionShape, int], DecodeBuffers] = {}
 
     def of(self, shape: AttentionShape, batch: StepBatch, device: torch.device) -> DecodeBuffers:
-        key = (shape, batch.window, batch.chunk)
+        key = (shape, batch.window)
         if key not in self._made:
             self._made[key] = allocate_decode(shape, self._max_rows, device)
         return self._made[key]
@@ -36,7 +36,5 @@ class DecodePlan:
         if shape not in self._plans:
             batch = self.batch
             buffers = self.pool.of(shape, batch, batch.seq_lens.device)
-            self._plans[shape] = plan_decode(
-                buffers, batch.query_start_loc, batch.seq_lens, window=batch.window, chunk=batch.chunk
-            )
+            self._plans[shape] = plan_decode(buffers, batch.query_start_loc, batch.seq_lens, window=batch.window)
         return self._plans[shape]

@@ -26,13 +26,13 @@ FLASH_HEAD_DIMS = 256
 def takes_fresh(batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
     """Whether ``attend_fresh`` gives what attention over the cache would: one look at the host's lengths.
 
-    No row has a context, no token's view is cut by a window or a chunk, and the layer asks for nothing but a scale. A
+    No row has a context, no token's view is cut by a window, and the layer asks for nothing but a scale. A
     cache of another dtype would have rounded the keys; ``dtype``: of the activations.
     """
     longest = int(batch.seq_lens_cpu.max(initial=0))
-    plain = not spec.soft_cap and spec.sinks is None and spec.alibi_slopes is None
+    plain = not spec.soft_cap and spec.sinks is None
     unscaled = spec.k_scale == 1.0 and spec.v_scale == 1.0
-    seen_whole = all(limit == 0 or longest <= limit for limit in (batch.window, batch.chunk))
+    seen_whole = not batch.window or longest <= batch.window
     fresh = longest > 0 and bool((batch.query_lens_cpu == batch.seq_lens_cpu).all())
     return fresh and seen_whole and plain and unscaled and dtype is kv_dtype and dtype in DTYPES
 

@@ -121,7 +121,6 @@ class DecodeStep:
                     seq_lens_cpu=_NOTHING,
                     block_size=table.block_size,
                     window=group.sliding_window,
-                    chunk=group.chunk,
                 )
             )
             for index, (table, group) in enumerate(zip(self._tables.tables, self._groups, strict=True))

@@ -319,7 +319,6 @@ class ModelRunner:
                 seq_lens_cpu=inputs.seq_lens,
                 block_size=table.block_size,
                 window=group.sliding_window,
-                chunk=group.chunk,
             )
             for table, group, own in zip(self.tables.tables, self._groups, group_slots, strict=True)
         ]

@@ -17,18 +17,10 @@ def test_a_worked_example() -> None:
     assert cache[1].flatten().tolist() == [-3, 0, 0, 0, 0, 0, -1, 0]
 
 
-def test_a_worked_example_by_heads() -> None:
-    cache = torch.zeros(2, 1, 2, 3, 1)
-    write_cache_reference(torch.tensor([[[1.0], [2.0]]]), torch.zeros(1, 2, 1), cache, torch.tensor([2]), "HND")
-    assert cache[0, 0, :, :, 0].tolist() == [[0, 0, 1], [0, 0, 2]]
-
-
 def test_8_bit_floats_hold_what_the_scale_leaves() -> None:
     cache = torch.zeros(2, 1, 1, 2, 1, dtype=torch.float8_e4m3fn)
     tokens = torch.tensor([[[3.0], [900.0]]])
-    write_cache_reference(
-        tokens, tokens, cache, torch.tensor([0]), "NHD", torch.tensor([2.0]), torch.tensor([0.5, 900.0])
-    )
+    write_cache_reference(tokens, tokens, cache, torch.tensor([0]), torch.tensor([2.0]), torch.tensor([0.5, 900.0]))
     assert cache.float().flatten().tolist() == [1.5, 448.0, 6.0, 1.0]
 
 
@@ -52,8 +44,6 @@ def test_the_reference_raises_behind_the_cache() -> None:
         ({"value": torch.zeros(5, 2, 16).half()}, r"value: dtype is torch.float16, expected torch.float32"),
         ({"slot_mapping": torch.zeros(5).int()}, r"slot_mapping: dtype is torch.int32, expected torch.int64"),
         ({"kv_cache": torch.zeros(2, 3, 8, 4, 16)}, r"kv_cache: dimension 3 \(num_kv_heads\) is 4, expected 2"),
-        ({"layout": "HND"}, r"kv_cache: dimension 2 \(num_kv_heads\) is 8, expected 2"),
-        ({"layout": "DNH"}, "layout is 'DNH', expected one of NHD, HND"),
         ({"kv_cache": torch.zeros(2, 3, 8, 2, 16).int()}, r"kv_cache: dtype is torch.int32, expected .*float8_e5m2"),
         ({"k_scale": torch.ones(1)}, r"k_scale: a cache of torch.float32 is not scaled, expected None"),
         (

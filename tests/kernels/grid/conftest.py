@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from quire.kernels.attention.attention_work import Visible
-from quire.kernels.common.checks import CacheLayout
 from quire.worker_proc.attention.backend import StepBatch
 
 UNREADABLE_BLOCK_ID = 2**30
@@ -99,10 +98,8 @@ def make_case(device: torch.device) -> MakeCase:
         padding: int = 0,
         *,
         window: int = 0,
-        chunk: int = 0,
         prefix_len: int = 0,
         cache_dtype: torch.dtype | None = None,
-        layout: CacheLayout = "NHD",
     ) -> PagedCase:
         rng = torch.Generator().manual_seed(7)
         blocks_of_row = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -121,7 +118,7 @@ def make_case(device: torch.device) -> MakeCase:
             if row:
                 block_ids[:shared] = block_table[0, :shared]
             cached_len = seq_len - query_len
-            visible = Visible(window, chunk).first_key(np.array([cached_len])).item()
+            visible = Visible(window).first_key(np.array([cached_len])).item()
             block_table[row, visible // block_size : len(block_ids)] = block_ids[visible // block_size :]
             position = torch.arange(visible, seq_len)
             slots = block_ids[position // block_size] * block_size + position % block_size
@@ -136,8 +133,7 @@ def make_case(device: torch.device) -> MakeCase:
         query[start:] = torch.nan
 
         def as_cache(flat: torch.Tensor) -> torch.Tensor:
-            paged = flat.view(2, num_blocks, block_size, num_kv_heads, head_dim).to(cache_dtype or dtype)
-            return (paged if layout == "NHD" else paged.transpose(2, 3).contiguous()).to(device)
+            return flat.view(2, num_blocks, block_size, num_kv_heads, head_dim).to(cache_dtype or dtype).to(device)
 
         batch = StepBatch(
             query_start_loc=torch.tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device),
@@ -148,7 +144,6 @@ def make_case(device: torch.device) -> MakeCase:
             seq_lens_cpu=np.array(seq_lens, dtype=np.int32),
             block_size=block_size,
             window=window,
-            chunk=chunk,
         )
         return PagedCase(
             batch=batch,

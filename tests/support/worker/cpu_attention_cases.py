@@ -33,10 +33,8 @@ class Ask:
     """What is asked of attention beyond the plain."""
 
     window: int = 0
-    chunk: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
-    alibi: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
 
@@ -50,7 +48,6 @@ def make_spec(heads: tuple[int, int, int], ask: Ask) -> AttentionSpec:
         dim**-0.5,
         soft_cap=ask.soft_cap,
         sinks=torch.linspace(-1.0, 2.0, num_heads) if ask.sinks else None,
-        alibi_slopes=torch.linspace(0.3, 0.02, num_heads) if ask.alibi else None,
         k_scale=ask.k_scale,
         v_scale=ask.v_scale,
     )
@@ -72,7 +69,6 @@ def make_batch(rows: Rows, table: torch.Tensor, block_size: int, ask: Ask) -> St
         seq_lens_cpu=seq_lens,
         block_size=block_size,
         window=ask.window,
-        chunk=ask.chunk,
     )
 
 
@@ -155,13 +151,9 @@ def attend_naively(
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys.repeat_interleave(group, 1)) * spec.scale
     if spec.soft_cap:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
-    if spec.alibi_slopes is not None:
-        scores = scores + spec.alibi_slopes.double()[:, None, None] * distance
     hidden = distance > 0
     if ask.window:
         hidden |= distance <= -ask.window
-    if ask.chunk:
-        hidden |= own + distance < own - own % ask.chunk
     weights = scores.masked_fill(hidden, float("-inf")).exp()
     total = weights.sum(-1, keepdim=True)
     if spec.sinks is not None:

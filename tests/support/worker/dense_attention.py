@@ -66,13 +66,9 @@ def _row(
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) * spec.scale
     if spec.soft_cap:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
-    if spec.alibi_slopes is not None:
-        scores = scores - spec.alibi_slopes[:, None, None] * distance
     hidden = distance < 0
     if batch.window:
         hidden |= distance >= batch.window
-    if batch.chunk:
-        hidden |= positions < (own - own % batch.chunk)[:, None]
     scores = scores.masked_fill(hidden, float("-inf"))
     if spec.sinks is not None:
         scores = torch.cat((scores, spec.sinks[:, None, None].expand(-1, len(query), 1)), -1)

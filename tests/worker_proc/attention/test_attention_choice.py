@@ -12,7 +12,7 @@ import torch
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import KVGroup, KVLayout, kv_layout
+from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.choose import pick_backend
@@ -175,13 +175,6 @@ def test_what_a_library_has_not_is_refused_before_the_start(
     assert "what fits here: triton" in message
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
-def test_chunked_local_attention_is_ours_alone(name: str, libraries: None) -> None:
-    layout = KVLayout([KVGroup("chunked_local_attention", 256, [0, 1], window=64)], 2, 64, "bfloat16")
-    with pytest.raises(ConfigError, match=r"no chunked local attention.*what fits here: triton$"):
-        pick(config_of(name), layout=layout)
-
-
 def test_an_old_gpu_or_one_too_new(libraries: None) -> None:
     with pytest.raises(ConfigError, match=r"no compute capability 7\.5 \(it has 8\.x to 12\.x\)"):
         pick(config_of("flashinfer"), TURING)
@@ -192,13 +185,13 @@ def test_an_old_gpu_or_one_too_new(libraries: None) -> None:
 
 def test_everything_that_is_missing_is_said_at_once() -> None:
     nothing = Supports(
-        dtypes=HALVES, fp8_cache=False, head_dims=(64,), block_multiple=256, windows=False, chunks=False,
-        soft_cap=False, sinks=False, alibi=False, deterministic=False, capabilities=(9, 9),
+        dtypes=HALVES, fp8_cache=False, head_dims=(64,), block_multiple=256, windows=False,
+        soft_cap=False, sinks=False, deterministic=False, capabilities=(9, 9),
     )  # fmt: skip
     everything = Needs(
         head_dim=80, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn, block_sizes=(16, 32), windows=True,
-        chunks=True, soft_cap=True, sinks=True, alibi=True, deterministic=True,
+        soft_cap=True, sinks=True, deterministic=True,
     )  # fmt: skip
-    assert len(nothing.lacks(everything, AMPERE)) == 12
+    assert len(nothing.lacks(everything, AMPERE)) == 10
     assert Supports().lacks(everything, AMPERE) == []
     assert nothing.lacks(Needs(head_dim=64, dtype=HALVES[0], kv_dtype=HALVES[0], block_sizes=(512,)), HOPPER) == []

@@ -30,13 +30,10 @@ ASKS = {
     "window": Ask(window=5),
     "wide window": Ask(window=40),
     "window of one": Ask(window=1),
-    "chunk": Ask(chunk=16),
-    "odd chunk": Ask(chunk=7),
     "soft cap": Ask(soft_cap=2.0),
     "sinks": Ask(sinks=True),
-    "alibi": Ask(alibi=True),
     "window, cap and sinks": Ask(window=17, soft_cap=3.0, sinks=True),
-    "chunk, alibi and scales": Ask(chunk=32, alibi=True, k_scale=0.5, v_scale=2.0),
+    "window and scales": Ask(window=32, k_scale=0.5, v_scale=2.0),
 }
 
 
@@ -107,7 +104,7 @@ def test_a_cache_in_a_dtype_of_its_own(
 
 def test_many_queries_of_one_row(backend: CpuBackend) -> None:
     rows = [(50, 300), (3, 256)] if "fixed" not in backend.describe() else [(250, 60)]
-    for ask in (Ask(), Ask(window=70), Ask(chunk=64, sinks=True)):
+    for ask in (Ask(), Ask(window=70), Ask(window=64, sinks=True)):
         check(backend, make_case(rows, (2, 1, 8), 16, torch.float32, ask=ask))
 
 

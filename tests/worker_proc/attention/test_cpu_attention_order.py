@@ -16,8 +16,7 @@ LENGTHS = {"native": [700, 300, 64, 129, 1], "fixed": [270, 40]}
 ASKS = {
     "plain": Ask(),
     "window": Ask(window=150),
-    "chunk": Ask(chunk=100),
-    "everything": Ask(window=90, soft_cap=5.0, sinks=True, alibi=True),
+    "everything": Ask(window=90, soft_cap=5.0, sinks=True),
 }
 
 

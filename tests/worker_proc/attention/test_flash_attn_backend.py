@@ -140,10 +140,8 @@ def projection(case: Case) -> tuple[torch.Tensor, AttentionSpec, Rotary]:
 
 
 def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(backend: FlashAttnBackend) -> None:
-    for ask, words in ((Ask(sinks=True), "sinks"), (Ask(alibi=True), "ALiBi"), (Ask(chunk=8), "chunked")):
-        case = step(backend, STEPS["mixed"], ask=ask)
-        with pytest.raises(ValueError, match=f"flash_attn has no .*{words}"):
-            check(backend, case)
+    with pytest.raises(ValueError, match="flash_attn has no sinks"):
+        check(backend, step(backend, STEPS["mixed"], ask=Ask(sinks=True)))
     case = step(backend, STEPS["mixed"])
     with pytest.raises(ValueError, match=r"torch\.float32.*expected torch\.float16"):
         check(backend, dataclasses.replace(case, cache=case.cache.float()))

@@ -130,9 +130,8 @@ def test_it_plans_on_the_host_alone(made: list[Any]) -> None:
 
 
 def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(made: list[Any]) -> None:
-    for ask, words in ((Ask(sinks=True), "sinks"), (Ask(alibi=True), "ALiBi"), (Ask(chunk=8), "chunked")):
-        with pytest.raises(ValueError, match=f"flashinfer has no .*{words}"):
-            check(FlashInferBackend(CPU), step(STEPS["mixed"], ask))
+    with pytest.raises(ValueError, match="flashinfer has no sinks"):
+        check(FlashInferBackend(CPU), step(STEPS["mixed"], Ask(sinks=True)))
     case = step(STEPS["mixed"])
     with pytest.raises(ValueError, match=r"block_size\) is 8, expected 16"):
         check(FlashInferBackend(CPU), dataclasses.replace(case, batch=dataclasses.replace(case.batch, block_size=16)))

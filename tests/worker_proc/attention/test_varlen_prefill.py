@@ -79,9 +79,9 @@ def test_which_steps_it_takes() -> None:
         return takes_fresh(case.batch, case.spec, half, kv_dtype)
 
     prompt = [(0, 9), (0, 3)]
-    assert takes(prompt) and takes(prompt, Ask(window=9)) and takes(prompt, Ask(chunk=9))
+    assert takes(prompt) and takes(prompt, Ask(window=9))
     assert not takes([(0, 9), (4, 1)]) and not takes([(4, 5)])
-    for ask in (Ask(window=8), Ask(chunk=8), Ask(soft_cap=1.0), Ask(sinks=True), Ask(alibi=True), Ask(k_scale=2.0)):
+    for ask in (Ask(window=8), Ask(soft_cap=1.0), Ask(sinks=True), Ask(k_scale=2.0)):
         assert not takes(prompt, ask)
     assert not takes(prompt, kv_dtype=torch.float8_e4m3fn)
 

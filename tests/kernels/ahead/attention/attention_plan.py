@@ -10,7 +10,7 @@ from quire.kernels.attention.attention_plan_triton import plan_kernel
 
 def variants() -> Iterator[Variant]:
     types = dict.fromkeys(("query_start_loc", "seq_lens", "pieces", "merges"), "*i32")
-    for local, max_rows in (("", 256), ("window", 1024)):
-        constants = plan_constants(local, max_rows)
-        name = f"attention plan rows={max_rows} {local}".strip()
+    for windowed, max_rows in ((False, 256), (True, 1024)):
+        constants = plan_constants(windowed, max_rows)
+        name = f"attention plan rows={max_rows}" + " window" * windowed
         yield Variant(name, plan_kernel, types, constants, plan_options(max_rows))

@@ -17,7 +17,7 @@ from quire.kernels.common.fp8 import FP8_DTYPES
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 NONE = torch.empty(0)
 POINTERS = {"block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32", "positions": "*i32", "pieces": "*i32"}
-FLOATS = dict.fromkeys(("partial_acc", "partial_stats", "sinks", "alibi_slopes", "k_scale", "v_scale"), "*fp32")
+FLOATS = dict.fromkeys(("partial_acc", "partial_stats", "sinks", "k_scale", "v_scale"), "*fp32")
 
 CASES: list[tuple[torch.dtype, int, int, Regime, int, dict[str, Any]]] = [
     # dtype, head dimension, query heads of a KV head, regime, tokens of a tile, what else
@@ -51,27 +51,25 @@ def attention(
     *,
     cache: torch.dtype | None = None,
     window: int = 0,
-    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks: bool = False,
-    alibi: bool = False,
     shared: bool = False,
     fixed_split: int = 0,
 ) -> Variant:
     shape = AttentionShape(8 * group, 8, head_dim, dtype)
     section = Section(NONE, tile_tokens, regime, shared)
-    plan = AttentionPlan(shape, Visible(window, chunk), 1, 1, 90, (section,), NONE, Scratch(NONE, NONE))
+    plan = AttentionPlan(shape, Visible(window), 1, 1, 90, (section,), NONE, Scratch(NONE, NONE))
     plan = replace(plan, fixed_split=fixed_split)
     tiles = tiles_of(shape, regime, tile_tokens, plan.capability)
     scaled = cache in FP8_DTYPES
     constants = launch_constants(shape, 16, section, tiles, plan) | cache_constants(cache or dtype, None, None)
     constants |= {"SOFT_CAP": soft_cap > 0}
-    absent = {"positions": shared, "sinks": sinks, "alibi_slopes": alibi, "k_scale": scaled, "v_scale": scaled}
+    absent = {"positions": shared, "sinks": sinks, "k_scale": scaled, "v_scale": scaled}
     constants |= {name: None for name, present in absent.items() if not present}
     element = "*" + TRITON_TYPES[dtype]
     stored = "*u8" if scaled else element
     types = POINTERS | FLOATS | {"query": element, "out": element, "kv_cache": stored, "factor": "fp32", "cap": "fp32"}
-    features = "".join(f" {name}" for name, on in [("shared", shared), ("sinks", sinks), ("alibi", alibi)] if on)
-    features += "".join(f" {name}" for name, on in [("window", window), ("chunk", chunk), ("cap", soft_cap)] if on)
+    features = "".join(f" {name}" for name, on in [("shared", shared), ("sinks", sinks)] if on)
+    features += "".join(f" {name}" for name, on in [("window", window), ("cap", soft_cap)] if on)
     name = f"attention {regime} {element[1:]}/{stored[1:]} D={head_dim} G={group} T={tile_tokens}{features}"
     return Variant(name, attention_kernel, types, constants, launch_options(tiles))

@@ -22,7 +22,7 @@ BATCHES = {
     "uniform": ([1] * 20, [700] * 20),
     "nothing": ([0, 0], [0, 0]),
 }
-LOCAL = [{}, {"window": 200}, {"chunk": 1000}]
+LOCAL = [{}, {"window": 200}]
 
 
 def rows_on(device: torch.device, query_lens: list[int], seq_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,6 @@ from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
 from quire.kernels.cache.cache_write import write_cache_reference
-from quire.kernels.common.checks import nhd_view
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
 from quire.worker_proc.attention.backend import AttentionSpec
 from quire.worker_proc.attention.triton_backend import TritonBackend
@@ -44,9 +43,9 @@ def rows_of(case: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return case.batch.block_table, case.batch.query_start_loc, case.batch.seq_lens
 
 
-def plan_case(case: Any, layout: Any = "NHD", **options: Any) -> AttentionPlan:
+def plan_case(case: Any, **options: Any) -> AttentionPlan:
     num_tokens, num_heads, head_dim = case.query.shape
-    num_kv_heads = nhd_view(case.kv_cache, layout).shape[3]
+    num_kv_heads = case.kv_cache.shape[3]
     batch = case.batch
     return plan_attention(
         batch.query_lens_cpu,
@@ -54,7 +53,6 @@ def plan_case(case: Any, layout: Any = "NHD", **options: Any) -> AttentionPlan:
         AttentionShape(num_heads, num_kv_heads, head_dim, case.query.dtype),
         case.query.device,
         window=batch.window,
-        chunk=batch.chunk,
         num_tokens=num_tokens,
         **options,
     )
@@ -64,8 +62,8 @@ def check_case(case: Any, plan_options: dict[str, Any] | None = None, **options:
     batch = case.batch
     scale = case.query.shape[-1] ** -0.5
     step = (case.query, case.filled_cache, *rows_of(case))
-    expected = paged_attention_reference(*step, scale, window=batch.window, chunk=batch.chunk, **options)
-    plan = plan_case(case, options.get("layout", "NHD"), **(plan_options or {}))
+    expected = paged_attention_reference(*step, scale, window=batch.window, **options)
+    plan = plan_case(case, **(plan_options or {}))
     result = paged_attention(*step, plan, scale, **options)
     assert expected.isfinite().all()
     torch.testing.assert_close(result, expected, **TOLERANCES[case.query.dtype])
@@ -106,7 +104,7 @@ def test_rows_in_pieces(dtype: torch.dtype, make_case: Any) -> None:
 def options_of(case: Any, *names: str) -> dict[str, Any]:
     num_heads, device = case.query.shape[1], case.query.device
     values = torch.linspace(0.1, 2.0, num_heads, device=device)
-    options = {"soft_cap": 1.5, "sinks": values * 2 - 1, "alibi_slopes": values * 0.1}
+    options = {"soft_cap": 1.5, "sinks": values * 2 - 1}
     return {name: options[name] for name in names}
 
 
@@ -116,8 +114,7 @@ def options_of(case: Any, *names: str) -> dict[str, Any]:
     [
         ({"window": 1}, ()),
         ({"window": 150}, ("sinks", "soft_cap")),
-        ({"chunk": 90}, ("alibi_slopes",)),
-        ({}, ("soft_cap", "alibi_slopes", "sinks")),
+        ({}, ("soft_cap", "sinks")),
     ],
     ids=str,
 )
@@ -132,20 +129,18 @@ def test_features(
 def test_windows_of_long_prompts(window: int, make_case: Any) -> None:
     # Tiles with keys that only some of their tokens see at both ends, and with some that all see between.
     check_case(make_case([150], [190], torch.float32, 2, 1, 16, window=window))
-    check_case(make_case([150], [190], torch.float32, 2, 1, 16, chunk=window))
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
-def test_caches(cache_dtype: torch.dtype | None, layout: Any, main_dtype: torch.dtype, make_case: Any) -> None:
-    case = make_case([1, 12], [70, 40], main_dtype, cache_dtype=cache_dtype, layout=layout)
+def test_caches(cache_dtype: torch.dtype | None, main_dtype: torch.dtype, make_case: Any) -> None:
+    case = make_case([1, 12], [70, 40], main_dtype, cache_dtype=cache_dtype)
     if cache_dtype is None:
-        check_case(case, layout=layout)
+        check_case(case)
         return
     device = case.query.device
     per_head = {"k_scale": torch.tensor([0.3, 1.7], device=device), "v_scale": torch.tensor([0.8], device=device)}
-    check_case(case, CUT, layout=layout, **per_head)
-    check_case(case, layout=layout)
+    check_case(case, CUT, **per_head)
+    check_case(case)
 
 
 def test_large_scores_do_not_overflow(dtype: torch.dtype, make_case: Any) -> None:
@@ -173,7 +168,7 @@ def test_no_tokens(make_case: Any) -> None:
 def test_a_common_prefix_changes_nothing(prefix_len: int, main_dtype: torch.dtype, make_case: Any) -> None:
     rows = ([1, 3, 12, 0], [prefix_len + 1, 300, 290, 280])
     case = make_case(*rows, main_dtype, 2, 1, 16, prefix_len=prefix_len, padding=1)
-    options = options_of(case, "alibi_slopes", "sinks")
+    options = options_of(case, "soft_cap", "sinks")
     check_case(case, CUT | {"common_prefix_len": prefix_len}, **options)
 
 
@@ -193,7 +188,7 @@ def attend_rows(
     lens = torch.tensor([n for _, n, _ in rows], dtype=torch.int32)
     seqs = torch.tensor([seq_len for *_, seq_len in rows], dtype=torch.int32)
     shape = AttentionShape(query.shape[1], case.filled_cache.shape[3], query.shape[2], query.dtype)
-    local = {"window": case.batch.window, "chunk": case.batch.chunk}
+    local = {"window": case.batch.window}
     starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).to(query.device)
     if on_device:
         buffers = allocate_decode(shape, len(rows), query.device, max_query_len=8, fixed_split=128, max_keys=300)
@@ -243,7 +238,7 @@ def test_backend(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_cas
     batch, scale = case.batch, 0.2
     assert backend.kv_cache_shape(*case.kv_cache.shape[1:]) == case.kv_cache.shape
     plan = backend.plan(batch)
-    spec = AttentionSpec(4, 2, 32, scale, **options_of(case, "soft_cap", "sinks", "alibi_slopes"))
+    spec = AttentionSpec(4, 2, 32, scale, **options_of(case, "soft_cap", "sinks"))
     result = backend.forward(case.query, case.key, case.value, case.kv_cache, plan, spec)
     torch.testing.assert_close(case.kv_cache, case.filled_cache, rtol=0, atol=0, equal_nan=True)
     expected = paged_attention_reference(
@@ -254,7 +249,6 @@ def test_backend(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_cas
         window=20,
         soft_cap=spec.soft_cap,
         sinks=spec.sinks,
-        alibi_slopes=spec.alibi_slopes,
     )
     torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
     # A layer that reads another's cache writes nothing, and attends alike.

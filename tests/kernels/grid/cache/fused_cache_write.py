@@ -7,7 +7,6 @@ import torch
 
 from quire.kernels.cache.cache_write import write_cache_reference
 from quire.kernels.cache.fused_cache_write import TOLERANCES, fused_cache_write, fused_cache_write_reference
-from quire.kernels.common.checks import nhd_view
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
 
 NUM_TOKENS = 7
@@ -38,10 +37,9 @@ def make_step(
     return qkv, turn
 
 
-def make_cache(dtype: torch.dtype, num_kv_heads: int, head_dim: int, device: Any, layout: Any = "NHD") -> torch.Tensor:
+def make_cache(dtype: torch.dtype, num_kv_heads: int, head_dim: int, device: Any) -> torch.Tensor:
     rng = torch.Generator().manual_seed(6)
-    cache = torch.randn(2, 4, 8, num_kv_heads, head_dim, generator=rng).to(dtype).to(device)
-    return nhd_view(cache, layout).contiguous()
+    return torch.randn(2, 4, 8, num_kv_heads, head_dim, generator=rng).to(dtype).to(device)
 
 
 def make_slots(device: torch.device) -> torch.Tensor:
@@ -64,7 +62,7 @@ def check_step(
     torch.testing.assert_close(query, expected, **tolerance)
     torch.testing.assert_close(key, expected_key, **tolerance)
     assert torch.equal(value, expected_value)
-    stored = {name: turn[name] for name in ("layout", "k_scale", "v_scale") if name in turn}
+    stored = {name: turn[name] for name in ("k_scale", "v_scale") if name in turn}
     write_cache_reference(key, value, expected_cache, slots, **stored)
     assert torch.equal(as_bits(cache), as_bits(expected_cache))
 
@@ -99,22 +97,21 @@ def test_fresh_keys_are_not_needed(dtype: torch.dtype, device: torch.device) -> 
     assert torch.equal(same_cache, cache)
 
 
-@pytest.mark.parametrize(("scales", "layout"), [("none", "NHD"), ("tensor", "HND"), ("head", "NHD"), ("head", "HND")])
+@pytest.mark.parametrize("scales", ["none", "tensor", "head"])
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
 def test_caches_of_8_bit_floats(
-    cache_dtype: torch.dtype, scales: str, layout: str, dtype: torch.dtype, device: torch.device
+    cache_dtype: torch.dtype, scales: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     qkv, turn = make_step(3, 2, 24, 16, False, dtype, device)
     if scales != "none":
         k_scale, v_scale = (torch.linspace(a, 0.7, 1 + (scales == "head"), device=device) for a in (0.03, 0.3))
         turn |= {"k_scale": k_scale, "v_scale": v_scale}
-    cache = make_cache(cache_dtype, 2, 24, device, layout)
-    check_step(qkv, 3, cache, turn | {"layout": layout}, TOLERANCES[dtype])
+    check_step(qkv, 3, make_cache(cache_dtype, 2, 24, device), turn, TOLERANCES[dtype])
 
 
 def test_a_cache_of_another_dtype_and_scales_of_two_kinds(dtype: torch.dtype, device: torch.device) -> None:
     qkv, turn = make_step(4, 2, 32, 32, True, dtype, device)
-    check_step(qkv, 4, make_cache(torch.float16, 2, 32, device, "HND"), turn | {"layout": "HND"}, TOLERANCES[dtype])
+    check_step(qkv, 4, make_cache(torch.float16, 2, 32, device), turn, TOLERANCES[dtype])
     scales = {"v_scale": torch.tensor([0.5, 0.25], device=device)}
     check_step(qkv, 4, make_cache(torch.float8_e4m3fn, 2, 32, device), turn | scales, TOLERANCES[dtype])
 
