@@ -30,25 +30,22 @@ MAX_ROWS = 8192
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """What fits: ``max_rows`` rows of ``tile_tokens`` tokens, and ``pieces_per_row`` pieces if the split is fixed."""
+    """What fits: ``max_rows`` rows of ``tile_tokens`` tokens."""
 
     max_rows: int
     tile_tokens: int
     cut: Cut
-    pieces_per_row: int
 
     def num_pieces(self, num_rows: int) -> int:
         """How many pieces ``num_rows`` rows can have."""
-        return num_rows * self.pieces_per_row if self.cut.fixed_split else num_rows + self.cut.capacity
+        return num_rows + self.cut.capacity
 
     def num_merged(self, num_rows: int, cascade: bool) -> int:
         """How many of ``num_rows`` rows can leave partials: with a ``cascade``, all."""
         # Without one each has a piece more than one, and of those there are at most the capacity.
-        return num_rows if cascade or self.cut.fixed_split else min(num_rows, self.cut.capacity)
+        return num_rows if cascade else min(num_rows, self.cut.capacity)
 
     def num_slots(self, cascade: bool) -> int:
-        if self.cut.fixed_split:
-            return self.num_pieces(self.max_rows) * self.tile_tokens
         return (self.num_merged(self.max_rows, cascade) + self.cut.capacity) * self.tile_tokens
 
 
@@ -73,8 +70,6 @@ def allocate_decode(
     device: torch.device,
     *,
     max_query_len: int = 1,
-    fixed_split: int = 0,
-    max_keys: int = 0,
     max_prefix: PrefixPass | None = None,
     programs: int | None = None,
     min_piece: int = MIN_PIECE,
@@ -82,22 +77,16 @@ def allocate_decode(
     """Buffers for steps of up to ``max_rows`` rows with up to ``max_query_len`` tokens each.
 
     Args:
-        fixed_split: as in ``plan_attention``.
-        max_keys: with ``fixed_split``: keys that a row sees at most (its longest sequence, or window plus queries).
         max_prefix: the pass that leaves the most partials of all that the steps will use; None: none will.
 
     Raises:
         ValueError: options that contradict each other.
     """
-    check_options(Visible(), fixed_split, min_piece)
+    check_options(Visible(), 0, min_piece)
     if not 0 < max_rows <= MAX_ROWS:
         raise ValueError(f"max_rows: {max_rows} is not in [1, {MAX_ROWS}]")
-    if fixed_split and not max_keys:
-        raise ValueError("max_keys: a fixed split needs to know how many keys a row sees at most")
-    maker = PlanMaker(shape, device, programs, min_piece, fixed_split)
-    cut = maker.cut("fixed" if fixed_split else "decode", max_query_len)
-    # One more, because a window may begin anywhere in a fixed piece.
-    limits = DecodeLimits(max_rows, max_query_len, cut, -(-max_keys // fixed_split) + 1 if fixed_split else 0)
+    cut = PlanMaker(shape, device, programs, min_piece, 0).cut("decode", max_query_len)
+    limits = DecodeLimits(max_rows, max_query_len, cut)
     cascade = max_prefix is not None
     prefix_slots = max_prefix.num_slots if max_prefix else 0
     most_pieces, most_merges = limits.num_pieces(max_rows), limits.num_merged(max_rows, cascade) * max_query_len
@@ -133,7 +122,7 @@ def plan_decode(
     """
     limits = buffers.limits
     visible = Visible(window, prefix.prefix_len if prefix else 0)
-    check_options(visible, limits.cut.fixed_split, limits.cut.min_piece)
+    check_options(visible, 0, limits.cut.min_piece)
     device = buffers.pieces.device
     check_tensor("seq_lens", seq_lens, {"num_rows": None}, (torch.int32,), device)
     num_rows = len(seq_lens)
@@ -146,7 +135,7 @@ def plan_decode(
     merges = buffers.merges[: limits.num_merged(num_rows, prefix is not None) * limits.tile_tokens]
     if num_rows:
         _launch_plan(limits, query_start_loc, seq_lens, pieces, merges, visible, prefix)
-    section = Section(pieces, limits.tile_tokens, "fixed" if limits.cut.fixed_split else "decode")
+    section = Section(pieces, limits.tile_tokens, "decode")
     return AttentionPlan(
         shape=buffers.shape,
         visible=visible,
@@ -159,7 +148,6 @@ def plan_decode(
         num_prefix=prefix.num_partials if prefix else 0,
         prefix_stride=prefix.num_tokens if prefix else 0,
         positions=_positions(query_start_loc, seq_lens, prefix.num_tokens) if prefix else None,
-        fixed_split=limits.cut.fixed_split,
     )
 
 
@@ -199,7 +187,6 @@ def _launch_plan(
         prefix.num_slots if prefix else 0,
         limits.cut.capacity,
         limits.cut.min_piece,
-        limits.cut.fixed_split,
         **plan_constants(visible.window > 0, limits.max_rows),
         **plan_options(limits.max_rows),
     )

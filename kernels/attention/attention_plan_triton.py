@@ -24,7 +24,6 @@ def plan_kernel(
     first_slot,
     capacity,
     min_piece,
-    fixed_split,
     WINDOWED: tl.constexpr,
     KEY_ALIGN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -45,15 +44,14 @@ def plan_kernel(
         first_key = position - (window - 1)
     first_key = tl.maximum(first_key, prefix_len)
 
-    unit = tl.where(fixed_split > 0, fixed_split, KEY_ALIGN)
-    start = first_key // unit * unit
+    start = first_key // KEY_ALIGN * KEY_ALIGN
     length = tl.where(has_tile & (seq_len > first_key), seq_len - start, 0)
     total = tl.sum(length.to(tl.int64), 0)
     aim = (((total + capacity - 1) // capacity + KEY_ALIGN - 1) // KEY_ALIGN * KEY_ALIGN).to(tl.int32)
     aim = tl.maximum(aim, min_piece)
     even = tl.maximum((2 * length + aim) // (2 * aim), 1)
     size = ((length + even - 1) // even + KEY_ALIGN - 1) // KEY_ALIGN * KEY_ALIGN
-    size = tl.where(fixed_split > 0, fixed_split, tl.maximum(size, KEY_ALIGN))
+    size = tl.maximum(size, KEY_ALIGN)
     count = (length + size - 1) // size
 
     # Tiles in several pieces come first, since they are the long ones; then the others, in row order.

@@ -101,7 +101,6 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend, by the Triton kernels. The last ``query_len`` of a row's ``seq_len`` tokens are its query.
 
@@ -124,10 +123,9 @@ def paged_attention(
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay.
         sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``: factors on an fp8 cache; None: 1.
-        out: where to write, as the result; padding behind the last row is left as it is.
 
     Returns:
-        ``[num_tokens, num_heads, head_dim]`` in query's dtype; without ``out`` contiguous, with zeros for padding.
+        ``[num_tokens, num_heads, head_dim]`` in query's dtype, contiguous, with zeros for padding.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or place above, or the plan is for something else.
@@ -135,11 +133,10 @@ def paged_attention(
     """
     shape = _check_shape(query, kv_cache)
     _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
-    _check_extras(query, kv_cache, sinks, k_scale, v_scale, out)
+    _check_extras(query, kv_cache, sinks, k_scale, v_scale)
     require_launchable(query.device.type)
-    if out is None:
-        allocate = torch.empty if plan.num_tokens == len(query) else torch.zeros
-        out = allocate(query.shape, dtype=query.dtype, device=query.device)
+    allocate = torch.empty if plan.num_tokens == len(query) else torch.zeros
+    out = allocate(query.shape, dtype=query.dtype, device=query.device)
     call = _Call(
         query, kv_cache, block_table, query_start_loc, seq_lens, plan, out, scale, soft_cap, sinks, k_scale, v_scale,
     )  # fmt: skip
@@ -309,7 +306,6 @@ def _check_extras(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    out: torch.Tensor | None,
 ) -> None:
     if sinks is not None:
         check_tensor("sinks", sinks, {"num_heads": query.shape[1]}, (torch.float32,), query.device)
@@ -318,6 +314,3 @@ def _check_extras(
     num_kv_heads = kv_cache.shape[3]
     check_scale("k_scale", k_scale, num_kv_heads, query.device)
     check_scale("v_scale", v_scale, num_kv_heads, query.device)
-    if out is not None:
-        out_dims = dict(zip(("num_tokens", "num_heads", "head_dim"), query.shape, strict=True))
-        check_tensor("out", out, out_dims, (query.dtype,), query.device)

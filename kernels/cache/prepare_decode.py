@@ -12,12 +12,7 @@ from typing import Any
 import torch
 
 from quire.kernels.cache.pointer_table import TableSet
-from quire.kernels.cache.slot_mapping import (
-    NO_CONTEXT_PARALLEL,
-    PAD_SLOT_ID,
-    ContextParallel,
-    slot_mappings_reference,
-)
+from quire.kernels.cache.slot_mapping import PAD_SLOT_ID, slot_mappings_reference
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
 
@@ -33,7 +28,7 @@ class DecodeInputs:
         input_ids, positions: int64 ``[num_rows]``; 0 for padding.
         seq_lens: int32 ``[num_rows]``, the new token included; 0 for padding.
         query_start_loc: int32 ``[num_rows + 1]``; padding rows have no tokens, so it ends in repetitions.
-        slot_mapping: int64 ``[num_groups, num_rows]``; ``PAD_SLOT_ID`` for padding and what other ranks keep.
+        slot_mapping: int64 ``[num_groups, num_rows]``; ``PAD_SLOT_ID`` for padding.
     """
 
     input_ids: torch.Tensor
@@ -71,7 +66,6 @@ def prepare_decode_reference(
     num_computed: torch.Tensor,
     tables: TableSet,
     out: DecodeInputs,
-    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> None:
     """What ``prepare_decode`` does, in plain torch. The two agree exactly.
 
@@ -90,9 +84,7 @@ def prepare_decode_reference(
     out.positions[:num_live] = num_computed[row].long()
     out.seq_lens[:num_live] = num_computed[row] + 1
     out.query_start_loc.copy_(torch.arange(len(row_of) + 1).clamp(max=num_live))
-    out.slot_mapping.copy_(
-        slot_mappings_reference(out.query_start_loc, out.positions, tables, row_of, context_parallel)
-    )
+    out.slot_mapping.copy_(slot_mappings_reference(out.query_start_loc, out.positions, tables, row_of))
 
 
 def prepare_decode(
@@ -101,7 +93,6 @@ def prepare_decode(
     num_computed: torch.Tensor,
     tables: TableSet,
     out: DecodeInputs,
-    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> None:
     """Write a steady decode step's inputs, by one launch of the Triton kernel. Safe in a captured graph.
 
@@ -112,7 +103,6 @@ def prepare_decode(
         num_computed: int32 ``[max_rows]``: its position.
         tables: a block table per KV group, of at least ``max_rows`` rows.
         out: written to.
-        context_parallel: which positions this rank keeps.
 
     A device cannot raise: a row behind the last is padding to it, and a token whose block is missing is not written.
 
@@ -126,8 +116,6 @@ def prepare_decode(
     check_tensor("num_computed", num_computed, {"max_rows": len(last_sampled)}, (torch.int32,), device)
     if tables.device != device:
         raise ValueError(f"tables: device is {tables.device}, expected {device}")
-    for block_size in tables.block_sizes:
-        context_parallel.require_block_size(block_size)
     out.check(len(row_of), len(tables), device)
     require_launchable(device.type)
     from quire.kernels.cache.prepare_decode_triton import prepare_decode_kernel
@@ -145,7 +133,7 @@ def prepare_decode(
         len(row_of),
         len(last_sampled),
         out.slot_mapping.stride(0),
-        **launch_constants(len(tables), context_parallel),
+        **launch_constants(len(tables)),
     )
 
 
@@ -189,13 +177,10 @@ def advance_decode(
         )
 
 
-def launch_constants(num_groups: int, context_parallel: ContextParallel) -> dict[str, int]:
+def launch_constants(num_groups: int) -> dict[str, int]:
     """What ``prepare_decode``'s kernel is compiled for; shared with the test that compiles it ahead."""
     return {
         "NUM_GROUPS": num_groups,
-        "CP_WORLD_SIZE": context_parallel.world_size,
-        "CP_RANK": context_parallel.rank,
-        "CP_INTERLEAVE": context_parallel.interleave,
         "TILE_ROWS": TILE_ROWS,
         "PAD_SLOT": PAD_SLOT_ID,
     }

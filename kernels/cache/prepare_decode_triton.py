@@ -23,9 +23,6 @@ def prepare_decode_kernel(
     max_rows,
     slot_group_stride,
     NUM_GROUPS: tl.constexpr,
-    CP_WORLD_SIZE: tl.constexpr,
-    CP_RANK: tl.constexpr,
-    CP_INTERLEAVE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     PAD_SLOT: tl.constexpr,
 ):
@@ -48,7 +45,7 @@ def prepare_decode_kernel(
     tl.store(positions + index, position, mask=in_batch)
     tl.store(seq_lens + index, tl.where(live, position + 1, 0).to(tl.int32), mask=in_batch)
     for group in range(NUM_GROUPS):
-        slot = slots_of(tables, group, row, position, live, CP_WORLD_SIZE, CP_RANK, CP_INTERLEAVE, PAD_SLOT)
+        slot = slots_of(tables, group, row, position, live, PAD_SLOT)
         tl.store(slot_mapping + group * slot_group_stride + index, slot, mask=in_batch)
 
 

@@ -1,11 +1,9 @@
 """Slot mapping: where in the paged cache each token of a step goes, for all KV groups.
 
 A slot is ``block_id * block_size + position % block_size``, where ``block_id`` is entry ``position // block_size`` of
-the row's block table. Under context parallelism an entry stands for a *virtual* block of ``block_size * world_size``
-positions, of which each rank keeps ``block_size``: runs of ``interleave`` positions go to the ranks in turn.
+the row's block table.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,31 +13,10 @@ from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
 
 PAD_SLOT_ID = -1
-"""The slot of a token that is not written: padding, or a token that another rank keeps."""
+"""The slot of a token that is not written: padding."""
 
 TILE_TOKENS = 128
 """Tokens that a program handles at a time: a decode row has one, a prefill chunk thousands."""
-
-
-@dataclass(frozen=True)
-class ContextParallel:
-    """Which positions of a sequence this rank keeps: runs of ``interleave``, dealt to ``world_size`` ranks in turn."""
-
-    world_size: int = 1
-    rank: int = 0
-    interleave: int = 1
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1 or self.interleave < 1 or not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} of {self.world_size} with interleave {self.interleave} cannot be")
-
-    def require_block_size(self, block_size: int) -> None:
-        """Raises ValueError: a run would not end with its block, and two positions would share a slot."""
-        if self.world_size > 1 and block_size % self.interleave:
-            raise ValueError(f"block_size {block_size} is not a multiple of the interleave {self.interleave}")
-
-
-NO_CONTEXT_PARALLEL = ContextParallel()
 
 
 def slot_mapping_reference(
@@ -48,26 +25,22 @@ def slot_mapping_reference(
     block_table: torch.Tensor,
     block_size: int,
     row_of: torch.Tensor | None = None,
-    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> torch.Tensor:
     """What ``compute_slot_mappings`` computes for one group, ``[num_tokens]``, in plain torch. The two agree exactly.
 
     Raises:
         IndexError: a position lies past the last column of the block table, or a row past its last.
     """
-    context_parallel.require_block_size(block_size)
-    world_size, rank, interleave = context_parallel.world_size, context_parallel.rank, context_parallel.interleave
     query_lens = query_start_loc.diff().long()
     num_rows, num_tokens = len(query_lens), int(query_lens.sum())
     rows = torch.arange(num_rows, device=positions.device) if row_of is None else row_of.long()
     row = rows.repeat_interleave(query_lens)
     position = positions[:num_tokens]
-    offset = position % (block_size * world_size)
-    token = torch.nonzero((row >= 0) & (offset // interleave % world_size == rank)).view(-1)
-    offset = offset // (world_size * interleave) * interleave + offset % interleave
-    block_id = block_table[row[token], position[token] // (block_size * world_size)].long()
+    token = torch.nonzero(row >= 0).view(-1)
+    block_id = block_table[row[token], position[token] // block_size].long()
     slot_mapping = torch.full_like(positions, PAD_SLOT_ID)
-    slot_mapping[token] = torch.where(block_id >= 0, block_id * block_size + offset[token], PAD_SLOT_ID)
+    slot = block_id * block_size + position[token] % block_size
+    slot_mapping[token] = torch.where(block_id >= 0, slot, PAD_SLOT_ID)
     return slot_mapping
 
 
@@ -76,15 +49,11 @@ def slot_mappings_reference(
     positions: torch.Tensor,
     tables: TableSet,
     row_of: torch.Tensor | None = None,
-    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> torch.Tensor:
     """What ``compute_slot_mappings`` computes, ``[num_groups, num_tokens]``."""
     groups = zip(tables.tables, tables.block_sizes, strict=True)
     return torch.stack(
-        [
-            slot_mapping_reference(query_start_loc, positions, table, block_size, row_of, context_parallel)
-            for table, block_size in groups
-        ]
+        [slot_mapping_reference(query_start_loc, positions, table, block_size, row_of) for table, block_size in groups]
     )
 
 
@@ -93,7 +62,6 @@ def compute_slot_mappings(
     positions: torch.Tensor,
     tables: TableSet,
     row_of: torch.Tensor | None = None,
-    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Slot of every token in every KV group, by one launch of the Triton kernel.
@@ -104,13 +72,12 @@ def compute_slot_mappings(
         tables: a block table per group; entries that no position falls into are not read.
         row_of: int32 ``[num_rows]``: the tables' row of each row of the batch, negative for padding; absent: the
             first ``num_rows``, in order.
-        context_parallel: which positions this rank keeps.
         out: int64 ``[num_groups, num_tokens]``, written to; absent: made. A captured graph needs its own.
 
     Returns:
-        int64 ``[num_groups, num_tokens]``: slots, and ``PAD_SLOT_ID`` for padding and what other ranks keep. A device
-        cannot raise: a position or row outside the table, or a negative block id, is a caller's mistake that gets
-        ``PAD_SLOT_ID`` rather than a read or a write outside.
+        int64 ``[num_groups, num_tokens]``: slots, and ``PAD_SLOT_ID`` for padding. A device cannot raise: a position or
+        row outside the table, or a negative block id, is a caller's mistake that gets ``PAD_SLOT_ID`` rather than a
+        read or a write outside.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or place above.
@@ -129,8 +96,6 @@ def compute_slot_mappings(
         raise ValueError(f"query_start_loc: dimension 0 (num_rows + 1) is {num_rows + 1}, more than the table's rows")
     if tables.device != device:
         raise ValueError(f"tables: device is {tables.device}, expected {device}")
-    for block_size in tables.block_sizes:
-        context_parallel.require_block_size(block_size)
     if out is None:
         out = torch.empty(len(tables), num_tokens, dtype=torch.int64, device=device)
     dims = {"num_groups": len(tables), "num_tokens": num_tokens}
@@ -146,7 +111,7 @@ def compute_slot_mappings(
         num_rows,
         num_tokens,
         out.stride(0),
-        **launch_constants(row_of is not None, context_parallel),
+        **launch_constants(row_of is not None),
     )
     return out
 
@@ -161,13 +126,10 @@ def compute_slot_mapping(
     return compute_slot_mappings(query_start_loc, positions, TableSet.of([block_table], [block_size]))[0]
 
 
-def launch_constants(has_row_of: bool, context_parallel: ContextParallel) -> dict[str, int]:
+def launch_constants(has_row_of: bool) -> dict[str, int]:
     """What the kernel is compiled for; shared with the test that compiles it ahead."""
     return {
         "HAS_ROW_OF": int(has_row_of),
-        "CP_WORLD_SIZE": context_parallel.world_size,
-        "CP_RANK": context_parallel.rank,
-        "CP_INTERLEAVE": context_parallel.interleave,
         "TILE_TOKENS": TILE_TOKENS,
         "PAD_SLOT": PAD_SLOT_ID,
     }

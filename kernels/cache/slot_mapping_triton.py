@@ -13,9 +13,6 @@ def slots_of(
     row,
     position,
     valid,
-    CP_WORLD_SIZE: tl.constexpr,
-    CP_RANK: tl.constexpr,
-    CP_INTERLEAVE: tl.constexpr,
     PAD_SLOT: tl.constexpr,
 ):
     """Slots of ``position`` int64 ``[TILE]`` in a group; ``row`` is int64, one or ``[TILE]``; PAD_SLOT unless valid.
@@ -28,15 +25,11 @@ def slots_of(
     num_rows = tl.load(description + 2)
     max_blocks = tl.load(description + 3)
     block_size = tl.load(description + 4)
-    block_index = position // (block_size * CP_WORLD_SIZE)
-    offset = position % (block_size * CP_WORLD_SIZE)
+    block_index = position // block_size
     written = valid & (position >= 0) & (block_index < max_blocks) & (row >= 0) & (row < num_rows)
-    if CP_WORLD_SIZE > 1:
-        written = written & (offset // CP_INTERLEAVE % CP_WORLD_SIZE == CP_RANK)
-        offset = offset // (CP_WORLD_SIZE * CP_INTERLEAVE) * CP_INTERLEAVE + offset % CP_INTERLEAVE
     block_id = tl.load(block_table + row * row_stride + block_index, mask=written, other=-1)
     # In 64 bits: 2**31 slots are 128 M blocks of 16, which small models on large machines come near.
-    slot = block_id.to(tl.int64) * block_size + offset
+    slot = block_id.to(tl.int64) * block_size + position % block_size
     return tl.where(written & (block_id >= 0), slot, PAD_SLOT)
 
 
@@ -52,9 +45,6 @@ def slot_mapping_kernel(
     num_tokens,
     slot_group_stride,
     HAS_ROW_OF: tl.constexpr,
-    CP_WORLD_SIZE: tl.constexpr,
-    CP_RANK: tl.constexpr,
-    CP_INTERLEAVE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     PAD_SLOT: tl.constexpr,
 ):
@@ -73,5 +63,5 @@ def slot_mapping_kernel(
         in_tile = (token < end) & (token < num_tokens)
         valid = in_tile & is_row
         position = tl.load(positions + token, mask=valid, other=0)
-        slot = slots_of(tables, group, row, position, valid, CP_WORLD_SIZE, CP_RANK, CP_INTERLEAVE, PAD_SLOT)
+        slot = slots_of(tables, group, row, position, valid, PAD_SLOT)
         tl.store(target + token, slot, mask=in_tile)

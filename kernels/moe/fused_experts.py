@@ -51,7 +51,6 @@ def fused_experts(
     *,
     bias13: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None,
-    tiles: ExpertTiles | None = None,
 ) -> torch.Tensor:
     """Every token's weighted sum over its experts, by Triton kernels: fit for a CUDA graph, equal from run to run.
 
@@ -65,7 +64,6 @@ def fused_experts(
         weights: float32 ``[num_tokens, top_k]``, contiguous.
         activation: as ``gated_activation.gate``.
         bias13, bias2: ``[num_experts, 2 * width]`` and ``[num_experts, hidden_size]``, in any of the three dtypes.
-        tiles: ``sort_pairs`` of the same ids, where the caller has them already.
 
     Returns:
         ``[num_tokens, hidden_size]``; a sum over the token's experts in the order of ``expert_ids``.
@@ -81,8 +79,7 @@ def fused_experts(
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    if tiles is None:
-        tiles = sort_pairs(expert_ids, num_experts, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
+    tiles = sort_pairs(expert_ids, num_experts, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
     gated = _gate_up(kernels, x, w13, bias13, activation, tiles, expert_ids.shape)
     results = _down(kernels, gated, w2, bias2, weights, tiles)
     constants = sum_launch_constants(hidden_size, expert_ids.shape[1])

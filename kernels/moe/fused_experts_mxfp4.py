@@ -33,7 +33,6 @@ def fused_experts_mxfp4(
     *,
     bias13: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None,
-    tiles: ExpertTiles | None = None,
 ) -> torch.Tensor:
     """``fused_experts`` of the weights that ``mxfp4.dequantise_mxfp4`` makes of these, rounded to ``x``'s dtype.
 
@@ -56,9 +55,8 @@ def fused_experts_mxfp4(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x) == 0:
         return out
-    if tiles is None:
-        pairs = min(MOST_TILE_PAIRS, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
-        tiles = sort_pairs(expert_ids, num_experts, pairs)
+    pairs = min(MOST_TILE_PAIRS, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
+    tiles = sort_pairs(expert_ids, num_experts, pairs)
     gated = _gate_up(kernels, x, w13_blocks, w13_scales, bias13, activation, tiles, expert_ids)
     results = _down(kernels, gated, w2_blocks, w2_scales, bias2, weights, tiles)
     constants = sum_launch_constants(hidden_size, expert_ids.shape[1])

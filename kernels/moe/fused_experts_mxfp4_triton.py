@@ -6,7 +6,24 @@ import triton
 import triton.language as tl
 
 from quire.kernels.dense.gated_activation_triton import activate
-from quire.kernels.moe.mxfp4_triton import e2m1, e8m0
+
+
+@triton.jit
+def e2m1(code):
+    """The float32 of each int32's lowest four bits.
+
+    Exponent and mantissa are put where a float32 has the lowest bits of its own, which makes the number 2**126 times
+    too small, subnormal ones included.
+    """
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def e8m0(scale):
+    """The float32 power of two of each int32 in [0, 255]: 2**(scale - 127); of 255 NaN."""
+    bits = tl.where(scale == 0, 0x00400000, scale << 23)
+    return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

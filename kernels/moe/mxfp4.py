@@ -4,14 +4,7 @@ A number is E2M1: a sign, two bits of exponent and one of mantissa. A byte holds
 scale is E8M0: ``2 ** (byte - 127)``, and 255 is NaN.
 """
 
-from typing import Any
-
 import torch
-
-from quire.kernels.common.checks import check_tensor
-from quire.kernels.common.triton_runtime import require_launchable
-
-OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7; the codes from 8 on are the same with a minus."""
@@ -22,15 +15,14 @@ GROUP_SIZE = 2 * GROUP_BYTES
 CHUNK_GROUPS = 1 << 14
 """Groups that the reference turns at a time: what is between, 2 MiB, stays in a core's cache."""
 
-TILE_GROUPS = 64
 
-
-def dequantise_mxfp4_reference(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What ``dequantise_mxfp4`` computes; quick enough for the loader. The two agree exactly.
+def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that blocks and scales stand for, in torch; quick enough for the loader.
 
     Args:
         blocks: uint8 ``[..., groups, 16]``.
         scales: uint8 ``[..., groups]``.
+        dtype: float32 and bfloat16 hold the numbers exactly, but for powers below 2**-126; float16 those around 1.
 
     Returns:
         ``dtype`` ``[..., groups * 32]``.
@@ -60,42 +52,3 @@ def _values_of_two_bytes(device: torch.device) -> torch.Tensor:
     codes = torch.tensor(MAGNITUDES + tuple(-value for value in MAGNITUDES), dtype=torch.bfloat16, device=device)
     two_bytes = torch.arange(-(1 << 15), 1 << 15, device=device)
     return torch.stack([codes[(two_bytes >> shift) & 15] for shift in (0, 4, 8, 12)], -1).view(torch.int64)[:, 0]
-
-
-def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that blocks and scales stand for, by the Triton kernel.
-
-    Args:
-        blocks: uint8 ``[..., groups, 16]``, contiguous.
-        scales: uint8 ``[..., groups]``, contiguous.
-        dtype: float32 and bfloat16 hold the numbers exactly, but for powers below 2**-126; float16 those around 1.
-
-    Returns:
-        ``[..., groups * 32]``.
-
-    Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
-        RuntimeError: Triton cannot launch here.
-    """
-    if dtype not in OUT_DTYPES:
-        raise ValueError(f"dtype: {dtype} is not one of {', '.join(map(str, OUT_DTYPES))}")
-    check_tensor("scales", scales, {f"dimension {i}": None for i in range(scales.dim())}, (torch.uint8,), blocks.device)
-    sizes = (*scales.shape, GROUP_BYTES)
-    check_tensor(
-        "blocks", blocks, {f"dimension {i}": size for i, size in enumerate(sizes)}, (torch.uint8,), blocks.device
-    )
-    if not (blocks.is_contiguous() and scales.is_contiguous()):
-        raise ValueError("blocks and scales: expected contiguous tensors")
-    kernel = _kernel(blocks.device)
-    out = torch.empty(*scales.shape[:-1], scales.shape[-1] * GROUP_SIZE, dtype=dtype, device=blocks.device)
-    if scales.numel() > 0:
-        grid = (-(-scales.numel() // TILE_GROUPS),)
-        kernel[grid](blocks, scales, out, scales.numel(), TILE_GROUPS=TILE_GROUPS)
-    return out
-
-
-def _kernel(device: torch.device) -> Any:
-    require_launchable(device.type)
-    from quire.kernels.moe.mxfp4_triton import dequantise_mxfp4_kernel
-
-    return dequantise_mxfp4_kernel

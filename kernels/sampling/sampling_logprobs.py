@@ -7,7 +7,7 @@ import torch
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.logits import TopLogprobs
 from quire.kernels.common.triton_runtime import require_launchable
-from quire.kernels.sampling.sampling_stats import CHUNK, RowStatistics, check_logits, row_statistics, tile_chunks
+from quire.kernels.sampling.sampling_stats import CHUNK, check_logits, row_statistics, tile_chunks
 
 MAX_LOGPROBS = 32
 
@@ -26,9 +26,7 @@ def top_logprobs_reference(logits: torch.Tensor, tokens: torch.Tensor, n: int) -
     return TopLogprobs(token_ids, values, (wide > own).sum(-1) + 1)
 
 
-def top_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, n: int, statistics: RowStatistics | None = None
-) -> TopLogprobs:
+def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
     """Log-probabilities of each row's token and of its ``n`` best, by Triton kernels.
 
     The order and the ranks are those of the logits; two that differ may have log-probabilities that round to one.
@@ -38,7 +36,6 @@ def top_logprobs(
             statistics gets ids that exist, and values that say nothing.
         tokens: int64 ``[num_rows]`` in [0, vocab); others are a caller's mistake, and have a NaN for a value.
         n: 0 to ``MAX_LOGPROBS``, and at most the vocabulary.
-        statistics: of the same logits, where the caller has them already.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or place above, or ``n`` is out of its range.
@@ -58,7 +55,6 @@ def top_logprobs(
     )
     if num_rows == 0:
         return result
-    statistics = row_statistics(logits) if statistics is None else statistics
     num_chunks = -(-vocab // CHUNK)
     constants = launch_constants(n)
     candidates = torch.empty(2, num_rows, num_chunks, constants["TILE_N"], dtype=torch.int32, device=device)
@@ -69,7 +65,7 @@ def top_logprobs(
     row_kernel[(num_rows,)](
         logits,
         tokens,
-        statistics.log_sum_exp,
+        row_statistics(logits).log_sum_exp,
         candidates[0],
         candidates[1],
         above,

@@ -8,7 +8,7 @@ NULL_BLOCK_ID = 0
 """Block 0 is never given to a request: it stands where a block would, and padding may point at it."""
 
 PAD_SLOT_ID = -1
-"""A slot that is not written: padding, or a token that another rank keeps."""
+"""A slot that is not written: padding."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 

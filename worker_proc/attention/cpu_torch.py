@@ -79,7 +79,7 @@ def _gather(kv_cache: torch.Tensor, cache_rows: torch.Tensor, layer: LayerPlan, 
 
 
 def _fusable(spec: AttentionSpec) -> bool:
-    """Whether ``scaled_dot_product_attention`` can do it. It could add ALiBi, but in the queries' precision."""
+    """Whether ``scaled_dot_product_attention`` can do it."""
     return not spec.soft_cap and spec.sinks is None
 
 

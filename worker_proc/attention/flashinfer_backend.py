@@ -39,7 +39,7 @@ SUPPORTS = Supports(
     deterministic=False,
     capabilities=(8, 12),
 )
-"""Its kernels with sinks are of another class, compiled per model; those with ALiBi have slopes of their own."""
+"""Its kernels with sinks are of another class, compiled per model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.cache.slot_mapping import ContextParallel
-from quire.protocol.model.kv_layout import NULL_BLOCK_ID, PAD_SLOT_ID
+from quire.protocol.model.kv_layout import NULL_BLOCK_ID
 from quire.worker_proc.batch.input_batch import StepRefused
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -33,9 +32,8 @@ class BlockTable:
     otherwise, are the kernel's.
 
     Attributes:
-        block_size: positions in a kernel's block, per rank.
+        block_size: positions in a kernel's block, for which an entry stands.
         ratio: kernel's blocks in one that is given out.
-        span: positions that an entry stands for, on all ranks of context parallelism together.
         num_blocks_per_row: int32 ``[max_rows]``.
         device_copy: what kernels read.
     """
@@ -50,21 +48,18 @@ class BlockTable:
         *,
         kernel_block_size: int | None = None,
         null_allowed: bool = False,
-        total_cp_world_size: int = 1,
-        cp_rank: int = 0,
-        cp_interleave: int = 1,
         own_copy: bool | None = None,
     ) -> None:
         """
         Args:
-            block_size: positions in a block that the scheduler gives out, per rank.
+            block_size: positions in a block that the scheduler gives out.
             num_blocks: blocks in the pool, the null block included.
             kernel_block_size: that of the attention kernels; None: the same.
             null_allowed: whether the null block may stand for blocks that are read no more.
             own_copy: whether the device's copy is another tensor; None: as the device needs it.
 
         Raises:
-            ValueError: block sizes or ranks that do not go together.
+            ValueError: block sizes that do not go together.
         """
         self.block_size = block_size if kernel_block_size is None else kernel_block_size
         if self.block_size < 1 or block_size % self.block_size:
@@ -72,12 +67,9 @@ class BlockTable:
         self.ratio = block_size // self.block_size
         if num_blocks * self.ratio > 2**31:
             raise ValueError(f"{num_blocks} blocks of {self.ratio} need more than 32 bits")
-        self.context_parallel = ContextParallel(total_cp_world_size, cp_rank, cp_interleave)
-        self.context_parallel.require_block_size(self.block_size)
-        self.span = self.block_size * total_cp_world_size
         self._num_pool_blocks = num_blocks
         self._lowest_id = NULL_BLOCK_ID if null_allowed else NULL_BLOCK_ID + 1
-        columns = -(-max_model_len // (self.span * self.ratio)) * self.ratio
+        columns = -(-max_model_len // block_size) * self.ratio
         self._ids = np.full((max_rows, columns), NULL_BLOCK_ID, np.int32)
         self.num_blocks_per_row = np.zeros(max_rows, np.int32)
         host = torch.from_numpy(self._ids)
@@ -148,13 +140,6 @@ class BlockTable:
         self._ids[row, : self.num_blocks_per_row[row]] = NULL_BLOCK_ID
         self.num_blocks_per_row[row] = 0
 
-    def swap_row(self, a: int, b: int) -> None:
-        end = int(self.num_blocks_per_row[[a, b]].max())
-        self._ids[[a, b], :end] = self._ids[[b, a], :end]
-        self.num_blocks_per_row[[a, b]] = self.num_blocks_per_row[[b, a]]
-        self._stage(a, 0)
-        self._stage(b, 0)
-
     def _stage(self, row: int, start: int) -> None:
         self._unknown_from[row] = min(self._unknown_from[row], start)
         self._changed = True
@@ -183,8 +168,8 @@ class BlockTable:
         return self._ids[row, : self.num_blocks_per_row[row] : self.ratio] // self.ratio
 
     def rows(self, rows: npt.NDArray[np.int64], max_seq_len: int) -> torch.Tensor:
-        """``[len(rows), ceil(max_seq_len / span)]`` on the device, for a kernel."""
-        table = self.device_copy[:, : -(-max_seq_len // self.span)]
+        """``[len(rows), ceil(max_seq_len / block_size)]`` on the device, for a kernel."""
+        table = self.device_copy[:, : -(-max_seq_len // self.block_size)]
         if len(rows) and rows[-1] == len(rows) - 1:  # rows ascend: all of the first ones
             return table[: len(rows)]
         return table[torch.from_numpy(rows).to(table.device)]
@@ -192,23 +177,16 @@ class BlockTable:
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where each token's KV goes: ``block_id * block_size + offset`` for (row, position) pairs.
 
-        Positions that other ranks keep get ``PAD_SLOT_ID``.
-
         Raises:
             StepRefused: a position whose block the row does not hold, or for which it holds the null block.
         """
-        index, offset = np.divmod(positions, self.span)
+        index, offset = np.divmod(positions, self.block_size)
         if (index < 0).any() or (index >= self.num_blocks_per_row[rows]).any():
             raise StepRefused("a token has no block to be written to")
         blocks = self._ids[rows, index].astype(np.int64)
         if (blocks < self.ratio).any():  # the null block is the kernel's blocks 0 to ratio - 1
             raise StepRefused("a token has no block to be written to: its place holds the null block")
-        world, interleave = self.context_parallel.world_size, self.context_parallel.interleave
-        if world == 1:
-            return blocks * self.block_size + offset
-        turn, place = np.divmod(offset, interleave)
-        slots = blocks * self.block_size + turn // world * interleave + place
-        return np.where(turn % world == self.context_parallel.rank, slots, PAD_SLOT_ID)
+        return blocks * self.block_size + offset
 
     # ---- invariants
 

@@ -48,7 +48,7 @@ class DiffCheck:
         batch = self._batch
         computed, runs = batch.num_computed[: batch.num_rows], batch.active[: batch.num_rows]
         for group, table in enumerate(self._tables.tables):
-            span = table.span * table.ratio
+            span = table.block_size * table.ratio
             mine = groups == group
             _require_appended(table, ids[mine])
             given = np.bincount(rows[mine], minlength=batch.num_rows)
@@ -85,7 +85,7 @@ class DiffCheck:
             _require_appended(table, ids[own])
             held += np.bincount(rows[own], minlength=len(held))
             table.require_room(int(held.max(initial=0)) * table.ratio)
-            span = table.span * table.ratio
+            span = table.block_size * table.ratio
             if (-(-(after.computed + after.lengths) // span) > held)[after.lengths > 0].any():
                 raise StepRefused("a token has no block to be written to")
         self._tables.require_free(np.concatenate(claimed), after.leaving)
@@ -234,7 +234,7 @@ def _appended(step: SchedulerOutput, held: "_After | InputBatch") -> tuple[Ints,
 def _require_new_blocks(table: BlockTable, ids: Int32, num_computed: int) -> Int32:
     """Those that the row will write to; the null block may only stand before them."""
     table.require_blocks(ids)
-    own = ids[num_computed // (table.span * table.ratio) :]
+    own = ids[num_computed // (table.block_size * table.ratio) :]
     if not own.all():
         raise StepRefused("a token has no block to be written to: its place holds the null block")
     return own

@@ -7,14 +7,13 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.cache.pointer_table import TableSet
-from quire.kernels.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from quire.kernels.cache.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.batch.block_table import BlockTable, Ints, rank_among_equals
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.batch.slot_owners import SlotOwners
 
-NULL_KINDS = frozenset({"sliding_window", "chunked_local_attention", "mamba"})
+NULL_KINDS = frozenset({"sliding_window", "mamba"})
 """Kinds of KV groups in which the null block stands for blocks that no token reads any more."""
 
 
@@ -99,12 +98,6 @@ class MultiGroupBlockTable:
         if self._owners is not None:
             self._owners.clear_row(row)
 
-    def swap_row(self, a: int, b: int) -> None:
-        for table in self.tables:
-            table.swap_row(a, b)
-        if self._owners is not None:
-            self._owners.swap_row(a, b)
-
     def commit(self) -> None:
         """A step's changes are complete: bring the device's copies up to date.
 
@@ -151,7 +144,6 @@ def make_block_tables(
     num_computed: npt.NDArray[np.int32],
     device: torch.device,
     kernel_block_size: int | None = None,
-    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> MultiGroupBlockTable:
     """A worker's tables, as a layout's groups need them, and the proof that no two rows write the same slot.
 
@@ -160,7 +152,7 @@ def make_block_tables(
         num_computed: the batch's column, int32 ``[max_rows]``.
 
     Raises:
-        ValueError: block sizes or ranks that do not go together.
+        ValueError: block sizes that do not go together.
     """
     tables = [
         BlockTable(
@@ -171,10 +163,7 @@ def make_block_tables(
             device,
             kernel_block_size=kernel_block_size,
             null_allowed=group.kind in NULL_KINDS,
-            total_cp_world_size=context_parallel.world_size,
-            cp_rank=context_parallel.rank,
-            cp_interleave=context_parallel.interleave,
         )
         for group in groups
     ]
-    return MultiGroupBlockTable(tables, SlotOwners(groups, num_blocks, num_computed, context_parallel.world_size))
+    return MultiGroupBlockTable(tables, SlotOwners(groups, num_blocks, num_computed))

@@ -31,21 +31,17 @@ class SlotOwners:
     It does not know who reads blocks of groups that give up blocks: only the scheduler knows which those are.
     """
 
-    def __init__(
-        self, groups: Sequence[KVGroup], num_blocks: int, num_computed: npt.NDArray[np.int32], cp_world_size: int = 1
-    ) -> None:
+    def __init__(self, groups: Sequence[KVGroup], num_blocks: int, num_computed: npt.NDArray[np.int32]) -> None:
         """
         Args:
             num_blocks: of the pool, the null block included.
             num_computed: the batch's column, int32 ``[max_rows]``; read, never written.
-            cp_world_size: ranks that share the positions of a block out among them.
         """
         max_rows = len(num_computed)
         self._num_computed = num_computed
-        self._span = np.array([g.block_size * cp_world_size for g in groups], np.int64)
-        # How far back a token reads, as a window or as the beginning of its chunk; neither: everything.
+        self._block_size = np.array([g.block_size for g in groups], np.int64)
+        # How far back a token reads; 0: everything.
         self._window = np.array([_window(g) for g in groups])
-        self._chunk = np.array([g.window if g.kind == "chunked_local_attention" else 0 for g in groups])
         # Encoder positions are not counted by num_computed: all are written by the first step.
         self._private = [g.kind == "cross_attention" for g in groups]
         self._owner = np.zeros(num_blocks, np.int64)  # the key of the last claim
@@ -69,9 +65,10 @@ class SlotOwners:
         """
         if self._place_of_row[row] < 0:
             self._begin(row)
-        own = 0 if self._private[group] else min(int(self._num_computed[row] // self._span[group]), len(block_ids))
+        computed = 0 if self._private[group] else int(self._num_computed[row] // self._block_size[group])
+        own = min(computed, len(block_ids))
         read = block_ids[:own]
-        if len(read) and not self._window[group] and not self._chunk[group]:
+        if len(read) and not self._window[group]:
             self._new_reads.append((int(self._place_of_row[row]), read.copy()))
         self.claim(row, group, np.arange(own, len(block_ids)), block_ids[own:])
 
@@ -122,7 +119,7 @@ class SlotOwners:
             live = live[~np.isin(places[live], gone)]
         if len(live):
             held = block_ids[live]
-            end = (self._index[held] + 1) * self._span[self._group[held]]
+            end = (self._index[held] + 1) * self._block_size[self._group[held]]
             taken[live] |= end > self._first_read(self._row_of_place[places[live]], self._group[held])
         if taken.any():
             raise StepRefused(f"slot overlap: block {block_ids[taken][0]} is in use, and a row is to write to it")
@@ -138,9 +135,8 @@ class SlotOwners:
     def _first_read(self, rows: Ints, groups: Ints) -> Ints:
         """The first position that the next token of each row reads: blocks wholly before it are given up."""
         position = self._num_computed[rows].astype(np.int64)
-        window, chunk = self._window[groups], self._chunk[groups]
-        by_window = np.where(window > 0, np.maximum(position - window + 1, 0), 0)
-        return np.where(chunk > 0, position - position % np.maximum(chunk, 1), by_window)
+        window = self._window[groups]
+        return np.where(window > 0, np.maximum(position - window + 1, 0), 0)
 
     def _begin(self, row: int) -> None:
         self._serial += 1
@@ -167,14 +163,11 @@ class SlotOwners:
         if source == target:
             return
         self.clear_row(target)
-        self.swap_row(source, target)
-
-    def swap_row(self, a: int, b: int) -> None:
-        places = self._place_of_row[[b, a]]
-        self._place_of_row[[a, b]] = places
-        for row, place in zip((a, b), places.tolist(), strict=True):
-            if place >= 0:
-                self._row_of_place[place] = row
+        place = int(self._place_of_row[source])
+        self._place_of_row[source] = -1
+        self._place_of_row[target] = place
+        if place >= 0:
+            self._row_of_place[place] = target
 
     # ---- invariants
 
@@ -189,7 +182,7 @@ class SlotOwners:
             place = self._place_of_row[row]
             assert place >= 0 or not any(map(len, of_groups)), f"row {row} holds blocks and no key"
             for group, ids in enumerate(of_groups):
-                begin = 0 if self._private[group] else self._num_computed[row] // self._span[group]
+                begin = 0 if self._private[group] else self._num_computed[row] // self._block_size[group]
                 for block_id in ids[begin:][ids[begin:] != NULL_BLOCK_ID].tolist():
                     assert block_id not in writers, f"rows {writers[block_id]} and {row} write to block {block_id}"
                     writers[block_id] = row

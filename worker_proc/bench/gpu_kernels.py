@@ -1,4 +1,4 @@
-"""The smaller kernels of a step: cache write, norms, gates, rotation, sampling."""
+"""The smaller kernels of a step: cache write, norms, gates, sampling."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +10,6 @@ from quire.kernels.cache.cache_write import write_cache
 from quire.kernels.cache.fused_cache_write import fused_cache_write
 from quire.kernels.dense.gated_activation import gate
 from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
-from quire.kernels.dense.rotary import rotary
 from quire.kernels.sampling.sampling import sample
 from quire.kernels.sampling.sampling_noise import uniform
 from quire.kernels.sampling.sampling_stats import row_statistics
@@ -64,14 +63,11 @@ def _each(run: Callable[[torch.Tensor], object], tensors: Sequence[torch.Tensor]
 
 
 def ops(bench: Bench) -> None:
-    """Norms, gates and rotation of a llama-3.1-8b layer."""
-    width, inner, heads, dim = bench.pick(
-        full=(4096, 14336, 40, 128), quick=(4096, 14336, 40, 128), dry=(64, 96, 3, 16)
-    )
+    """Norms and gates of a llama-3.1-8b layer."""
+    width, inner = bench.pick(full=(4096, 14336), quick=(4096, 14336), dry=(64, 96))
     for num_tokens in bench.pick(full=(1, 128, 8192), quick=(128,), dry=(3,)):
         _norms(bench, num_tokens, width)
         _gates(bench, num_tokens, inner)
-        _rotation(bench, num_tokens, heads, dim)
         free_memory(bench.device)
 
 
@@ -103,14 +99,6 @@ def _gates(bench: Bench, num_tokens: int, inner: int) -> None:
     name, moved = f"silu gate {num_tokens:,} x {inner:,}", xs[0].nbytes * 3 // 2
     bench.measure(name, "ours", lambda: _each(lambda x: gate(x, "silu"), xs), moved=moved)
     bench.measure(name, "torch", lambda: _each(lambda x: F.silu(x[:, :inner]) * x[:, inner:], xs), moved=moved)
-
-
-def _rotation(bench: Bench, num_tokens: int, heads: int, dim: int) -> None:
-    xs = _inputs(bench, num_tokens, heads, dim)
-    table = torch.randn(2, num_tokens, dim, device=bench.device).to(bench.dtype)
-    positions = torch.arange(num_tokens, device=bench.device)
-    name = f"rotary {num_tokens:,} x {heads} x {dim}"
-    bench.measure(name, "ours", lambda: _each(lambda x: rotary(x, positions, table), xs), moved=2 * xs[0].nbytes)
 
 
 def sampling(bench: Bench) -> None:

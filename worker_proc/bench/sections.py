@@ -28,7 +28,7 @@ SECTIONS = (
     Section("steady_step", "cuda", "steady decode of qwen3-0.6b: rows x tokens", gpu_step.steady_step),
     Section("cache_write", "cuda", "cache write", gpu_kernels.cache_write),
     Section("prefill_attention", "cuda", "prefill: rows x computed of all", gpu_attention.prefill_attention),
-    Section("ops", "cuda", "norms, gates, rotation", gpu_kernels.ops),
+    Section("ops", "cuda", "norms, gates", gpu_kernels.ops),
     Section("sampling", "cuda", "sampling: rows x vocabulary", gpu_kernels.sampling),
 )
 

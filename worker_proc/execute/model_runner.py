@@ -391,7 +391,7 @@ class ModelRunner:
         self.batch.check()
         self.tables.check()
         for table in self.tables.tables:
-            held = table.num_blocks_per_row[: self.batch.num_rows] * table.span
+            held = table.num_blocks_per_row[: self.batch.num_rows] * table.block_size
             assert (held >= self.batch.num_computed[: self.batch.num_rows]).all(), "computed beyond the blocks held"
 
 

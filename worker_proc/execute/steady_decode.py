@@ -75,8 +75,8 @@ class SteadyDecode:
     def _require_new_blocks(self) -> None:
         """Only a row that begins a block can lack one."""
         computed = self._batch.num_computed[: self._batch.num_rows]
-        for span in {table.span for table in self._tables.tables}:
-            beginning = np.flatnonzero(computed % span == 0)
+        for block_size in {table.block_size for table in self._tables.tables}:
+            beginning = np.flatnonzero(computed % block_size == 0)
             if len(beginning):
                 self._require_blocks(beginning)
 

@@ -23,10 +23,6 @@ class Experts:
         down_bias: ``[num_experts, hidden_size]`` or None.
         activation: as of ``Ops.gate``.
         packed: each expert's two layers in the CPU's own layout, instead of the four tensors above, which are empty.
-        activation: as of ``Ops.gate``.
-        packed: each expert's two layers in the CPU's own layout, instead of the four tensors above, which are empty.
-        activation: as in ``Ops.gate``, or clamped_swiglu: with the gate ``g`` at most ``limit`` and ``u`` within
-            ``±limit``, ``g * sigmoid(alpha * g) * (u + 1)`` (gpt-oss).
     """
 
     gate_up: torch.Tensor

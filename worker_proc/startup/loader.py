@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from quire.kernels.moe.mxfp4 import GROUP_SIZE, dequantise_mxfp4_reference
+from quire.kernels.moe.mxfp4 import GROUP_SIZE, dequantise_mxfp4
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, stored_tensors
@@ -135,9 +135,7 @@ class _OpenFiles:
         """Whole blocks are read; what a rank does not hold of the first and the last is cut off."""
         groups = slice(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
         index: tuple[int | slice, ...] = (*piece.lead, rows, groups)
-        numbers = dequantise_mxfp4_reference(
-            self._get(piece.stored, index), self._get(scales, index), piece.slot.target.dtype
-        )
+        numbers = dequantise_mxfp4(self._get(piece.stored, index), self._get(scales, index), piece.slot.target.dtype)
         first = groups.start * GROUP_SIZE
         return numbers[:, columns.start - first : columns.stop - first]
 

@@ -11,7 +11,6 @@ from quire.kernels.cache.prepare_decode import (
     prepare_decode,
     prepare_decode_reference,
 )
-from quire.kernels.cache.slot_mapping import ContextParallel
 
 CPU = torch.device("cpu")
 
@@ -43,13 +42,6 @@ def test_two_steps_of_three_rows() -> None:
     assert inputs.slot_mapping[0].tolist() == [9 * 4 + 3, 3 * 4 + 1, 4 * 4 + 1, -1]
 
 
-def test_a_rank_writes_only_what_it_keeps() -> None:
-    inputs = DecodeInputs.empty(2, 2, CPU)
-    state = torch.tensor([50, 60, 70]), ints(4, 1, 2)
-    prepare_decode_reference(ints(0, 1), *state, tables(), inputs, ContextParallel(2, 1, 1))
-    assert inputs.slot_mapping.tolist() == [[-1, 4 * 4], [-1, 6 * 8]]
-
-
 def test_padding_before_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="padding stands before a row"):
         prepare_decode_reference(
@@ -66,7 +58,5 @@ def test_wrong_tensors_are_refused() -> None:
         prepare_decode(row_of, sampled, computed[:2], tables(), inputs)
     with pytest.raises(ValueError, match=r"slot_mapping: dimension 0 \(num_groups\) is 3, expected 2"):
         prepare_decode(row_of, sampled, computed, tables(), DecodeInputs.empty(2, 3, CPU))
-    with pytest.raises(ValueError, match="not a multiple of the interleave"):
-        prepare_decode(row_of, sampled, computed, tables(), inputs, ContextParallel(2, 0, 3))
     with pytest.raises(ValueError, match=r"sampled: dimension 0 \(num_rows\) is 3, expected 2"):
         advance_decode(row_of, sampled, sampled, computed)

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quire.kernels.cache.pointer_table import TableSet
 from quire.kernels.cache.slot_mapping import (
     PAD_SLOT_ID,
-    ContextParallel,
     compute_slot_mapping,
     compute_slot_mappings,
     slot_mapping_reference,
@@ -55,35 +52,6 @@ def test_padding_and_a_row_without_tokens() -> None:
     assert slot_mapping_reference(starts_of(3, 0, 1), positions, table, 4).tolist() == expected
 
 
-def test_two_ranks_take_turns() -> None:
-    """Virtual blocks of 8 positions, runs of 2: of block 7, rank 0 keeps positions 0 1 4 5, rank 1 keeps 2 3 6 7."""
-    positions, table = torch.arange(10), table_of([7, 3])
-    first, second = (
-        slot_mapping_reference(starts_of(10), positions, table, 4, context_parallel=ContextParallel(2, rank, 2))
-        for rank in range(2)
-    )
-    assert first.tolist() == [28, 29, -1, -1, 30, 31, -1, -1, 12, 13]
-    assert second.tolist() == [-1, -1, 28, 29, -1, -1, 30, 31, -1, -1]
-
-
-@given(world_size=st.integers(1, 4), interleave=st.sampled_from([1, 2, 4, 8]), blocks=st.integers(1, 3))
-def test_ranks_share_out_the_positions_and_fill_their_blocks(world_size: int, interleave: int, blocks: int) -> None:
-    """Every position has one slot on one rank, and every slot of every rank is used."""
-    block_size = 8
-    num_tokens = blocks * block_size * world_size
-    table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
-    kept = []
-    for rank in range(world_size):
-        parallel = ContextParallel(world_size, rank, interleave)
-        slots = slot_mapping_reference(
-            starts_of(num_tokens), torch.arange(num_tokens), table, block_size, context_parallel=parallel
-        )
-        mine = slots[slots != PAD_SLOT_ID].tolist()
-        assert mine == sorted(mine) and set(mine) == set(range(block_size, (blocks + 1) * block_size))
-        kept.append(slots != PAD_SLOT_ID)
-    assert (torch.stack(kept).sum(0) == 1).all()
-
-
 def test_every_group_has_its_own_slots() -> None:
     tables = TableSet.of([table_of([7, 3]), table_of([2])], [4, 16])
     assert slot_mappings_reference(starts_of(2), torch.tensor([3, 4]), tables).tolist() == [[31, 12], [35, 36]]
@@ -92,12 +60,6 @@ def test_every_group_has_its_own_slots() -> None:
 def test_the_reference_raises_outside_the_table() -> None:
     with pytest.raises(IndexError):
         slot_mapping_reference(starts_of(1), torch.tensor([8]), torch.zeros(1, 2, dtype=torch.int32), 4)
-
-
-@pytest.mark.parametrize("values", [(0, 0, 1), (2, 2, 1), (2, -1, 1), (2, 0, 0)])
-def test_a_rank_that_cannot_be_is_refused(values: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="cannot be"):
-        ContextParallel(*values)
 
 
 def test_wrong_tensors_are_refused() -> None:
@@ -109,8 +71,6 @@ def test_wrong_tensors_are_refused() -> None:
         compute_slot_mapping(torch.zeros(4, dtype=torch.int32), positions, table, 8)
     with pytest.raises(ValueError, match=r"out: dimension 1 \(num_tokens\) is 4, expected 5"):
         compute_slot_mappings(starts, positions, tables, out=torch.zeros(1, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="block_size 8 is not a multiple of the interleave 3"):
-        compute_slot_mappings(starts, positions, tables, context_parallel=ContextParallel(2, 0, 3))
     with pytest.raises(ValueError, match="tables: device is cpu, expected meta"):
         compute_slot_mappings(starts.to("meta"), positions.to("meta"), tables)
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cache.slot_mapping import ContextParallel
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.batch.group_tables import make_block_tables
 from quire.worker_proc.batch.input_batch import StepRefused
@@ -17,7 +16,6 @@ CPU = torch.device("cpu")
 NUM_BLOCKS = 64
 FULL = KVGroup("full_attention", 4, [0])
 WINDOW = KVGroup("sliding_window", 4, [1], window=6)
-CHUNKS = KVGroup("chunked_local_attention", 4, [1], window=8)
 STATES = KVGroup("mamba", 4, [1])
 CROSS = KVGroup("cross_attention", 4, [1])
 
@@ -25,10 +23,9 @@ CROSS = KVGroup("cross_attention", 4, [1])
 class Rows:
     """Tables with owners, and the column of computed positions that a batch would have."""
 
-    def __init__(self, *groups: KVGroup, max_rows: int = 4, world_size: int = 1) -> None:
+    def __init__(self, *groups: KVGroup, max_rows: int = 4) -> None:
         self.num_computed = np.zeros(max_rows, np.int32)
-        parallel = ContextParallel(world_size)
-        self.tables = make_block_tables(groups, NUM_BLOCKS, 80 * world_size, self.num_computed, CPU, None, parallel)
+        self.tables = make_block_tables(groups, NUM_BLOCKS, 80, self.num_computed, CPU)
 
     def add(self, row: int, *block_ids: list[int], computed: int = 0) -> None:
         self.num_computed[row] = computed
@@ -158,19 +155,6 @@ def test_a_move_ends_what_its_target_claimed() -> None:
         rows.tables.append_row(2, 0, [2])
 
 
-def test_claims_swap_with_their_rows() -> None:
-    rows = Rows(FULL)
-    rows.add(0, [1])
-    rows.add(1, [2])
-    rows.tables.swap_row(0, 1)
-    rows.tables.swap_row(1, 2)
-    rows.tables.check()
-    rows.clear(0)
-    rows.add(3, [2])
-    with refused():
-        rows.tables.append_row(3, 0, [1])
-
-
 def test_groups_share_one_pool() -> None:
     rows = Rows(FULL, WINDOW)
     rows.add(0, [1], [2])
@@ -203,7 +187,6 @@ def test_rows_that_get_the_same_block_at_once_are_refused() -> None:
     [
         # The last position at which something still reads block 1, which holds positions 0 to 3.
         (WINDOW, 8),  # a window of 6: sees 3 to 8
-        (CHUNKS, 7),
         (STATES, 4),  # the state behind position 3
     ],
     ids=lambda value: getattr(value, "kind", ""),
@@ -256,16 +239,6 @@ def test_blocks_for_drafts_are_claimed_like_any() -> None:
     rows.add(0, [1, 2, 3])  # one token known, the rest for drafts
     with refused():
         rows.add(1, [3])
-
-
-def test_ranks_share_a_block_out_so_that_it_holds_more_positions() -> None:
-    rows = Rows(FULL, world_size=2)
-    rows.add(0, [1, 2])
-    rows.num_computed[0] = 9
-    rows.add(1, [1, 3], computed=8)
-    rows.tables.check()
-    with refused():
-        rows.add(2, [1, 4], computed=7)
 
 
 def test_check_finds_an_overlap() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.kernels.moe.mxfp4 import dequantise_mxfp4_reference
+from quire.kernels.moe.mxfp4 import dequantise_mxfp4
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.models.decoder import Decoder
@@ -266,8 +266,8 @@ class TestMxfp4:
         eight = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         once = [*eight, *(-v for v in eight)] * 2
         expected = torch.tensor([[*once, *(v / 4 for v in once)]])
-        assert torch.equal(dequantise_mxfp4_reference(blocks, scales, torch.float32), expected)
-        assert torch.equal(dequantise_mxfp4_reference(blocks, scales, torch.bfloat16), expected.bfloat16())
+        assert torch.equal(dequantise_mxfp4(blocks, scales, torch.float32), expected)
+        assert torch.equal(dequantise_mxfp4(blocks, scales, torch.bfloat16), expected.bfloat16())
 
     def _quantised(self, copy_of: Any) -> tuple[Path, Tensors]:
         """A gpt-oss checkpoint in MXFP4, and its experts as ``transformers`` has them once dequantised."""

@@ -52,13 +52,9 @@ def check_plan(plan: AttentionPlan, expected: tuple[list[list[int]], list[list[i
 
 
 @pytest.mark.parametrize("local", LOCAL, ids=str)
-@pytest.mark.parametrize("fixed_split", [0, 512])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-def test_equals_the_hosts(
-    batch: tuple[list[int], list[int]], fixed_split: int, local: dict[str, int], device: torch.device
-) -> None:
-    options = {"fixed_split": fixed_split, "max_keys": 9000} if fixed_split else {}
-    buffers = allocate_decode(SHAPE, 20, device, max_query_len=4, programs=12, **options)
+def test_equals_the_hosts(batch: tuple[list[int], list[int]], local: dict[str, int], device: torch.device) -> None:
+    buffers = allocate_decode(SHAPE, 20, device, max_query_len=4, programs=12)
     # What an earlier step left must not show.
     buffers.pieces.fill_(77)
     buffers.merges.fill_(77)
@@ -82,13 +78,12 @@ def test_a_row_with_too_many_tokens_gets_no_work(device: torch.device) -> None:
     assert [piece[:4] for piece in plan.sections[0].pieces.tolist() if piece[3] > piece[2]] == [[1, 0, 0, 9]]
 
 
-@pytest.mark.parametrize("options", [{}, {"fixed_split": 128, "max_keys": 300}], ids=["balanced", "fixed"])
 @pytest.mark.parametrize("local", [{}, {"window": 150}], ids=str)
 def test_attends_by_it_step_after_step(
-    local: dict[str, int], options: dict[str, int], main_dtype: torch.dtype, make_case: Any, device: torch.device
+    local: dict[str, int], main_dtype: torch.dtype, make_case: Any, device: torch.device
 ) -> None:
     shape = AttentionShape(2, 1, 32, main_dtype)
-    buffers = allocate_decode(shape, 6, device, max_query_len=2, programs=3, min_piece=128, **options)
+    buffers = allocate_decode(shape, 6, device, max_query_len=2, programs=3, min_piece=128)
     buffers.scratch.acc.fill_(torch.nan)
     for batch in (([1, 2, 0, 1], [40, 290, 0, 1]), ([1, 1, 1, 0, 0], [260, 17, 270, 0, 0])):
         case = make_case(*batch, main_dtype, 2, 1, padding=3, **local)

@@ -14,7 +14,7 @@ from quire.kernels.cache.prepare_decode import (
     prepare_decode,
     prepare_decode_reference,
 )
-from quire.kernels.cache.slot_mapping import NO_CONTEXT_PARALLEL, PAD_SLOT_ID, ContextParallel
+from quire.kernels.cache.slot_mapping import PAD_SLOT_ID
 
 MAX_LEN = 100
 POISON = -(2**31)
@@ -28,14 +28,14 @@ def state_of(max_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.T
     return last_sampled.to(device), num_computed.to(device)
 
 
-def tables_of(num_computed: torch.Tensor, block_sizes: list[int], world_size: int) -> TableSet:
+def tables_of(num_computed: torch.Tensor, block_sizes: list[int]) -> TableSet:
     """Tables with ids only for the positions up to each row's next one, behind them poison."""
     rng = torch.Generator().manual_seed(4)
     tables = []
     for block_size in block_sizes:
-        columns = MAX_LEN // (block_size * world_size) + 1
+        columns = MAX_LEN // block_size + 1
         table = torch.randint(0, 2**31 - 1, (len(num_computed), columns), generator=rng, dtype=torch.int32)
-        held = num_computed.cpu() // (block_size * world_size) + 1
+        held = num_computed.cpu() // block_size + 1
         table[torch.arange(columns) >= held[:, None]] = POISON
         tables.append(table.to(num_computed.device))
     return TableSet.of(tables, block_sizes)
@@ -56,15 +56,14 @@ def assert_equal(got: DecodeInputs, want: DecodeInputs) -> None:
 
 @pytest.mark.parametrize("num_live", [0, 1, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 2])
 @pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("context_parallel", [NO_CONTEXT_PARALLEL, ContextParallel(2, 1, 4)], ids=["", "ranks"])
-def test_equals_reference(num_live: int, padding: int, context_parallel: ContextParallel, device: torch.device) -> None:
+def test_equals_reference(num_live: int, padding: int, device: torch.device) -> None:
     last_sampled, num_computed = state_of(TILE_ROWS + 5, device)
-    tables = tables_of(num_computed, [16, 8], context_parallel.world_size)
+    tables = tables_of(num_computed, [16, 8])
     rows = torch.randperm(TILE_ROWS + 5, generator=torch.Generator().manual_seed(5))[:num_live]
     row_of = torch.cat([rows, torch.full((padding,), -1)]).to(torch.int32).to(device)
     got, want = (used_inputs(num_live + padding, 2, device) for _ in range(2))
-    prepare_decode(row_of, last_sampled, num_computed, tables, got, context_parallel)
-    prepare_decode_reference(row_of, last_sampled, num_computed, tables, want, context_parallel)
+    prepare_decode(row_of, last_sampled, num_computed, tables, got)
+    prepare_decode_reference(row_of, last_sampled, num_computed, tables, want)
     assert_equal(got, want)
 
 
@@ -101,7 +100,7 @@ def test_a_captured_graph_goes_on_by_itself(device: torch.device) -> None:
         pytest.skip("graphs need a CUDA device")
     last_sampled, num_computed = state_of(6, device)
     begun = num_computed.clone()
-    tables = tables_of(num_computed + 4, [16, 8], 1)
+    tables = tables_of(num_computed + 4, [16, 8])
     row_of = torch.tensor([2, 0, 5, -1], dtype=torch.int32, device=device)
     inputs, sampled = used_inputs(4, 2, device), torch.zeros(4, dtype=torch.int64, device=device)
 

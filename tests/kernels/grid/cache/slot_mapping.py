@@ -7,7 +7,6 @@ from quire.kernels.cache.pointer_table import TableSet
 from quire.kernels.cache.slot_mapping import (
     PAD_SLOT_ID,
     TILE_TOKENS,
-    ContextParallel,
     compute_slot_mapping,
     compute_slot_mappings,
     slot_mappings_reference,
@@ -18,12 +17,12 @@ POISON = -(2**31)
 FAR = 2**40
 
 
-def random_tables(rows: int, block_sizes: list[int], world_size: int, max_len: int, device: torch.device) -> TableSet:
+def random_tables(rows: int, block_sizes: list[int], max_len: int, device: torch.device) -> TableSet:
     """Strided tables, of ids up to the largest; what lies beside them must not be read."""
     rng = torch.Generator().manual_seed(1)
     tables = []
     for block_size in block_sizes:
-        columns = max_len // (block_size * world_size) + 1
+        columns = max_len // block_size + 1
         table = torch.randint(0, 2**31 - 1, (rows, columns), generator=rng, dtype=torch.int32)
         wide = torch.cat([table, torch.full_like(table, POISON)], dim=1).to(device)
         tables.append(wide[:, :columns])
@@ -44,30 +43,16 @@ def step(query_lens: list[int], padding: int, device: torch.device) -> tuple[tor
 @pytest.mark.parametrize("query_lens", QUERY_LENS, ids=str)
 def test_equals_reference(query_lens: list[int], block_sizes: list[int], padding: int, device: torch.device) -> None:
     starts, positions = step(query_lens, padding, device)
-    tables = random_tables(len(query_lens), block_sizes, 1, 100 + max(query_lens), device)
+    tables = random_tables(len(query_lens), block_sizes, 100 + max(query_lens), device)
     result = compute_slot_mappings(starts, positions, tables)
     assert result.dtype == torch.int64
     assert torch.equal(result, slot_mappings_reference(starts, positions, tables))
     assert (result[:, sum(query_lens) :] == PAD_SLOT_ID).all()
 
 
-@pytest.mark.parametrize(("world_size", "interleave"), [(2, 1), (3, 4), (4, 8)])
-def test_each_rank_maps_its_own(world_size: int, interleave: int, device: torch.device) -> None:
-    query_lens = [5, 1, 150, 1]
-    starts, positions = step(query_lens, 3, device)
-    tables = random_tables(4, [8, 16], world_size, 300, device)
-    ranks = []
-    for rank in range(world_size):
-        parallel = ContextParallel(world_size, rank, interleave)
-        ranks.append(compute_slot_mappings(starts, positions, tables, context_parallel=parallel))
-        assert torch.equal(ranks[-1], slot_mappings_reference(starts, positions, tables, context_parallel=parallel))
-    kept = (torch.stack(ranks) != PAD_SLOT_ID).sum(0)
-    assert (kept[:, : sum(query_lens)] == 1).all() and (kept[:, sum(query_lens) :] == 0).all()
-
-
 def test_rows_in_any_order_into_a_tensor_of_the_callers(device: torch.device) -> None:
     starts, positions = step([2, 3, 4], 2, device)
-    tables = random_tables(6, [4, 8], 1, 110, device)
+    tables = random_tables(6, [4, 8], 110, device)
     row_of = torch.tensor([4, -1, 0], dtype=torch.int32, device=device)
     wide = torch.full((2, 32), 77, device=device)
     result = compute_slot_mappings(starts, positions, tables, row_of, out=wide[:, :11])

@@ -6,7 +6,7 @@ import torch
 from quire.kernels.moe.fused_experts import TOLERANCES, fused_experts_reference
 from quire.kernels.moe.fused_experts_mxfp4 import fused_experts_mxfp4
 from quire.kernels.moe.moe_routing import route
-from quire.kernels.moe.mxfp4 import dequantise_mxfp4_reference
+from quire.kernels.moe.mxfp4 import dequantise_mxfp4
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_equals_reference(
         shape = (num_experts, rows, columns // 32)
         packed.append(torch.randint(0, 256, (*shape, 16), generator=rng, dtype=torch.uint8).to(device))
         packed.append(torch.randint(121, 125, shape, generator=rng, dtype=torch.uint8).to(device))
-    w13, w2 = (dequantise_mxfp4_reference(*packed[i : i + 2], dtype) for i in (0, 2))
+    w13, w2 = (dequantise_mxfp4(*packed[i : i + 2], dtype) for i in (0, 2))
     biases = {}
     if activation == "swiglu_oai":
         biases["bias13"] = torch.randn(num_experts, 2 * width, generator=rng).to(dtype).to(device)
