@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.launch.bench.engine import Contestant, default_threads, make_prompts, run
-from quire.launch.bench.peers.peers import PEERS, Peer, PeerFailed, write_checkpoint
+from quire.launch.bench.peers.peers import Peer, PeerFailed, write_checkpoint
 from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError
@@ -101,12 +101,6 @@ class TestPeers:
         python = self.script(tmp_path, "echo 'ModuleNotFoundError: transformers' >&2; exit 1")
         with pytest.raises(ConfigError, match="no checkpoint could be written for it: ModuleNotFoundError"):
             write_checkpoint(find_shape("tiny"), tmp_path / "c", python, 0, tmp_path)
-
-    def test_names_on_the_command_line(self) -> None:
-        from quire.launch.cli import _make_parser
-
-        action = next(a for a in _make_parser()[1]["bench engine"]._actions if a.dest == "peer")
-        assert action.choices == PEERS
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import quire
-from quire.launch.cli import main
+from quire.launch.cli import main, parse
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.config.options import EngineOptions, parse_options
@@ -255,9 +255,7 @@ class TestOtherFlags:
 
     def test_a_schema_out_of_a_file(self, tmp_path: Path) -> None:
         def sampling(*words: str) -> Any:
-            from quire.launch.cli import _make_parser
-
-            return _sampling(_make_parser()[0].parse_args(["generate", "--prompt", "x", *words]))
+            return _sampling(parse(["generate", "--prompt", "x", *words]))
 
         file = tmp_path / "schema.json"
         file.write_text('{"type": "object"}')
