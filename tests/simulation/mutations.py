@@ -227,11 +227,13 @@ MUTATIONS = (
         "no request is held to be why schedulers die",
         "F30",
         lambda: mock.patch.object(session.Session, "_count_death", _nothing),
+        seed=17,
     ),
     Mutation(
         "a request ends at the second death of the scheduler",
         "F30",
         lambda: mock.patch.object(session, "CONDEMNED_AFTER", 2),
+        seed=11,
     ),
     Mutation(
         "the engine gives up at the second death",
