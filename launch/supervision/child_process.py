@@ -1,7 +1,7 @@
-"""One process that the supervisor has started, and its two pipes (``protocol/process/child.py``).
+"""One process that the supervisor has started, its two pipes (``protocol/process/child.py``) and its pidfd.
 
-The kernel closes a dead process' pipes only when it has freed its memory, which takes 0.1 to 0.6 ms per MB, and so does
-the end of every thread that might be waited for. The flags of a process say at once that it has begun to end.
+A pidfd is readable once its process has ended, with all threads and its memory freed. The end of the status pipe says
+the same, unless a process that the child has forked holds it open; where the system has no pidfd, it alone counts.
 """
 
 import contextlib
@@ -17,12 +17,14 @@ import msgspec
 from quire.protocol.process.child import Command, Report
 
 KILL_DEADLINE = 10.0
-PF_EXITING = 0x4
-"""In the flags of ``/proc/PID/stat``. It is the kernel's own and in no man page, but older than all that we run on."""
 
 
 class ChildProcess:
-    """One process and its pipes."""
+    """One process and its pipes.
+
+    Attributes:
+        watched: descriptors of which one becomes readable when the child reports or ends; empty once it is closed.
+    """
 
     def __init__(
         self,
@@ -51,9 +53,9 @@ class ChildProcess:
         finally:
             os.close(child_status)
             os.close(child_lifeline)
-        self.status = status
+        self._status = status
         os.set_blocking(status, False)
-        self._stat = os.open(f"/proc/{self.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        self.watched = [status, *_pidfd_of(self.pid)]
         self._partial = b""
 
     @property
@@ -61,13 +63,14 @@ class ChildProcess:
         return self.process.pid
 
     def read_reports(self) -> tuple[list[Report], bool]:
-        """What the child wrote; and whether it has closed its end, which it does by ending."""
+        """What the child wrote; and whether it has ended."""
+        has_ended = self.process.poll() is not None  # before the pipe is read: its last words count
         reports: list[Report] = []
         while True:
             try:
-                data = os.read(self.status, 65536)
+                data = os.read(self._status, 65536)
             except BlockingIOError:
-                return reports, False
+                return reports, has_ended
             if not data:
                 return reports, True
             *lines, self._partial = (self._partial + data).split(b"\n")
@@ -78,23 +81,12 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             os.write(self._lifeline, msgspec.json.encode(command) + b"\n")
 
-    def is_ending(self) -> bool:
-        """Whether it runs no more, though the kernel may still be freeing its memory."""
-        return bool(int(self._state()[6]) & PF_EXITING)
-
-    def how_it_ends(self, name: str) -> str:
-        """In words, for one that is ending and said nothing itself."""
-        status = int(self._state()[49])
-        code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-        return _in_words(name, code)
-
     def how_it_ended(self, name: str) -> str:
-        """The same once it has closed its pipe: waits for the little that is left."""
-        return _in_words(name, self.process.wait())
-
-    def _state(self) -> list[bytes]:
-        """The fields of ``/proc/PID/stat`` behind the name, which may hold anything: the process' state comes first."""
-        return os.pread(self._stat, 1024, 0).rpartition(b")")[2].split()
+        """In words, for a process that has ended and said nothing itself; waits where only its pipe has."""
+        code = self.process.wait()
+        if code < 0:
+            return f"the {name} process was killed by {signal.Signals(-code).name}"
+        return f"the {name} process ended with status {code} and said nothing"
 
     def kill(self) -> None:
         """Returns once it is gone, and its memory with it; or leaves one to itself that the kernel holds."""
@@ -112,16 +104,21 @@ class ChildProcess:
         self.close()
 
     def close(self) -> None:
-        for fd in (self.status, self._lifeline, self._stat):
+        for fd in (*self.watched, self._lifeline):
             with contextlib.suppress(OSError):
                 os.close(fd)
-        self.status = self._lifeline = self._stat = -1
+        self.watched.clear()
+        self._status = self._lifeline = -1
 
 
-def _in_words(name: str, code: int) -> str:
-    if code < 0:
-        return f"the {name} process was killed by {signal.Signals(-code).name}"
-    return f"the {name} process ended with status {code} and said nothing"
+def _pidfd_of(pid: int) -> list[int]:
+    """A pidfd in a list, which is empty where there is none: on other systems than Linux, and in some sandboxes."""
+    if not hasattr(os, "pidfd_open"):
+        return []
+    try:
+        return [os.pidfd_open(pid)]
+    except OSError:
+        return []
 
 
 def python_path(more: Sequence[str]) -> dict[str, str]:

@@ -25,8 +25,6 @@ SILENT_S = 10.0
 """How long a process that has started may say nothing. Twice a second is the rule; native code may hold it up."""
 END_S = 5.0
 """How long one that has said why it ends may take to end."""
-LEAVE_S = 10.0
-"""How long one that has begun to end may hold its memory before others take its place all the same."""
 ADOPTION_S = 2.0
 """How long a worker may take to hear that it has another scheduler: one that does not is in a step for ever."""
 BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0)
@@ -73,8 +71,6 @@ class Overseer:
         self.group: dict[int, Member] = {}
         """By rank."""
         self.standbys = Standbys(crew.num_ranks if crew.standby else 0)
-        self.leaving: list[Member] = []
-        """Who ends, and is no member any more. Until workers are gone they hold memory that others need."""
         self.verdict: QuireError | None = None
         self._deaths: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
         self._num_condemned = 0
@@ -135,26 +131,12 @@ class Overseer:
             case "failed":
                 member.failure, member.failed_at = report, now
 
-    def ending(self, process: Process, how: str, now: float) -> None:
-        """A process runs no more, but still holds its memory; ``ended`` is to follow, and only then do workers load."""
+    def ended(self, process: Process, how: str, now: float) -> None:
+        """A process is gone, and its memory is free. ``how``: in words, where it said nothing itself."""
         member = self._find(process)
         if member is None:
             return
         self.members.remove(member)
-        member.heard = now
-        self.leaving.append(member)
-        self._lose(member, how, now)
-
-    def ended(self, process: Process, how: str, now: float) -> None:
-        """A process is gone. ``how``: in words, where it said nothing itself."""
-        if (gone := next((m for m in self.leaving if m.process is process), None)) is not None:
-            self.leaving.remove(gone)
-            self.tick(now)
-        elif (member := self._find(process)) is not None:
-            self.members.remove(member)
-            self._lose(member, how, now)
-
-    def _lose(self, member: Member, how: str, now: float) -> None:
         if self._stopping:
             return
         reason = member.failure.text if member.failure is not None else how
@@ -179,12 +161,10 @@ class Overseer:
                 self._end(member, f"the {member.role} process said nothing for {limit:g} s", now)
             elif member.failure is not None and now > member.failed_at + END_S:
                 self._end(member, member.failure.text, now)
-        for member in [m for m in self.leaving if now > m.heard + LEAVE_S]:
-            self._end(member, "", now)
         if self._adopt_by is not None and now > self._adopt_by:
             self._adopt_by = None
             self._lose_group("a worker did not come to its new scheduler", now)
-        for role, index in [who for who, when in self._possible() if when <= now]:
+        for role, index in [who for who, when in self._due.items() if when <= now]:
             del self._due[role, index]
             if role == "worker":
                 self._fill(index, now)
@@ -195,16 +175,10 @@ class Overseer:
 
     def next_event(self, now: float) -> float:
         """Seconds until ``tick`` has something to do, at most."""
-        times = [when for _, when in self._possible()]
+        times = [*self._due.values()]
         times += [when for when in (self.standbys.due, self._adopt_by) if when is not None]
         times += [m.heard + (SILENT_S if m.started else START_S) for m in self.members]
-        times += [m.heard + LEAVE_S for m in self.leaving]
         return max(0.0, min(times, default=now + 1.0) - now)
-
-    def _possible(self) -> list[tuple[tuple[Role, int], float]]:
-        """Of those who are due, whoever does not wait for others to be gone."""
-        is_held = any(m.role == "worker" for m in self.leaving)
-        return [(who, when) for who, when in self._due.items() if who[0] != "worker" or not is_held]
 
     # ---- looking in
 
@@ -362,4 +336,3 @@ class Overseer:
         for rank in range(self._crew.num_ranks):
             assert (rank in self.group) != (("worker", rank) in self._due), f"rank {rank}"
         assert all(m in self.members for m in (*self.group.values(), *self.standbys.members))
-        assert not any(m in self.members for m in self.leaving)

@@ -31,9 +31,6 @@ from quire.protocol.process.child import Command
 # end, another program. Docs: the log of 2026-11-21.
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 STOP_DEADLINE = 5.0
-LOOK_S = 0.02
-"""How often the flags of all but the standbys are looked at. A look is 100 to 150 us where other programs use the
-caches, too: 0.5 to 0.7 % of a core."""
 PREFIX = "quire-"
 LOCK = "lock"
 """A file in the socket directory that its supervisor keeps locked: where it is not, the supervisor is gone."""
@@ -125,35 +122,18 @@ class Supervisor:
             ConfigError, EngineError: the engine cannot go on; says why.
         """
         patience = self.overseer.next_event(time.monotonic())
-        ending, speaking = self._wait(patience if timeout is None else min(timeout, patience))
-        for child in speaking:
-            if child is None:
+        for key, _ in self._selector.select(patience if timeout is None else min(timeout, patience)):
+            if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup, 4096)
             else:
-                self._hear(child)
-        for member in ending:
-            child = _child_of(member)
-            self._hear(child)  # its last words, and perhaps that it is gone already
-            if child.status >= 0:
-                self.overseer.ending(child, child.how_it_ends(member.role), time.monotonic())
+                self._hear(key.data)
         self.overseer.tick(time.monotonic())
         if self.overseer.verdict is not None:
             raise self.overseer.verdict
 
-    def _wait(self, seconds: float) -> tuple[list[Member], list[ChildProcess | None]]:
-        """Until something happens: who is seen to end, and who says something (None: ``wakeup_fd``)."""
-        watched = [*self.overseer.group.values(), *(m for m in self.overseer.members if m.role != "worker")]
-        until = time.monotonic() + seconds
-        while True:
-            remaining = max(0.0, until - time.monotonic())
-            events = self._selector.select(min(LOOK_S, remaining) if watched else remaining)
-            ending = [member for member in watched if _child_of(member).is_ending()]
-            if ending or events or remaining <= LOOK_S:
-                return ending, [key.data for key, _ in events]
-
     def _hear(self, child: ChildProcess) -> None:
-        if child.status < 0:
+        if not child.watched:
             return  # killed a moment ago
         reports, ended = child.read_reports()
         now = time.monotonic()
@@ -182,7 +162,8 @@ class Supervisor:
             module, own, fds = self._front_end.module, list(self._front_end.arguments), self._front_end.pass_fds
             own += ["--index", str(index)]
         child = ChildProcess(module, [*place, *own], fds, environment, self._import_paths)
-        self._selector.register(child.status, selectors.EVENT_READ, child)
+        for fd in child.watched:
+            self._selector.register(fd, selectors.EVENT_READ, child)
         return child
 
     def tell(self, process: Process, command: Command) -> None:
@@ -205,8 +186,8 @@ class Supervisor:
                 file.unlink(missing_ok=True)
 
     def _let_go(self, child: ChildProcess) -> None:
-        if child.status >= 0:
-            self._selector.unregister(child.status)
+        for fd in child.watched:
+            self._selector.unregister(fd)
         child.close()
 
     # ---- the end
@@ -234,8 +215,6 @@ class Supervisor:
                 self.tell(member.process, Command("engine_gone") if gone else Command("stop", text=why))
             for member in members:
                 _child_of(member).end(deadline)
-        for member in self.overseer.leaving:
-            _child_of(member).end(deadline)
         self.overseer.members.clear()
         self._selector.close()
         for fd in (self._wakeup, self._wake, self._lock):

@@ -22,7 +22,7 @@ MOST_KILLS = 7
 """Twice beside others and twice alone, where the others got tokens in between (F4). Before that three times at most,
 if its last token was in flight at each of these deaths and came through after the third: that cleared it."""
 HELD_S = (0.0, 0.05, 0.7, 12.0)
-"""For how long a dead process may hold its memory. 0: it is gone before anybody looks."""
+"""For how long a dead process may hold its memory, and is not seen to be dead."""
 
 
 class Faults:

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
 PIPE_S = 0.001
 BEAT_S = 3.0
-LOOK_S = 0.02
 
 
 class SimProcess:
@@ -46,14 +45,12 @@ class SimProcess:
         raise NotImplementedError
 
     def die(self, how: str) -> None:
-        """By itself, or by a signal: whoever watches it notices, and before it is over if the kernel takes its time."""
+        """By itself, or by a signal: the supervisor notices when its memory is free."""
         if not self.alive:
             return
         self.vanish()
-        world, held = self.world, self.world.faults.memory_held()
-        if held:
-            world.events.after(LOOK_S, lambda: world.ending(self, how))
-        world.events.after(2 * PIPE_S + held, lambda: world.ended(self, how))
+        world = self.world
+        world.events.after(2 * PIPE_S + world.faults.memory_held(), lambda: world.ended(self, how))
 
     def vanish(self) -> None:
         """It was killed by whoever watches it, who need not be told."""

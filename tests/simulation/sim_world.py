@@ -221,12 +221,6 @@ class World:
         self.overseer.reported(process, report, self.events.now)
         self._tended()
 
-    def ending(self, process: SimProcess, how: str) -> None:
-        """Of those whom the supervisor looks at: whoever only stands by is not one of them."""
-        if process.role != "worker" or self.in_group(process):
-            self.overseer.ending(process, how, self.events.now)
-            self._tended()
-
     def ended(self, process: SimProcess, how: str) -> None:
         self.overseer.ended(process, how, self.events.now)
         self._tended()

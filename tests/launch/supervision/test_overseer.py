@@ -8,7 +8,6 @@ from quire.launch.supervision.members import STANDBY_DELAY_S, Process, Role
 from quire.launch.supervision.overseer import (
     ADOPTION_S,
     BACKOFF_S,
-    LEAVE_S,
     MAX_DEATHS,
     SILENT_S,
     START_S,
@@ -78,11 +77,6 @@ class House:
             self.overseer.reported(process, failure, self.now)
         process.alive = False
         self.overseer.ended(process, how, self.now)
-        self.overseer.check()
-
-    def begin_to_die(self, process: Pretended, how: str = "killed by SIGKILL") -> None:
-        process.alive = False
-        self.overseer.ending(process, how, self.now)
         self.overseer.check()
 
     def say(self, process: Pretended, event: str, **more: object) -> None:
@@ -246,108 +240,6 @@ class TestWorkers:
         house.die(house.one("worker"), failure=Report("failed", "the memory is not free yet", EX_CONFIG))
         house.pass_time(1)
         assert house.overseer.verdict is None and house.one("worker").epochs == [3]
-
-
-class TestLeaving:
-    """A worker that runs no more, but whose memory the kernel has not freed yet."""
-
-    @pytest.mark.parametrize("victim", [0, 1])
-    def test_the_scheduler_hears_at_once_and_others_load_when_it_is_gone(self, victim: int) -> None:
-        house = House(num_ranks=2)
-        house.become_ready()
-        group = house.alive("worker")
-        house.begin_to_die(group[victim])
-        assert house.one("scheduler").told == [Command("epoch", epoch=2, text="killed by SIGKILL")]
-        assert not group[1 - victim].alive and not house.overseer.is_ready
-        house.pass_time(1)
-        assert not house.alive("worker")
-        house.die(group[victim])
-        assert [worker.epochs for worker in house.alive("worker")] == [[2], [2]]
-        assert len(house.one("scheduler").told) == 1
-        house.become_ready()
-        assert house.overseer.is_ready and house.overseer.epoch == 2
-
-    def test_all_ranks_at_once_are_one_death(self) -> None:
-        house = House(num_ranks=2)
-        house.become_ready(progress=False)
-        first, second = house.alive("worker")
-        house.begin_to_die(first)
-        house.begin_to_die(second)
-        house.die(second)
-        assert not house.alive("worker")
-        house.die(first)
-        assert [worker.epochs for worker in house.alive("worker")] == [[2], [2]]
-
-    def test_a_standby_is_called_when_it_is_gone(self) -> None:
-        house = House(standby=True)
-        house.become_ready()
-        house.pass_time(STANDBY_DELAY_S + 1)
-        worker, standby = house.alive("worker")
-        house.begin_to_die(worker)
-        assert not standby.told
-        house.die(worker)
-        assert standby.told == [Command("join", epoch=2, rank=0)]
-
-    def test_a_scheduler_that_ends_is_followed_at_once(self) -> None:
-        house = House()
-        house.become_ready()
-        old = house.one("scheduler")
-        house.begin_to_die(old)
-        assert house.lives == [2] and house.one("scheduler") is not old
-        house.die(house.one("worker"))
-        assert house.one("worker"), "what a scheduler holds is in no worker's way"
-        house.die(old)
-        house.become_ready()
-        assert house.overseer.is_ready and house.lives == [2]
-
-    def test_one_that_never_goes_is_not_waited_for(self) -> None:
-        house = House()
-        house.become_ready()
-        worker = house.one("worker")
-        house.begin_to_die(worker)
-        house.pass_time(LEAVE_S - 1)
-        assert not house.alive("worker")
-        house.pass_time(2)
-        assert house.one("worker").epochs == [2]
-        house.die(worker)
-        assert house.overseer.epoch == 2, "that it is gone after all is no news"
-
-    def test_meanwhile_the_supervisor_sleeps(self) -> None:
-        house = House()
-        house.become_ready()
-        worker = house.one("worker")
-        house.begin_to_die(worker)
-        assert house.overseer.next_event(house.now) > 1
-        house.die(worker)
-        assert house.one("worker")
-
-    def test_its_last_words_count(self) -> None:
-        house = House()
-        house.say(house.one("worker"), "failed", text="no such tensor", exit_status=EX_CONFIG)
-        house.begin_to_die(house.one("worker"))
-        assert isinstance(house.overseer.verdict, ConfigError) and str(house.overseer.verdict) == "no such tensor"
-
-    def test_the_scheduler_may_die_meanwhile(self) -> None:
-        house = House(num_front_ends=1)
-        house.become_ready()
-        worker = house.one("worker")
-        house.begin_to_die(worker)
-        house.die(house.one("scheduler"))
-        assert house.one("scheduler").epoch == 3
-        house.die(worker)
-        assert house.one("worker").epochs == [3]
-        house.become_ready()
-        assert house.overseer.is_ready
-
-    def test_deaths_in_a_row_are_counted_and_wait_as_ever(self) -> None:
-        house = House()
-        house.become_ready(progress=False)
-        for _ in range(MAX_DEATHS):
-            worker = house.one("worker")
-            house.begin_to_die(worker)
-            house.die(worker)
-            house.pass_time(BACKOFF_S[-1] + 0.1)
-        assert isinstance(house.overseer.verdict, EngineError)
 
 
 class TestSilence:

@@ -1,18 +1,18 @@
-"""Real processes that are slow to go: what the supervisor sees of them, and when others take their place."""
+"""Real processes that die: what the supervisor sees of them, and when others take their place."""
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pipe_holder
 import pytest
-import slow_to_go
 from scheduler_driver import make_config
 
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.supervisor import Supervisor, WorkerProgram
-from quire.protocol.process.child import Command
 
 WAIT_S = 20.0
 
@@ -20,13 +20,13 @@ WAIT_S = 20.0
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that the child runs lies beside the tests."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(slow_to_go.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(pipe_holder.__file__).parent))
 
 
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[ChildProcess]:
     """It has started."""
-    child = ChildProcess("slow_to_go", ["--directory", str(tmp_path)])
+    child = ChildProcess("pipe_holder", ["--directory", str(tmp_path)])
     wait_for(lambda: any(report.event == "started" for report in child.read_reports()[0]))
     yield child
     child.end(time.monotonic())
@@ -39,51 +39,60 @@ def wait_for(condition: Callable[[], bool]) -> None:
         os.sched_yield()
 
 
+def wait_for_end(child: ChildProcess) -> None:
+    """Sleep until the child says something, again and again, until that is its end."""
+    deadline = time.monotonic() + WAIT_S
+    while select.select(child.watched, [], [], deadline - time.monotonic())[0]:
+        if child.read_reports()[1]:
+            return
+    raise AssertionError("its end was not seen")
+
+
 def let_go(directory: Path, pid: int) -> None:
-    os.kill(int(slow_to_go.holder_file(directory, pid).read_text()), signal.SIGKILL)
+    os.kill(int(pipe_holder.holder_file(directory, pid).read_text()), signal.SIGKILL)
 
 
-class TestEnding:
-    """The flags of a process tell before its pipe does."""
+class TestEnd:
+    """A process' end is seen though another one holds its pipe."""
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
     def test_a_death_is_seen_while_the_pipe_is_open(
         self, child: ChildProcess, tmp_path: Path, number: signal.Signals
     ) -> None:
-        assert not child.is_ending()
+        assert not child.read_reports()[1]
         os.kill(child.pid, number)
-        wait_for(child.is_ending)
-        assert child.how_it_ends("worker") == f"the worker process was killed by {number.name}"
-        assert not child.read_reports()[1], "the pipe is still open"
-        let_go(tmp_path, child.pid)
-        wait_for(lambda: child.read_reports()[1])
+        wait_for_end(child)
         assert child.how_it_ended("worker") == f"the worker process was killed by {number.name}"
+        let_go(tmp_path, child.pid)
 
-    def test_an_end_of_its_own(self, tmp_path: Path) -> None:
-        child = ChildProcess("slow_to_go", ["--no-such-flag"])
-        wait_for(child.is_ending)
-        assert child.how_it_ends("worker") == "the worker process ended with status 2 and said nothing"
-        child.end(time.monotonic() + WAIT_S)
+    def test_an_end_of_its_own(self) -> None:
+        child = ChildProcess("pipe_holder", ["--no-such-flag"])
+        wait_for_end(child)
+        assert child.how_it_ended("worker") == "the worker process ended with status 2 and said nothing"
+        child.close()
 
-    def test_one_that_is_stopped_is_not_ending(self, child: ChildProcess) -> None:
+    def test_one_that_is_stopped_has_not_ended(self, child: ChildProcess, tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGSTOP)
         wait_for(lambda: b"T" in Path(f"/proc/{child.pid}/stat").read_bytes().rpartition(b")")[2])
-        assert not child.is_ending()
+        assert not child.read_reports()[1]
         os.kill(child.pid, signal.SIGKILL)
-        wait_for(child.is_ending)
+        wait_for_end(child)
+        let_go(tmp_path, child.pid)
 
-    @pytest.mark.parametrize("name", ["x) Z 0 0 (y", ") R 1 1 1 4 4", "a b", "))"])
-    def test_no_name_makes_it_look_dead(self, child: ChildProcess, name: str) -> None:
-        """A program may give itself any name, and it stands among the numbers."""
-        child.tell(Command("join", text=name))
-        wait_for(lambda: Path(f"/proc/{child.pid}/comm").read_text() == f"{name}\n"[:16])
-        assert not child.is_ending()
-        child.process.kill()
-        wait_for(child.is_ending)
+    def test_without_a_pidfd_the_end_of_the_pipe_counts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.delattr(os, "pidfd_open")
+        child = ChildProcess("pipe_holder", ["--directory", str(tmp_path)])
+        wait_for(lambda: any(report.event == "started" for report in child.read_reports()[0]))
+        assert len(child.watched) == 1
+        os.kill(child.pid, signal.SIGKILL)
+        let_go(tmp_path, child.pid)
+        wait_for_end(child)
+        assert child.how_it_ended("worker") == "the worker process was killed by SIGKILL"
+        child.close()
 
 
-def test_a_death_is_acted_on_at_once_and_others_start_when_the_memory_is_free() -> None:
-    with Supervisor(make_config(), worker=WorkerProgram("slow_to_go")) as supervisor:
+def test_a_worker_that_died_is_followed_by_another() -> None:
+    with Supervisor(make_config(), worker=WorkerProgram("pipe_holder")) as supervisor:
         overseer = supervisor.overseer
 
         def watch_until(condition: Callable[[], bool]) -> None:
@@ -94,16 +103,13 @@ def test_a_death_is_acted_on_at_once_and_others_start_when_the_memory_is_free() 
                 assert time.monotonic() < deadline
 
         supervisor.start_engine()
-        first = overseer.group[0]
-        watch_until(lambda: first.started)
-        os.kill(first.process.pid, signal.SIGKILL)
-        watch_until(lambda: overseer.epoch == 2)
-        assert overseer.leaving == [first] and not overseer.group, "its pipe is open"
-        let_go(supervisor.directory, first.process.pid)
-        watch_until(lambda: bool(overseer.group))
-        assert overseer.epoch == 2 and not overseer.leaving
+        first = overseer.group[0].process.pid
+        watch_until(lambda: overseer.group[0].started)
+        os.kill(first, signal.SIGKILL)
+        watch_until(lambda: overseer.epoch == 2 and bool(overseer.group))
         watch_until(lambda: overseer.group[0].started)
         second = overseer.group[0].process.pid
-        let_go(supervisor.directory, second)
+        for pid in (first, second):
+            let_go(supervisor.directory, pid)
         directory = supervisor.directory
-    assert second != first.process.pid and not directory.exists()
+    assert second != first and not directory.exists()

@@ -1,9 +1,7 @@
-"""A worker as its supervisor sees it, but when it dies its status pipe stays open, as that of a process whose memory is
-not free yet: a process of its own holds it, until it is killed, too, or the supervisor has gone.
+"""A worker as its supervisor sees it, but when it dies its status pipe stays open: a process that it has forked holds
+the pipe, until it is killed, too, or the supervisor has gone.
 
-Called to a group, it takes the command's text for its own name.
-
-    python -P -m slow_to_go --directory D --status-fd N --lifeline-fd N [--quiet]
+    python -P -m pipe_holder --directory D --status-fd N --lifeline-fd N [--quiet]
 """
 
 import os
@@ -32,13 +30,8 @@ def main() -> None:
     holder_file(args.directory, os.getpid()).write_text(str(holder))
     child = Child(args.status_fd, args.lifeline_fd)
     child.report(Report("started"))
-    stopped = False
-    while not stopped:
+    while not any(command.kind == "stop" for command in child.take_commands()):
         child.wait()
-        for command in child.take_commands():
-            stopped = command.kind == "stop"
-            if command.text:
-                Path("/proc/self/comm").write_text(command.text)
     os.kill(holder, signal.SIGKILL)
 
 
