@@ -4,18 +4,22 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.protocol.errors import ConfigError
 
-if TYPE_CHECKING:
+try:
     import httpx
+except ImportError:
+    raise ConfigError("this needs httpx: pip install 'quire[bench]'") from None
 
+FAILURES = (httpx.HTTPError, httpx.InvalidURL)
 TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 GOOD_ENDINGS = ("stop", "length")
 
 Prompt = str | list[int]
+Transport = httpx.AsyncBaseTransport
 
 
 @dataclass(slots=True)
@@ -84,19 +88,13 @@ class RequestSettings:
 class ServerClient:
     """One server. An asynchronous context manager that owns the connections."""
 
-    def __init__(self, url: str, api_key: str | None, transport: "httpx.AsyncBaseTransport | None" = None) -> None:
+    def __init__(self, url: str, api_key: str | None, transport: Transport | None = None) -> None:
         """``transport``: instead of sockets, for tests.
 
         Raises:
-            ConfigError: httpx is not installed, or the URL is none.
+            ConfigError: the URL is none.
         """
-        try:
-            import httpx
-        except ImportError:
-            raise ConfigError("this needs httpx: pip install 'quire[bench]'") from None
         key = api_key or os.environ.get("QUIRE_API_KEY", "")
-        self._failures: tuple[type[Exception], ...] = (httpx.HTTPError, httpx.InvalidURL)
-        self._timeouts = httpx.TimeoutException
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: must start with http:// or https://")
         self._http = httpx.AsyncClient(
@@ -123,7 +121,7 @@ class ServerClient:
 
     async def find_card(self, wanted: str | None) -> tuple[str, int | None]:
         """As ``find_model``, of a server that need not say its context."""
-        body = await self._get_json("GET", "/v1/models", None)
+        body = await self._get_json("/v1/models")
         listed = body.get("data")
         cards = {card["id"]: card for card in listed if "id" in card} if isinstance(listed, list) else {}
         if not cards or (wanted is not None and wanted not in cards):
@@ -141,7 +139,7 @@ class ServerClient:
         what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         try:
             response = await self._http.post("/tokenize", json={"model": model, **what})
-        except self._failures as error:
+        except FAILURES as error:
             raise ConfigError(f"the server cannot be reached: {_words(error)}") from None
         if response.status_code == 400 and _error_of(response.content)[0] == "context_length_exceeded":
             return None
@@ -163,9 +161,9 @@ class ServerClient:
                     timing.error = (f"http {response.status_code} {code}".rstrip(), message)
                 else:
                     timing.error = await self._take_events(response, timing, clock)
-        except self._timeouts as error:
+        except httpx.TimeoutException as error:
             timing.error = ("timeout", _words(error))
-        except self._failures as error:
+        except FAILURES as error:
             timing.error = ("connection", _words(error))
         timing.ended = clock()
         return timing
@@ -174,12 +172,12 @@ class ServerClient:
         """Gauges and counters of /metrics without labels and prefix, summed; empty when the server has none."""
         try:
             response = await self._http.get("/metrics")
-        except self._failures:
+        except FAILURES:
             return {}
         return parse_metrics(response.text) if response.status_code == 200 else {}
 
     async def _take_events(
-        self, response: "httpx.Response", timing: Timing, clock: Callable[[], float]
+        self, response: httpx.Response, timing: Timing, clock: Callable[[], float]
     ) -> tuple[str, str] | None:
         async for line in response.aiter_lines():
             if not line.startswith("data:"):
@@ -198,10 +196,10 @@ class ServerClient:
             _take(event, timing, clock())
         return ("cut off", "the stream ended without [DONE]")
 
-    async def _get_json(self, method: str, path: str, body: Any) -> dict[str, Any]:
+    async def _get_json(self, path: str) -> dict[str, Any]:
         try:
-            response = await self._http.request(method, path, json=body)
-        except self._failures as error:
+            response = await self._http.get(path)
+        except FAILURES as error:
             raise ConfigError(f"the server cannot be reached: {_words(error)}") from None
         if response.status_code != 200:
             raise ConfigError(f"the server's {path} answered {response.status_code}: {_error_of(response.content)[1]}")

@@ -10,17 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quire.launch.measure.http_client import RequestSettings, ServerClient, Timing
+from quire.launch.measure.http_client import RequestSettings, ServerClient, Timing, Transport
 from quire.launch.replay.live_prompts import PromptMaker
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.launch.replay.workload.sources import NEVER, ClosedLoop, Concurrency, OpenLoop, Source
 from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
-
-if TYPE_CHECKING:
-    import httpx
 
 PLAIN_VOCABULARY = 1024
 """Of a server of which nothing is known: every real model has more, and some tests' models do not."""
@@ -79,7 +76,7 @@ def run_live(
     closed_loop: bool = False,
     overlong: str = "refuse",
     progress: Progress | None = None,
-    transport: "httpx.AsyncBaseTransport | None" = None,
+    transport: Transport | None = None,
 ) -> RunRecord:
     """Send every call, take every answer in. Ctrl-C ends it early; ``record.extra["interrupted"]`` then says so.
 
@@ -108,7 +105,7 @@ async def _run(
     source: Source,
     overlong: str,
     progress: Progress | None,
-    transport: "httpx.AsyncBaseTransport | None",
+    transport: Transport | None,
 ) -> RunRecord:
     async with ServerClient(target.url, target.api_key, transport) as client:
         server = await _look_at(client, target, any(call.priority for call in workload.calls))
