@@ -1,4 +1,4 @@
-"""The flags of ``quire replay``. Nothing heavy is imported here: every ``quire --help`` passes by."""
+"""The flags of ``quire replay``. Nothing heavy is imported here, so that wrong flags are refused at once."""
 
 import argparse
 import math
