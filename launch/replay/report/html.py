@@ -12,7 +12,7 @@ from pathlib import Path
 from quire.launch.replay.report.page_data import page_data
 from quire.launch.replay.run.run_record import RunRecord
 
-SCRIPTS = ("base.js", "charts.js", "waterfall.js", "tables.js", "main.js")
+SCRIPTS = ("base.js", "charts.js", "waterfall.js", "details.js", "tables.js", "main.js")
 """In this order: each uses what is before it."""
 
 

@@ -39,7 +39,8 @@ function muted(text) {
 function table(heads, rows, text = [0]) {
   const row = (tag, cells) =>
     element("tr", {}, cells.map((cell, i) => element(tag, { class: text.includes(i) ? "text" : "number" }, cell)));
-  return element("table", {}, element("thead", {}, row("th", heads)), element("tbody", {}, rows.map((cells) => row("td", cells))));
+  const body = rows.map((cells) => row("td", cells));
+  return element("table", {}, element("thead", {}, row("th", heads)), element("tbody", {}, body));
 }
 
 function scrolled(label, content) {

@@ -77,8 +77,9 @@ function distributionChart({ name, label, log, edges, counts }) {
     series.push(line(names[1], colour, percent, { scale: "sum" }));
     most = Math.max(most, largest(shares));
   });
-  const unit = data.runs.map((run) => `p50 ${milliseconds(run.latency[name].p50)}, p99 ${milliseconds(run.latency[name].p99)}`);
-  return chartBox(label, unit.join(" | "), null, columns, {
+  const told = ({ latency: { [name]: { p50, p99 } } }) => `p50 ${milliseconds(p50)}, p99 ${milliseconds(p99)}`;
+  const ticks = { splits: (_, __, low, high) => logTicks(low, high), filter: (_, values) => values };
+  return chartBox(label, data.runs.map(told).join(" | "), null, columns, {
     series,
     scales: {
       x: { time: false, distr: log ? 3 : 1, range: (_, low, high) => [low, high] },
@@ -86,7 +87,7 @@ function distributionChart({ name, label, log, edges, counts }) {
       sum: { range: [0, 1.02] },
     },
     axes: [
-      xAxis(milliseconds, log ? "time, logarithmic" : "time", log ? { splits: (_, __, low, high) => logTicks(low, high), filter: (_, all) => all } : {}),
+      log ? xAxis(milliseconds, "time, logarithmic", ticks) : xAxis(milliseconds, "time"),
       axis(axisPercent),
       axis(axisPercent, { side: 1, scale: "sum", grid: { show: false } }),
     ],
@@ -119,12 +120,16 @@ function zoomTime(factor) {
 function timeOptions(series, yScale, yAxis, more = {}) {
   return {
     series: [{ label: "time", value: (_, value) => (value === null ? "\u2013" : clock(value)) }, ...series],
-    scales: { x: { time: false, min: view.min, max: view.max }, y: yScale, count: { range: (_, __, most) => [0, (most || 1) * 4] } },
+    scales: {
+      x: { time: false, min: view.min, max: view.max },
+      y: yScale,
+      count: { range: (_, __, most) => [0, (most || 1) * 4] },
+    },
     axes: [xAxis(null, "time, s"), yAxis],
     hooks: { setScale: [(chart, key) => key === "x" && showTime(chart.scales.x.min, chart.scales.x.max)] },
     cursor: {
       y: false,
-      sync: { key: "time", scales: ["x", null], filters: { pub: (type) => ["mousemove", "mouseleave"].includes(type) } },
+      sync: { key: "time", scales: ["x", null], filters: { pub: (type) => /move|leave/.test(type) } },
       bind: { dblclick: () => () => showTime(whole.min, whole.max) },
     },
     ...more,
@@ -132,16 +137,18 @@ function timeOptions(series, yScale, yAxis, more = {}) {
 }
 
 function timeChart(heading, unit, run, columns, series, top, format = compact) {
-  const options = timeOptions(series, { range: [0, top] }, axis(format), { class: series[0].fill ? "areas" : "lines" });
-  const [made, chart] = chartBox(heading, unit, run, [columns[0].map((time) => time / 1e6), ...columns.slice(1)], options);
+  const shape = { class: series[0].fill ? "areas" : "lines" };
+  const options = timeOptions(series, { range: [0, top] }, axis(format), shape);
+  const [times, ...values] = columns;
+  const [made, chart] = chartBox(heading, unit, run, [times.map((time) => time / 1e6), ...values], options);
   view.charts.push(chart);
   return made;
 }
 
-/** Columns on top of each other: the sums from the first to each, largest first, so that each is drawn over the one before. */
+/** Columns on top of each other: the sums up to each, largest first, so that each is drawn over the one before. */
 function stacked(columns) {
-  let below = columns[0].map((value) => (value === null ? null : 0));
-  return columns.map((column) => (below = below.map((value, i) => (value === null ? null : value + column[i])))).reverse();
+  const sum = (one, other) => one.map((value, i) => (value === null ? null : value + other[i]));
+  return columns.map((_, n) => columns.slice(0, n + 1).reduce(sum)).reverse();
 }
 
 function area(name, label, column) {
@@ -177,7 +184,10 @@ const TIME_CHARTS = [
   (run, { steps, facts }, highest) =>
     timeChart(
       "Tokens per step", `${steps.count ? "means of several steps; " : ""}dashed: max_num_batched_tokens`, run,
-      [steps.time, steps.largest, ...stacked([steps.decode_tokens, steps.prefill_tokens]), steps.time.map(() => facts.budget || null)],
+      [
+        steps.time, steps.largest, ...stacked([steps.decode_tokens, steps.prefill_tokens]),
+        steps.time.map(() => facts.budget || null),
+      ],
       [
         area("largest", "largest", steps.largest),
         area("prefill", "prefill", steps.prefill_tokens),

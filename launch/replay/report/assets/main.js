@@ -9,9 +9,10 @@ function notes(run, index) {
   const list = (items) => element("ul", {}, items.map((item) => element("li", {}, item)));
   const boxes = [];
   if (run.equal !== null) {
-    const text = run.equal ? "All decisions are equal to the recorded ones." : "Decisions differ from the recorded ones.";
+    const text = `${run.equal ? "All decisions are equal to" : "Decisions differ from"} the recorded ones.`;
     const difference = Object.entries(run.difference || {}).map(([key, value]) => `${key}: ${value}`);
-    boxes.push(element("div", { class: `box ${run.equal ? "calm" : "alarm"}` }, badge(index), element("strong", {}, text), list(difference)));
+    const content = [badge(index), element("strong", {}, text), list(difference)];
+    boxes.push(element("div", { class: `box ${run.equal ? "calm" : "alarm"}` }, content));
   }
   if (run.notes.length) boxes.push(box("Notes", "", index, list(run.notes)));
   return boxes;
@@ -48,7 +49,8 @@ function searchBar() {
     filter.kind = kinds.value;
     for (const { refresh } of waterfalls) refresh();
     const ids = filter.text ? found() : [];
-    results.replaceChildren(filter.text ? `${grouped(ids.length)} found ` : "", ...ids.slice(0, MAX_RESULTS).map(requestLink));
+    const links = ids.slice(0, MAX_RESULTS).map(requestLink);
+    results.replaceChildren(filter.text ? `${grouped(ids.length)} found ` : "", ...links);
   };
   const open = (event) => {
     const ids = found();
@@ -56,7 +58,8 @@ function searchBar() {
     if (event.key === "Enter" && filter.text && id !== undefined) focusRequest(id);
   };
   const text = element("input", {
-    type: "search", id: "search", placeholder: "Request or conversation id", "aria-label": "Search requests", oninput: apply, onkeydown: open,
+    type: "search", id: "search", placeholder: "Request or conversation id", "aria-label": "Search requests",
+    oninput: apply, onkeydown: open,
   });
   const options = Object.keys(KINDS).map((kind) => element("option", {}, kind));
   const kinds = element("select", { id: "kind", "aria-label": "Kind of requests", onchange: apply }, options);
@@ -72,8 +75,8 @@ function grid(...content) {
 }
 
 const LATENCY_NOTE =
-  "Of requests that ended well, not rejected, aborted or failed. Percentiles are nearest-rank. Inter-token latency is " +
-  "weighted by tokens, all others by requests.";
+  "Of requests that ended well, not rejected, aborted or failed. Percentiles are nearest-rank. " +
+  "Inter-token latency is weighted by tokens, all others by requests.";
 
 document.body.classList.toggle("two", two);
 document.getElementById("main").append(
@@ -90,5 +93,5 @@ document.getElementById("main").append(
   ),
   section("Preemptions", grid(data.runs.flatMap(preemptionBoxes))),
   section("Settings", settingsTable()),
-  element("footer", { class: "muted" }, "Made by quire replay. All times are seconds of the run's own clock, from its start."),
+  element("footer", { class: "muted" }, "Made by quire replay. All times are of the run's own clock, from its start."),
 );

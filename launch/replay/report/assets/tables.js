@@ -4,18 +4,22 @@
 function cardRows({ facts, latency, equal }) {
   const failures = ["rejected", "aborted", "failed", "unfinished"].filter((kind) => facts[kind]);
   const told = failures.map((kind) => `${grouped(facts[kind])} ${kind}`).join(", ");
-  const time = (name, label) => [label, milliseconds(latency[name].p50), latency[name].p50, `p99 ${milliseconds(latency[name].p99)}`, -1];
+  const time = (name, label) => {
+    const { p50, p99 } = latency[name];
+    return [`${label}, p50`, milliseconds(p50), p50, `p99 ${milliseconds(p99)}`, -1];
+  };
+  const withPrompts = `${compact(facts.total_per_s)} tokens/s with prompts`;
   const rows = [
     ["Requests", grouped(facts.requests), facts.requests, `${compact(facts.input_tokens)} prompt tokens`, 0],
     ["Rejected", grouped(facts.rejected), facts.rejected, told || "all ended well", -1],
     ["Prefix cache hit rate", percent(facts.hit_rate, 2), facts.hit_rate, `${compact(facts.hit_tokens)} tokens`, 1],
     ["Preemptions", grouped(facts.preemptions), facts.preemptions, `of ${grouped(facts.preempted)} requests`, -1],
-    time("ttft", "Time to first token, p50"),
-    time("tpot", "Time per output token, p50"),
-    time("e2e", "End-to-end latency, p50"),
-    ["Output", `${compact(facts.output_per_s)} tokens/s`, facts.output_per_s, `${compact(facts.total_per_s)} tokens/s with prompts`, 1],
+    time("ttft", "Time to first token"),
+    time("tpot", "Time per output token"),
+    time("e2e", "End-to-end latency"),
+    ["Output", `${compact(facts.output_per_s)} tokens/s`, facts.output_per_s, withPrompts, 1],
     ["Steps", grouped(facts.steps), facts.steps, `in ${milliseconds(facts.virtual_s * 1e3)}`, 0],
-    ["KV pool", `${grouped(facts.pool)} blocks`, facts.pool, `of ${facts.block_size} tokens; ${compact(facts.evicted)} evicted`, 0],
+    ["KV pool", `${grouped(facts.pool)} blocks`, facts.pool, `${compact(facts.evicted)} evicted`, 0],
   ];
   if (equal !== null) rows.push(["Exact replay", equal ? "equal" : "differs", Number(equal), "decisions", 1]);
   return rows;
@@ -60,14 +64,13 @@ const MAX_LISTED = 400;
 
 function preemptionBoxes(run, index) {
   if (!run.reasons.length) return [box("By reason", "", index, muted("No request was preempted."))];
-  const reasons = run.reasons.map(([reason, count, requests]) => [reason || "none given", grouped(count), grouped(requests)]);
+  const reasons = run.reasons.map(([reason, ...counts]) => [reason || "none given", ...counts.map(grouped)]);
   const found = run.requests.id.flatMap((id, i) =>
-    run.requests.preemptions[i]
-      ? momentsOf(run, i).filter(([, what]) => what === "preempt").map(([since, , ...rest]) => [run.requests.arrival[i] + since, id, ...rest])
-      : [],
+    momentsOf(run, i, "preempt").map(([since, , ...rest]) => [run.requests.arrival[i] + since, id, ...rest]),
   );
   found.sort((one, other) => one[0] - other[0]);
-  const rows = found.slice(0, MAX_LISTED).map(([time, id, reason, other]) => [clock(time / 1e6, 4), requestLink(id), reason, other]);
+  const listed = found.slice(0, MAX_LISTED);
+  const rows = listed.map(([time, id, ...rest]) => [clock(time / 1e6, 4), requestLink(id), ...rest]);
   const list = table(["time", "request", "reason", "blocks go to"], rows, [0, 1, 2, 3]);
   const rest = found.length > MAX_LISTED ? muted(`The first ${MAX_LISTED} of ${grouped(found.length)}.`) : null;
   return [
@@ -96,16 +99,20 @@ function comparisonBoxes({ seconds, delayed, slower, faster, both, only }) {
       return made;
     });
   const parts = seconds.map(([what, ...values]) => [
-    what, element("div", { class: "amounts" }, bars(values)), ...values.map((value) => milliseconds(value * 1e3)), signed((values[1] - values[0]) * 1e3),
+    what,
+    element("div", { class: "amounts" }, bars(values)),
+    ...values.map((value) => milliseconds(value * 1e3)),
+    signed((values[1] - values[0]) * 1e3),
   ]);
   const counts =
-    `${grouped(both)} requests ended well in both runs: ${grouped(slower)} were slower in B, ${grouped(faster)} faster.` +
+    `${grouped(both)} requests ended well in both runs: ` +
+    `${grouped(slower)} were slower in B, ${grouped(faster)} faster.` +
     (only.some(Boolean) ? ` Only in A: ${grouped(only[0])}; only in B: ${grouped(only[1])}.` : "");
-  const rows = delayed.map(([id, ttft, queue, e2e, why]) => [requestLink(id), signed(e2e), signed(queue), signed(ttft), why]);
+  const rows = delayed.map(([id, ttft, queue, e2e, why]) => [requestLink(id), ...[e2e, queue, ttft].map(signed), why]);
+  const list = table(["request", "latency", "queue", "TTFT", "why"], rows, [0, 4]);
   const rest = slower > delayed.length ? muted(`The ${delayed.length} with the largest change.`) : null;
   return [
     box("Time by state", "all requests together", null, table(["", "", badge(0), badge(1), "change"], parts, [0, 1])),
-    box("Requests that were slower in B", "", null, muted(counts),
-      rows.length ? scrolled("Requests that were slower", table(["request", "end to end", "queue", "TTFT", "why"], rows, [0, 4])) : null, rest),
+    box("Requests that were slower in B", "", null, muted(counts), rows.length ? scrolled("Slower", list) : null, rest),
   ];
 }
