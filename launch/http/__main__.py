@@ -71,6 +71,7 @@ class FrontEnd:
             uvicorn.Config(
                 app,
                 http=BoundedHttpProtocol,
+                ws="none",  # a connection with another protocol would have no bounds
                 log_level="error",  # a warning for each malformed request would let strangers fill the disk
                 access_log=False,
                 lifespan="off",

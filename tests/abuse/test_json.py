@@ -7,8 +7,7 @@ from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, sho
 from abused_app import AbusedApp
 from tiers import thinned
 
-from quire.launch.http.routes.tokens import TOKENIZE_FIELDS
-from quire.launch.http.schema import schema
+from quire.launch.http.schema.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody, TokenizeBody
 from quire.launch.http.serving.body import MAX_BODY_WEIGHT
 
 GENERATING = (COMPLETIONS, CHAT)
@@ -127,10 +126,10 @@ VALUES: list[Any] = [
 
 def names(path: str) -> list[str]:
     if path == COMPLETIONS:
-        return sorted({*schema.COMPLETION_FIELDS, *schema.UNUSED_COMPLETION})
+        return sorted({*CompletionBody.__struct_fields__, *SAMPLING_FIELDS})
     if path == CHAT:
-        return sorted({*schema.CHAT_FIELDS, *schema.UNUSED_CHAT})
-    return sorted(TOKENIZE_FIELDS) if path == "/tokenize" else ["model", "tokens"]
+        return sorted({*ChatBody.__struct_fields__, *SAMPLING_FIELDS})
+    return sorted(TokenizeBody.__struct_fields__) if path == "/tokenize" else ["model", "tokens"]
 
 
 # Of two fields that contradict each other, either may be named.

@@ -144,7 +144,7 @@ class ChatSpeller:
         self.request_id = new_request_id("chatcmpl")
         self._created = int(time.time())
         self._model = request.model
-        self._include_usage = request.stream.include_usage
+        self._include_usage = request.stream_options.include_usage
         self._token_texts = server.token_texts
         self._num_prompt_logprobs = request.prompt_logprobs
         self._tool_use = request.tool_use

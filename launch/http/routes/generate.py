@@ -100,7 +100,7 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._tenant = scope["state"][TENANT]
-        streamed = self._request.stream.stream
+        streamed = self._request.stream
         await until_gone(receive, self._stream(send) if streamed else self._whole(scope, receive, send))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,10 +135,10 @@ class Generation:
             raise ClientGone from None
 
     async def _write_events(self, stream: EventStream) -> None:
-        options = self._request.stream
+        options = self._request.stream_options
         async with aclosing(self._batches()) as batches:
             async for batch in batches:
-                usage = self._usage() if options.continuous_usage else None
+                usage = self._usage() if options.continuous_usage_stats else None
                 events = [self._speller.event(index, piece, usage) for index, piece in batch]
                 if self._unfinished:
                     await stream.write(events)

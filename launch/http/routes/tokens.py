@@ -8,8 +8,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.launch.http.schema.fields import Fields, string
-from quire.launch.http.schema.schema import TEMPLATE_FIELDS, Parser
+from quire.launch.http.schema.bodies import DetokenizeBody, TokenizeBody
+from quire.launch.http.schema.reading import read
+from quire.launch.http.schema.schema import Parser
 from quire.launch.http.schema.tools import parse_tools
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
@@ -18,7 +19,6 @@ from quire.launch.text.prompts import check_token_ids
 from quire.launch.text.text_in import NO_TOKENIZER, ChatOptions
 from quire.protocol.errors import InvalidRequest
 
-TOKENIZE_FIELDS = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs", "tools", *TEMPLATE_FIELDS)
 MAX_DETOKENIZED = 2**19
 
 
@@ -70,28 +70,26 @@ def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
 
 
 def _parse_tokenize(parser: Parser, raw: Mapping[str, Any]) -> TokenizeRequest:
-    fields = Fields(raw)
-    fields.refuse_unknown(TOKENIZE_FIELDS)
-    parser.model(fields)
-    if fields.has("messages"):
-        messages, options = parser.conversation(fields)
-        tools, _ = parse_tools(fields)
-        prompt: str | tuple[list[Message], ChatOptions] = messages, replace(options, tools=tools)
+    body = read(TokenizeBody, raw)
+    parser.model(body.model)
+    prompt: str | tuple[list[Message], ChatOptions]
+    if body.messages is not None:
+        messages, options = parser.conversation(body)
+        tools, _ = parse_tools(body.tools, None, parallel=True)
+        prompt = messages, replace(options, tools=tools)
+    elif body.prompt is not None:
+        prompt = body.prompt
     else:
-        prompt = string("prompt", fields.require("prompt"))
-    return TokenizeRequest(
-        prompt, fields.boolean("add_special_tokens", True), fields.boolean("return_token_strs", False)
-    )
+        raise InvalidRequest("prompt is required", "prompt", "missing_required_parameter")
+    return TokenizeRequest(prompt, body.add_special_tokens, body.return_token_strs)
 
 
 def _parse_detokenize(parser: Parser, raw: Mapping[str, Any]) -> list[int]:
-    fields = Fields(raw)
-    fields.refuse_unknown(("model", "tokens"))
-    parser.model(fields)
-    tokens = fields.require("tokens")
-    if isinstance(tokens, list) and len(tokens) > MAX_DETOKENIZED:
+    body = read(DetokenizeBody, raw)
+    parser.model(body.model)
+    if isinstance(body.tokens, list) and len(body.tokens) > MAX_DETOKENIZED:
         raise InvalidRequest(f"tokens must hold at most {MAX_DETOKENIZED} token ids", "tokens")
-    return check_token_ids(tokens, parser.limits.vocab_size, "tokens")
+    return check_token_ids(body.tokens, parser.limits.vocab_size, "tokens")
 
 
 def _json(body: msgspec.Struct) -> Response:

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
+from quire.launch.http.schema.bodies import Function, Tool
 from quire.launch.http.schema.errors import shorten
-from quire.launch.http.schema.fields import Fields, any_object, boolean, string
-from quire.launch.http.schema.sampling_fields import function_name, members, schema_constraint
+from quire.launch.http.schema.reading import read
+from quire.launch.http.schema.sampling_fields import schema_constraint
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarRefused
@@ -29,15 +30,15 @@ class ToolUse:
     constraint: StructuredOutputs
 
 
-def parse_tools(fields: Fields) -> tuple[list[dict[str, Any]] | None, ToolUse | None]:
+def parse_tools(
+    given: list[dict[str, Any]] | None, choice: Any, *, parallel: bool
+) -> tuple[list[dict[str, Any]] | None, ToolUse | None]:
     """The tools for the template, none where they are not to be used, and what is demanded of the answer.
 
     Raises:
         InvalidRequest: a tool is not a function, or the choice names none of them; names the field.
     """
-    tools = _check_tools(fields.get("tools")) if fields.has("tools") else []
-    parallel = fields.boolean("parallel_tool_calls", True)
-    choice = fields.get("tool_choice")
+    tools = _check_tools(given or [])
     if choice is None or choice in ("auto", "none"):
         return (None if choice == "none" else tools or None), None
     if not tools:
@@ -70,26 +71,28 @@ def _chosen(choice: Any) -> str:
     return name
 
 
-def _check_tools(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise InvalidRequest("tools must be a list of objects", "tools")
-    if len(value) > MAX_TOOLS:
+def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} tools", "tools")
     names: set[str] = set()
-    for i, tool in enumerate(value):
-        name = _check_tool(tool, f"tools[{i}]")
+    functions = [_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    for i, name in enumerate(function.name for function in functions):
         if name in names:
             raise InvalidRequest(f"tools must not have two functions of the name {name}", f"tools[{i}].function.name")
         names.add(name)
     try:
-        size = len(msgspec.json.encode(value))
+        size = len(msgspec.json.encode(tools))
     except (RecursionError, TypeError, ValueError):
         raise InvalidRequest("tools are nested too deeply, or not valid Unicode text", "tools") from None
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"tools must have at most {MAX_GRAMMAR_BYTES} bytes together", "tools")
-    for i, tool in enumerate(value):
-        _check_parameters(tool["function"].get("parameters"), f"tools[{i}].function.parameters")
-    return value
+    for i, function in enumerate(functions):
+        _check_parameters(function.parameters, f"tools[{i}].function.parameters")
+    return tools
+
+
+def _check_tool(tool: dict[str, Any], where: str) -> Function:
+    return read(Function, read(Tool, tool, where).function, f"{where}.function")
 
 
 def _check_parameters(schema: Any, where: str) -> None:
@@ -100,18 +103,6 @@ def _check_parameters(schema: Any, where: str) -> None:
         check_schema(msgspec.json.encode(schema).decode())
     except GrammarRefused as refused:
         raise InvalidRequest(f"{where}: {refused}", where, "invalid_structured_outputs") from None
-
-
-def _check_tool(tool: dict[str, Any], where: str) -> str:
-    """The function's name."""
-    if tool.get("type") != "function":
-        raise InvalidRequest(f"{where}.type must be function", f"{where}.type")
-    members(where, tool, ("type", "function"))
-    described = members(f"{where}.function", tool.get("function"), ("name", "description", "parameters", "strict"))
-    string(f"{where}.function.description", described.get("description", ""))
-    boolean(f"{where}.function.strict", described.get("strict", False))
-    any_object(f"{where}.function.parameters", described.get("parameters", {}))
-    return function_name(f"{where}.function.name", described.get("name"))
 
 
 def _any_call(schemas: dict[str, Any], *, parallel: bool) -> StructuredOutputs:

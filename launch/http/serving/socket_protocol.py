@@ -2,7 +2,7 @@
 
 Its parser keeps whatever a client sends as headers or trailers, however much and for however long, before the
 application sees anything; and what a client does not read is kept until the client goes. Use it as
-``uvicorn.Config(app, http=BoundedHttpProtocol)``.
+``uvicorn.Config(app, http=BoundedHttpProtocol, ws="none")``.
 """
 
 import asyncio
@@ -174,13 +174,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._refuse(ApiError(400, "this is not HTTP/1.1", None, "invalid_http"))
 
-    def _should_upgrade_to_ws(self) -> bool:
-        """Never, whatever libraries are installed: a connection with another protocol would have no bounds."""
-        return False
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: an upgrade that is not taken is an ordinary request, and clients may ask for many."""
-
     # ---- the bounds
 
     def _enter(self, phase: Phase) -> None:
@@ -247,10 +240,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         extra = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         self.transport.write(f"{head}{extra}connection: close\r\n\r\n".encode() + body)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        else:
-            self.transport.close()
+        self.transport.write_eof()
 
     def _tell_gone(self) -> list[RequestResponseCycle]:
         """Let all requests of this connection know that nobody waits for them; uvicorn tells the youngest only.

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from quire.launch.http.app import make_app
 from quire.launch.http.routes.tool_calls import AnyCalls, NamedCall
-from quire.launch.http.schema.fields import Fields
 from quire.launch.http.schema.tools import parse_tools
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.thinking import Thinking
@@ -38,12 +37,12 @@ CALLS = [
 ]
 
 
-def given_fields(**fields: Any) -> Fields:
-    return Fields(fields)
+def read_tools(tools: list[Any], tool_choice: Any, *, parallel_tool_calls: bool = True) -> Any:
+    return parse_tools(tools, tool_choice, parallel=parallel_tool_calls)
 
 
 def constraint(**fields: Any) -> Any:
-    _, use = parse_tools(given_fields(**fields))
+    _, use = read_tools(**fields)
     assert use is not None
     assert isinstance(use.constraint.json, str)
     return json.loads(use.constraint.json)
@@ -52,12 +51,12 @@ def constraint(**fields: Any) -> Any:
 class TestConstraint:
     @pytest.mark.parametrize("choice", [None, "auto", "none"])
     def test_a_free_choice_is_none(self, choice: Any) -> None:
-        tools, use = parse_tools(given_fields(tools=[WEATHER], tool_choice=choice))
+        tools, use = read_tools([WEATHER], choice)
         assert use is None
         assert tools == (None if choice == "none" else [WEATHER])
 
     def test_no_tools(self) -> None:
-        assert parse_tools(given_fields(tools=[], tool_choice="auto")) == (None, None)
+        assert read_tools([], "auto") == (None, None)
 
     def test_a_named_function(self) -> None:
         schema = constraint(tools=[CLOCK, WEATHER], tool_choice=NAMED)

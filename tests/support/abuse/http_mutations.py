@@ -9,7 +9,7 @@ from typing import Any
 
 from abuse import CHAT, COMPLETIONS
 
-from quire.launch.http.schema import schema
+from quire.launch.http.schema.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
 
 TOOL = {
     "type": "function",
@@ -82,7 +82,7 @@ RIGHT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/tokenize", {"messages": MESSAGES, "tools": [TOOL], "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [5, 6, 700]}),
 )
-FIELDS = sorted({*schema.COMPLETION_FIELDS, *schema.CHAT_FIELDS, *schema.UNUSED_COMPLETION, *schema.UNUSED_CHAT})
+FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *SAMPLING_FIELDS})
 NUMBERS = (0, 1, -1, 2, 127, 128, 129, 1023, 1024, 1025, 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 2**64, -(2**63), 2**70)
 NUMBERS += (10**309, -(10**400))
 NUMBERS_TOO = (0.5, -0.0, 1.0, 1e-300, 1e300, 1.5, -2.5, 100.0, 0.1)

@@ -122,7 +122,12 @@ class FrontEnd:
         serve = ServerSettings(text_in=TextIn(), served_model_names=("endless",), api_keys=keys, **settings)
         protocol = type("Limited", (BoundedHttpProtocol,), {"limits": self.limits})
         config = uvicorn.Config(
-            make_app(self.engine, serve), http=protocol, log_level="critical", lifespan="off", access_log=False
+            make_app(self.engine, serve),
+            http=protocol,
+            ws="none",
+            log_level="critical",
+            lifespan="off",
+            access_log=False,
         )
         self.uvicorn = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))

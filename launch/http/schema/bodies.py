@@ -1,0 +1,140 @@
+"""What the JSON of a request may hold. A field that OpenAI defines is here, used or not; any other is refused.
+
+The fields of ``SamplingParams`` are not repeated here: it checks their types and ranges itself. A field of the type
+Any is checked where it is used.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY
+from quire.protocol.request.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, SamplingParams
+
+_READ_HERE = {"max_tokens", "logprobs", "structured_outputs", "repetition_detection", "extra_args", "logit_bias"}
+SAMPLING_FIELDS = tuple(
+    name for name in SamplingParams.__struct_fields__ if name not in _READ_HERE and name != "bad_words_token_ids"
+)
+"""Fields that go into SamplingParams as they are."""
+
+Name = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z", description="1 to 64 letters, digits, underscores or dashes")
+]
+"""What OpenAI allows as the name of a function or of a schema."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``include_usage``: a last event with the usage; ``continuous_usage_stats``: usage so far in every event."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    """Without effect."""
+
+
+class PlainFormat(msgspec.Struct, frozen=True):
+    """``response_format`` of the types text and json_object."""
+
+    type: str
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    type: str
+    json_schema: dict[str, Any]
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
+    name: Name
+    schema: dict[str, Any]
+    description: str = ""
+    strict: bool = False
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: Annotated[Literal["function"], Meta(description="function")]
+    function: dict[str, Any]
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What completions and chat share."""
+
+    model: str | None = None
+    max_tokens: Any = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] = ""
+    logit_bias: Any = None
+    repetition_detection: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    # Without effect:
+    user: str = ""
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    prompt: Any
+    logprobs: Any = None
+    echo: bool = False
+    # Without effect:
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    suffix: str = ""
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    messages: Any
+    max_completion_tokens: Any = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Any = None
+    # Without effect:
+    audio: dict[str, Any] | None = None
+    function_call: str | dict[str, Any] = ""
+    functions: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    moderation: Any = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str = ""
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str = ""
+    reasoning_effort: str = ""
+    safety_identifier: str = ""
+    service_tier: str = ""
+    store: bool = False
+    verbosity: str = ""
+    web_search_options: dict[str, Any] | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's form: either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Any = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: Any
+    model: str | None = None

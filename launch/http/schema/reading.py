@@ -1,0 +1,83 @@
+"""From a JSON object to a struct of msgspec, and from msgspec's refusal to ours: the field, and what it must be."""
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from quire.launch.http.schema.errors import shorten
+from quire.protocol.errors import InvalidRequest, did_you_mean
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read(kind: type[T], raw: Mapping[str, Any], where: str = "", besides: Iterable[str] = ()) -> T:
+    """Make a struct of a JSON object; objects in it are read by further calls.
+
+    Args:
+        where: the field that the object stands in; empty for the whole body.
+        besides: names of further fields, which are left out.
+
+    Raises:
+        InvalidRequest: an unknown field, with the nearest known one; a missing one; a wrong type; out of range.
+    """
+    given = members(kind, raw, where, besides)
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        # "Expected `int`, got `str` - at `$.seed`"; every name is one of ours, for others are refused by ``members``.
+        name = re.findall(r"missing required field `(\w+)`|at `\$\.(\w+)", str(error))[0]
+    field = name[0] or name[1]
+    if name[0] and not where:
+        raise InvalidRequest(f"{field} is required", field, "missing_required_parameter")
+    place = f"{where}.{field}" if where else field
+    raise InvalidRequest(f"{place} must be {_words(_types(kind)[field])}", place)
+
+
+def members(
+    kind: type[msgspec.Struct], raw: Mapping[str, Any], where: str, besides: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The members of an object that are not null, which counts as absent, as it does for OpenAI.
+
+    Raises:
+        InvalidRequest: one is neither a field of ``kind`` nor in ``besides``.
+    """
+    known = _types(kind)
+    prefix = f"{where}." if where else ""
+    taken = {*known, *besides}
+    for name in (name for name in raw if name not in taken):
+        word = (prefix + name)[:64]
+        near = did_you_mean(word, [prefix + each for each in taken])
+        raise InvalidRequest(f"unknown field {shorten(prefix + name)}{near}", word, "unknown_parameter")
+    return {name: value for name, value in raw.items() if value is not None and name in known}
+
+
+@cache
+def _types(kind: type[msgspec.Struct]) -> dict[str, inspect.Type]:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return {field.encode_name: field.type for field in info.fields}
+
+
+def _words(info: inspect.Type) -> str:
+    """What a value of the type must be."""
+    match info:
+        case inspect.Metadata(extra_json_schema={"description": str(words)}):
+            return words
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType():
+            return f"an integer from {info.ge} to {info.le}"
+        case inspect.StrType(max_length=None):
+            return "a string"
+        case inspect.StrType():
+            return f"a string of {info.min_length} to {info.max_length} characters"
+        case inspect.ListType():
+            return "a list of objects" if isinstance(info.item_type, inspect.DictType) else "a list of strings"
+        case inspect.UnionType():
+            kinds = [each for each in info.types if not isinstance(each, inspect.NoneType)]
+            return " or ".join(map(_words, kinds))
+    return "an object"
