@@ -16,7 +16,7 @@ MOST_BEHIND = 3
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``seconds`` of a request's life in each run that went to ``what``: a reason to wait, or prefill, or decode."""
+    """Seconds of a request in each run by ``what``: a reason to wait, prefill or decode."""
 
     what: str
     seconds: tuple[float, float]
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """One request in both runs; changes are the second's less the first's, in milliseconds.
+    """One request in both runs. Changes are the second run's figure minus the first's, in milliseconds.
 
     Attributes:
         parts: what its end-to-end time consists of, the largest change first; the changes add up to ``e2e``.
@@ -64,7 +64,7 @@ class RequestDelta:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of the requests that ended well in both runs.
+    """Two runs, compared by the requests that ended well in both.
 
     Attributes:
         deltas: all of them, by how much longer they took in the second run, the longest first.
@@ -80,7 +80,7 @@ class Comparison:
     only_second: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON's types only."""
+        """Return JSON's types only."""
         ranked = [delta for delta in self.deltas if delta.e2e > 0]
         return {
             "runs": list(self.titles),
@@ -96,7 +96,7 @@ class Comparison:
         }
 
     def tables(self) -> list[Table]:
-        """For people."""
+        """Return the comparison as tables."""
         means: list[tuple[str, list[float | str | None]]] = [
             (name, [_mean(self.deltas, name)]) for name in ("ttft", "queue", "e2e")
         ]
@@ -114,7 +114,7 @@ class Comparison:
         return [*made, Table("waited longer, ms", ("ttft", "queue", "e2e", "why"), rows)] if rows else made
 
     def text(self) -> str:
-        """The tables, with what they are of."""
+        """Return the tables below the titles and the settings that differ."""
         faster = sum(delta.e2e < 0 for delta in self.deltas)
         slower = sum(delta.e2e > 0 for delta in self.deltas)
         lines = [
@@ -128,7 +128,7 @@ class Comparison:
 
 
 def compare(a: RunRecord, b: RunRecord) -> Comparison:
-    """``b`` against ``a``. Requests are the same where their ids are, and of equal ids in order of arrival."""
+    """Compare ``b`` with ``a``. Requests are matched by id, and requests of equal ids by order of arrival."""
     first, second = _by_name(a), _by_name(b)
     common = [name for name in first if name in second]
     heads = QueueHead(a.requests), QueueHead(b.requests)

@@ -1,4 +1,4 @@
-"""Figures that every report shares, so that two of them never disagree: percentiles, latencies, counts."""
+"""Figures that all reports share, so that they agree: percentiles, latencies, counts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 UNSUCCESSFUL = ("", "rejected", "abort", "error")
-"""Words for how a request ended (``RequestRun.finish``) that keep it out of all latencies; empty: it had not ended."""
+"""Values of ``RequestRun.finish`` that exclude a request from all latencies; empty: it had not ended."""
 
 
 class Latency(NamedTuple):
@@ -27,7 +27,7 @@ class Latency(NamedTuple):
 
 
 def percentile(sorted_values: Sequence[float], q: float) -> float:
-    """Nearest-rank: the smallest value that at least ``q`` percent of all are not above.
+    """Return the nearest-rank percentile: the smallest value that at least ``q`` percent of all do not exceed.
 
     Args:
         sorted_values: ascending.
@@ -44,7 +44,7 @@ def percentile(sorted_values: Sequence[float], q: float) -> float:
 
 
 def latency(run: RequestRun) -> Latency:
-    """All None for a request that was rejected, failed or aborted, or had not ended: its times mean something else."""
+    """Return the latencies of a request, all None if it was rejected, failed, aborted or had not ended."""
     if run.finish in UNSUCCESSFUL or run.first_token < 0:
         return Latency()
     gaps = run.num_output_tokens - 1
@@ -57,12 +57,12 @@ def latency(run: RequestRun) -> Latency:
 
 
 def latencies(record: RunRecord) -> list[Latency]:
-    """One per request, in the record's order."""
+    """Return one latency per request, in the order of the record."""
     return [latency(run) for run in record.requests]
 
 
 def sorted_latencies(record: RunRecord) -> dict[str, list[float]]:
-    """ttft, tpot, e2e, queue: milliseconds of all requests that have it, ascending."""
+    """Return ttft, tpot, e2e and queue in milliseconds, ascending, of all requests that have them."""
     found = latencies(record)
     return {
         name: sorted(value for value in (each[i] for each in found) if value is not None)
@@ -71,7 +71,7 @@ def sorted_latencies(record: RunRecord) -> dict[str, list[float]]:
 
 
 def spread(sorted_values: Sequence[float]) -> dict[str, float | None]:
-    """mean, p50, p90, p99; all None where there are no values."""
+    """Return mean, p50, p90 and p99, all None if there are no values."""
     if not sorted_values:
         return dict.fromkeys(("mean", "p50", "p90", "p99"))
     mean = math.fsum(sorted_values) / len(sorted_values)
@@ -79,7 +79,7 @@ def spread(sorted_values: Sequence[float]) -> dict[str, float | None]:
 
 
 class PrefixCache(NamedTuple):
-    """What the prefix cache gave, over all requests; rejected ones count among the input tokens and hit nothing."""
+    """Hits of the prefix cache over all requests; rejected requests count among the input tokens and hit nothing."""
 
     hit_tokens: int
     hit_blocks: int

@@ -18,7 +18,7 @@ MAX_TEXT = 200
 
 
 def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Times are whole microseconds on each run's clock. What the page has no room for is counted in ``left_out``."""
+    """Return the data; times are whole microseconds on each run's clock. ``left_out`` counts what has no room."""
     latencies = [figures.sorted_latencies(run) for run in runs]
     distributions = [
         bins.histogram("ttft", "Time to first token", _ones(latencies, "ttft")),

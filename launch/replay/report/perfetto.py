@@ -1,7 +1,8 @@
 """A run as a Chrome trace, which https://ui.perfetto.dev opens: steps, counters, a bar per request, arrows.
 
-Requests lie on lanes, a lane being a thread that shows one request after another, so that a run of thousands stays as
-high as it was wide. They are plain slices: arrows can end at those, and not at asynchronous ones.
+Each request is on a lane: a thread that shows one request after another. There are as many lanes as concurrent
+requests.
+Requests are plain slices, because arrows cannot end at asynchronous ones.
 """
 
 import gzip
@@ -26,7 +27,7 @@ _COLOURS = {"queued": "grey", "prefill": "yellow", "decode": "good", "preempted"
 
 
 def write_perfetto(path: Path, record: RunRecord) -> None:
-    """Event by event, compressed if the name ends in ``.gz``. The same record gives the same bytes.
+    """Write event by event, compressed if the name ends in ``.gz``. The same record gives the same bytes.
 
     Raises:
         OSError: the file cannot be written.
@@ -34,7 +35,7 @@ def write_perfetto(path: Path, record: RunRecord) -> None:
     with path.open("wb") as raw:
         if path.suffix != ".gz":
             _write(raw, record)
-        else:  # without a name and a time in its header
+        else:  # no name and no time in the header
             with gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) as packed:
                 _write(packed, record)
 
@@ -54,7 +55,7 @@ def _json(value: object) -> str:
 
 
 def _time(seconds: float) -> float:
-    """Microseconds, whole nanoseconds."""
+    """Return microseconds, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)
 
 
@@ -96,7 +97,7 @@ def _slice(process: int, thread: int, name: str, begin: float, end: float, args:
 
 
 def _counters(record: RunRecord) -> Iterator[Event]:
-    """Only where they change."""
+    """Yield the counters where they change."""
     steps = record.steps
     for name, columns in _COUNTERS:
         before: tuple[int, ...] | None = None
@@ -121,7 +122,7 @@ class _Life(NamedTuple):
 
 
 def _lives(record: RunRecord) -> list[_Life]:
-    """Each request on the lowest lane that is free when it arrives."""
+    """Place each request on the lowest lane that is free when it arrives."""
     cut = run_end(record.requests, list(record.steps.end[-1:]))
     lives: list[_Life] = []
     free: list[int] = []

@@ -1,4 +1,4 @@
-"""A run as figures: the JSON that others script against, and the same as short tables for people."""
+"""Figures of a run: the JSON for scripts, and the same figures as short tables."""
 
 import re
 from collections import Counter
@@ -25,11 +25,11 @@ LATENCY_WORDS = {
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
-    """All figures of a run, JSON's types only.
+    """Return all figures of a run as JSON's types.
 
     ``prefix_cache`` counts each request once, at its first admission; its ``input_tokens`` are of all requests, the
-    rejected ones too. ``latency_ms`` is of the requests that ended well; percentiles are nearest-rank. Null is what
-    there is nothing of, and what a client of a real server cannot see. Of two runs of the same, only ``wall_s`` and
+    rejected ones too. ``latency_ms`` is of the requests that ended well; percentiles are nearest-rank. Null is a
+    figure without values, or one that a client of a real server cannot see. When a run is repeated, only ``wall_s`` and
     ``speedup`` differ.
     """
     runs = record.requests
@@ -68,7 +68,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """``found``: what ``summary`` gave."""
+    """Return the tables of ``found``, the result of ``summary``."""
     latencies = found["latency_ms"]
     rows = [
         (words, [latencies[name][column] for column in SPREAD])
@@ -80,7 +80,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
 
 def side_by_side(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
-    """Two runs' summaries."""
+    """Return a table of two runs' summaries."""
     columns = ("first mean", "second mean", "first p99", "second p99")
     rows = []
     for name, words in LATENCY_WORDS.items():
@@ -96,7 +96,7 @@ SWEEP_COLUMNS = (
 
 
 def sweep_cells(found: Mapping[str, Any] | None) -> list[float | str | None]:
-    """A row of a sweep's table from one run's summary; None: the run failed. Latencies are in milliseconds."""
+    """Return a row of a sweep's table for one run's summary; None: the run failed. Latencies are in milliseconds."""
     if found is None:
         return ["failed", *[None] * (len(SWEEP_COLUMNS) - 1)]
     ttft, tpot, e2e = (found["latency_ms"][name] for name in ("ttft", "tpot", "e2e"))
@@ -133,7 +133,7 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
 
 
 def _rejections(record: RunRecord) -> dict[str, int]:
-    """By reason, commonest first; the numbers in a reason are each request's own, so that they are left out."""
+    """Count rejections by reason, the most frequent first. Numbers in a reason differ per request and become N."""
     details = (run.finish_detail for run in record.requests if run.finish == "rejected")
     return dict(Counter(re.sub(r"\d+", "N", detail) for detail in details).most_common())
 
@@ -145,7 +145,7 @@ def _prefix_cache(record: RunRecord) -> dict[str, float | None]:
 
 
 def _throughput(record: RunRecord) -> dict[str, float | None]:
-    """Over the whole run, the slow beginning and end with it; prompts count as far as they had an answer."""
+    """Over the whole run, including its slow beginning and end. A prompt counts if it had an output token."""
     answered = [run for run in record.requests if run.num_output_tokens]
     output = sum(run.num_output_tokens for run in answered)
     total = output + sum(run.num_prompt_tokens for run in answered)
