@@ -61,7 +61,7 @@ class Piece:
 
 
 class Answer:
-    """One sequence of the engine and the text made of it. Whoever holds it calls ``abort`` unless it ended."""
+    """One sequence of the engine and the text made of it. Its holder calls ``abort`` unless it ended."""
 
     def __init__(self, sequence: Stoppable, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
         self._sequence = sequence

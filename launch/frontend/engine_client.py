@@ -52,7 +52,7 @@ class Stoppable(Protocol):
         ...
 
     def abort(self) -> None:
-        """Nobody waits for the rest. Without effect on a sequence that has ended."""
+        """The rest is not wanted. Without effect on a sequence that has ended."""
         ...
 
 
@@ -103,7 +103,7 @@ class EngineClient(Protocol):
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
 
         ``priority``: an int32; the lowest runs first, if the engine schedules by it.
-        ``tenant``: whose it is, from 1; 0: nobody's. Tenants take turns at what is scarce.
+        ``tenant``: whose it is, from 1; 0: unknown. Tenants take turns at what is scarce.
 
         Raises:
             InvalidRequest: refused; may also surface from ``Sequence.updates``.

@@ -86,7 +86,7 @@ class Session:
             case Rejected():
                 self.table.reject(message)
             case Welcome() | Statistics() | Heartbeat():
-                pass  # whoever asked for it looks at it
+                pass  # the client that asked for it looks at it
             case EngineState(kind="failed", detail=detail):
                 self.fail(detail)
             case EngineState():
@@ -141,7 +141,7 @@ class Session:
         return stream
 
     def abort(self, stream: Stream) -> None:
-        """Nobody waits for the rest."""
+        """The rest is not wanted."""
         self._end(stream, Abort([stream.request_id]))
 
     def stop_at(self, stream: Stream, num_output_tokens: int) -> None:
@@ -149,7 +149,7 @@ class Session:
         self._end(stream, Stop(stream.request_id, num_output_tokens))
 
     def shut_down(self, detail: str) -> None:
-        """End every answer in flight with an error, for whoever still reads."""
+        """End every answer in flight with an error."""
         sent = [stream.request_id for stream in self.table.streams if stream.life == self.life]
         if sent:
             self._post(Abort(sent))

@@ -25,7 +25,7 @@ class Stream:
         life: of the session's link on which it was submitted last; 0 before.
         handle: the scheduler's number for it; None before its first message.
         error: set instead of an ending when the request was refused or the engine died.
-        muted: nobody reads any more; what still comes is dropped.
+        muted: it is not read any more; what still comes is dropped.
         over: nothing will come any more.
     """
 
@@ -72,7 +72,7 @@ class Stream:
         self._num_deaths, self._num_tokens_at_death = self.num_deaths + 1, len(self.tokens)
 
     def notify(self) -> None:
-        """Tell whoever waits that something came."""
+        """Wake the reader: something came."""
         if self._on_news is not None and not self.muted:
             self._on_news()
 
@@ -121,7 +121,7 @@ class StreamTable:
         self._by_handle.clear()
 
     def drop(self, stream: Stream) -> None:
-        """Nobody reads it, and nobody will tell of its end."""
+        """It is not read any more, and no message will tell of its end."""
         stream.over = True
         del self._by_id[stream.request_id]
 

@@ -1,4 +1,4 @@
-"""Who there is: the processes of an engine as the Overseer knows them, and those that stand by."""
+"""The processes of an engine as the Overseer knows them, and the workers that stand by."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ STANDBY_DELAY_MAX_S = 60.0
 
 
 class Process(Protocol):
-    """A handle of a process, as whoever runs it likes it."""
+    """A handle of a process, of the type that its Runner likes."""
 
     @property
     def pid(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Who is to live: which processes are started, ended and told what. Pure decisions; the Supervisor carries them out.
+"""Which processes are started, ended and told what. Pure decisions; the Supervisor carries them out.
 
 Workers are a *group*: one process per rank, all of one *epoch*. When one of them dies, hangs, or is found to be wrong,
 the whole group is killed and another one is started under the next epoch; *standby* processes, which have done the slow
@@ -75,7 +75,7 @@ class Overseer:
         self._deaths: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
         self._num_condemned = 0
         self._due: dict[tuple[Role, int], float] = {}
-        """(role, index) of whoever is to be started, and when."""
+        """(role, index) of each process that is to be started, and when."""
         self._adopt_by: float | None = None
         self._was_ready = False
         self._draining = self._stopping = False
@@ -153,7 +153,7 @@ class Overseer:
             self._lose_front_end(member, reason, now)
 
     def tick(self, now: float) -> None:
-        """Time has passed: start who is due, end who has been silent for too long."""
+        """Time has passed: start the processes that are due, end those that have been silent for too long."""
         for member in list(self.members):
             limit = SILENT_S if member.started else START_S
             if now > member.heard + limit:
@@ -164,7 +164,7 @@ class Overseer:
         if self._adopt_by is not None and now > self._adopt_by:
             self._adopt_by = None
             self._lose_group("a worker did not come to its new scheduler", now)
-        for role, index in [who for who, when in self._due.items() if when <= now]:
+        for role, index in [key for key, when in self._due.items() if when <= now]:
             del self._due[role, index]
             if role == "worker":
                 self._fill(index, now)
@@ -276,7 +276,7 @@ class Overseer:
     # ---- beginnings
 
     def _start(self, role: Role, index: int, now: float) -> None:
-        """A scheduler after the first takes over whoever works."""
+        """A scheduler after the first takes over the workers that there are."""
         if role == "scheduler" and self.life > 1:
             self.epoch += 1
         member = self._spawn(role, index, now)
@@ -329,7 +329,7 @@ class Overseer:
         return next((m for m in self.members if m.process is process), None)
 
     def check(self) -> None:
-        """Raise AssertionError unless whoever is not there is due."""
+        """Raise AssertionError unless each missing process is due."""
         if self._stopping or self.verdict is not None:
             return
         assert sum(m.role == "scheduler" for m in self.members) + (("scheduler", 0) in self._due) == 1

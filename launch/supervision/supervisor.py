@@ -27,7 +27,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Command
 
 # A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
-# default of the OpenMP library that torch brings, takes the core from whoever is waited for: the scheduler, the front
+# default of the OpenMP library that torch brings, takes the core from what is waited for: the scheduler, the front
 # end, another program. Docs: the log of 2026-11-21.
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 STOP_DEADLINE = 5.0
@@ -58,8 +58,8 @@ class FrontEndProgram(NamedTuple):
 class Supervisor:
     """The engine's processes: a scheduler, a worker per rank, and for a server its front ends.
 
-    Owns the socket directory (mode 0700) and the children; a context manager that ends both. All its methods but
-    ``wake`` are for one thread, which must live as long as the children are to.
+    Owns the socket directory (mode 0700) and the children; a context manager that ends both. All its methods are for
+    one thread, which must live as long as the children are to.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Supervisor:
         self._on_life(life)
 
     def _sweep(self, life: int, epoch: int) -> None:
-        """Sockets and shared memory of schedulers and groups that are no more. Who still has one open, keeps it."""
+        """Sockets and shared memory of schedulers and groups that are no more. A process that has one open keeps it."""
         for file in self.directory.iterdir():
             found = re.match(r"(frontend|worker|ranks)-(\d+)", file.name)
             if found and int(found[2]) < (life if found[1] == "frontend" else epoch):
@@ -243,12 +243,12 @@ def _make_directory() -> tuple[Path, int]:
     fresh = directory / f"{LOCK}.new"
     lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fresh.rename(directory / LOCK)  # locked before anybody can find it
+    fresh.rename(directory / LOCK)  # locked before another process can find it
     return directory, lock
 
 
 def _remove_if_left(directory: Path) -> None:
-    """Only where it is ours, has a lock, and nobody holds that."""
+    """Only where it is ours and has a lock that no process holds."""
     try:
         if directory.is_symlink() or directory.stat().st_uid != os.getuid():
             return

@@ -1,4 +1,4 @@
-"""The front ends of this scheduler: who is connected, as which client, and what all of them are told."""
+"""The front ends of this scheduler: which are connected, as which clients, and what all of them are told."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from quire.scheduler_proc.process.doors import Hub
 class FrontEnds:
     """Owns the hub, and each connection's client: the number under which the Scheduler knows it. Knows no requests.
 
-    A number is never given out again, for requests of whoever had it may still be ending.
+    A number is never given out again, for requests of the front end that had it may still be ending.
     """
 
     def __init__(self, hub: Hub, config: EngineConfig, on_gone: Callable[[int], None]) -> None:
@@ -24,8 +24,8 @@ class FrontEnds:
         self._state = EngineState("loading")
         self._peers: dict[int, bytes] = {}
         self._clients: dict[bytes, int] = {}
-        self._who: dict[int, tuple[int, int]] = {}
-        """(process id, index) of whoever has a number."""
+        self._places: dict[int, tuple[int, int]] = {}
+        """(process id, index) of each client."""
         self._next_client = 0
 
     def receive(self) -> tuple[int, FromPeer] | None:
@@ -46,20 +46,20 @@ class FrontEnds:
         return None
 
     def send(self, client: int, message: Message) -> None:
-        """To who is gone already: nothing happens. Who does not take it, is gone from now on."""
+        """Without effect on a client that is gone. A client that does not take it is gone from now on."""
         peer = self._peers.get(client)
         if peer is not None and self._hub.send(peer, message) is None:
             self._forget(client)
 
     def announce(self, state: EngineState) -> None:
-        """The engine's state from now on: to all who are connected, and to whoever comes."""
+        """The engine's state from now on: to all that are connected, and to each that comes."""
         self._state = state
         for client in list(self._peers):
             self.send(client, state)
 
     def process_gone(self, pid: int) -> None:
         """The front end with this process id has died, whether its connection shows it or not."""
-        for client in [client for client, (its_pid, _) in self._who.items() if its_pid == pid]:
+        for client in [client for client, (its_pid, _) in self._places.items() if its_pid == pid]:
             self._forget(client)
 
     def _greet(self, peer: bytes, hello: Message) -> None:
@@ -69,14 +69,14 @@ class FrontEnds:
         if why := mismatch(hello):
             self._cut(peer, why, final=True)
             return
-        who = (hello.pid, hello.index)
-        for client in [client for client, other in self._who.items() if other == who]:
+        place = (hello.pid, hello.index)
+        for client in [client for client, other in self._places.items() if other == place]:
             self._forget(client)  # its connection was lost without a word
         client = self._next_client
         self._next_client += 1
         self._clients[peer] = client
         self._peers[client] = peer
-        self._who[client] = who
+        self._places[client] = place
         self.send(client, self._welcome)
         if self._state.kind == "recovering":
             self.send(client, EngineState("ready"))  # it takes requests, which wait here
@@ -92,14 +92,14 @@ class FrontEnds:
 
     def _forget(self, client: int) -> None:
         peer = self._peers.pop(client)
-        del self._who[client]
+        del self._places[client]
         self._hub.forget(peer)
         del self._clients[peer]
         self._on_gone(client)
 
 
 def mismatch(hello: Hello) -> str:
-    """Why the scheduler cannot talk with who said this; empty where it can."""
+    """Why the scheduler cannot talk with the sender; empty where it can."""
     if hello.protocol_version == PROTOCOL_VERSION:
         return ""
     return (

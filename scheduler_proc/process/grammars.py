@@ -33,7 +33,7 @@ class Grammars:
 
     @property
     def is_waited_for(self) -> bool:
-        """Somebody's grammar is being compiled: ``release`` is to be called every now and then."""
+        """A grammar is being compiled: ``release`` is to be called every now and then."""
         return self._manager.is_waited_for
 
     def hold(self, scheduler: Scheduler, request: AddRequest, client: int) -> None:
@@ -52,7 +52,7 @@ class Grammars:
         self._manager.prune(live)
 
     def proposed(self, drafts: Proposed) -> None:
-        """Of a step before, perhaps: then nobody asks for them."""
+        """Of a step before, perhaps: then they are not asked for."""
         self._proposed = drafts
 
     def give_inputs(self, scheduler: Scheduler, workers: WorkerGroup) -> None:

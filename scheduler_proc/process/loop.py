@@ -43,7 +43,7 @@ MAX_TOO_LARGE = 5
 
 IDLE_MS = 1000
 COMPILING_MS = 100
-"""How long the loop sleeps at most: while somebody waits for a grammar, no longer than a refusal may be late."""
+"""How long the loop sleeps at most: while a request waits for a grammar, no longer than a refusal may be late."""
 
 
 class SchedulerLoop:
@@ -321,7 +321,7 @@ class SchedulerLoop:
             raise EngineError("the workers have another number of KV blocks than those before")
         self._child.report(Report("ready", detail=ready.timings, epoch=workers.epoch))
         if not scheduler.table.requests:
-            self._say_progress()  # there is nobody for whom there could be a token
+            self._say_progress()  # there is no request that could get a token
         self._front_ends.announce(EngineState("ready"))
 
     def _make_scheduler(self, num_blocks: int) -> Scheduler:
@@ -366,7 +366,7 @@ class SchedulerLoop:
 
     def _give_up(self, error: Exception) -> None:
         """Every request ends with an error, and every front end hears that the engine failed; then what led to it is
-        written down. An error that nobody foresaw may have left anything behind: then only that is done.
+        written down. An unforeseen error may have left anything behind: then only that is done.
         """
         reason = str(error)
         if isinstance(error, QuireError):

@@ -20,7 +20,7 @@ class StepDeadline:
     """Learns what steps take, and says when the oldest in flight is overdue. Steps are answered in order.
 
     Sizes are powers of two of a step's tokens. A step may take ``TIMES_USUAL`` as long as the longest of the last ones
-    of its size, FLOOR_S at least; nobody knows of a size that is new how long it takes.
+    of its size, FLOOR_S at least; how long a step of a new size takes is not known.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StepDeadline:
         self._answered = now
 
     def forget(self) -> None:
-        """Nothing in flight will be answered, and whoever computes the next steps begins anew."""
+        """Nothing in flight will be answered, and other workers compute the next steps."""
         self._in_flight.clear()
         self._seconds.clear()
 

@@ -13,8 +13,8 @@ from quire.protocol.wire.worker_messages import Digest, ModelRunnerOutput, Ready
 class WorkerGroup:
     """Sends every message to all ranks, and lets a result through when all of them agree on its step.
 
-    Owns the channels, and what single ranks have said that the group has not yet said: who is ready, digests, and
-    results of rank 0 that wait for digests. A rank alone sends none: there is nobody to disagree with.
+    Owns the channels, and what single ranks have said that the group has not yet said: which are ready, digests, and
+    results of rank 0 that wait for digests. A rank alone sends none: there is no other to disagree with.
 
     Attributes:
         epoch: which group of this engine it is.
