@@ -55,7 +55,6 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         num_tenants: API keys that requests come with; with fewer than two the cache keeps no account of them.
         num_speculative_tokens: most drafts of one request in one step; 0 without a proposer.
         speculative: proposer of the drafts; None exactly when there are none.
-        drop_last_cached_block: recompute the last block of each cache hit, for proposers that need hidden states.
         logits_processors: ``module:Class`` of each logits processor that is loaded by name; installed plugins
             (entry points) come on top.
         thinking_start_token_ids, thinking_end_token_ids: the markers around thinking; empty: none.
@@ -78,7 +77,6 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     num_tenants: int = 0
     num_speculative_tokens: int = 0
     speculative: SpeculativeConfig | None = None
-    drop_last_cached_block: bool = False
     logits_processors: list[str] = msgspec.field(default_factory=list)
     thinking_start_token_ids: list[int] = msgspec.field(default_factory=list)
     thinking_end_token_ids: list[int] = msgspec.field(default_factory=list)
@@ -90,11 +88,6 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     def pipeline_depth(self) -> int:
         """Steps that may be in flight."""
         return 2 if self.async_scheduling else 1
-
-    @property
-    def num_lookahead_tokens(self) -> int:
-        """Slots behind the tokens of a step: a proposer that reads hidden states writes the KV of its drafts there."""
-        return self.num_speculative_tokens if self.drop_last_cached_block else 0
 
     @property
     def digest(self) -> str:

@@ -17,10 +17,10 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table: the same kind of attention over the same positions.
 
     Attributes:
-        kind: full_attention, sliding_window, chunked_local_attention, mamba or cross_attention.
-        block_size: tokens in a block; of state groups (mamba), tokens between two states that are kept.
+        kind: full_attention or sliding_window.
+        block_size: tokens in a block.
         layers: indices of the model's layers in this group.
-        window: tokens that a token sees, itself included (sliding_window), or tokens of a chunk (chunked_local).
+        window: tokens that a token sees, itself included (sliding_window); 0: all.
     """
 
     kind: str

@@ -62,7 +62,6 @@ class Planner:
         self.tap: Tap | None = None
         self._refused: tuple[object, ...] = (None,)
         self._refusal: WaitReason | None = None
-        self._num_lookahead_tokens = config.num_lookahead_tokens
 
     def plan(self, step: int, pause: str) -> StepPlan:
         """The plan of the step with this number.
@@ -166,8 +165,6 @@ class Planner:
                 self._share_decodes(plan, [request])
 
     def _share_decode(self, plan: StepPlan, request: Request, most_drafts: int) -> None:
-        if request.num_drafts_in_flight and self.kv.coordinator.has_states:
-            return  # where its next state begins is known when the drafts are
         ahead = request.max_total_tokens - request.num_tokens - request.num_output_placeholders
         if ahead > 0 and plan.budget > 0:  # none ahead: it is done if all drafts in flight are accepted; wait and see
             drafts = max(min(most_drafts, ahead - 1), 0)
@@ -197,8 +194,7 @@ class Planner:
         most = min(most, request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
         most = min(most, self.config.long_prefill_token_threshold or most)
         if most > 0:
-            num_tokens = self.kv.aligned_chunk(request, request.num_computed_tokens, most)
-            self._share(plan, Share(request, num_tokens, None, is_prefill=True))
+            self._share(plan, Share(request, most, None, is_prefill=True))
 
     def _bound_prefill(self, plan: StepPlan) -> None:
         """While others decode, prefill gets a part of the step only, or their next token would wait for all of it."""
@@ -214,8 +210,7 @@ class Planner:
         """
         request = share.request
         while request.status is RequestStatus.RUNNING:
-            lookahead = self._lookahead(request, request.num_computed_tokens + share.num_tokens)
-            share.new_blocks = self.kv.allocate_slots(request, share.num_tokens, num_lookahead_tokens=lookahead)
+            share.new_blocks = self.kv.allocate_slots(request, share.num_tokens)
             if share.new_blocks is not None:
                 plan.add(share)
                 return
@@ -224,10 +219,6 @@ class Planner:
                 continue
             victim, reason = self._victim()
             self._preempt(victim, plan, request, reason)
-
-    def _lookahead(self, request: Request, end: int) -> int:
-        """Slots for drafts after ``end``: none where the request never comes, or the last blocks could not be used."""
-        return max(min(self._num_lookahead_tokens, request.max_total_tokens - 1 - end), 0)
 
     def _cache_shares(self, plan: StepPlan) -> None:
         """Once no share can be taken back any more, for what is not written must not be found."""
@@ -324,9 +315,8 @@ class Planner:
         while missing > plan.budget and not self.config.enable_chunked_prefill:
             if not self._make_way_for_tokens(plan, request):
                 return WaitReason.WHOLE_PROMPT
-        most = min(missing, plan.budget, plan.prefill_budget)
-        most = min(most, self.config.long_prefill_token_threshold or most)
-        num_tokens = self.kv.aligned_chunk(request, num_hit_tokens, most)
+        num_tokens = min(missing, plan.budget, plan.prefill_budget)
+        num_tokens = min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
             if not self._make_way_for_blocks(plan, request):
@@ -361,14 +351,8 @@ class Planner:
         is_chunk = self.policies.admit_whole_prompts and num_hit_tokens + num_tokens < request.num_tokens
         if is_chunk and not kv.can_fit_full_sequence(request, request.num_tokens, hits):
             return WaitReason.KV_BLOCKS
-        new_blocks = kv.allocate_slots(
-            request,
-            num_tokens,
-            hits,
-            num_hit_tokens,
-            num_lookahead_tokens=self._lookahead(request, num_hit_tokens + num_tokens),
-            keep_free=kv.watermark_blocks if self.table.running else 0,
-        )
+        keep_free = kv.watermark_blocks if self.table.running else 0
+        new_blocks = kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=keep_free)
         return WaitReason.KV_BLOCKS if new_blocks is None else None
 
     def _make_way(self, plan: StepPlan, request: Request, among: list[Request] | None = None) -> bool:

@@ -85,22 +85,13 @@ class Scheduler:
                 f"max_num_batched_tokens must be at least max_num_seqs * (1 + num_speculative_tokens), which is "
                 f"{config.max_num_seqs * verified}; it is {config.max_num_batched_tokens}"
             )
-        for group in layout.groups:
-            if group.kind == "mamba" and group.block_size < verified:
-                raise ConfigError(
-                    f"num_speculative_tokens must be from 0 to {group.block_size - 1}: "
-                    f"a state block of {group.block_size} tokens must hold a chunk to verify"
-                )
         self.kv = KVCacheManager(
             layout,
             num_blocks,
             config.enable_prefix_caching,
-            drop_last_block=config.drop_last_cached_block,
             watermark=config.watermark,
-            max_model_len=config.max_model_len,
             max_step_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
-            num_lookahead_tokens=config.num_lookahead_tokens,
             pool_class=_pool_class(config, policies),
         )
         self.in_flight = StepsInFlight(config.model.vocab_size)
@@ -118,7 +109,7 @@ class Scheduler:
         self.kv.pool.share_by(self.planner.tenants.blocks)
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self._stats, self.decisions)
         # Who cruises has blocks for its next token only, where a proposer that reads hidden states wants more.
-        self._cruising_allowed = cruise and not config.num_lookahead_tokens
+        self._cruising_allowed = cruise
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, self.kv.block_size)
         self._tap: Tap | None = None
         self._replies: list[tuple[int, SchedulerToFrontEnd]] = []

@@ -8,10 +8,8 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.cross_attention import CrossAttentionManager
-from quire.scheduler_proc.kv.single_type import Extent, FullAttentionManager, SingleTypeKVCacheManager, num_free
-from quire.scheduler_proc.kv.state import MambaManager
-from quire.scheduler_proc.kv.windowed import ChunkedLocalManager, SlidingWindowManager
+from quire.scheduler_proc.kv.single_type import FullAttentionManager, SingleTypeKVCacheManager, num_free
+from quire.scheduler_proc.kv.windowed import SlidingWindowManager
 
 GroupBlocks = Sequence[Sequence[KVCacheBlock]]
 """Blocks per KV group."""
@@ -19,9 +17,6 @@ GroupBlocks = Sequence[Sequence[KVCacheBlock]]
 MANAGERS: dict[str, type[SingleTypeKVCacheManager]] = {
     "full_attention": FullAttentionManager,
     "sliding_window": SlidingWindowManager,
-    "chunked_local_attention": ChunkedLocalManager,
-    "mamba": MambaManager,
-    "cross_attention": CrossAttentionManager,
 }
 
 
@@ -44,13 +39,12 @@ class KVCacheCoordinator(ABC):
     """Fans out to one SingleTypeKVCacheManager per group; how groups agree on a cache hit is the subclass's.
 
     Attributes:
-        alignment: tokens; each hit's length is a multiple: the least one of the block sizes of groups that have hits.
-        has_states: whether contents wait for acknowledgement before they can be found.
+        alignment: tokens; each hit's length is a multiple: the least one of the groups' block sizes.
+        skips: whether some group lets go of blocks while a request runs.
     """
 
-    def __init__(self, layout: KVLayout, pool: BlockPool, drop_last_block: bool = False) -> None:
+    def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
         self.pool = pool
-        self.drop_last_block = drop_last_block
         self.managers: list[SingleTypeKVCacheManager] = []
         granularity = hash_granularity(layout)
         for group_id, group in enumerate(layout.groups):
@@ -61,46 +55,39 @@ class KVCacheCoordinator(ABC):
                 )
             self.managers.append(kind(group, group_id, group.block_size // granularity, pool))
         self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
-        self.alignment = lcm(*(m.block_size for m in self.managers if m.has_hits))
-        self.has_states = pool.enable_caching and any(m.needs_acknowledgement for m in self.managers)
+        self.alignment = lcm(*(m.block_size for m in self.managers))
         self.skips = any(m.skips for m in self.managers)
 
     @abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         """Cached blocks per group, and how many tokens they hold: at most ``max_length``, the same in each group."""
 
-    def begins_block(self, extent: Extent, computed: GroupBlocks) -> bool:
+    def begins_block(self, handle: int, num_tokens: int, computed: GroupBlocks) -> bool:
         for manager, blocks in zip(self.managers, computed, strict=True):
-            if manager.begins_block(extent, len(blocks)):
+            if manager.begins_block(handle, num_tokens, len(blocks)):
                 return True
         return False
 
-    def num_blocks_to_allocate(self, extent: Extent, computed: GroupBlocks) -> int:
+    def num_blocks_to_allocate(self, handle: int, num_tokens: int, computed: GroupBlocks) -> int:
         total = 0
         for manager, blocks in zip(self.managers, computed, strict=True):
-            total += manager.num_blocks_to_allocate(extent, blocks)
+            total += manager.num_blocks_to_allocate(handle, num_tokens, blocks)
         return total
 
     def add_computed_blocks(self, handle: int, computed: GroupBlocks) -> None:
         for manager, blocks in zip(self.managers, computed, strict=True):
             manager.add_computed_blocks(handle, blocks)
 
-    def allocate(self, extent: Extent) -> GroupBlocks:
-        return [manager.allocate(extent) for manager in self.managers]
+    def allocate(self, handle: int, num_tokens: int) -> GroupBlocks:
+        return [manager.allocate(handle, num_tokens) for manager in self.managers]
 
-    def cache_blocks(
-        self, handle: int, block_hashes: Sequence[bytes], num_tokens: int, num_acknowledged_tokens: int
-    ) -> None:
+    def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Contents of the first ``num_tokens`` positions, as far as each group's may be found already."""
         for manager in self.managers:
-            limit = min(num_tokens, num_acknowledged_tokens) if manager.needs_acknowledgement else num_tokens
-            manager.cache_blocks(handle, block_hashes, limit)
+            manager.cache_blocks(handle, block_hashes, num_tokens)
 
-    def remove_skipped_blocks(self, handle: int, block_hashes: Sequence[bytes], num_acknowledged_tokens: int) -> None:
-        """States are let go of as soon as the request is past them, so they are made findable first."""
+    def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         for manager in self.managers:
-            if self.has_states and manager.needs_acknowledgement and handle in manager.req_to_blocks:
-                manager.cache_blocks(handle, block_hashes, num_acknowledged_tokens)
             manager.remove_skipped_blocks(handle, num_acknowledged_tokens)
 
     def forget_content(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
@@ -131,9 +118,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         return self.no_blocks, 0
 
-    def cache_blocks(
-        self, handle: int, block_hashes: Sequence[bytes], num_tokens: int, num_acknowledged_tokens: int
-    ) -> None:
+    def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Nothing is remembered."""
 
 
@@ -143,10 +128,6 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         manager = self.managers[0]
         hit = manager.find_longest_cache_hit(block_hashes, max_length, self.alignment)
-        if self.drop_last_block and hit:
-            hit = hit[:-1]
-            if not manager.is_prefix_closed:  # a window that ends elsewhere needs what lies before it
-                hit = manager.find_longest_cache_hit(block_hashes, len(hit) * self.alignment, self.alignment)
         return (hit,), len(hit) * manager.block_size
 
 
@@ -157,18 +138,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     one that all accept is the longest.
     """
 
-    def __init__(self, layout: KVLayout, pool: BlockPool, drop_last_block: bool = False) -> None:
-        super().__init__(layout, pool, drop_last_block)
+    def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
+        super().__init__(layout, pool)
         # Full attention first: its hit is found in one pass, then only cut, and bounds what the others look through.
-        with_hits = [index for index, manager in enumerate(self.managers) if manager.has_hits]
-        self._order = sorted(with_hits, key=lambda index: not self.managers[index].is_prefix_closed)
+        self._order = sorted(range(len(self.managers)), key=lambda index: not self.managers[index].is_prefix_closed)
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         hits: list[list[KVCacheBlock] | None] = [None] * len(self.managers)
-        length = max_length // self.alignment * self.alignment if self._order else 0
-        if self.drop_last_block and length > 0:
-            # One block less than the first group has: what the others need at the shorter length is looked for there.
-            length = self._shorten(hits, self._order[0], block_hashes, length) - self.alignment
+        length = max_length // self.alignment * self.alignment
         while length > 0:
             candidate = length
             for index in self._order:
@@ -189,7 +166,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return len(known) * manager.block_size
 
 
-def make_coordinator(layout: KVLayout, pool: BlockPool, drop_last_block: bool = False) -> KVCacheCoordinator:
+def make_coordinator(layout: KVLayout, pool: BlockPool) -> KVCacheCoordinator:
     """The coordinator for this layout.
 
     Raises:
@@ -197,6 +174,5 @@ def make_coordinator(layout: KVLayout, pool: BlockPool, drop_last_block: bool = 
     """
     if not pool.enable_caching:
         return KVCacheCoordinatorNoPrefixCache(layout, pool)
-    if len(layout.groups) == 1 and layout.groups[0].kind != "cross_attention":
-        return UnitaryKVCacheCoordinator(layout, pool, drop_last_block)
-    return HybridKVCacheCoordinator(layout, pool, drop_last_block)
+    kind = UnitaryKVCacheCoordinator if len(layout.groups) == 1 else HybridKVCacheCoordinator
+    return kind(layout, pool)

@@ -7,10 +7,9 @@ from typing import Protocol
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
-from quire.scheduler_proc.kv.single_type import Extent, Unacknowledged
 
 _MANY_TOKENS = 2**31 - 1
-"""More positions than any request has: a bound where the pool sets none."""
+"""More positions than any request has: a bound where no group needs more blocks with more positions."""
 
 
 class CacheRequest(Protocol):
@@ -19,9 +18,7 @@ class CacheRequest(Protocol):
     Attributes:
         block_hashes: of its known tokens, in units of ``KVCacheManager.block_size``.
         num_tokens: known tokens.
-        num_computed_tokens: positions of every step sent; 0 again once it is preempted. With state groups it must be
-            exact: no step is planned for a request whose drafts are still in flight, for whether a chunk ends at a
-            block's boundary or runs across it decides what its state may be named.
+        num_computed_tokens: positions of every step sent; 0 again once it is preempted.
         num_acknowledged_tokens: positions whose computing was answered, cache hits included; never more than the
             computed ones, and 0 again with them.
         skip_reading_prefix_cache: it must compute everything itself.
@@ -60,34 +57,25 @@ class KVCacheManager:
         num_blocks: int,
         enable_caching: bool,
         *,
-        drop_last_block: bool = False,
         watermark: float = 0.0,
-        max_model_len: int | None = None,
         max_step_tokens: int | None = None,
         pipeline_depth: int = 2,
-        num_lookahead_tokens: int = 0,
         pool_class: type[BlockPool] = BlockPool,
     ) -> None:
         """
         Args:
-            drop_last_block: each hit is one block shorter than it could be: a proposer that reads hidden states
-                (EAGLE) needs those of the block before.
             watermark: share of the pool.
-            max_model_len: no request has positions beyond it.
             max_step_tokens: positions that one step computes of one request at most. With it, window groups count
                 only what they hold at a time in ``num_blocks_for`` and ``max_tokens``; without, every position.
             pipeline_depth: steps that can be unanswered at a time, the one being decided included.
-            num_lookahead_tokens: of a request, at most, in each call of ``allocate_slots``.
             pool_class: decides in which order free blocks are reused.
         """
         self.layout = layout
         self.block_size = hash_granularity(layout)
         self.pool = pool_class(num_blocks, enable_caching)
-        self.coordinator = make_coordinator(layout, self.pool, drop_last_block)
+        self.coordinator = make_coordinator(layout, self.pool)
         self.watermark_blocks = int(watermark * self.pool.num_usable_blocks)
-        self._max_positions = max_model_len or _MANY_TOKENS
-        max_tokens = None if max_step_tokens is None else max_step_tokens * pipeline_depth + num_lookahead_tokens
-        self._unacknowledged = Unacknowledged(max_tokens, pipeline_depth)
+        self._max_in_flight = None if max_step_tokens is None else max_step_tokens * pipeline_depth
         self._max_tokens = self._longest_request()
 
     @property
@@ -95,11 +83,9 @@ class KVCacheManager:
         """Positions that one request alone could have; 2**31 - 1 where no group needs more with more positions."""
         return self._max_tokens
 
-    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks, over all groups, that a request of this length holds at worst when it is alone."""
-        limits = self._unacknowledged
-        managers = self.coordinator.managers
-        return sum(manager.num_blocks_for(num_tokens, num_encoder_tokens, limits) for manager in managers)
+        return sum(manager.num_blocks_for(num_tokens, self._max_in_flight) for manager in self.coordinator.managers)
 
     def get_computed_blocks(self, request: CacheRequest) -> tuple[GroupBlocks, int]:
         """Cached blocks for the request's prefix, and the tokens in them.
@@ -115,7 +101,6 @@ class KVCacheManager:
         request: CacheRequest,
         max_total_tokens: int,
         computed: GroupBlocks | None = None,
-        num_encoder_tokens: int = 0,
     ) -> bool:
         """Whether a waiting request could run to ``max_total_tokens`` on what is free now.
 
@@ -123,22 +108,8 @@ class KVCacheManager:
             computed: its hits, if they are known already.
         """
         hits = self.get_computed_blocks(request)[0] if computed is None else computed
-        needed = self.num_blocks_for(max_total_tokens, num_encoder_tokens) - self.coordinator.num_shared(hits)
+        needed = self.num_blocks_for(max_total_tokens) - self.coordinator.num_shared(hits)
         return needed <= self.pool.num_free_blocks
-
-    def aligned_chunk(self, request: CacheRequest, start: int, num_tokens: int) -> int:
-        """How many of ``num_tokens`` to compute from ``start``, so that states at block boundaries can be kept.
-
-        A chunk that would run across boundaries ends at the last of them: of the state in between nothing remains.
-        With ``drop_last_block`` the last but one is kept, for that is where the next hit ends.
-        """
-        if not self.coordinator.has_states:
-            return num_tokens
-        unit = self.coordinator.alignment
-        end = start + num_tokens
-        last_kept = max(end, request.num_tokens) // unit * unit - (unit if self.coordinator.drop_last_block else 0)
-        boundary = min(end // unit * unit, last_kept)
-        return boundary - start if boundary > start else num_tokens
 
     def allocate_slots(
         self,
@@ -147,51 +118,39 @@ class KVCacheManager:
         computed: GroupBlocks | None = None,
         num_new_computed_tokens: int = 0,
         *,
-        num_lookahead_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-        num_encoder_tokens: int = 0,
         keep_free: int = 0,
     ) -> GroupBlocks | None:
         """Blocks for the next ``num_new_tokens`` positions, after ``computed`` ones from the cache.
 
         Three phases: how many blocks it takes; whether there are so many; only then anything changes, except that
-        blocks which no later token reads are let go of first. Positions, in order: computed by the request, cache
-        hits, external (a slot each, filled from elsewhere), new, lookahead (a slot each, for drafts).
+        blocks which no later token reads are let go of first.
 
         Args:
-            num_encoder_tokens: of cross attention; their blocks are given once.
             keep_free: blocks that must be free afterwards, if any are taken.
 
         Returns:
             The new entries per group, or None (and nothing held or found has changed) when the pool has too few.
         """
-        coordinator = self.coordinator
-        num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
-        num_tokens = min(num_computed + num_new_tokens, self._max_positions)
-        num_slots = min(num_tokens + num_lookahead_tokens, self._max_positions)
-        extent = Extent(request.handle, num_computed, num_tokens, num_slots, num_encoder_tokens)
+        coordinator, handle = self.coordinator, request.handle
+        num_computed = request.num_computed_tokens + num_new_computed_tokens
+        num_tokens = num_computed + num_new_tokens
         hits = coordinator.no_blocks if computed is None else computed
-        if not coordinator.begins_block(extent, hits):
+        if not coordinator.begins_block(handle, num_tokens, hits):
             return coordinator.no_blocks
         self.pool.act_for(request.tenant)
         if coordinator.skips:
             acknowledged = request.num_acknowledged_tokens
-            assert acknowledged <= num_computed, f"handle {request.handle}: more acknowledged than computed"
-            coordinator.remove_skipped_blocks(request.handle, request.block_hashes, acknowledged)
-        if coordinator.num_blocks_to_allocate(extent, hits) > self.pool.num_free_blocks - keep_free:
+            assert acknowledged <= num_computed, f"handle {handle}: more acknowledged than computed"
+            coordinator.remove_skipped_blocks(handle, acknowledged)
+        if coordinator.num_blocks_to_allocate(handle, num_tokens, hits) > self.pool.num_free_blocks - keep_free:
             return None
         if computed is not None:
-            coordinator.add_computed_blocks(request.handle, computed)
-        return coordinator.allocate(extent)
+            coordinator.add_computed_blocks(handle, computed)
+        return coordinator.allocate(handle, num_tokens)
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Make findable what the first ``num_tokens`` positions fill: known tokens whose write is in a step sent.
-
-        States (mamba) become findable only up to the acknowledged positions. Content that arrives later from
-        elsewhere is cached by calling this later.
-        """
-        acknowledged = request.num_acknowledged_tokens if self.coordinator.has_states else 0
-        self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens, acknowledged)
+        """Make findable what the first ``num_tokens`` positions fill: known tokens whose write is in a step sent."""
+        self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens)
 
     def forget_content(self, request: CacheRequest, num_kept_tokens: int) -> None:
         """Nobody may find what this request wrote itself, after its first ``num_kept_tokens`` positions.

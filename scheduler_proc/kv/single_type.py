@@ -3,35 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
-
-
-class Extent(NamedTuple):
-    """How far one request's blocks must reach.
-
-    Attributes:
-        num_computed_tokens: positions before the ones to compute, cache hits and external ones included.
-        num_tokens: positions once they are computed.
-        num_slots: positions that need a slot: ``num_tokens`` and the lookahead.
-    """
-
-    handle: int
-    num_computed_tokens: int
-    num_tokens: int
-    num_slots: int
-    num_encoder_tokens: int = 0
-
-
-class Unacknowledged(NamedTuple):
-    """What can be in flight of one request; ``max_tokens`` None: no bound is known."""
-
-    max_tokens: int | None
-    max_steps: int
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -42,16 +19,12 @@ class SingleTypeKVCacheManager(ABC):
 
     Attributes:
         granules: hashes per block: requests are hashed in units of the smallest block size of all groups.
-        has_hits: whether contents are found by token hashes at all.
         skips: whether some blocks are let go of while the request runs.
         is_prefix_closed: whether each shorter prefix of a hit is a hit too.
-        needs_acknowledgement: content may be found only when the step that wrote it was answered.
     """
 
-    has_hits: ClassVar[bool] = True
     skips: ClassVar[bool] = False
     is_prefix_closed: ClassVar[bool] = False
-    needs_acknowledgement: ClassVar[bool] = False
 
     def __init__(self, group: KVGroup, group_id: int, granules: int, pool: BlockPool) -> None:
         self.block_size = group.block_size
@@ -61,16 +34,15 @@ class SingleTypeKVCacheManager(ABC):
         self.req_to_blocks: dict[int, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[int, int] = {}
 
-    def begins_block(self, extent: Extent, num_hit_blocks: int) -> bool:
-        """Whether this extent makes any difference to what the request holds here."""
-        held = self.req_to_blocks.get(extent.handle)
+    def begins_block(self, handle: int, num_tokens: int, num_hit_blocks: int) -> bool:
+        """Whether the request needs more blocks here than it holds, to have ``num_tokens`` positions."""
+        held = self.req_to_blocks.get(handle)
         num_held = num_hit_blocks if held is None else num_hit_blocks + len(held)
-        return extent.num_slots > num_held * self.block_size
+        return num_tokens > num_held * self.block_size
 
-    def num_blocks_to_allocate(self, extent: Extent, computed: Sequence[KVCacheBlock]) -> int:
-        """Free blocks that the extent would use up, hits that lie in the free queue included."""
-        required = -(-extent.num_slots // self.block_size)
-        new = required - len(computed) - len(self.req_to_blocks.get(extent.handle, ()))
+    def num_blocks_to_allocate(self, handle: int, num_tokens: int, computed: Sequence[KVCacheBlock]) -> int:
+        """Free blocks that ``num_tokens`` positions would use up, hits that lie in the free queue included."""
+        new = -(-num_tokens // self.block_size) - len(computed) - len(self.req_to_blocks.get(handle, ()))
         return max(new, 0) + num_free(computed)
 
     def add_computed_blocks(self, handle: int, computed: Sequence[KVCacheBlock]) -> None:
@@ -80,10 +52,10 @@ class SingleTypeKVCacheManager(ABC):
         self.req_to_blocks[handle] = list(computed)
         self.num_cached_block[handle] = len(computed)
 
-    def allocate(self, extent: Extent) -> list[KVCacheBlock]:
-        """New entries, so that every position of the extent has its slot; the caller made sure there are enough."""
-        held = self.req_to_blocks.setdefault(extent.handle, [])
-        missing = -(-extent.num_slots // self.block_size) - len(held)
+    def allocate(self, handle: int, num_tokens: int) -> list[KVCacheBlock]:
+        """New entries, so that each of ``num_tokens`` positions has a slot; the caller made sure there are enough."""
+        held = self.req_to_blocks.setdefault(handle, [])
+        missing = -(-num_tokens // self.block_size) - len(held)
         if missing <= 0:
             return []
         new = self.pool.get_new_blocks(missing)
@@ -96,17 +68,13 @@ class SingleTypeKVCacheManager(ABC):
         full = min(num_tokens // self.block_size, len(block_hashes) // self.granules)
         if full <= cached:
             return
-        filled = self.filled_blocks(handle, cached, full)
+        filled = self.req_to_blocks[handle][cached:full]
         keys = self.keys(block_hashes, cached, full)
         if self.pool.null_block in filled:
             kept = [(block, key) for block, key in zip(filled, keys, strict=True) if not block.is_null]
             filled, keys = [block for block, _ in kept], [key for _, key in kept]
         self.pool.cache_full_blocks(filled, keys)
         self.num_cached_block[handle] = full
-
-    def filled_blocks(self, handle: int, first: int, end: int) -> list[KVCacheBlock]:
-        """Entries ``[first, end)``; null where the content is not what the entry's hash promises."""
-        return self.req_to_blocks[handle][first:end]
 
     def keys(self, block_hashes: Sequence[bytes], first: int, end: int) -> Iterable[bytes]:
         """Keys of the blocks ``[first, end)``, as far as there are hashes; no Python code per block in group 0.
@@ -144,9 +112,12 @@ class SingleTypeKVCacheManager(ABC):
     def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         """Free blocks that no token after the acknowledged ones will read; the null block takes their place."""
 
-    @abstractmethod
-    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int, unacknowledged: Unacknowledged) -> int:
-        """Blocks that a request of this length, alone, holds at worst on its way."""
+    def num_blocks_for(self, num_tokens: int, max_in_flight: int | None) -> int:
+        """Blocks that a request of this length, alone, holds at worst on its way.
+
+        ``max_in_flight``: positions of it that can be unacknowledged at a time; None: no bound is known.
+        """
+        return -(-num_tokens // self.block_size)
 
     def check(self) -> None:
         """Raise AssertionError unless what each request holds has the shape that this kind of attention gives it."""
@@ -155,6 +126,8 @@ class SingleTypeKVCacheManager(ABC):
             assert self.num_cached_block.get(handle, 0) <= len(held), f"{where}: cached beyond held"
             real = [b.block_id for b in held if not b.is_null]
             assert len(set(real)) == len(real), f"{where}: a block is held twice"
+            not_full = held[self.num_cached_block.get(handle, 0) :]
+            assert all(b.block_hash is None for b in not_full), f"{where}: a block that is not full can be found"
             self.check_request(handle, held, where)
         assert self.num_cached_block.keys() <= self.req_to_blocks.keys(), f"group {self.group_id}: cached, not held"
 
@@ -186,10 +159,5 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         """Full attention skips nothing."""
 
-    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int, unacknowledged: Unacknowledged) -> int:
-        return -(-num_tokens // self.block_size)
-
     def check_request(self, handle: int, held: list[KVCacheBlock], where: str) -> None:
         assert not any(b.is_null for b in held), f"{where}: the null block under full attention"
-        end = self.num_cached_block.get(handle, 0)
-        assert all(b.block_hash is None for b in held[end:]), f"{where}: a block that is not full can be found"

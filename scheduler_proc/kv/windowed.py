@@ -1,6 +1,5 @@
-"""Kinds of attention that read back only so far: sliding window and chunked local."""
+"""Sliding windows: a token reads back only so far."""
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -9,25 +8,35 @@ from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.single_type import SingleTypeKVCacheManager, Unacknowledged
+from quire.scheduler_proc.kv.single_type import SingleTypeKVCacheManager
 
 
-class SkippingManager(SingleTypeKVCacheManager):
-    """A token reads from ``first_read`` of its position on; what lies before is null, in hits and while running.
+class SlidingWindowManager(SingleTypeKVCacheManager):
+    """A token sees the last ``window`` positions, its own included; what lies before is null, in hits and in use.
 
-    Owns how many leading entries of each request were let go of. ``first_read`` never falls as positions rise: what
-    one token does not read, no later one does.
+    Owns how many leading entries of each request were let go of.
     """
 
     skips = True
 
     def __init__(self, group: KVGroup, group_id: int, granules: int, pool: BlockPool) -> None:
         super().__init__(group, group_id, granules, pool)
+        self.window = group.window
+        if self.window < 1:
+            raise ConfigError(f"a KV group of kind {group.kind!r} needs a window of at least 1, not {group.window}")
         self.num_skipped_blocks: dict[int, int] = {}
 
-    @abstractmethod
     def first_read(self, position: int) -> int:
         """The first position whose content the token at ``position`` reads; ``position`` itself: none before it."""
+        return max(0, position - self.window + 1)
+
+    def num_blocks_for(self, num_tokens: int, max_in_flight: int | None) -> int:
+        """The window before the first position in flight, and what is in flight, begun and ended within a block."""
+        whole = super().num_blocks_for(num_tokens, max_in_flight)
+        if max_in_flight is None:
+            return whole
+        span = self.window - 1 + max_in_flight
+        return min(whole, -(-(span - 1) // self.block_size) + 1)
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_length: int, alignment: int
@@ -84,42 +93,5 @@ class SkippingManager(SingleTypeKVCacheManager):
     def check_request(self, handle: int, held: list[KVCacheBlock], where: str) -> None:
         skipped = self.num_skipped_blocks.get(handle, 0)
         assert all(b.is_null for b in held[:skipped]), f"{where}: a skipped block is still held"
-
-
-class WindowManager(SkippingManager):
-    """``window`` says how far back: blocks wholly before it are let go of as the request gets on."""
-
-    def __init__(self, group: KVGroup, group_id: int, granules: int, pool: BlockPool) -> None:
-        super().__init__(group, group_id, granules, pool)
-        self.window = group.window
-        if self.window < 1:
-            raise ConfigError(f"a KV group of kind {group.kind!r} needs a window of at least 1, not {group.window}")
-
-    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int, unacknowledged: Unacknowledged) -> int:
-        """The window before the first position in flight, and what is in flight, begun and ended within a block."""
-        whole = -(-num_tokens // self.block_size)
-        if unacknowledged.max_tokens is None:
-            return whole
-        span = self.window - 1 + unacknowledged.max_tokens
-        return min(whole, -(-(span - 1) // self.block_size) + 1)
-
-    def check_request(self, handle: int, held: list[KVCacheBlock], where: str) -> None:
-        super().check_request(handle, held, where)
         real = [index for index, block in enumerate(held) if not block.is_null]
         assert not real or len(held) - real[0] == len(real), f"{where}: a hole within the window"
-        end = self.num_cached_block.get(handle, 0)
-        assert all(b.block_hash is None for b in held[end:]), f"{where}: a block that is not full can be found"
-
-
-class SlidingWindowManager(WindowManager):
-    """A token sees the last ``window`` positions, its own included."""
-
-    def first_read(self, position: int) -> int:
-        return max(0, position - self.window + 1)
-
-
-class ChunkedLocalManager(WindowManager):
-    """A token sees the chunk of ``window`` positions that it lies in, up to itself; a new chunk begins with nothing."""
-
-    def first_read(self, position: int) -> int:
-        return position // self.window * self.window

@@ -270,7 +270,7 @@ MUTATIONS = (
         "5, I4",
         removals_untold,
     ),
-    Mutation("contents are found before they are written", "15, I5", _cached_before_written, seed=6),
+    Mutation("contents are found before they are written", "I5", _cached_before_written, seed=6),
     Mutation("who could not be let in once never is", "19, I9", refused_for_ever),
     Mutation("a resumed request forgets its answer", "1", resumed_without_answer),
     Mutation("a block is freed twice", "12, 24, I1", _double_free),

@@ -126,8 +126,6 @@ def shape_of(seed: int) -> Shape:
     settings["max_num_queued_reqs"] = rng.choice((0, 0, 0, 8))
     settings["num_blocks"] = max(settings["num_blocks"], 10)
     settings["trace"] = "trace.jsonl" if random.Random(f"trace {seed}").random() < TRACE_SHARE else ""
-    groups = [] if settings["layout"] is None else settings["layout"].groups
-    has_states = any(group.kind == "mamba" for group in groups)  # no model of ours has, yet
     num_ranks = rng.choice((1, 1, 2))
     return Shape(
         num_ranks=num_ranks,
@@ -136,7 +134,7 @@ def shape_of(seed: int) -> Shape:
         step_s=rng.choice((0.02, 0.05, 0.1)),
         start_s=rng.choice((0.05, 0.2, 0.6)),
         settings={**settings, "tensor_parallel_size": num_ranks},
-        real_runner=not has_states and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
+        real_runner=random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_cases import full, layout_of, mamba
 from scheduler_driver import Driver, change, end_of, expected_tokens
 
 from quire.protocol.errors import ConfigError
@@ -264,25 +263,6 @@ def test_blocks_of_accepted_drafts_are_found_again(asynchronous: bool) -> None:
     assert driver.answers["b"].tokens == expected_tokens(again, 3)
 
 
-@BOTH
-@pytest.mark.parametrize("seed", range(4))
-def test_a_state_after_accepted_drafts_is_named_only_where_it_is_one(asynchronous: bool, seed: int) -> None:
-    """Whether a chunk ended at a block's boundary, or ran across it, is known when its drafts are: a state from inside
-    the block must never be found under the boundary's name."""
-    settings = {"layout": layout_of(full(4), mamba(4)), "num_blocks": 200, "max_model_len": 100}
-    driver = drafting(asynchronous, 0.6, **settings)
-    driver.worker.draft_rng.seed(seed)
-    driver.add("a", PROMPT, max_tokens=80)
-    driver.run()
-    known = [*PROMPT, *driver.answers["a"].tokens]
-    for length in range(5, 80, 4):
-        driver.add(f"b{length}", [*known[:length], 999], max_tokens=2)
-    finish(driver)
-    assert sum(driver.answers[f"b{length}"].num_cached_tokens > 8 for length in range(5, 80, 4)) > 3
-    for length in range(5, 80, 4):
-        assert driver.answers[f"b{length}"].tokens == expected_tokens([*known[:length], 999], 2)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -318,13 +298,6 @@ def test_several_tokens_without_drafts_are_refused() -> None:
         driver.scheduler.consume(several)
     with pytest.raises(WorkerFault, match="more drafts of a request than it was to have"):
         driver.scheduler.consume(change(several, drafts=np.array([1], np.int32)))
-
-
-def test_a_chunk_to_verify_fits_a_state_block() -> None:
-    layout = layout_of(full(4), mamba(4))
-    Driver(layout=layout, num_speculative_tokens=3)
-    with pytest.raises(ConfigError, match="num_speculative_tokens must be from 0 to 3"):
-        Driver(layout=layout, num_speculative_tokens=4)
 
 
 def adaptive(quality: float, asynchronous: bool) -> Driver:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_cases import full, layout_of, mamba, sliding
+from kv_cases import full, layout_of, sliding
 from scheduler_driver import Driver, change, end_of, expected_tokens
 from scheduler_load import prompt_logprobs_of
 
@@ -76,7 +76,6 @@ LAYOUTS = {
     "one group": layout_of(full(4)),
     "a window": layout_of(sliding(4, 8)),
     "two groups": layout_of(full(4), sliding(4, 8)),
-    "with states": layout_of(full(4), mamba(4)),
 }
 
 

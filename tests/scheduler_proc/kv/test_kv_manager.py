@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from kv_cases import CacheCase, case, cross, full, mamba, picture, sliding
+from kv_cases import CacheCase, case, full, picture, sliding
 from kv_cases import layout_of as cases_layout
 
 from quire.protocol.errors import ConfigError
@@ -186,32 +186,11 @@ def test_the_watermark_is_a_share_of_the_pool() -> None:
     assert kv.watermark_blocks == 10 and manager_of().watermark_blocks == 0
 
 
-def test_lookahead_takes_slots_but_is_never_cached() -> None:
-    kv, request = manager_of(), case(1, 8)
-    assert [len(g) for g in kv.allocate_slots(request, 7, num_lookahead_tokens=2) or ()] == [3]
-    kv.cache_blocks(request, 7)
-    assert kv.get_computed_blocks(case(2, 9))[1] == 4
-
-
-def test_no_slot_lies_beyond_the_longest_request() -> None:
-    kv = KVCacheManager(layout_of("full_attention"), 9, True, max_model_len=8)
-    assert [len(g) for g in kv.allocate_slots(case(1, 8), 7, num_lookahead_tokens=5) or ()] == [2]
-
-
-def test_external_tokens_lie_between_hits_and_new_ones() -> None:
-    kv = manager_of()
-    run(kv, request_of(1, list(range(5))))
-    request = case(2, 14)
-    hits, num_hits = kv.get_computed_blocks(request)
-    new = kv.allocate_slots(request, 1, hits, num_hits, num_external_computed_tokens=8)
-    assert num_hits == 4 and new is not None and [len(g) for g in new] == [3]
-
-
-@pytest.mark.parametrize("groups", [[full()], [full(), sliding(3), mamba(), cross()]])
+@pytest.mark.parametrize("groups", [[full()], [full(), sliding(3)]])
 def test_one_token_within_a_block_changes_nothing(groups: list[KVGroup]) -> None:
     kv = KVCacheManager(cases_layout(*groups), 30, True)
     request = case(1, 30)
-    assert kv.allocate_slots(request, 5, num_encoder_tokens=4) is not None
+    assert kv.allocate_slots(request, 5) is not None
     request.num_computed_tokens = request.num_acknowledged_tokens = 5
     for position in range(5, 8):
         before = picture(kv)
@@ -222,7 +201,7 @@ def test_one_token_within_a_block_changes_nothing(groups: list[KVGroup]) -> None
 
 
 def test_the_longest_request_fills_the_pool() -> None:
-    for groups, most in (([full()], 28), ([full(), full()], 12), ([full(), mamba()], 16), ([full(), full(2)], 8)):
+    for groups, most in (([full()], 28), ([full(), full()], 12), ([full(), full(2)], 8)):
         kv = KVCacheManager(cases_layout(*groups), 8, True, max_step_tokens=4)
         assert kv.max_tokens == most, groups
         assert kv.num_blocks_for(most) <= 7 < kv.num_blocks_for(most + 1)

@@ -24,8 +24,6 @@ def reads(group: KVGroup, position: int) -> range:
     """Positions before ``position`` whose content its token needs."""
     if group.kind == "sliding_window":
         return range(max(0, position - group.window + 1), position)
-    if group.kind == "chunked_local_attention":
-        return range(position // group.window * group.window, position)
     return range(position)
 
 
@@ -37,7 +35,6 @@ class Running:
     script: Prefix
     num_tokens: int
     size: int
-    num_encoder_tokens: int
     skip_reading_prefix_cache: bool = False
     tenant: int = 0
     num_computed_tokens: int = 0
@@ -56,62 +53,39 @@ class Running:
 class Simulation:
     """Scheduler and worker in one: plans at random, and writes tags instead of keys and values."""
 
-    def __init__(self, draw: Draw, groups: list[KVGroup], num_blocks: int, caching: bool, drop: bool) -> None:
-        self.draw, self.groups, self.caching, self.drop = draw, groups, caching, drop
+    def __init__(self, draw: Draw, groups: list[KVGroup], num_blocks: int, caching: bool) -> None:
+        self.draw, self.groups, self.caching = draw, groups, caching
         self.kv = KVCacheManager(
             layout_of(*groups),
             num_blocks,
             caching,
-            drop_last_block=drop,
             max_step_tokens=STEP_TOKENS,
             pipeline_depth=DEPTH,
         )
         self.memory: dict[tuple[int, int, int], Prefix] = {}
-        """(group, block, offset) to the tokens up to that position; a state lies at offset 0."""
+        """(group, block, offset) to the tokens up to that position."""
         self.names: dict[bytes, tuple[int, Prefix]] = {}
         self.running: list[Running] = []
         self.num_handles = 0
-        hit_sizes = [g.block_size for g in groups if g.kind != "cross_attention"]
-        self.unit = lcm(*hit_sizes)
+        self.unit = lcm(*(g.block_size for g in groups))
 
     # ---- the worker
-
-    def size_of(self, group: KVGroup) -> int:
-        return group.block_size if group.kind != "mamba" or self.caching else 10**6
 
     def execute(self, request: Running, start: int, end: int) -> None:
         """Read what each token of the chunk reads, write what it writes; tokens of ``script`` are what they are."""
         tables = self.kv.block_ids(request)
         for gid, group in enumerate(self.groups):
-            table, size = tables[gid], self.size_of(group)
-            if group.kind == "cross_attention":
-                assert len(table) == -(-request.num_encoder_tokens // size) and 0 not in table
-            elif group.kind == "mamba":
-                if start:
-                    assert self.memory[gid, table[(start - 1) // size], 0] == request.script[:start]
-                self.write(request, gid, table[(end - 1) // size], 0, end)
-            else:
-                for position in range(start, end):
-                    self.write(request, gid, table[position // size], position % size, position + 1)
-                    for earlier in reads(group, position):
-                        found = self.memory[gid, table[earlier // size], earlier % size]
-                        assert found == request.script[: earlier + 1], f"{group}: {position} reads {earlier}"
+            table, size = tables[gid], group.block_size
+            for position in range(start, end):
+                self.write(request, gid, table[position // size], position % size, position + 1)
+                for earlier in reads(group, position):
+                    found = self.memory[gid, table[earlier // size], earlier % size]
+                    assert found == request.script[: earlier + 1], f"{group}: {position} reads {earlier}"
 
     def write(self, request: Running, gid: int, block_id: int, offset: int, length: int) -> None:
         block = self.kv.pool.blocks[block_id]
         assert not block.is_null and block.ref_cnt == 1, f"{block!r} is written but not private"
         self.memory[gid, block_id, offset] = request.script[:length]
-
-    def receive(self, request: Running, start: int, end: int) -> None:
-        """External content arrives: keys and values of each position, but only the last state."""
-        tables = self.kv.block_ids(request)
-        for gid, group in enumerate(self.groups):
-            size = self.size_of(group)
-            if group.kind == "mamba":
-                self.write(request, gid, tables[gid][(end - 1) // size], 0, end)
-            elif group.kind != "cross_attention":
-                for position in range(start, end):
-                    self.write(request, gid, tables[gid][position // size], position % size, position + 1)
 
     # ---- the oracle
 
@@ -125,19 +99,14 @@ class Simulation:
         found: set[tuple[int, Prefix]] = set()
         for key, block in self.kv.pool.cached_block_hash_to_block.blocks():
             gid, prefix = self.names[key]
-            size = self.size_of(self.groups[gid])
-            if self.groups[gid].kind == "mamba":
-                assert self.memory[gid, block.block_id, 0] == prefix
-            else:
-                for offset in range(size):
-                    assert self.memory[gid, block.block_id, offset] == prefix[: len(prefix) - size + offset + 1]
+            size = self.groups[gid].block_size
+            for offset in range(size):
+                assert self.memory[gid, block.block_id, offset] == prefix[: len(prefix) - size + offset + 1]
             found.add((gid, prefix))
         return found
 
     def needed(self, gid: int, length: int) -> set[int]:
         group = self.groups[gid]
-        if group.kind == "mamba":
-            return {length // group.block_size - 1}
         return {position // group.block_size for position in reads(group, length)}
 
     def usable(self, gid: int, script: Prefix, length: int, found: set[tuple[int, Prefix]]) -> bool:
@@ -146,16 +115,12 @@ class Simulation:
 
     def longest_hit(self, request: Running) -> int:
         """By trying every length."""
-        groups = [gid for gid, g in enumerate(self.groups) if g.kind != "cross_attention"]
-        if not self.caching or request.skip_reading_prefix_cache or not groups:
+        if not self.caching or request.skip_reading_prefix_cache:
             return 0
         found = self.contents()
         top = (request.num_tokens - 1) // self.unit * self.unit
         lengths = range(top, 0, -self.unit)
-        if self.drop:
-            first = min(groups, key=lambda gid: self.groups[gid].kind != "full_attention")
-            own = next((n for n in lengths if self.usable(first, request.script, n, found)), 0)
-            lengths = range(own - self.unit, 0, -self.unit)
+        groups = range(len(self.groups))
         fits = (n for n in lengths if all(self.usable(gid, request.script, n, found) for gid in groups))
         return next(fits, 0)
 
@@ -163,7 +128,7 @@ class Simulation:
         hits, num_hits = self.kv.get_computed_blocks(request)
         assert num_hits == self.longest_hit(request)
         for gid, blocks in enumerate(hits):
-            if self.groups[gid].kind != "cross_attention" and num_hits:
+            if num_hits:
                 assert len(blocks) * self.groups[gid].block_size == num_hits
                 assert {i for i, b in enumerate(blocks) if not b.is_null} == self.needed(gid, num_hits)
         return hits, num_hits
@@ -174,46 +139,23 @@ class Simulation:
         length = self.draw(2, 40)
         common, own = self.draw(0, 60), self.draw(0, 2)
         script = tuple(i % 3 if i < common else 10 * own + i % 5 for i in range(length + 12))
-        encoder = self.draw(0, 6) if any(g.kind == "cross_attention" for g in self.groups) else 0
-        request = Running(self.num_handles, script, length, self.kv.block_size, encoder, self.draw(0, 9) == 0)
+        request = Running(self.num_handles, script, length, self.kv.block_size, self.draw(0, 9) == 0)
         self.num_handles += 1
         self.learn_names(request)
         before = picture(self.kv)
         hits, num_hits = self.look_up(request)
-        external = self.draw(0, 12) if self.draw(0, 4) == 0 else 0
-        external = min(external, length - num_hits - 1)
-        ready = num_hits + external
-        num_tokens = min(self.draw(1, STEP_TOKENS), length - ready)
-        if self.draw(0, 3):
-            num_tokens = self.chunk(request, ready, num_tokens)
+        num_tokens = min(self.draw(1, STEP_TOKENS), length - num_hits)
         keep_free = self.draw(0, 2)
-        fits = self.kv.can_fit_full_sequence(request, length, hits, encoder)
-        if external and any(g.kind in ("sliding_window", "chunked_local_attention") for g in self.groups):
-            fits = False  # each external position has a slot, which num_blocks_for does not count
-        new = self.kv.allocate_slots(
-            request,
-            num_tokens,
-            hits,
-            num_hits,
-            num_external_computed_tokens=external,
-            num_encoder_tokens=encoder,
-            keep_free=keep_free,
-        )
+        fits = self.kv.can_fit_full_sequence(request, length, hits)
+        new = self.kv.allocate_slots(request, num_tokens, hits, num_hits, keep_free=keep_free)
         if new is None:
             assert picture(self.kv) == before and not (fits and keep_free == 0)
             return
         assert self.kv.pool.num_free_blocks >= keep_free or not any(new), "who takes nothing may always come"
-        request.num_computed_tokens = request.num_acknowledged_tokens = ready
+        request.num_computed_tokens = request.num_acknowledged_tokens = num_hits
         request.num_hits = num_hits
         self.running.append(request)
-        if external:
-            self.receive(request, num_hits, ready)
         self.send(request, num_tokens)
-
-    def chunk(self, request: Running, start: int, num_tokens: int) -> int:
-        aligned = self.kv.aligned_chunk(request, start, num_tokens)
-        assert 1 <= aligned <= num_tokens
-        return aligned
 
     def send(self, request: Running, num_tokens: int) -> None:
         """A step whose blocks are there: written at once, answered later."""
@@ -229,12 +171,9 @@ class Simulation:
         if len(request.in_flight) == DEPTH or start + 1 >= len(request.script):
             return
         num_tokens = min(self.draw(1, STEP_TOKENS), most)
-        if self.draw(0, 3):
-            num_tokens = self.chunk(request, start, num_tokens)
-        lookahead = self.draw(0, 3) if self.draw(0, 3) == 0 else 0
         before = picture(self.kv)
-        new = self.kv.allocate_slots(request, num_tokens, num_lookahead_tokens=lookahead)
-        if num_tokens == 1 and not lookahead and start % self.kv.block_size:
+        new = self.kv.allocate_slots(request, num_tokens)
+        if num_tokens == 1 and start % self.kv.block_size:
             assert new is not None and not any(new) and picture(self.kv) == before, "the step could not be skipped"
         if new is None:
             self.preempt(request)
@@ -243,8 +182,7 @@ class Simulation:
 
     def draft(self, request: Running) -> None:
         """One known token and drafts, of which the last ones are wrong; only with nothing in flight."""
-        states = [g.block_size for g in self.groups if g.kind == "mamba"]
-        num_drafts = self.draw(0, min([3, *(size - 1 for size in states)]))
+        num_drafts = self.draw(0, 3)
         start = request.num_computed_tokens
         ready = not request.in_flight and request.num_tokens == start + 1
         if not ready or start + num_drafts + 2 > len(request.script):
@@ -258,13 +196,8 @@ class Simulation:
         end = start + 1 + accepted
         tables = self.kv.block_ids(request)
         for gid, group in enumerate(self.groups):
-            size = self.size_of(group)
-            if group.kind == "mamba":  # the worker keeps the state after the last accepted token
-                self.memory[gid, tables[gid][(start + num_drafts) // size], 0] = ()
-                self.write(request, gid, tables[gid][(end - 1) // size], 0, end)
-            elif group.kind != "cross_attention":
-                for position in range(end, start + 1 + num_drafts):
-                    self.memory[gid, tables[gid][position // size], position % size] = ()
+            for position in range(end, start + 1 + num_drafts):
+                self.memory[gid, tables[gid][position // group.block_size], position % group.block_size] = ()
         request.num_computed_tokens = request.num_acknowledged_tokens = end
         request.num_tokens = end + 1
 
@@ -289,11 +222,9 @@ class Simulation:
         self.contents()
         for request in self.running:
             tables = self.kv.block_ids(request)
-            longest = max(len(t) * self.size_of(g) for t, g in zip(tables, self.groups, strict=True))
+            longest = max(len(t) * g.block_size for t, g in zip(tables, self.groups, strict=True))
             held = sum(block_id > 0 for table in tables for block_id in table)
-            external = request.num_acknowledged_tokens - request.num_hits > STEP_TOKENS
-            if not external:
-                assert held <= self.kv.num_blocks_for(longest, request.num_encoder_tokens)
+            assert held <= self.kv.num_blocks_for(longest)
 
     def drain(self) -> None:
         for request in list(self.running):
@@ -306,7 +237,7 @@ class Simulation:
         assert self.kv.reset_prefix_cache() and not self.kv.pool.cached_block_hash_to_block.blocks()
 
 
-KINDS = ["full_attention", "sliding_window", "chunked_local_attention", "mamba", "cross_attention"]
+KINDS = ["full_attention", "sliding_window"]
 
 
 @st.composite
@@ -317,11 +248,11 @@ def group_lists(draw: st.DrawFn) -> list[KVGroup]:
 
 
 @settings(max_examples=150)
-@given(st.data(), group_lists(), st.integers(4, 70), st.booleans(), st.booleans())
-def test_random_runs(data: st.DataObject, groups: list[KVGroup], num_blocks: int, caching: bool, drop: bool) -> None:
+@given(st.data(), group_lists(), st.integers(4, 70), st.booleans())
+def test_random_runs(data: st.DataObject, groups: list[KVGroup], num_blocks: int, caching: bool) -> None:
     smallest = min(g.block_size for g in groups)
     groups = [g if g.block_size % smallest == 0 else KVGroup(g.kind, smallest, [0], g.window) for g in groups]
-    sim = Simulation(lambda low, high: data.draw(st.integers(low, high)), groups, num_blocks, caching, drop)
+    sim = Simulation(lambda low, high: data.draw(st.integers(low, high)), groups, num_blocks, caching)
     actions = [sim.advance, sim.advance, sim.answer, sim.answer, sim.draft, sim.preempt, sim.go_bad]
     for _ in range(data.draw(st.integers(10, 60))):
         choice = sim.draw(0, len(actions))

@@ -1,7 +1,7 @@
-"""Sliding window and chunked local attention: what is held, what is let go of, and what a hit needs."""
+"""Sliding windows: what is held, what is let go of, and what a hit needs."""
 
 import pytest
-from kv_cases import case, chunked, layout_of, shape, sliding, step
+from kv_cases import case, layout_of, shape, sliding, step
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
@@ -88,13 +88,6 @@ def test_a_hole_in_the_window_leaves_the_prefix_before_it() -> None:
     assert hit(kv) == (0, "")
 
 
-def test_a_hit_without_its_last_block_has_its_own_window() -> None:
-    kv = filled(sliding(6), drop_last_block=True)
-    assert hit(kv) == (12, ".##")
-    forget(kv, 1)
-    assert hit(kv) == (4, "#"), "12 would need the blocks 1 and 2"
-
-
 def test_nulls_of_a_hit_are_neither_held_nor_freed() -> None:
     kv = filled(sliding(5))
     request = case(2, 17)
@@ -106,42 +99,13 @@ def test_nulls_of_a_hit_are_neither_held_nor_freed() -> None:
     assert kv.pool.num_free_blocks == 20
 
 
-def test_a_new_chunk_begins_with_nothing() -> None:
-    kv, request = manager_of(chunked(8)), case(1, 40)
-    request.skip_reading_prefix_cache = True
-    seen = []
-    for num_tokens in (4, 3, 1, 1, 3, 4, 1):
-        step(kv, request, num_tokens)
-        seen.append(shape(kv, request))
-    assert seen == ["#", "##", "##", "..#", "..#", "..##", "....#"]
-
-
-@pytest.mark.parametrize(("num_tokens", "expected"), [(17, (16, "....")), (13, (12, "..#")), (9, (8, ".."))])
-def test_a_hit_needs_only_the_chunk_of_the_next_token(num_tokens: int, expected: tuple[int, str]) -> None:
-    assert hit(filled(chunked(8)), num_tokens) == expected
+def test_a_window_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'sliding_window' needs a window of at least 1, not 0"):
+        manager_of(sliding(0))
 
 
 def test_where_no_group_reads_back_nothing_need_be_cached() -> None:
-    assert hit(manager_of(chunked(8))) == (16, "....")
     assert hit(manager_of(sliding(1))) == (16, "....")
-
-
-def test_a_hole_in_the_chunk_leaves_the_chunks_before_it() -> None:
-    kv = filled(chunked(8))
-    forget(kv, 2)
-    assert hit(kv, 13) == (8, "..")
-    assert hit(kv, 17) == (16, "...."), "nothing of the chunk that begins at 16 is there to be missing"
-
-
-def test_a_chunk_that_ends_within_a_block() -> None:
-    kv = filled(chunked(6))
-    assert [hit(kv, n) for n in (9, 13, 17)] == [(8, ".#"), (12, "..."), (16, "...#")]
-
-
-@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local_attention"])
-def test_a_window_of_nothing_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"{kind!r} needs a window of at least 1, not 0"):
-        manager_of(KVGroup(kind, 4, [0]))
 
 
 def test_a_window_bounds_what_a_request_holds() -> None:
@@ -155,19 +119,6 @@ def test_a_window_bounds_what_a_request_holds() -> None:
         previous = request.num_computed_tokens
         assert step(kv, request, 8, answered=False) is not None
         request.num_acknowledged_tokens = previous
-
-
-def test_the_slots_of_drafts_count_for_what_a_request_holds() -> None:
-    """Else one that was accepted since the pool is large enough may wait for ever, with all of it free."""
-    group = KVGroup("sliding_window", 1, [0], window=7)
-    settings = {"max_step_tokens": 12, "pipeline_depth": 1, "num_lookahead_tokens": 3}
-    assert manager_of(group, usable=20, **settings).max_tokens == 20
-    kv, request = manager_of(group, usable=21, **settings), case(1, 100)
-    assert kv.max_tokens == 2**31 - 1
-    while request.num_computed_tokens < 96:
-        assert kv.allocate_slots(request, 12, num_lookahead_tokens=3) is not None
-        request.num_computed_tokens += 12
-        request.num_acknowledged_tokens = request.num_computed_tokens
 
 
 @pytest.mark.parametrize("damage", ["hole", "skipped", "early", "twice"])

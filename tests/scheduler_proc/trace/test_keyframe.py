@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 from keyframed_runs import dump_of, keyframe_of, long_lived
-from kv_cases import chunked, full, layout_of, mamba, sliding
+from kv_cases import full, layout_of, sliding
 from log_replay import replay
 from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
@@ -161,9 +161,6 @@ def noticed(driver: Driver, records: list[Record]) -> bool:
         [full()],
         [full(), sliding(6)],
         [sliding(6), full(8)],
-        [full(), mamba()],
-        [chunked(8), full()],
-        [mamba(), sliding(6)],
     ],
     ids=lambda groups: "+".join(group.kind for group in groups),
 )

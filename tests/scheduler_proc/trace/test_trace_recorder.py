@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from kv_cases import chunked, full, layout_of, mamba, sliding
+from kv_cases import full, layout_of, sliding
 from scheduler_driver import Driver, expected_tokens, make_config, make_layout, make_request
 
 from quire.protocol.request.sampling_params import SamplingParams
@@ -196,8 +196,6 @@ def test_times_are_those_of_the_loop() -> None:
 LAYOUTS = (
     layout_of(full(4), sliding(8, 4)),
     layout_of(full(8), sliding(8, 4)),
-    layout_of(full(4), chunked(8, 4)),
-    layout_of(full(4), mamba(4)),
     layout_of(sliding(8, 4)),
     layout_of(full(16)),
 )

@@ -42,10 +42,6 @@ def first_read(group: KVGroup, position: int) -> int:
     """The first position whose content the token at ``position`` reads, by docs/kv_cache.md."""
     if group.kind == "sliding_window":
         return max(0, position - group.window + 1)
-    if group.kind == "chunked_local_attention":
-        return position // group.window * group.window
-    if group.kind == "mamba":
-        return max(0, position - 1)
     return 0
 
 
@@ -130,8 +126,7 @@ class FakeWorker:
         self.num_blocks, self.max_rows, self.max_tokens, self.vocab_size = num_blocks, max_rows, max_tokens, vocab_size
         self.groups = groups or [KVGroup("full_attention", block_size, [0])]
         self.num_speculative_tokens = num_speculative_tokens
-        # Without prefix caching a state has one entry for ever.
-        self.sizes = [g.block_size if caching or g.kind != "mamba" else 1 << 40 for g in self.groups]
+        self.sizes = [g.block_size for g in self.groups]
         self.rows: dict[int, Row] = {}
         self.holders: dict[int, dict[int, tuple[int, int]]] = {}
         """Block → handle → (group, index in its table)."""
@@ -172,8 +167,6 @@ class FakeWorker:
 
     def finish(self, chunks: list[Chunk]) -> ModelRunnerOutput:
         """The rest of the newest step that was launched."""
-        for chunk in chunks:
-            self._read_state(chunk)  # a layer reads all states of a step before it writes any
         self._write(chunks)
         for chunk in chunks:
             self._read(chunk)
@@ -341,11 +334,7 @@ class FakeWorker:
             contexts = row.contexts[chunk.start : kept]
             for token in chunk.drafts:
                 contexts.append(extend_context(contexts[-1], token))
-            for group, spec in enumerate(self.groups):
-                if spec.kind == "mamba":
-                    self._write_state(chunk, group, contexts)
-                    continue
-                size = self.sizes[group]
+            for group, size in enumerate(self.sizes):
                 for position, context in enumerate(contexts, chunk.start):
                     slots = self._own(row, group, position)
                     key = (row.tables[group][position // size], position % size)
@@ -353,28 +342,11 @@ class FakeWorker:
                     written.add(key)
                     slots[position % size] = self._tag(row, group, context)
 
-    def _write_state(self, chunk: Chunk, group: int, contexts: list[int]) -> None:
-        """The state after the last token that counts; where drafts were rejected, no other is left."""
-        assert not chunk.drafts or chunk.end - chunk.start <= self.sizes[group], "drafts over more than a state block"
-        self._own(chunk.row, group, chunk.end - 1)[0] = _NOTHING
-        context = contexts[chunk.kept_end - chunk.start - 1]
-        self._own(chunk.row, group, chunk.kept_end - 1)[0] = self._tag(chunk.row, group, context)
-
-    def _read_state(self, chunk: Chunk) -> None:
-        for group, spec in enumerate(self.groups):
-            if spec.kind == "mamba" and chunk.start:
-                row = chunk.row
-                found = self.slots[self._entry(row, group, chunk.start - 1)][0]
-                want = self._tag(row, group, row.contexts[chunk.start - 1])
-                assert found == want, f"{row.request_id} goes on from a wrong state at {chunk.start}, group {group}"
-
     def _read(self, chunk: Chunk) -> None:
         """Every position that the chunk's tokens see holds what was computed of exactly these tokens."""
         row = chunk.row
         known = chunk.start + chunk.num_known
         for group, spec in enumerate(self.groups):
-            if spec.kind == "mamba":
-                continue
             size = self.sizes[group]
             position = first_read(spec, chunk.start)
             while position < known:
@@ -398,8 +370,7 @@ class FakeWorker:
         row.num_computed = chunk.kept_end
         for group, size in enumerate(self.sizes):
             for position in range(chunk.kept_end, chunk.end):
-                if self.groups[group].kind != "mamba":
-                    self.slots[row.tables[group][position // size]][position % size] = _NOTHING
+                self.slots[row.tables[group][position // size]][position % size] = _NOTHING
         if not chunk.samples:
             return []
         for token in chunk.drafts[: chunk.num_accepted]:

@@ -17,18 +17,6 @@ def sliding(window: int, size: int = 4) -> KVGroup:
     return KVGroup("sliding_window", size, [0], window)
 
 
-def chunked(window: int, size: int = 4) -> KVGroup:
-    return KVGroup("chunked_local_attention", size, [0], window)
-
-
-def mamba(size: int = 4) -> KVGroup:
-    return KVGroup("mamba", size, [0])
-
-
-def cross(size: int = 4) -> KVGroup:
-    return KVGroup("cross_attention", size, [0])
-
-
 def layout_of(*groups: KVGroup) -> KVLayout:
     return KVLayout(list(groups), num_kv_heads=1, head_dim=4, dtype="float32")
 

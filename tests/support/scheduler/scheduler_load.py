@@ -44,7 +44,7 @@ class Asked:
 def random_layout(rng: random.Random) -> KVLayout:
     """One to three groups; block sizes are multiples of the smallest."""
     smallest = rng.choice((1, 2, 4))
-    kinds = ["full_attention", "sliding_window", "chunked_local_attention", "mamba"]
+    kinds = ["full_attention", "sliding_window"]
     groups = [KVGroup(rng.choice(kinds), smallest, [0], rng.randrange(1, 12))]
     for _ in range(rng.randrange(3)):
         groups.append(KVGroup(rng.choice(kinds), smallest * rng.choice((1, 1, 2, 3)), [0], rng.randrange(1, 12)))
@@ -55,11 +55,8 @@ def random_layout(rng: random.Random) -> KVLayout:
 def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = True) -> dict[str, Any]:
     """Tiny pools, odd chunk sizes, all switches. Arguments of a Driver."""
     layout = random_layout(rng) if hybrid and rng.random() < 0.6 else None
-    states = [] if layout is None else [g.block_size for g in layout.groups if g.kind == "mamba"]
     num_drafts = rng.choice((0, 0, 1, 3)) if drafts else 0
     asynchronous = rng.random() < 0.7
-    if states and num_drafts:  # what docs/kv_cache.md asks of drafts on models with states
-        num_drafts = min(num_drafts, min(states) - 1)
     max_num_seqs = rng.choice((1, 3, 8))
     least = max_num_seqs * (1 + num_drafts)
     chunked = rng.random() < 0.8
@@ -78,7 +75,6 @@ def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = T
         "scheduling_policy": rng.choice(("fcfs", "priority")),
         "reserve_full_sequence": rng.random() < 0.1,
         "watermark": rng.choice((0.0, 0.0, 0.1)),
-        "drop_last_cached_block": rng.random() < 0.1,
         "max_num_queued_reqs": rng.choice((0, 0, 4)),
         "num_speculative_tokens": num_drafts,
         "adaptive": rng.random() < 0.7,

@@ -208,15 +208,6 @@ def chaining_of_hashes() -> Patch:
     return mock.patch.multiple(block_hash.HashChain, _append_blocks=append_blocks, extend=extend)
 
 
-def states_wait_for_their_answer() -> Patch:
-    """A state is found in the very step that writes it."""
-
-    def cache_blocks(self: Any, request: Any, num_tokens: int) -> None:
-        self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens, num_tokens)
-
-    return mock.patch.object(manager.KVCacheManager, "cache_blocks", cache_blocks)
-
-
 def forgetting_of_bad_contents() -> Patch:
     """What was written on the way to logits that are no numbers is found again."""
     return mock.patch.object(manager.KVCacheManager, "forget_content", nothing)
