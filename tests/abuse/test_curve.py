@@ -14,6 +14,7 @@ from curve_files import make_keys, with_keys
 from kv_event_ends import WAIT_MS, keys_of, layout_of
 from loop_under_test import LoopUnderTest
 from scheduler_driver import make_config
+from tiers import thinned
 from zmq.auth import create_certificates
 from zmq.utils.monitor import recv_monitor_message
 
@@ -117,7 +118,7 @@ def test_a_key_that_is_let_in_hears_everything(context: "zmq.Context[Any]", plac
     dealer.close()
 
 
-@pytest.mark.parametrize("dress", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("dress", thinned(WRONG.values(), keep=3), ids=WRONG)
 @pytest.mark.parametrize("endpoint", ["events", "replay"])
 def test_nobody_else_gets_so_far_as_to_ask(
     context: "zmq.Context[Any]", place: Place, dress: Dress, endpoint: str

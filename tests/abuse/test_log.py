@@ -16,6 +16,7 @@ import httpx
 import pytest
 from front_end import EndlessEngine, FrontEnd
 from served import QUIRE
+from tiers import thinned
 
 from quire.launch.http.schema.errors import as_api_error
 from quire.launch.http.serving.metrics import Metrics
@@ -52,7 +53,7 @@ def front_end() -> Iterator[FrontEnd]:
 
 
 class TestInjection:
-    @pytest.mark.parametrize("words", INJECTIONS, ids=range(len(INJECTIONS)))
+    @pytest.mark.parametrize("words", thinned(INJECTIONS, keep=4), ids=range(len(INJECTIONS)))
     def test_an_errors_words_cannot_begin_a_line(self, words: str, caplog: pytest.LogCaptureFixture) -> None:
         """An error that repeats what a client sent, as those of libraries do."""
         try:
@@ -68,7 +69,7 @@ class TestInjection:
         assert all(line.isprintable() for line in lines) and len(caplog.text) < 5000
         assert sum("all is" in line for line in lines) <= 1
 
-    @pytest.mark.parametrize("words", INJECTIONS, ids=range(len(INJECTIONS)))
+    @pytest.mark.parametrize("words", thinned(INJECTIONS, keep=4), ids=range(len(INJECTIONS)))
     def test_nor_do_those_of_a_running_server(
         self, front_end: FrontEnd, words: str, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -134,6 +135,7 @@ def start(port: int, **how: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*QUIRE, "serve", "--port", str(port), "--simulate", "constant:1"], **how)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", [full_disk, closed, all_three_closed, nobody_reads, file_at_its_limit])
 def test_serving_goes_on_without_a_log(begin: Callable[[int, Path], subprocess.Popen[bytes]], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from abuse import AbusedServer, check_error
 from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
+from tiers import thinned
 
 from quire.launch.http.schema.errors import ClientGone
 from quire.launch.http.serving.gate import OPEN_PATHS, Gate
@@ -159,7 +160,7 @@ class TestKeyQueues:
         held.until(lambda: len(held.engine.added) > before)
         return connection
 
-    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("stream", thinned([False, True], keep=1))
     @pytest.mark.parametrize(
         ("waiting", "more"),
         [
@@ -234,7 +235,7 @@ class TestKeyQueues:
 class TestBodies:
     """What all clients together may have sent and not been answered yet. By hand, to the byte."""
 
-    @pytest.mark.parametrize("ending", ["answer", "error", "gone"])
+    @pytest.mark.parametrize("ending", thinned(["answer", "error", "gone"], keep=2))
     @pytest.mark.parametrize("pieces", [[100], [50, 50], [1] * 100, [99, 1, 0], [0, 100, 0]], ids=len)
     def test_their_bytes_are_bounded_together_and_given_back(self, pieces: list[int], ending: str) -> None:
         statuses: list[int] = []
@@ -278,6 +279,7 @@ class TestBodies:
 
         asyncio.run(scenario())
 
+    @pytest.mark.full
     @pytest.mark.slow  # half a gigabyte
     def test_over_sockets(self) -> None:
         front_end = FrontEnd(rest_s=0.2)
@@ -348,6 +350,7 @@ def lowered(process: psutil.Process, kind: int, soft: int) -> Iterator[None]:
         process.rlimit(kind, before)
 
 
+@pytest.mark.full
 class TestRealServer:
     STREAM: Any = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "stream": True}  # noqa: RUF012
 

@@ -9,6 +9,7 @@ import pytest
 from abuse import INTERNALS, short
 from front_end import FrontEnd, post, status_of
 from starlette.routing import Route
+from tiers import thinned
 
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.gate import OPEN_PATHS
@@ -103,7 +104,7 @@ ADMINISTRATION = (
 )
 
 
-@pytest.mark.parametrize("path", ADMINISTRATION)
+@pytest.mark.parametrize("path", thinned(ADMINISTRATION, keep=4))
 def test_there_is_nothing_for_administrators(locked: FrontEnd, unlocked: FrontEnd, path: str) -> None:
     """Nor is anybody without a key told so."""
     for method in ("GET", "POST", "PUT", "DELETE"):
@@ -147,7 +148,9 @@ class TestMatrix:
             status, answer = ask(unlocked, method, concrete(path), bearer("any"))
             assert status == (own_status if method in allowed else 405), (method, answer)
 
-    @pytest.mark.parametrize("upgrade", ["websocket", "WebSocket", "h2c", "TLS/1.0", "websocket, h2c", "x" * 200])
+    @pytest.mark.parametrize(
+        "upgrade", thinned(["websocket", "WebSocket", "h2c", "TLS/1.0", "websocket, h2c", "x" * 200], keep=1)
+    )
     @pytest.mark.parametrize("key", [None, "first-key"])
     def test_an_upgrade_is_no_way_in(self, locked: FrontEnd, path: str, key: str | None, upgrade: str) -> None:
         """It is read as the ordinary request that it is besides; there is nothing to change to."""
@@ -191,7 +194,9 @@ class TestSpellings:
             assert status in ({400, 404, 405} if known else {400, 404}), (spelling, answer)
             assert b"location:" not in answer.lower()
 
-    @pytest.mark.parametrize("host", ["a/b?", "", "x:y", "[::1", "evil.example/health", "localhost", "%2f", "x" * 5000])
+    @pytest.mark.parametrize(
+        "host", thinned(["a/b?", "", "x:y", "[::1", "evil.example/health", "localhost", "%2f", "x" * 5000], keep=2)
+    )
     def test_a_host_changes_nothing(self, locked: FrontEnd, path: str, host: str) -> None:
         for target in (path, f"http://health{path}", f"http://x/health/..{path}"):
             lines = [f"GET {target} HTTP/1.1", f"host: {host}", "x-forwarded-prefix: /health", CLOSE]

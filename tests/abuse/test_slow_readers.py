@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from front_end import EndlessEngine, FrontEnd, post
+from tiers import thinned
 
 from quire.launch.http.serving.sse import (
     MAX_UNSENT_BYTES,
@@ -72,7 +73,7 @@ REQUESTS = (
 
 class TestOverSockets:
     @pytest.mark.parametrize(("fields", "num_answers"), REQUESTS, ids=str)
-    @pytest.mark.parametrize("read", READERS)
+    @pytest.mark.parametrize("read", thinned(READERS, keep=1))
     def test_its_request_is_given_up_and_others_go_on(
         self, front_end: FrontEnd, read: Callable[[socket.socket], bool], fields: dict[str, Any], num_answers: int
     ) -> None:
@@ -107,6 +108,7 @@ class TestOverSockets:
                 pass
         assert told.startswith(b"HTTP/1.1 200") and b"[DONE]" not in told and not told.endswith(b"0\r\n\r\n")
 
+    @pytest.mark.full
     def test_an_answer_that_has_ended_is_not_kept_for_ever(self, front_end: FrontEnd) -> None:
         """A stream short enough to be kept, and an answer in one piece: nobody reads either."""
         short = asking(max_tokens=200)
@@ -176,7 +178,7 @@ class TestWhatIsKept:
         # the status line is a message too
         return asyncio.run(scenario()) - max(0, takes - 1)
 
-    @pytest.mark.parametrize("takes", [0, 1, 2, 3, 10])
+    @pytest.mark.parametrize("takes", thinned([0, 1, 2, 3, 10], keep=2))
     @pytest.mark.parametrize(
         ("size", "kept"),
         [

@@ -12,6 +12,8 @@ import pytest
 from abuse import AbusedServer
 from waits import Watch
 
+pytestmark = pytest.mark.full
+
 SLEEPS = "import time; print('begun', flush=True); time.sleep(60)"
 SPINS = """
 import os

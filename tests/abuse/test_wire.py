@@ -13,6 +13,7 @@ import zmq
 from hostile_frames import Frames, add_request, damaged, directions, every_flip, frames_of, hostile, miscut, pack, seal
 from loop_under_test import LoopUnderTest
 from scheduler_driver import expected_tokens, make_config, make_request
+from tiers import thinned
 
 from quire.protocol.errors import QuireError
 from quire.protocol.wire.channel import Link
@@ -62,7 +63,7 @@ class Receiver:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", hostile(11))
+@pytest.mark.parametrize("name", thinned(hostile(11), keep=12))
 def test_well_sealed_nonsense(direction: str, name: str) -> None:
     receiver = Receiver(direction)
     assert receiver.refuses(hostile(KNOWN_TAG[direction])[name]) in ("decode", "frames")
@@ -105,7 +106,7 @@ def test_random_damage_by_somebody_who_knows_checksums(direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("epoch", [0, 1, 2, 4, -3, 2**63 - 1, 2**64 - 1, -(2**63)])
+@pytest.mark.parametrize("epoch", thinned([0, 1, 2, 4, -3, 2**63 - 1, 2**64 - 1, -(2**63)], keep=2))
 def test_another_epoch(direction: str, epoch: int) -> None:
     receiver = Receiver(direction, 3)
     for seq in (1, 2, 3, 4):
@@ -114,7 +115,7 @@ def test_another_epoch(direction: str, epoch: int) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("seq", [1, 2, 4, 5, 0, -1, 2**32 + 3, 2**63 - 1, 2**64 - 1, -(2**63)])
+@pytest.mark.parametrize("seq", thinned([1, 2, 4, 5, 0, -1, 2**32 + 3, 2**63 - 1, 2**64 - 1, -(2**63)], keep=2))
 def test_a_gap_a_replay_or_another_order(direction: str, seq: int) -> None:
     receiver = Receiver(direction)
     assert receiver.refuses(frames_of(receiver.messages[-1], seq)) == "gap"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import greedy_tokens
 from inprocess import InProcessEngine
+from tiers import thinned
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-gqa": {"family": "llama"},
@@ -91,7 +92,7 @@ def _run(engine: InProcessEngine, prompts: list[list[int]], name: str = "r") -> 
     return [answers[f"{name}{i}"].tokens for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS, keep=2))
 def test_greedy_tokens(reference: Reference, way: str) -> None:
     folder, prompts, expected = reference
     engine = InProcessEngine(folder, max_model_len=MAX_LEN, **WAYS[way])
@@ -100,7 +101,7 @@ def test_greedy_tokens(reference: Reference, way: str) -> None:
     assert statistics.num_free_blocks == statistics.num_usable_blocks
 
 
-@pytest.mark.parametrize("model_name", OTHER_HEADS)
+@pytest.mark.parametrize("model_name", thinned(OTHER_HEADS, keep=1))
 def test_greedy_tokens_of_other_head_counts(
     model_name: str, checkpoint_factory: Callable[..., tuple[Path, Any]]
 ) -> None:
@@ -112,7 +113,7 @@ def test_greedy_tokens_of_other_head_counts(
     assert engine.statistics().num_preemptions >= 3
 
 
-@pytest.mark.parametrize("way", PREEMPTED)
+@pytest.mark.parametrize("way", thinned(PREEMPTED, keep=1))
 def test_greedy_tokens_under_preemption(reference: Reference, way: str) -> None:
     folder, prompts, expected = reference
     engine = InProcessEngine(folder, max_model_len=MAX_LEN, max_num_seqs=16, **PREEMPTED[way])
@@ -122,7 +123,7 @@ def test_greedy_tokens_under_preemption(reference: Reference, way: str) -> None:
     assert statistics.num_free_blocks == statistics.num_usable_blocks
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", thinned([True, False], keep=1))
 def test_greedy_tokens_from_the_prefix_cache(reference: Reference, asynchronous: bool) -> None:
     folder, prompts, expected = reference
     engine = InProcessEngine(folder, max_model_len=MAX_LEN, async_scheduling=asynchronous)

@@ -111,6 +111,7 @@ def others() -> set[int]:
 
 
 class TestDeath:
+    @pytest.mark.full
     @pytest.mark.parametrize("module", ["quire.worker_proc", "quire.scheduler_proc"])
     def test_a_killed_process_costs_no_token_and_nothing_is_left(
         self, tiny: tuple[Path, Any], others: set[int], module: str
@@ -122,11 +123,13 @@ class TestDeath:
             assert llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids == before
         assert {p.pid for p in engine_processes()} == others
 
+    @pytest.mark.full
     def test_a_worker_that_cannot_load_says_why(self, tiny: tuple[Path, Any], others: set[int]) -> None:
         with pytest.raises(ConfigError, match=r"memory does not suffice.*--kv-cache-memory-bytes"):
             LLM(tiny[0], kv_cache_memory_bytes=2**49)
         assert {p.pid for p in engine_processes()} == others
 
+    @pytest.mark.full
     def test_children_die_with_a_killed_supervisor(self, tiny: tuple[Path, Any]) -> None:
         code = (
             "import sys, time\nfrom quire import LLM\n"
@@ -153,6 +156,7 @@ class TestTerminal:
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("\n") == 1 and done.stdout.strip().endswith((".", "!", "?"))
 
+    @pytest.mark.full
     def test_json(self) -> None:
         command = [*QUIRE, "generate", "--prompt", "Once upon a time", "--max-tokens", "5", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -177,6 +181,7 @@ class TestTerminal:
         assert done.stderr.count("\n") == 1
         assert all(word in done.stderr for word in words), done.stderr
 
+    @pytest.mark.full
     def test_a_broken_checkpoint_is_refused_before_any_process_starts(
         self, tiny: tuple[Path, Any], tmp_path: Path
     ) -> None:

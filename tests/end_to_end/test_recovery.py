@@ -75,6 +75,7 @@ class TestAnswersOutliveProcesses:
         answers = asyncio.run(disturbed(server.port, ASKS, lambda: server.victims(role)[0].kill(), after))
         check_same(answers, undisturbed)
 
+    @pytest.mark.full
     def test_a_stopped_worker(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         victim = server.victims("worker")[0]
         check_same(asyncio.run(disturbed(server.port, ASKS, victim.suspend, 200)), undisturbed)
@@ -99,6 +100,7 @@ class TestAnswersOutliveProcesses:
         check_same(asyncio.run(disturbed(server.port, ASKS, act, draw.randrange(1, 800))), undisturbed)
 
 
+@pytest.mark.full
 class TestFrontEnds:
     def test_the_streams_of_the_other_one_go_on(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         """And those of the dead one are given up by the engine at once."""
@@ -163,6 +165,7 @@ async def two_front_ends(server: FaultServer) -> bool:
     return len(server.victims("frontend")) == 2
 
 
+@pytest.mark.full
 class TestDuringRecovery:
     def test_what_clients_do_meanwhile(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         """Scrapes are answered, who gives up is gone afterwards, who comes is served afterwards."""
@@ -207,6 +210,7 @@ async def says(server: FaultServer, path: str, status: int, state: str) -> bool:
     return await get(server.port, path) == (status, f'{{"status":"{state}"}}')
 
 
+@pytest.mark.full
 class TestTheEnd:
     """Each with a server of its own; its worker is simulated."""
 

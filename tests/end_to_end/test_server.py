@@ -196,6 +196,7 @@ class TestBadInput:
         assert metrics["quire:generation_tokens_total"] < 20_000
 
 
+@pytest.mark.full
 class TestCommandLine:
     def test_a_port_in_use_is_one_line(self, server: Served) -> None:
         port = server.url.rsplit(":", 1)[1]

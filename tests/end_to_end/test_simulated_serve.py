@@ -57,6 +57,7 @@ def test_it_says_that_it_is_no_model(server: Served) -> None:
     assert len(workers) == 1 and not engine_processes("quire.worker_proc")
 
 
+@pytest.mark.full
 def test_many_streams_at_once_take_the_time_of_their_steps(server: Served) -> None:
     before = server.metrics()
     with ThreadPoolExecutor(8) as threads:
@@ -120,6 +121,7 @@ def test_what_cannot_be_is_said_before_anything_starts(flags: list[str], text: s
     assert done.returncode == 78 and text in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.full
 def test_a_model_without_weights_on_many_devices_and_its_times_from_a_trace(tmp_path: Path) -> None:
     """Only a config and a tokenizer: the scheduler sees one worker, whatever the ranks."""
     for file in DEMO_MODEL.iterdir():

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from speculating import METHODS, Speculating, random_prompts
+from tiers import thinned
 
 from quire import LLM, SamplingParams
 
@@ -19,7 +20,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Speculating:
     return Speculating(tmp_path_factory.mktemp("llama"), "llama", **REPEATING)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_the_text_is_the_same_for_many_prompts(llama: Speculating, method: str) -> None:
     prompts = random_prompts(NUM_PROMPTS, 8)
     drafted, plain = llama.run(prompts, method, check=False), llama.plain(prompts, check=False)
@@ -41,7 +42,7 @@ def test_the_text_is_the_same_in_every_batch(
     assert drafted.tokens == llama.plain(prompts, check=False).tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_text_is_the_same_without_asynchronous_scheduling(llama: Speculating, method: str, batch: int) -> None:
     prompts = random_prompts(9, 12, seed=1)
@@ -50,7 +51,7 @@ def test_the_text_is_the_same_without_asynchronous_scheduling(llama: Speculating
     assert drafted.num_accepted > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_the_text_is_the_same_when_the_number_of_drafts_changes(llama: Speculating, method: str) -> None:
     prompts = random_prompts(9, 40, seed=12)
     drafted = llama.run(prompts, method, {"adaptive": True})
@@ -58,7 +59,7 @@ def test_the_text_is_the_same_when_the_number_of_drafts_changes(llama: Speculati
     assert 0 < drafted.engine.statistics().num_draft_tokens < 4 * sum(map(len, drafted.tokens))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_prompts_in_chunks_and_preemption(llama: Speculating, method: str) -> None:
     prompts = random_prompts(6, 36, longest=40, seed=2)
     pressed = {"block_size": 4, "num_blocks_override": 36, "max_num_batched_tokens": 24, "max_num_seqs": 4}
@@ -67,7 +68,7 @@ def test_prompts_in_chunks_and_preemption(llama: Speculating, method: str) -> No
     assert drafted.tokens == llama.plain(prompts).tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_stop_tokens_within_accepted_drafts(llama: Speculating, method: str) -> None:
     free = llama.plain(random_prompts(16, 24, seed=3))
     stops = sorted({token for tokens in free.tokens for token in tokens[6:20]})[::5]
@@ -78,7 +79,7 @@ def test_stop_tokens_within_accepted_drafts(llama: Speculating, method: str) -> 
     assert len({len(tokens) for tokens in expected.tokens}) > 5
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_log_probabilities_are_those_without_drafts(llama: Speculating, method: str) -> None:
     prompts = random_prompts(8, 20, seed=4, logprobs=3)
     expected, drafted = llama.plain(prompts), llama.run(prompts, method)
@@ -88,7 +89,7 @@ def test_log_probabilities_are_those_without_drafts(llama: Speculating, method: 
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_prompts_found_in_the_prefix_cache(llama: Speculating, method: str) -> None:
     shared = list(range(10, 42))
     prompts = [(shared + tokens, sampling) for tokens, sampling in random_prompts(12, 12, seed=5)]
@@ -97,7 +98,7 @@ def test_prompts_found_in_the_prefix_cache(llama: Speculating, method: str) -> N
     assert drafted.tokens == llama.plain(prompts, enable_prefix_caching=False).tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_texts_that_reach_the_longest_length(llama: Speculating, method: str) -> None:
     prompts = random_prompts(8, 100, longest=30, seed=6)
     expected = llama.plain(prompts, max_model_len=48)
@@ -107,7 +108,7 @@ def test_texts_that_reach_the_longest_length(llama: Speculating, method: str) ->
     assert all(len(prompt) + len(tokens) == 48 for (prompt, _), tokens in zip(prompts, drafted.tokens, strict=True))
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", thinned(["mistral", "gemma3"], keep=1))
 def test_layers_with_a_window(tmp_path: Path, family: str) -> None:
     windowed = Speculating(tmp_path, family, **REPEATING)
     prompts = random_prompts(6, 20, longest=30, seed=7)
@@ -116,7 +117,7 @@ def test_layers_with_a_window(tmp_path: Path, family: str) -> None:
         assert drafted.tokens == windowed.plain(prompts).tokens, method
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_processors_see_the_drafts_before_a_position(llama: Speculating, method: str) -> None:
     asked = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "min_tokens": 5, "logit_bias": {7: 2.0}}
     prompts = random_prompts(8, 16, seed=8, **asked)
@@ -145,7 +146,7 @@ def test_rejection_keeps_greedy_texts_and_is_reproducible(llama: Speculating) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+@pytest.mark.parametrize("method", thinned(["suffix", "draft_model"], keep=1))
 def test_two_ranks_make_the_same_drafts(llama: Speculating, method: str) -> None:
     """Real processes, which compare digests of every step."""
     named = {"model": str(llama.draft_folder)} if method == "draft_model" else {}

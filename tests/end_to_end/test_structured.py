@@ -41,6 +41,7 @@ def mixed(llm: LLM, num_requests: int, num_schemas: int) -> None:
     assert [o.outputs[0].token_ids for o in free] == [o.outputs[0].token_ids for o in outputs[::4]]
 
 
+@pytest.mark.full
 def test_mixed_traffic(llm: LLM) -> None:
     mixed(llm, num_requests=48, num_schemas=12)
 

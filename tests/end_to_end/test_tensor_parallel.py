@@ -27,6 +27,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     assert _tokens(tmp_path, tensor_parallel_size=2, long_prefill_token_threshold=7) == _tokens(tmp_path)
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_takes_the_others_with_it_and_no_token(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     greedy = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)

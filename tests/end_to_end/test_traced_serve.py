@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from engine_processes import engine_processes
 from served import Served
 
 from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.replay.recorded.reader import TraceReader
 from quire.scheduler_proc.trace.lines import Arrival, End, StepDecision
+
+pytestmark = pytest.mark.full
 
 
 def client(served: Served, number: int) -> None:

@@ -24,6 +24,7 @@ def check() -> Any:
     return module
 
 
+@pytest.mark.full
 def test_dry_run_of_everything(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-P", str(CHECK), "--dry-run", "--out", str(tmp_path / "out"), "--build", str(tmp_path)]
@@ -40,6 +41,7 @@ def test_dry_run_of_everything(tmp_path: Path) -> None:
     assert list(jobs["kernels"]["found"]["results"]["sections"]) == ["cpu_prefill", "cache_write"]
 
 
+@pytest.mark.full
 def test_what_outlives_its_time_is_killed_and_said(check: Any, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     place = check.Place(tmp_path, {})

@@ -27,6 +27,7 @@ def test_an_error_names_the_tensor_and_the_dimension(tensor: torch.Tensor, messa
         check_tensor("key", tensor, {"num_tokens": None, "head_dim": 4}, (torch.float32, torch.float16), CPU)
 
 
+@pytest.mark.full
 def test_launchers_import_without_triton_and_say_what_a_launch_needs() -> None:
     script = """
 import sys

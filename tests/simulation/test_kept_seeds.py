@@ -3,6 +3,7 @@
 import pytest
 from sim_run import play
 from sim_scenario import Ask, Fault, Scenario
+from tiers import thinned
 
 LATER = Fault(9.0, "clock_jump")
 """Until then what was to happen to a frame may happen."""
@@ -82,7 +83,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", thinned(KEPT, keep=4))
 def test_it_stays_mended(name: str) -> None:
     outcome = play(KEPT[name])
     assert not outcome.failure

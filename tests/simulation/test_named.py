@@ -7,6 +7,7 @@ import pytest
 from sim_run import Outcome, play
 from sim_scenario import Ask, Fault, Scenario
 from sim_world import World
+from tiers import thinned
 
 from quire.launch.supervision.overseer import Overseer
 
@@ -38,7 +39,7 @@ def test_else_it_would_go_on_for_ever() -> None:
     assert outcome.failure or not outcome.num_given_up
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("seed", thinned([1, 2, 3, 4, 6, 7], keep=2))
 @pytest.mark.parametrize("at", [-1, 0, 3])
 def test_a_request_that_kills_costs_only_itself(seed: int, at: int) -> None:
     killer = Ask(2.75, "killer", 1, (0, 8), (77, 3), 12, poison=at)
@@ -64,7 +65,7 @@ def test_five_requests_in_a_row_that_kill_are_the_end_all_the_same() -> None:
     assert not outcome.failure and outcome.num_given_up == 1
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("seed", thinned([1, 2, 3, 4, 6, 7], keep=2))
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_request_that_ends_schedulers_ends_after_three_of_them(seed: int, at: int) -> None:
     """Two of them on two front ends are found at the same deaths, and the engine goes on for later requests."""
@@ -75,7 +76,7 @@ def test_a_request_that_ends_schedulers_ends_after_three_of_them(seed: int, at: 
     assert outcome.faults["bug"] >= 3
 
 
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", thinned(range(1, 9), keep=2))
 def test_both_at_once(seed: int) -> None:
     """The scheduler dies while the workers do."""
     faults = (Fault(2.9, "die_all"), Fault(2.9, "scheduler_dies"), Fault(5.0, "clock_jump"))

@@ -21,15 +21,23 @@ def total() -> Total:
     return play_seeds(SLICE, seldom_real)
 
 
+def test_a_thin_slice() -> None:
+    thin = play_seeds(SLICE[:9], seldom_real)
+    assert not thin.failures and thin.num_faults > 100
+
+
+@pytest.mark.full
 def test_nothing_that_must_not_be_is_seen(total: Total) -> None:
     assert not total.failures
 
 
+@pytest.mark.full
 def test_there_were_many_faults(total: Total) -> None:
     assert total.num_faults >= AT_LEAST
     assert total.num_requests > 1000 and total.num_tokens > 3000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_happened(total: Total, kind: str) -> None:
     assert total.faults[kind] > 0

@@ -126,6 +126,7 @@ def test_shut_down_while_waiting() -> None:
     assert [r.tokens for r in results(run(first()))] == [None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "inputs",
     [

@@ -30,6 +30,7 @@ def _python(code: str, **env: str) -> str:
 LOAD = "from quire.kernels.cpu.native import load_native; n = load_native(print); print(n and n.path)"
 
 
+@pytest.mark.full
 def test_torchs_thread_count_governs_the_library_and_one_runtime_is_mapped(native: Native) -> None:
     code = (
         "import ctypes, torch, pathlib\n"
@@ -54,6 +55,7 @@ cp {library} "$2"
 """A compiler that knows its result beforehand."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiler", ["a stand-in", pytest.param("the one of this machine", marks=pytest.mark.slow)])
 def test_it_is_built_once(native: Native, tmp_path: Path, compiler: str) -> None:
     """Two processes that start together share one build, in a folder that only its owner can write to."""

@@ -1,7 +1,7 @@
 """What the kernel grids share: where they run, and batches whose every unused place is poisoned.
 
-The interpreter is slow: ``--cases even`` runs every second case of each test, its first one included, and
-``--cases odd`` those between.
+The interpreter is slow: ``--cases first`` runs the first case of each test, ``--cases even`` every second one with
+the first, and ``--cases odd`` those between.
 """
 
 from collections import Counter
@@ -39,18 +39,25 @@ class PagedCase:
 MakeCase = Callable[..., PagedCase]
 
 
+RUNS: dict[str, Callable[[int], bool]] = {
+    "all": lambda number: True,
+    "first": lambda number: number == 0,
+    "even": lambda number: number % 2 == 0,
+    "odd": lambda number: number % 2 == 1,
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", choices=("all", "even", "odd"), default="all", help="which cases of each test")
+    parser.addoption("--cases", choices=RUNS, default="all", help="which cases of each test")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.cases == "all":
-        return
+    runs = RUNS[config.option.cases]
     seen: Counter[str] = Counter()
     left_out = []
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if seen[test] % 2 != (config.option.cases == "odd"):
+        if not runs(seen[test]):
             left_out.append(item)
         seen[test] += 1
     config.hook.pytest_deselected(items=left_out)

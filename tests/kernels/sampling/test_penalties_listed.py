@@ -89,6 +89,7 @@ class Slots:
         return [[self._rng.randrange(self._vocab) for _ in range(self._rng.randint(0, 3))] for _ in range(5)]
 
 
+@pytest.mark.full
 @given(SEEDS, st.sampled_from([3, 20, 700]))
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_it_is_the_reference(seed: int, vocab: int) -> None:

@@ -40,6 +40,7 @@ def _dry_run(folder: Path, *flags: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_dry_run_of_everything(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     found = _dry_run(tmp_path)
@@ -62,6 +63,7 @@ def test_only_the_sections_asked_for(tmp_path: Path) -> None:
     assert list(found["results"]["sections"]) == ["cpu_prefill"]
 
 
+@pytest.mark.full
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "kernels", "--device", "cpu", "--sections", "cpu_magic"])

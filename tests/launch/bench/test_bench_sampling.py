@@ -20,6 +20,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> di
     return results
 
 
+@pytest.mark.full
 def test_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = bench(tmp_path, capsys, "--sections", "worker,masks,fall", *SMALL)
     assert list(found) == ["worker", "masks", "fall"]

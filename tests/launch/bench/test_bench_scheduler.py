@@ -65,6 +65,7 @@ class TestSections:
             assert set(one) == {"schedule", "update_from_output", "both"}
             assert all(set(part) == A_SUMMARY and part["n"] == 6 for part in one.values())
 
+    @pytest.mark.full
     def test_admission(self) -> None:
         found = section("admission")
         cases = {f"busy{busy}_hit{hit}": 48 if hit else 0 for busy in (0, 3) for hit in (0, 100)}
@@ -79,6 +80,7 @@ class TestSections:
         assert {"sha256_64tok", "sha256_8192tok", "request_8192_build_and_hash"} <= set(found)
         assert found["sha256_64tok"]["us_per_1k_tokens"] > 0
 
+    @pytest.mark.full
     def test_churn(self) -> None:
         found = section("churn")
         assert set(found) == {"sync", "async", "async_8"}
@@ -89,6 +91,7 @@ class TestSections:
             assert one["steps_per_s_incl_request_build"] > 0 and set(one["both"]) == A_SUMMARY
             assert set(one["gc"]) == {"max_pause_ms", "total_ms", "collections"}
 
+    @pytest.mark.full
     def test_wire_and_outputs(self) -> None:
         found = section("wire")
         assert set(found) == {"decode_N4", "new2_1k"}
@@ -96,10 +99,12 @@ class TestSections:
             assert set(one) == {"bytes", "bytes_max", "encode", "decode"}
         assert 2048 * 2 <= found["new2_1k"]["bytes"] == found["new2_1k"]["bytes_max"]
 
+    @pytest.mark.full
     def test_memory(self) -> None:
         found = section("memory")
         assert found["blocks"] == 256 and 0 < found["cached_blocks"] < 256
 
+    @pytest.mark.full
     def test_trace(self) -> None:
         found = section("trace")["trace.jsonl"]
         assert {"by_difference_us", "loop_thread_us", "writer_thread_us", "step_without_us"} <= set(found)

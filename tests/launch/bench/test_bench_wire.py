@@ -17,6 +17,7 @@ def test_a_step_of_256_steady_decodes_fits_one_kibibyte() -> None:
     assert found["SchedulerOutput"]["bytes"]["max"] <= 1024
 
 
+@pytest.mark.full
 def test_cost_follows_change_and_not_the_batch() -> None:
     """Only newly given blocks are named: a sixteenth of the requests per step."""
     few, many = (measure_decode(num_requests=n, steps=32)["SchedulerOutput"]["bytes"]["mean"] for n in (16, 256))

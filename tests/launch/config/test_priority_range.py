@@ -2,6 +2,7 @@
 
 import pytest
 from scheduler_driver import Driver, expected_tokens, make_config
+from tiers import thinned
 
 from quire.launch.config.engine_config import make_engine_config, with_keys
 from quire.launch.config.options import parse_options
@@ -53,7 +54,9 @@ def test_keys_bring_a_range_unless_one_is_given() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("tenant", [0, 1, 9])
-@pytest.mark.parametrize("priority", [LOWEST, LOWEST + 1, -1_000_000, -10, -6, 6, 7, 1000, HIGHEST - 1, HIGHEST])
+@pytest.mark.parametrize(
+    "priority", thinned([LOWEST, LOWEST + 1, -1_000_000, -10, -6, 6, 7, 1000, HIGHEST - 1, HIGHEST], keep=3)
+)
 def test_a_priority_out_of_the_range_is_forbidden(priority: int, tenant: int, policy: str) -> None:
     driver = Driver(scheduling_policy=policy, priority_range=(-5, 5))
     driver.add("pushy", [1], max_tokens=1, priority=priority, tenant=tenant)

@@ -72,6 +72,7 @@ class TestParameters:
         word = next(word for word in free.split() if word.isalpha())
         assert word not in text(llm, bad_words=[word]).replace(",", " ").split()
 
+    @pytest.mark.full
     def test_penalties_change_the_text(self, llm: LLM) -> None:
         free = text(llm, max_tokens=60)
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):

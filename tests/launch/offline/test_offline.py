@@ -37,6 +37,7 @@ def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.full
 def test_more_prompts_than_the_queue_holds_and_the_pool_fits(llm: LLM, tiny: tuple[Path, Any]) -> None:
     prompts = [[i, i + 1, i + 2] * 7 for i in range(3, 27)]
     outputs = llm.generate(prompts, GREEDY, priority=[i % 5 - 2 for i in range(len(prompts))])

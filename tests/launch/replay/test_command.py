@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from scheduler_driver import Driver
+from tiers import thinned
 
 from quire.launch.cli import main
 from quire.scheduler_proc.trace.lines import StepDecision, decode_line, encode_line
@@ -194,22 +195,25 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("words", "reason"),
-        [
-            (["--set", "block_siz=16"], "did you mean block_size?"),
-            (["--set", "block_size=many"], "block_size"),
-            (["--set", "block_size=0"], "--block-size must be"),
-            (["--set", "num_usable_blocks=0"], "num_usable_blocks must be from 1"),
-            (["--set", "scheduling_policy=best"], "scheduling_policy"),
-            (["--compare", "block_siz=16"], "did you mean block_size?"),
-            (["--cost", "guess:1"], "guess"),
-            (["--cost", "constant:fast"], "constant"),
-            (["--cost", "constant:-1"], "constant"),
-            (["--cost", "table:none"], "none"),
-            (["--cost", "fitted:none"], "none"),
-            (["--format", "azure"], ""),
-            (["--start", "1000"], "none of its 8 requests is in the window"),
-            (["--closed-loop", "--limit", "2", "--cost", "roofline:none,h200"], "none"),
-        ],
+        thinned(
+            [
+                (["--set", "block_siz=16"], "did you mean block_size?"),
+                (["--set", "block_size=many"], "block_size"),
+                (["--set", "block_size=0"], "--block-size must be"),
+                (["--set", "num_usable_blocks=0"], "num_usable_blocks must be from 1"),
+                (["--set", "scheduling_policy=best"], "scheduling_policy"),
+                (["--compare", "block_siz=16"], "did you mean block_size?"),
+                (["--cost", "guess:1"], "guess"),
+                (["--cost", "constant:fast"], "constant"),
+                (["--cost", "constant:-1"], "constant"),
+                (["--cost", "table:none"], "none"),
+                (["--cost", "fitted:none"], "none"),
+                (["--format", "azure"], ""),
+                (["--start", "1000"], "none of its 8 requests is in the window"),
+                (["--closed-loop", "--limit", "2", "--cost", "roofline:none,h200"], "none"),
+            ],
+            keep=5,
+        ),
     )
     def test_settings(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
         self.refuse(replay, reason, mooncake, *words)

@@ -111,6 +111,7 @@ def test_equal_ids_are_told_apart_by_their_order() -> None:
     assert [delta.e2e for delta in compare(first, second).deltas] == [2000.0, 0.0]
 
 
+@pytest.mark.full
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(("fcfs", "priority")))
 @settings(max_examples=25)
 def test_parts_add_up_to_the_end_to_end_time_in_any_run(seed: int, policy: str) -> None:

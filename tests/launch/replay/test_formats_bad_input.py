@@ -272,6 +272,7 @@ def test_options_out_of_range(options: dict[str, Any]) -> None:
         LoadOptions(**options)
 
 
+@pytest.mark.full
 class TestNoise:
     """Whatever bytes are wrong, there is a workload or a ConfigError."""
 

@@ -151,6 +151,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
         assert sum(row[1 + run] for row in found["seconds"]) == pytest.approx(lives[run])
 
 
+@pytest.mark.full
 def test_five_thousand_requests_fit_in_five_megabytes(tmp_path: Path) -> None:
     record = made_up_run(5000, 60_000)
     write_html(tmp_path / "run.html", [record, record])

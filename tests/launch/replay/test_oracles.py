@@ -17,6 +17,8 @@ from quire.launch.replay.simulate.setup import make_setup
 from quire.launch.replay.simulate.whatif import run_workload
 from quire.launch.replay.workload.workload import NAME_BYTES, Workload, block_names
 
+pytestmark = pytest.mark.full
+
 EXCERPT = Path(__file__).parents[2] / "data" / "mooncake_excerpt.jsonl"
 TRACES = os.environ.get("QUIRE_TRACES", "")
 whole = pytest.mark.skipif(not TRACES, reason="set QUIRE_TRACES to the folder of the traces")

@@ -135,6 +135,7 @@ class PlainEngine:
         return first
 
 
+@pytest.mark.full
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=40)
 def test_one_at_a_time_is_as_plain_arithmetic_has_it(seed: int) -> None:

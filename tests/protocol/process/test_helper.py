@@ -105,6 +105,7 @@ def test_what_it_prints_is_no_answer(helper: Helper) -> None:
     assert ask(helper, b"print") == b"printed" and ask(helper, b"echo after") == b"after"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
 def test_killed_while_idle_costs_no_answer(generation: int, helper: Helper) -> None:
     for _ in range(3):
@@ -117,6 +118,7 @@ def test_killed_while_idle_costs_no_answer(generation: int, helper: Helper) -> N
         assert ask(helper, b"echo x") == b"x"
 
 
+@pytest.mark.full
 def test_it_ends_with_its_owner(make_helper: Callable[..., Helper]) -> None:
     helper = Helper("odd_helper", b"")
     ask(helper, b"pid")

@@ -7,6 +7,7 @@ import pytest
 from log_replay import replay
 from scheduler_driver import Driver
 from scheduler_load import Load, random_settings
+from tiers import thinned
 
 SEEDS = range(18)
 STEPS_PER_RUN = 100
@@ -51,7 +52,7 @@ def and_slow(default: range, more: range) -> list[object]:
     return [*default, *(pytest.param(seed, marks=pytest.mark.slow) for seed in more)]
 
 
-@pytest.mark.parametrize("seed", and_slow(SEEDS, range(18, 60)))
+@pytest.mark.parametrize("seed", thinned(and_slow(SEEDS, range(18, 60)), keep=4))
 def test_every_decision_and_every_answer_is_the_same(seed: int) -> None:
     load = both_ways(seed)
     cruising, plain = load.drivers
@@ -66,6 +67,7 @@ def test_every_decision_and_every_answer_is_the_same(seed: int) -> None:
     TOTALS["several"] += sum(len(d.new_requests) > 1 for d in cruising.diffs)
 
 
+@pytest.mark.full
 def test_the_runs_reached_what_they_are_for() -> None:
     """(Skipped when only some seeds were run.)"""
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
@@ -75,7 +77,7 @@ def test_the_runs_reached_what_they_are_for() -> None:
     assert TOTALS["preemptions"] > 25 and TOTALS["epochs"] > 10 and TOTALS["several"] > 10
 
 
-@pytest.mark.parametrize("seed", and_slow(range(103, 106), range(106, 120)))
+@pytest.mark.parametrize("seed", thinned(and_slow(range(103, 106), range(106, 120)), keep=1))
 def test_long_answers_cruise_and_are_the_same(seed: int) -> None:
     """Blocks begin, calendars turn and tables widen, with nothing else going on for long."""
     rng = random.Random(seed)
@@ -117,7 +119,7 @@ def test_who_waits_is_not_looked_at_in_each_step() -> None:
     assert 2 <= len(looks) < 20
 
 
-@pytest.mark.parametrize("seed", and_slow(range(200, 204), range(204, 220)))
+@pytest.mark.parametrize("seed", thinned(and_slow(range(200, 204), range(204, 220)), keep=1))
 def test_the_log_of_a_run_that_cruised_replays_with_and_without_tokens(seed: int) -> None:
     rng = random.Random(seed)
     driver = Driver(**random_settings(rng, drafts=seed % 2 == 0))

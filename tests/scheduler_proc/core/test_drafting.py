@@ -93,6 +93,7 @@ def test_without_acceptance_there_are_none_within_32_steps(before: int) -> None:
     assert engine.run(16) == [[0]] * 16
 
 
+@pytest.mark.full
 def test_a_request_that_rests_probes_in_one_step_of_64_at_most_and_ever_more_rarely() -> None:
     engine = Engine([0.0])
     engine.run(32)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from log_replay import replay
 from scheduler_driver import Driver, expected_tokens
 from scheduler_load import Load, random_settings
+from tiers import thinned
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.scheduler_proc.core.tenants import equal_parts
@@ -378,7 +379,9 @@ def test_a_flood_of_another_tenant_costs_a_request_few_steps(asynchronous: bool)
 # ---- all of it together
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))])
+@pytest.mark.parametrize(
+    "seed", thinned([*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))], keep=2)
+)
 def test_random_runs_of_several_tenants(seed: int) -> None:
     """Cruising or not, every decision is the same; every answer is right; a replay without tokens decides the same."""
     rng = random.Random(seed)

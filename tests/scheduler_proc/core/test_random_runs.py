@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
+from tiers import thinned
 
 from quire.protocol.wire.front_end_messages import EndReason
 
@@ -156,7 +157,7 @@ class Load:
 TOTALS = {"steps": 0, "parked": 0, "preemptions": 0, "hits": 0, "dropped": 0, "accepted": 0, "rejected": 0}
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *MORE_SEEDS])
+@pytest.mark.parametrize("seed", thinned([*SEEDS, *MORE_SEEDS], keep=3))
 def test_every_client_gets_what_it_would_get_alone(seed: int) -> None:
     load = Load(seed)
     load.run(STEPS_PER_RUN)
@@ -174,6 +175,7 @@ def test_every_client_gets_what_it_would_get_alone(seed: int) -> None:
     TOTALS["rejected"] += statistics.num_draft_tokens - statistics.num_accepted_tokens
 
 
+@pytest.mark.full
 def test_the_runs_reached_what_they_are_for() -> None:
     """Runs that never preempt, share or drop would prove nothing. (Skipped when only some seeds were run.)"""
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:

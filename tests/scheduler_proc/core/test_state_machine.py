@@ -16,6 +16,8 @@ from scheduler_driver import Driver
 from scheduler_load import Load, random_settings
 from scheduler_long_run import long_run
 
+pytestmark = pytest.mark.full
+
 SEEDS = st.integers(0, 2**32 - 1)
 GOVERNING = ("pause", "resume", "resume", "reset_prefix_cache", "change_budget")
 

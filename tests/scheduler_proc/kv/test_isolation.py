@@ -9,6 +9,7 @@ import pytest
 from log_replay import replay
 from scheduler_driver import Answer, Driver, make_request
 from scheduler_load import Load, random_settings
+from tiers import thinned
 
 from quire.protocol.wire.front_end_messages import Rejected
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
@@ -87,7 +88,7 @@ def test_a_tenant_that_cannot_be_is_refused(tenant: int) -> None:
 LONG_SALTS = [letter * size for letter in ("s", "é", "\0", "\U0001f600") for size in (1025, 2000, 5000, 65_536, 2**20)]
 
 
-@pytest.mark.parametrize("salt", LONG_SALTS, ids=lambda s: f"{len(s)}x{ord(s[0]):x}")
+@pytest.mark.parametrize("salt", thinned(LONG_SALTS, keep=3), ids=lambda s: f"{len(s)}x{ord(s[0]):x}")
 def test_a_salt_that_is_too_long_is_refused_by_the_scheduler_too(salt: str) -> None:
     driver = Driver()
     driver.add("long", [1], max_tokens=1, cache_salt=salt)
@@ -99,7 +100,7 @@ def test_a_salt_that_is_too_long_is_refused_by_the_scheduler_too(salt: str) -> N
 # ---- A39: what a probe of another's cache sees
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", thinned(range(20), keep=3))
 def test_a_probe_with_another_salt_takes_the_steps_of_a_miss(seed: int) -> None:
     """Whether the victim's prompt is cached or not: as many steps, tokens computed and blocks for the prober."""
     rng = random.Random(seed)
@@ -185,7 +186,7 @@ def leave(queue: FairFreeQueue, tenant: int, left: Sequence[KVCacheBlock]) -> No
     queue.append_n(left)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", thinned(range(30), keep=4))
 def test_for_one_tenant_it_is_the_plain_queue(seed: int) -> None:
     rng = random.Random(seed)
     fair, plain = FairFreeQueue(blocks(20)), FreeKVCacheBlockQueue(blocks(20))

@@ -10,6 +10,8 @@ from scheduler_driver import Driver
 
 from quire.scheduler_proc.process.collect import IDLE_SECONDS, YOUNG_EVERY, Collector
 
+pytestmark = pytest.mark.full
+
 
 class Knot:
     """Refers to itself: only a collection frees it."""

@@ -35,6 +35,7 @@ def subscriber(context: "zmq.Context[Any]", engine: Engine) -> Iterator[Subscrib
     subscriber.close()
 
 
+@pytest.mark.full
 def test_a_subscriber_that_loses_messages_ends_with_the_pools_keys(engine: Engine, subscriber: Subscriber) -> None:
     """Late at first (nothing waits for it to connect), then every third message is lost."""
     while not subscriber.sub.poll(20):

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, expected_tokens, make_config, make_request
+from tiers import thinned
 
 from quire.protocol.wire.front_end_messages import EndReason, StepOutputs, Stop
 from quire.protocol.wire.link_messages import Refused, Welcome
@@ -76,7 +77,7 @@ def test_a_front_end_that_comes_after_another_went_is_nobody_else(loop: LoopUnde
     loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended), second)
 
 
-@pytest.mark.parametrize("fault", ["token", "handle", "missing"])
+@pytest.mark.parametrize("fault", thinned(["token", "handle", "missing"], keep=1))
 def test_a_wrong_result_costs_steps_and_no_token(
     loop: LoopUnderTest, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_wrong_result_costs_steps_and_no_token(
     assert not left[0] and "what runs is computed again" in caplog.text
 
 
+@pytest.mark.full
 def test_a_step_too_large_for_the_worker_makes_steps_smaller(
     loop: LoopUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_worker_that_dies_costs_no_token(loop: LoopUnderTest) -> None:
     assert tokens == expected_tokens(PROMPT, 30)
 
 
+@pytest.mark.full
 def test_a_step_that_no_worker_takes_is_computed_by_another(loop: LoopUnderTest) -> None:
     """Its socket is gone before anybody has said that it is: the loop finds that out, or that the step is overdue."""
     tokens: list[int] = []

@@ -11,6 +11,7 @@ from grammar_cases import DEMO, EOS, VOCAB_SIZE, tokens_of
 from log_replay import replay
 from loop_under_test import LoopUnderTest, no_drafts
 from scheduler_driver import change, make_config, make_layout, make_request
+from tiers import thinned
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.front_end_messages import Abort, EndReason, Rejected, StepOutputs
@@ -83,6 +84,7 @@ def test_each_step_has_the_masks_of_its_position(make_loop: MakeLoop) -> None:
     assert allowed_by(loop.inputs[len(ANSWER) - 1]) == [set(EOS)]
 
 
+@pytest.mark.full
 def test_requests_without_a_grammar_are_not_masked(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "free")
@@ -105,6 +107,7 @@ def test_a_grammar_that_cannot_be_is_refused_and_others_go_on(make_loop: MakeLoo
     assert end_of(loop)[0] == ANSWER
 
 
+@pytest.mark.full
 def test_an_abort_while_compiling_ends_the_request_and_its_id_is_free(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", regex="[0-9]+")
@@ -114,6 +117,7 @@ def test_an_abort_while_compiling_ends_the_request_and_its_id_is_free(make_loop:
     assert [end.reason for end in ended] == [EndReason.ABORTED, EndReason.STOPPED] and tokens == ANSWER
 
 
+@pytest.mark.full
 def test_an_id_in_use_is_refused_and_keeps_its_own_grammar(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", choice=[WORD])
@@ -122,6 +126,7 @@ def test_an_id_in_use_is_refused_and_keeps_its_own_grammar(make_loop: MakeLoop) 
     assert ended[0].code == "duplicate_request_id" and ended[1].reason == EndReason.STOPPED and tokens == ANSWER
 
 
+@pytest.mark.full
 def test_a_token_that_its_grammar_does_not_allow_fails_the_request_alone(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", regex="[0-9]+")
@@ -146,6 +151,7 @@ def test_a_wrong_result_costs_steps_and_the_grammar_goes_on_behind_it(make_loop:
     assert end_of(loop)[0] == ANSWER and not left[0]
 
 
+@pytest.mark.full
 def test_the_log_of_all_that_can_be_replayed(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", choice=[WORD])
@@ -187,7 +193,8 @@ class TestDrafts:
         most = max((inputs for inputs in loop.inputs if inputs and inputs.counts), key=lambda inputs: inputs.counts[0])
         assert most.counts == [3] and len(allowed_by(most)) == 3
 
-    @pytest.mark.parametrize("damage", ["handle", "too many", "token", "lengths"])
+    @pytest.mark.full
+    @pytest.mark.parametrize("damage", thinned(["handle", "too many", "token", "lengths"], keep=1))
     def test_damaged_drafts_cost_their_step(self, make_loop: MakeLoop, damage: str) -> None:
         left = [1]
 
@@ -209,6 +216,7 @@ class TestDrafts:
         assert end_of(loop)[0] == ANSWER and not left[0]
         assert loop.inputs.count(None) == 1
 
+    @pytest.mark.full
     def test_drafts_of_another_step_are_not_taken(self, make_loop: MakeLoop) -> None:
         def propose(step: SchedulerOutput, known: int) -> Proposed:
             loop.worker.send(Proposed(step.step - 1, *(np.array([9], np.int32),) * 3))

@@ -12,6 +12,7 @@ import pytest
 from grammar_cases import DEMO, EOS, text_of, tokens_of
 from inprocess import Answer, InProcessEngine
 from json_schemas import PERSON, schemas, validates
+from tiers import thinned
 
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
@@ -87,7 +88,7 @@ def test_every_answer_of_a_random_model_fits_its_schema(quiet: dict[str, Answer]
     check_fits(quiet)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", thinned([False, True], keep=1))
 def test_chunks_preemption_and_company_change_nothing(
     asynchronous: bool, random_model: Path, quiet: dict[str, Answer]
 ) -> None:
@@ -103,7 +104,7 @@ def test_chunks_preemption_and_company_change_nothing(
     alone.grammars.close()
 
 
-@pytest.mark.parametrize(("wrong_every", "asynchronous"), [(2, True), (5, False), (10**6, True)])
+@pytest.mark.parametrize(("wrong_every", "asynchronous"), thinned([(2, True), (5, False), (10**6, True)], keep=1))
 def test_the_text_is_the_same_with_any_drafts(
     wrong_every: int, asynchronous: bool, random_model: Path, quiet: dict[str, Answer]
 ) -> None:
@@ -135,6 +136,7 @@ def test_other_kinds_of_constraints() -> None:
         assert re.fullmatch(pattern, text_of(answers[name].tokens)), name
 
 
+@pytest.mark.full
 def test_what_was_delivered_already_is_gone_on_from() -> None:
     whole = engine_of(DEMO)
     whole.add("a", PROMPT, temperature=1.0, seed=5, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON))

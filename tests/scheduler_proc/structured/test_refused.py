@@ -14,6 +14,7 @@ import psutil
 import pytest
 from engine_processes import engine_processes
 from grammar_cases import demo_backend, demo_config
+from tiers import thinned
 
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
@@ -148,7 +149,7 @@ def outcome(pool: CompilePool, wanted: StructuredOutputs) -> tuple[str, float]:
     return str(taken[0][1]) if isinstance(taken[0][1], GrammarRefused) else "", time.perf_counter() - began
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", thinned(REFUSED, keep=12))
 def test_refused_with_one_clear_line(case: str, pool: CompilePool) -> None:
     fields, why = REFUSED[case]
     reason, seconds = outcome(pool, StructuredOutputs(**fields))
@@ -160,13 +161,14 @@ def test_refused_with_one_clear_line(case: str, pool: CompilePool) -> None:
     assert not any(word in reason for word in ("llguidance", "lexer", "<non-verbose", "json-schema:", "/work", "panic"))
 
 
-@pytest.mark.parametrize("case", WORKING)
+@pytest.mark.parametrize("case", thinned(WORKING, keep=3))
 def test_large_but_working(case: str, pool: CompilePool) -> None:
     reason, seconds = outcome(pool, StructuredOutputs(**WORKING[case]))
     print(f"{seconds * 1000:.0f} ms")
     assert not reason and seconds < GENEROUS_S
 
 
+@pytest.mark.full
 def test_what_takes_for_ever_ends_in_time_and_the_next_one_works(pool: CompilePool) -> None:
     hanging = {"allOf": [{"type": "string", "pattern": f"a{i}[a-z]*"} for i in range(30)]}
     reason, seconds = outcome(pool, StructuredOutputs(json=hanging))
@@ -181,7 +183,7 @@ def test_chains_through_deep_schemas_are_refused(pool: CompilePool) -> None:
     assert reason == "the JSON schema cannot be used: it is too complex"
 
 
-@pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
+@pytest.mark.parametrize("generation", thinned([0, 1], keep=1), ids=["helper", "its child"])
 def test_a_guard_that_died_is_started_again(generation: int) -> None:
     guard = Guard(demo_config())
     others = set(engine_processes(GUARD))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from log_replay import replay
 from scheduler_driver import Driver, change, expected_tokens
+from tiers import thinned
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.codec import Codec
@@ -63,7 +64,7 @@ def copied(driver: Driver) -> list[Record]:
     return msgspec.msgpack.decode(data, type=list[Record])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", thinned(range(6), keep=2))
 def test_a_replay_decides_the_same(seed: int) -> None:
     driver = live_run(seed)
     assert driver.scheduler.statistics().num_preemptions > 0
@@ -73,7 +74,7 @@ def test_a_replay_decides_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("costs", [(1.0, 0.01), (1.0, 0.1)])
+@pytest.mark.parametrize("costs", thinned([(1.0, 0.01), (1.0, 0.1)], keep=1))
 def test_adaptive_drafts_and_grammars_replay(asynchronous: bool, costs: tuple[float, float]) -> None:
     """The numbers of drafts follow from times and acceptance, which the log has."""
     driver = Driver(num_blocks=120, async_scheduling=asynchronous, num_speculative_tokens=4, adaptive=True)
@@ -103,7 +104,7 @@ def another_time(event: Any) -> Any:
     return change(event, seconds=event.seconds * (30.0 if event.drafts is not None else 1.0))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", thinned(range(6), keep=1))
 def test_its_lines_replay_to_the_same_decisions(seed: int) -> None:
     assert live_run(seed).replay_lines() is None
 

@@ -17,6 +17,7 @@ from log_replay import replay
 from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
 from scheduler_load import Load, random_settings
+from tiers import thinned
 
 from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.replay.recorded.reader import TraceReader, numbered
@@ -95,7 +96,7 @@ def altered(records: list[Record], **fields: Any) -> list[Record]:
     return [change(records[0], frames=[encode_state(state)]), *records[1:]]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", thinned(SEEDS, keep=3))
 def test_from_a_keyframe_on_all_decisions_are_the_same(seed: int) -> None:
     """With the tokens, and as a trace without them, where names are cut; the second keyframe is met again."""
     driver = idle_run(seed)
@@ -121,6 +122,7 @@ def test_a_restored_scheduler_is_as_the_other_was(seed: int) -> None:
         assert told.num_cached_blocks == len(known) and told.num_free_blocks == driver.header.num_blocks - 1
 
 
+@pytest.mark.full
 def test_all_of_a_keyframe_matters() -> None:
     """What decides nothing need not be there; and runs in which it decides nothing would prove nothing."""
     reached: Counter[str] = Counter()
@@ -324,6 +326,7 @@ def quick_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop
         loop.close()
 
 
+@pytest.mark.full
 def test_an_engine_that_fails_late_leaves_a_trace_that_replays(quick_loop: LoopUnderTest, tmp_path: Path) -> None:
     loop = quick_loop
     for index in range(12):

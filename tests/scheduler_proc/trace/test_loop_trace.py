@@ -94,6 +94,7 @@ def test_a_live_run_replays(start: Start, tmp_path: Path) -> None:
     assert times == sorted(times) and abs(times[0] - time.monotonic()) < 100
 
 
+@pytest.mark.full
 def test_a_compressed_one_in_parts_replays(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("zstandard")
     loop = start(trace=str(tmp_path / "t.jsonl.zst"), trace_max_bytes=500, trace_prompts=True)
@@ -106,6 +107,7 @@ def test_a_compressed_one_in_parts_replays(start: Start, tmp_path: Path) -> None
     assert [line.prompt_token_ids for line in arrivals] == [[index, *PROMPT] for index in range(8)]
 
 
+@pytest.mark.full
 def test_an_engine_that_fails_leaves_a_trace_of_it(start: Start, tmp_path: Path) -> None:
     loop = start(crash_dump_dir=str(tmp_path / "dumps"))
     loop.client.send(make_request("fine", PROMPT, max_tokens=5))
@@ -122,6 +124,7 @@ def test_an_engine_that_fails_leaves_a_trace_of_it(start: Start, tmp_path: Path)
     assert isinstance(lines[-1], End) and lines[-1].reason == "the workers died too often"
 
 
+@pytest.mark.full
 def test_a_dump_can_be_asked_for_while_it_runs(start: Start, tmp_path: Path) -> None:
     loop = start(crash_dump_dir=str(tmp_path / "dumps"))
     loop.client.send(make_request("a", PROMPT, max_tokens=5))
@@ -134,6 +137,7 @@ def test_a_dump_can_be_asked_for_while_it_runs(start: Start, tmp_path: Path) -> 
     assert replay_lines(TraceReader(dump)) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("folder", ["", "dumps"])
 def test_without_a_trace_nothing_is_written(start: Start, tmp_path: Path, folder: str) -> None:
     loop = start(crash_dump_dir=str(tmp_path / folder) if folder else "")

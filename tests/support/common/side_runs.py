@@ -22,6 +22,10 @@ PROGRAMS: dict[str, tuple[list[str | Path], dict[str, str]]] = {
         [TESTS / "kernels" / "compile_ahead.py", "--capabilities", "80,100"],
         {},
     ),
+    "test_first_cases_in_the_interpreter": (
+        [*PYTEST, *GRID, "--cases", "first", "-k", "not (fixed_split or in_pieces or step_after_step or every_noise)"],
+        {"TRITON_INTERPRET": "1"},
+    ),
     "test_grid_in_the_interpreter": ([*PYTEST, *GRID, "--cases", "even"], {"TRITON_INTERPRET": "1"}),
     "test_rest_of_the_grid_in_the_interpreter": ([*PYTEST, *GRID, "--cases", "odd"], {"TRITON_INTERPRET": "1"}),
     "test_decode_step_in_the_interpreter": (

@@ -7,14 +7,18 @@ import pytest
 
 
 def thinned(values: Iterable[Any], keep: int) -> list[Any]:
-    """All of ``values`` for a parametrize mark; ``keep`` of them, spread evenly, run in ``make test``."""
+    """All of ``values`` for a parametrize mark; ``keep`` of them, spread evenly, run in ``make test``.
+
+    A tuple holds the values of several parameters. A value that has a mark already stays as it is.
+    """
     each = list(values)
-    kept = {place * len(each) // keep for place in range(keep)}
-    return [value if place in kept else _full(value) for place, value in enumerate(each)]
+    plain = [place for place, value in enumerate(each) if not getattr(value, "marks", ())]
+    kept = {plain[number * len(plain) // keep] for number in range(keep)}
+    return [_full(value) if place in plain and place not in kept else value for place, value in enumerate(each)]
 
 
 def _full(value: Any) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "marks"):
-        return value._replace(marks=(*value.marks, pytest.mark.full))
-    values = value if isinstance(value, tuple) else (value,)
+    if hasattr(value, "marks"):
+        return value._replace(marks=(pytest.mark.full,))
+    values = value if type(value) is tuple else (value,)  # a named one is one value
     return pytest.param(*values, marks=pytest.mark.full)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from cpu_attention_cases import Ask, Case, Rows, make_case, raw, run
+from tiers import thinned
 
 from quire.kernels.cpu.native import load_native
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
@@ -56,9 +57,9 @@ def check(backend: CpuBackend, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", thinned([4, 16], keep=1))
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", thinned(STEPS, keep=3))
 @pytest.mark.parametrize("way", ["native", "torch"])
 def test_equals_attention_row_by_row(
     way: str, step: str, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
@@ -74,7 +75,7 @@ def test_a_token_at_a_time_equals_it_too(step: str, heads: tuple[int, int, int])
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 16), (5, 1, 20)], ids=str)
-@pytest.mark.parametrize("step", ["ragged decode", "whole prompts", "mixed"])
+@pytest.mark.parametrize("step", thinned(["ragged decode", "whole prompts", "mixed"], keep=1))
 @pytest.mark.parametrize("ask", ASKS)
 def test_whatever_a_layer_asks(ask: str, step: str, heads: tuple[int, int, int], backend: CpuBackend) -> None:
     check(backend, make_case(STEPS[step], heads, 4, torch.float32, ask=ASKS[ask]))
@@ -88,7 +89,7 @@ def test_a_layer_that_reads_an_earlier_ones_cache(ask: str, backend: CpuBackend)
     torch.testing.assert_close(case.cache, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("step", ["ragged decode", "mixed"])
+@pytest.mark.parametrize("step", thinned(["ragged decode", "mixed"], keep=1))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "cache_dtype",
@@ -169,7 +170,7 @@ def test_one_plan_serves_several_layers(backend: CpuBackend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("rotary_dim", [0, 8, 20])
+@pytest.mark.parametrize("rotary_dim", thinned([0, 8, 20], keep=2))
 @pytest.mark.parametrize("norms", [False, True])
 def test_norms_and_rotation_come_before(
     norms: bool, rotary_dim: int, shared: bool, dtype: torch.dtype, backend: CpuBackend

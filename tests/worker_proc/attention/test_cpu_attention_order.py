@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cpu_attention_cases import Ask, empty_cache, make_batch, make_spec
+from tiers import thinned
 
 from quire.kernels.cpu.native import load_native
 from quire.worker_proc.attention.backend import Rotary
@@ -78,7 +79,7 @@ class Rows:
         return self.backend.attend(qkv, cache, plan, self.spec, Rotary(self.table, positions))
 
 
-@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("ask", thinned(ASKS, keep=1))
 def test_alone_together_and_in_pieces(way: str, ask: str) -> None:
     for dtype, cache_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         rows = Rows(way, ASKS[ask], dtype, cache_dtype)

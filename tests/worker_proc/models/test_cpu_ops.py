@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiers import thinned
 
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.ops import CpuKernels
@@ -29,7 +30,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", thinned(WIDTHS, keep=2))
 def test_norms_equal_the_reference(ops: CpuOps, dtype: torch.dtype, width: int) -> None:
     rtol, atol = rms_norm.TOLERANCES[dtype]
     for rows in ROWS:
@@ -58,7 +59,7 @@ def test_heads_are_normed_where_they_lie(ops: CpuOps, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", thinned(WIDTHS, keep=2))
 def test_gates_equal_the_reference(ops: CpuOps, dtype: torch.dtype, activation: str, width: int) -> None:
     rtol, atol = gated_activation.TOLERANCES[dtype]
     for rows in ROWS:

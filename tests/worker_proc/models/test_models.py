@@ -14,6 +14,7 @@ from checkpoints import FAMILIES
 from dense_attention import DenseBackend
 from model_steps import Rows
 from thread_ranks import ThreadRank, on_ranks
+from tiers import thinned
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
@@ -96,7 +97,7 @@ def _assert_same(logits: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", thinned(VARIANTS, keep=9))
 def test_logits_equal_transformers_however_steps_are_cut(variant: str, checkpoint_factory: Factory) -> None:
     family, overrides = VARIANTS[variant]
     folder, reference = checkpoint_factory(family, **overrides)
@@ -109,7 +110,7 @@ def test_logits_equal_transformers_however_steps_are_cut(variant: str, checkpoin
         _assert_same(logits, expected[row])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, keep=5))
 def test_greedy_tokens_equal_transformers_alone_and_on_two_ranks(family: str, checkpoint_factory: Factory) -> None:
     folder, reference = checkpoint_factory(family)
     prompts = _prompts([11, 20, 4], seed=3)
@@ -126,7 +127,7 @@ def test_greedy_tokens_equal_transformers_alone_and_on_two_ranks(family: str, ch
     assert on_ranks(2, on_rank) == [alone, alone]
 
 
-@pytest.mark.parametrize("variant", ["llama", "phi3", "olmo2", "gemma2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("variant", thinned(["llama", "phi3", "olmo2", "gemma2", "mixtral", "gpt_oss"], keep=2))
 def test_more_ranks_than_kv_heads_give_the_same_logits(variant: str, checkpoint_factory: Factory) -> None:
     folder, reference = checkpoint_factory(variant)
     prompts = _prompts([20, 9])
@@ -161,7 +162,7 @@ def test_dynamic_rope_serves_no_more_than_the_models_length(checkpoint_factory: 
         build_model(load_model_config(folder), torch.float32, "cpu", 257)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, keep=4))
 def test_random_weights_give_finite_logits_that_ranks_agree_on(family: str, checkpoint_factory: Factory) -> None:
     folder, _ = checkpoint_factory(family)
     config = load_model_config(folder)
@@ -178,7 +179,7 @@ def test_random_weights_give_finite_logits_that_ranks_agree_on(family: str, chec
         torch.testing.assert_close(other, alone)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", thinned(["gemma3", "mixtral", "gpt_oss"], keep=1))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_prepacked_weights_give_the_same_logits(family: str, deterministic: bool, checkpoint_factory: Factory) -> None:
     folder, reference = checkpoint_factory(family)

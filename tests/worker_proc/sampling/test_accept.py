@@ -1,6 +1,7 @@
 """Positions of a step with drafts, and which of their samples count."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from quire.worker_proc.sampling.accept import accept_drafts
 DRAFTS = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6)
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(DRAFTS, st.data())
 def test_a_sample_counts_while_all_drafts_before_it_were_right(drafts: list[list[int]], data: st.DataObject) -> None:

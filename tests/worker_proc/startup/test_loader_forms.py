@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiers import thinned
 
 from quire.kernels.moe.mxfp4 import dequantise_mxfp4
 from quire.protocol.errors import ConfigError
@@ -129,7 +130,7 @@ def _fuse_all(tensors: Tensors) -> None:
         ("qwen3_moe", {}, _merge_qwen),
     ],
 )
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", thinned([1, 2], keep=1))
 def test_fused_tensors_are_taken_apart(
     family: str, overrides: dict[str, Any], change: Callable[[Tensors], None], size: int, copy_of: Any
 ) -> None:
@@ -163,7 +164,7 @@ def test_eyes_are_refused_where_the_architecture_has_none(copy_of: Any) -> None:
     assert "vision_tower.post_layernorm.bias is not part of the model" in _refused(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "gemma2", "olmo2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", thinned(["qwen2", "phi3", "gemma2", "olmo2", "mixtral", "gpt_oss"], keep=2))
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_hold_the_whole_between_them(family: str, size: int, copy_of: Any) -> None:
     folder = copy_of(family)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, change
+from tiers import thinned
 from traced_runs import encoded, random_run, traced, write_trace
 
 from quire.launch.replay.recorded.difference import Difference
@@ -56,12 +57,13 @@ def where(lines: list[Line], kind: type, meets: Any = lambda line: True) -> int:
     return next(at for at, line in enumerate(lines) if isinstance(line, kind) and meets(line))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", thinned(SEEDS, keep=2))
 def test_every_decision_is_the_same_again(seed: int, tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace", recorded(seed))
     assert replay_lines(TraceReader(path), check=True) is None
 
 
+@pytest.mark.full
 def test_the_runs_hold_all_that_can_happen() -> None:
     kinds: Counter[str] = Counter()
     for line in (line for seed in SEEDS for line in recorded(seed)):
@@ -129,6 +131,7 @@ def test_any_number_changed_in_the_file_is_noticed_at_its_line(tmp_path: Path, d
 DECIDED = (StepDecision, StepSnapshot, PrefixCacheEvent, Tick)
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_number_of_a_decision_is_compared(data: st.DataObject) -> None:
@@ -148,6 +151,7 @@ def test_any_number_of_a_decision_is_compared(data: st.DataObject) -> None:
         assert found.field.startswith(str(path[0]))
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_whatever_an_event_or_a_result_says_nothing_breaks(data: st.DataObject) -> None:
