@@ -116,16 +116,6 @@ def compute_slot_mappings(
     return out
 
 
-def compute_slot_mapping(
-    query_start_loc: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """``compute_slot_mappings`` for one group: int64 ``[num_tokens]``.
-
-    Describing the table to the device takes a copy and a wait: whoever maps every step makes a ``TableSet`` once.
-    """
-    return compute_slot_mappings(query_start_loc, positions, TableSet.of([block_table], [block_size]))[0]
-
-
 def launch_constants(has_row_of: bool) -> dict[str, int]:
     """What the kernel is compiled for; shared with the test that compiles it ahead."""
     return {

@@ -6,7 +6,6 @@ import torch
 from quire.kernels.cache.pointer_table import TableSet
 from quire.kernels.cache.slot_mapping import (
     PAD_SLOT_ID,
-    compute_slot_mapping,
     compute_slot_mappings,
     slot_mapping_reference,
     slot_mappings_reference,
@@ -68,7 +67,7 @@ def test_wrong_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"query_start_loc: dimension 0 \(num_rows \+ 1\) is 2, expected 3"):
         compute_slot_mappings(starts[:2], positions, tables, row_of=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"\(num_rows \+ 1\) is 4, more than the table's rows"):
-        compute_slot_mapping(torch.zeros(4, dtype=torch.int32), positions, table, 8)
+        compute_slot_mappings(torch.zeros(4, dtype=torch.int32), positions, tables)
     with pytest.raises(ValueError, match=r"out: dimension 1 \(num_tokens\) is 4, expected 5"):
         compute_slot_mappings(starts, positions, tables, out=torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="tables: device is cpu, expected meta"):

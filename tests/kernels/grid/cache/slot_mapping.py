@@ -7,7 +7,6 @@ from quire.kernels.cache.pointer_table import TableSet
 from quire.kernels.cache.slot_mapping import (
     PAD_SLOT_ID,
     TILE_TOKENS,
-    compute_slot_mapping,
     compute_slot_mappings,
     slot_mappings_reference,
 )
@@ -77,10 +76,3 @@ def test_more_tokens_than_fit_are_left_out(device: torch.device) -> None:
     positions = torch.arange(3, device=device)
     compute_slot_mappings(starts, positions, TableSet.of([table], [4]), out=out[:, :3])
     assert out.tolist() == [[12, 13, 14, 77, 77]]
-
-
-def test_one_group_is_one_table(device: torch.device) -> None:
-    starts = torch.tensor([0, 3, 3], dtype=torch.int32, device=device)
-    table = torch.tensor([[7, 3, 9], [1, 1, 1]], dtype=torch.int32, device=device)
-    positions = torch.tensor([6, 7, 8, FAR], device=device)
-    assert compute_slot_mapping(starts, positions, table, 4).tolist() == [14, 15, 36, PAD_SLOT_ID]

@@ -1,0 +1,153 @@
+"""Nothing unreachable: what no product path can reach is named in docs/reserved.md, and nothing else is.
+
+By names: a kernel that the product does not use, directly or through other kernels; a parameter of a used kernel that
+no caller gives; a field of a message, of the configuration, of a KV layout or of attention's descriptions that is never
+written or never read. Tools (benchmarks, replay, demo) are no product path.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ("launch/bench/", "launch/demo/", "launch/measure/", "launch/replay/", "worker_proc/bench/")
+STRUCTS = ("protocol/wire/", "protocol/config.py", "protocol/settings.py", "protocol/model/kv_layout.py")
+STRUCTS += ("worker_proc/attention/backend.py",)
+KNOBS = {"programs", "min_piece"}
+"""Parameters by which tests make small cases behave like large ones."""
+OTHER = {"Statistics", "AttentionBackend"}
+"""Given to users whole by ``LLM.statistics``; an interface."""
+MOST_ROWS = 21
+
+Place = tuple[str, str]
+"""Of a definition: the module's path, and the name."""
+
+
+class Module:
+    """One file: its nodes, what it defines, and which definitions of kernel modules its code names."""
+
+    def __init__(self, path: str, source: str) -> None:
+        self.path = path
+        body = ast.parse(source).body
+        self.nodes = [node for part in body for node in ast.walk(part)]
+        self.definitions = {n.name: n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        self._names = {name: (path, name) for name in self.definitions}
+        self._modules: dict[str, str] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire.kernels"):
+                folder = (node.module or "").removeprefix("quire.").replace(".", "/")
+                for alias in node.names:
+                    self._names[alias.name] = (f"{folder}.py", alias.name)
+                    self._modules[alias.name] = f"{folder}/{alias.name}.py"
+
+    def uses(self, nodes: Iterable[ast.AST]) -> Iterator[Place]:
+        for node in nodes:
+            if isinstance(node, ast.Name) and node.id in self._names:
+                yield self._names[node.id]
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in self._modules:
+                yield self._modules[node.value.id], node.attr
+
+
+def modules() -> list[Module]:
+    packages = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch")
+    files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
+    read = (Module(file.relative_to(ROOT).as_posix(), file.read_text()) for file in files)
+    return [module for module in read if not module.path.startswith(TOOLS)]
+
+
+def unreachable(of: list[Module]) -> set[str]:
+    product = [module for module in of if not module.path.startswith("kernels/")]
+    kernels = [module for module in of if module.path.startswith("kernels/")]
+    defined = {(module.path, name): node for module in kernels for name, node in module.definitions.items()}
+    of_path = {module.path: module for module in kernels}
+    uses = {place: set(of_path[place[0]].uses(ast.walk(node))) for place, node in defined.items()}
+    reached = closure((use for module in product for use in module.uses(module.nodes)), uses)
+    doors = {place for place in defined if is_door(*place)}
+    inner = {use for place in doors - reached for use in closure(uses[place], uses) - {place}}
+    launchers = [defined[place] for place in doors & reached]
+    launchers += [
+        node for module in product if module.path.endswith("group_tables.py") for node in module.definitions.values()
+    ]
+    nodes = [node for module in product for node in module.nodes]
+    calls = given([*nodes, *(node for place in reached for node in ast.walk(defined[place]))])
+    described = [node for m in product if m.path.startswith(STRUCTS) for node in m.definitions.values()]
+    structs = [node for node in described if isinstance(node, ast.ClassDef) and node.name not in OTHER]
+    lost = [*lost_parameters(launchers, calls), *lost_fields(structs, calls, nodes)]
+    return {*lost, *(name for _, name in doors - reached - inner)}
+
+
+def is_door(path: str, name: str) -> bool:
+    """Public, and neither a reference, which is for tests, nor behind a launcher."""
+    return not (name.startswith("_") or name.endswith("_reference") or path.endswith("_triton.py"))
+
+
+def closure(start: Iterable[Place], uses: Mapping[Place, set[Place]]) -> set[Place]:
+    found: set[Place] = set()
+    waiting = list(start)
+    while waiting:
+        place = waiting.pop()
+        if place in uses and place not in found:
+            found.add(place)
+            waiting += uses[place]
+    return found
+
+
+def given(nodes: Iterable[ast.AST]) -> dict[str, set[str | int]]:
+    """Of each name that is called: keywords and numbers of positions that some call gives; "**" and "*": any."""
+    found: dict[str, set[str | int]] = {}
+    for call in nodes:
+        if isinstance(call, ast.Call):
+            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            mine = found.setdefault(name, set())
+            mine |= {keyword.arg or "**" for keyword in call.keywords}
+            mine |= {"*" if isinstance(arg, ast.Starred) else index for index, arg in enumerate(call.args)}
+    return found
+
+
+def lost_parameters(launchers: Iterable[ast.AST], calls: Mapping[str, set[str | int]]) -> Iterator[str]:
+    """Parameters with a default that no call gives."""
+    for launcher in (node for node in launchers if isinstance(node, ast.FunctionDef)):
+        of = launcher.args
+        first = len(of.args) - len(of.defaults)
+        optional: list[tuple[str, int | str]] = [(arg.arg, first + i) for i, arg in enumerate(of.args[first:])]
+        optional += [(arg.arg, arg.arg) for arg, default in zip(of.kwonlyargs, of.kw_defaults, strict=True) if default]
+        told = calls.get(launcher.name, {"*"}) | KNOBS
+        yield from (f"{launcher.name}({n})" for n, at in optional if not told & {n, at, "**", "*"})
+
+
+def lost_fields(
+    structs: list[ast.ClassDef], calls: Mapping[str, set[str | int]], nodes: list[ast.AST]
+) -> Iterator[str]:
+    """Fields that nothing reads or names, or that no construction, ``replace`` or assignment writes."""
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+    read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    read |= {name for node in nodes if isinstance(node, ast.MatchClass) for name in node.kwd_attrs}
+    for struct in structs:
+        targets = [node.target for node in struct.body if isinstance(node, ast.AnnAssign)]
+        names = [target.id for target in targets if isinstance(target, ast.Name) and target.id[0] != "_"]
+        heirs = (heir for heir in structs if struct.name in {getattr(base, "id", "") for base in heir.bases})
+        told = assigned.union(*(calls.get(name, set()) for name in ("replace", struct.name, *(h.name for h in heirs))))
+        told |= given(ast.walk(struct)).get("cls", set())
+        unwritten = {name for index, name in enumerate(names) if not told & {name, index, "**", "*"}}
+        yield from (f"{struct.name}.{name}" for name in names if name in unwritten or name not in read)
+
+
+def test_what_is_unreachable_is_reserved_for_a_capability() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "reserved.md").read_text(), re.MULTILINE)
+    found = unreachable(modules())
+    assert found - set(rows) == set(), "unreachable: wire it in, remove it, or reserve it in docs/reserved.md"
+    assert set(rows) - found == set(), "reachable or gone: remove its row from docs/reserved.md"
+    assert len(rows) == len(set(rows)) <= MOST_ROWS
+
+
+def test_it_finds_what_is_unreachable() -> None:
+    kernels = "def lost_kernel(): helper()\ndef helper(): ...\ndef kept_kernel(a, knob=0): ..."
+    added = [
+        Module("kernels/cache/lost.py", kernels),
+        Module("worker_proc/uses.py", "from quire.kernels.cache.lost import kept_kernel\nkept_kernel(1)"),
+        Module("protocol/wire/lost.py", "class Told(Message):\n    lost_field: int\nTold(lost_field=1)"),
+    ]
+    assert unreachable(added) == {"lost_kernel", "kept_kernel(knob)", "Told.lost_field"}
