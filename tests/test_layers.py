@@ -64,6 +64,12 @@ def test_nothing_that_serves_imports_a_tool() -> None:
             assert not [name for name in _imports(file) if name.startswith(TOOLS)], place
 
 
+def test_a_front_end_imports_nothing_of_the_scheduler() -> None:
+    """They share messages only: a front end runs in a process of its own."""
+    for file in _files("launch/frontend", "launch/http", "launch/text", "launch/offline"):
+        assert not [name for name in _imports(file) if name.startswith("quire.scheduler_proc")], file
+
+
 @pytest.mark.parametrize(
     "module",
     ["quire.scheduler_proc.__main__", "quire.launch.cli", "quire.launch.http.__main__", "quire.launch.offline.llm"],

@@ -6,20 +6,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
 Masks = npt.NDArray[np.int32]
 """int32 ``[num_rows, ceil(vocab_size / 32)]``, as in ``SampleInputs``: a set bit allows its token."""
-
-MAX_REASON = 240
-
-
-class GrammarRefused(Exception):
-    """What a request asks for can never be kept; the text is one line, for the client."""
-
-    def __init__(self, text: str) -> None:
-        line = " ".join(text.split())
-        super().__init__(line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "...")
 
 
 class GrammarTooSlow(GrammarRefused):

@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarRefused
+from quire.protocol.request.grammar_checks import GrammarRefused
+from quire.scheduler_proc.structured.backend import CompiledGrammar
 
 Outcome = CompiledGrammar | GrammarRefused
 Source = tuple[str, str]

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.protocol.process.helper import on_a_large_stack
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarRefused, GrammarTooSlow
+from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarTooSlow
 from quire.scheduler_proc.structured.cache import Outcome, Source
 from quire.scheduler_proc.structured.fair_queue import FairQueue
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, CRASHED

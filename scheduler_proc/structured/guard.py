@@ -10,8 +10,9 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarRefused, GrammarTooSlow
+from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarTooSlow
 from quire.scheduler_proc.structured.make import make_backend
 
 COMPILE_SECONDS = 1.0

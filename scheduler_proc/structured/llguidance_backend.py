@@ -15,9 +15,9 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
+from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarRefused, Masks
-from quire.scheduler_proc.structured.checks import check, is_gbnf
+from quire.scheduler_proc.structured.backend import Masks
 
 MAX_LEXER_STATES = 20_000
 """Of one grammar, over all answers that use it: 1 to 3 KB each."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarRefused
+from quire.protocol.request.grammar_checks import GrammarRefused
+from quire.scheduler_proc.structured.backend import GrammarBackend
 
 BACKENDS = ("llguidance", "xgrammar")
 

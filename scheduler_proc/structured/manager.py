@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Proposed, SampleInputs
@@ -17,13 +18,7 @@ from quire.scheduler_proc.core.events import Fail, Refuse, Release
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.answer import ConstrainedAnswer, Reading
-from quire.scheduler_proc.structured.backend import (
-    CompiledGrammar,
-    GrammarBackend,
-    GrammarBusy,
-    GrammarRefused,
-    Masks,
-)
+from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarBackend, GrammarBusy, Masks
 from quire.scheduler_proc.structured.cache import GrammarCache, Outcome, Source
 from quire.scheduler_proc.structured.compile_pool import Check, CompilePool
 from quire.scheduler_proc.structured.drafts import drafts_of

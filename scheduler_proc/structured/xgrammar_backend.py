@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import xgrammar
 
+from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarRefused, Masks
-from quire.scheduler_proc.structured.checks import check, is_gbnf
+from quire.scheduler_proc.structured.backend import Masks
 
 CACHE_BYTES = 64 * 2**20
 MAX_ROLLBACK = 256

@@ -14,9 +14,8 @@ from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.sampling_fields import schema_constraint
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.grammar_checks import GrammarRefused, check_schema
 from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarRefused
-from quire.scheduler_proc.structured.checks import check_schema
 
 MAX_TOOLS = 128
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarBusy, GrammarRefused, GrammarTooSlow
+from quire.scheduler_proc.structured.backend import GrammarBusy, GrammarTooSlow
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED, MAX_QUEUED_SLOW, CompilePool
 from quire.scheduler_proc.structured.fair_queue import FairQueue
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS

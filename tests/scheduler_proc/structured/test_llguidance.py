@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from grammar_cases import DEMO, EOS, VOCAB_SIZE, allowed, demo_backend, fits, tokens_of
 
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarRefused
 from quire.scheduler_proc.structured.llguidance_backend import PARALLEL_FROM, LLGuidanceBackend
 
 PAIR = {

@@ -13,6 +13,7 @@ from grammar_cases import demo_backend, demo_config, tokens_of
 from scheduler_driver import make_request
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Proposed
@@ -20,7 +21,6 @@ from quire.scheduler_proc.core.events import Refuse, Release
 from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 from quire.scheduler_proc.core.step import Share
 from quire.scheduler_proc.requests.request import Request, RequestStatus, Tokens
-from quire.scheduler_proc.structured.backend import GrammarRefused
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED
 from quire.scheduler_proc.structured.make import backend_maker

@@ -17,8 +17,9 @@ from grammar_cases import demo_backend, demo_config
 from tiers import thinned
 
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.grammar_checks import MAX_REASON, GrammarRefused
 from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
-from quire.scheduler_proc.structured.backend import MAX_REASON, GrammarBusy, GrammarRefused
+from quire.scheduler_proc.structured.backend import GrammarBusy
 from quire.scheduler_proc.structured.compile_pool import CompilePool
 from quire.scheduler_proc.structured.guard import Guard
 

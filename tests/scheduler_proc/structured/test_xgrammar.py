@@ -9,8 +9,8 @@ import fake_xgrammar
 import numpy as np
 import pytest
 
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarRefused
 
 TOKENIZER: dict[str, Any] = {
     "model": {"vocab": {"a": 1, "b": 2, "ab": 3, "c": 33}},

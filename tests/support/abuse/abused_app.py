@@ -19,8 +19,8 @@ from quire.launch.http.app import make_app
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.scheduler_proc.structured.backend import GrammarRefused
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, Guard
 
 CONTEXT = 2048

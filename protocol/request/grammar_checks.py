@@ -1,7 +1,7 @@
 """What is refused before a grammar library sees it: what libraries refuse unclearly, slowly, or by crashing.
 
 The sizes bound a library's time and memory: its recursion follows chains of rules and references, and its automata
-grow with literals. Each was measured against ``llguidance``; see README.md.
+grow with literals. Each was measured against ``llguidance``; see ``scheduler_proc/structured/README.md``.
 """
 
 import re
@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarRefused
 
+MAX_REASON = 240
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_OBJECTS = 10_000
 MAX_PROPERTIES = 1000
@@ -35,6 +35,14 @@ _DATA = ("const", "enum", "default", "examples")
 _RECURSION = re.compile(r"\(\?(?:R|[0-9]|&|P>)")
 _RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\[[^\]\n]*\])?(?:\.\d+)?[ \t]*:", re.MULTILINE)
 _ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+
+
+class GrammarRefused(Exception):
+    """What a request asks for can never be kept; the text is one line, for the client."""
+
+    def __init__(self, text: str) -> None:
+        line = " ".join(text.split())
+        super().__init__(line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "...")
 
 
 def check(wanted: StructuredOutputs) -> None:
