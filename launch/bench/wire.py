@@ -1,7 +1,7 @@
 """``quire bench wire``: how large the messages of a step are, and what they cost to encode and to decode.
 
 The real Scheduler and the real codec in this process. No model: a synthetic worker follows the diffs, as it must to
-know who samples, and answers with random tokens.
+know which rows sample, and answers with random tokens.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def measure_decode(num_requests: int, steps: int, seed: int = 0) -> dict[str, di
     """Figures by message, over ``steps`` steps in which ``num_requests`` requests decode and nothing else happens."""
     rng = np.random.default_rng(seed)
     low, high = PROMPT_LENGTHS
-    # More than the recorded steps: nobody may end, nor be the last to start, within them.
+    # More than the recorded steps: no request may end, nor be the last to start, within them.
     max_tokens = 2 * num_requests + steps + 64
     engine = WireEngine(num_requests, high + max_tokens, max(8192, num_requests), seed)
     vocab_size = engine.config.model.vocab_size

@@ -1,4 +1,4 @@
-"""A real ``quire serve`` whose processes are to be killed: who they are, what it says, and what it leaves behind."""
+"""A real ``quire serve`` whose processes can be killed: its processes, what it says, and what it leaves behind."""
 
 import contextlib
 import os
@@ -45,15 +45,17 @@ class FaultServer:
     parent.
     """
 
-    def __init__(self, flags: Sequence[str], *, num_ranks: int = 1, wait: bool = True) -> None:
+    def __init__(self, flags: Sequence[str], *, num_ranks: int = 1, wait: bool = True, echo: bool = False) -> None:
         """
         Args:
             wait: until the server is ready.
+            echo: repeat on stderr what the server says.
 
         Raises:
             ConfigError: it did not get ready; with the last line that it said.
         """
         self.num_ranks = num_ranks
+        self._echo = echo
         self.directory = Path(tempfile.mkdtemp(prefix="faults-"))
         self._shared: set[Path] = set()
         self.log: list[Line] = []
@@ -87,6 +89,8 @@ class FaultServer:
         """In a thread of its own, until every process that holds the other end has ended."""
         for text in stream:
             self.log.append(Line(time.monotonic(), text.rstrip()))
+            if self._echo:
+                print(text, end="", file=sys.stderr, flush=True)
             found = READY.search(text)
             if found:
                 self.port = int(found[1])
@@ -112,7 +116,7 @@ class FaultServer:
         return self.members(role)[: self.num_ranks] if role == "worker" else self.members(role)
 
     def noticed(self, since: float) -> float | None:
-        """When it first said after ``since`` (monotonic seconds) that somebody died; None: not yet."""
+        """When it first said after ``since`` (monotonic seconds) that a process died; None: not yet."""
         return next((line.at for line in self.log if line.at >= since and NOTICED.search(line.text)), None)
 
     # ---- the end
@@ -130,7 +134,7 @@ class FaultServer:
         return left + [f"shared memory {path.name}" for path in sorted(self._shared) if path.exists()]
 
     def orphans(self) -> list[psutil.Process]:
-        """Processes of this server, whoever their parent is now, besides the first."""
+        """Processes of this server besides the first, also those that lost their parent."""
         others = (process for process in psutil.process_iter() if process.pid != self.process.pid)
         found = [process for process in others if _variable(process, "TMPDIR") == str(self.directory)]
         self._remember_shared(found)

@@ -17,7 +17,7 @@ class Verdicts:
 
     Attributes:
         num_lost: cut off together with the front end that gave them.
-        num_failed: not whole, though nobody killed their front end.
+        num_failed: not whole, though their front end lived.
         num_changed: whole, and wrong.
         num_diverged: right in themselves, and not the reference: another batch rounds otherwise. Only counted where
             answers need not be exact.
@@ -64,7 +64,7 @@ class Slots:
     """
 
     def __init__(self, port: int, asks: Sequence[Ask], count: int, seed: int, verdicts: Verdicts | None) -> None:
-        """``verdicts``: None: nobody is to be judged."""
+        """``verdicts``: None: no answer is judged."""
         self.arrivals: list[tuple[float, int]] = []
         self._last = [0.0] * count
         self._port = port
@@ -128,7 +128,7 @@ class Slots:
             if self._verdicts is not None:
                 self._verdicts.judge(number, answer, doomed=answer.port in self._doomed)
             if answer.error:
-                await asyncio.sleep(0.05)  # nobody may be there for a while
+                await asyncio.sleep(0.05)  # there may be no front end for a while
 
 
 def _difference(answer: Answer, reference: Answer) -> str:

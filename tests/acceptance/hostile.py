@@ -144,7 +144,7 @@ async def _watch(target: Target, made: Round) -> None:
 
 
 async def _honest(target: Target, args: argparse.Namespace, made: Round) -> None:
-    """A closed loop of a fixed load: who comes next does not depend on how fast it goes."""
+    """A closed loop of a fixed load: which request comes next does not depend on how fast it goes."""
     waiting = iter(enumerate(honest_bodies(args.num_requests, args.seed)))
 
     async def one_client() -> None:

@@ -80,7 +80,7 @@ def _request(target: Target, prompt: Sequence[int], output_len: int) -> bytes:
 
 
 def _side_load(target: Target, args: argparse.Namespace, draw: random.Random) -> list[TimedStream]:
-    """Prompts that nobody has seen, one after the other, while the streams run: each is prefill and one token."""
+    """Prompts that are not cached, one after the other, while the streams run: each is prefill and one token."""
     if not args.side_len:
         return []
     return [

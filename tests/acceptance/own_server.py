@@ -1,11 +1,7 @@
-"""A `quire serve` of the benchmark's own, or one that runs already; what its processes hold, as the system says."""
+"""A `quire serve` of the harness's own, or one that runs already; what its processes hold, as the system says."""
 
-import re
 import shlex
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import psutil
+from fault_server import FaultServer
 
 from quire.launch.measure.http_client import parse_metrics
 from quire.protocol.errors import ConfigError, EngineError
@@ -23,7 +20,6 @@ from quire.protocol.errors import ConfigError, EngineError
 T = TypeVar("T")
 
 SETTLE_S = 20.0
-STOP_S = 60.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_usable_blocks")
 
 
@@ -121,52 +117,21 @@ def serving(url: str | None, api_key: str | None, flags: Sequence[str], more: st
         flags: of our own server; ``more`` are the user's, as one string: later ones win.
 
     Raises:
-        ConfigError: flags are given for a server that is not ours.
-        EngineError: our own does not start; with its last words.
+        ConfigError: flags are given for a server that is not ours, or our own does not start; with its last words.
     """
     if url is not None:
         if more:
-            raise ConfigError("--serve-args are for a server of the benchmark's own: leave --url out")
+            raise ConfigError("--serve-args are for a server of the harness's own: leave --url out")
         yield Target(url.rstrip("/"), api_key or "", None)
         return
-    command = [sys.executable, "-P", "-m", "quire.launch.cli", "serve", "--port", "0", *flags, *shlex.split(more or "")]
-    # A benchmark that is told to end must not leave its server behind.
+    # A harness that is told to end must not leave its server behind.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     try:
-        yield Target(_await_ready(process), api_key or "", process.pid)
+        with FaultServer([*flags, *shlex.split(more or "")], echo=True) as server:
+            yield Target(f"http://127.0.0.1:{server.port}", api_key or "", server.process.pid)
+            server.stop()
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stderr.close()
         signal.signal(signal.SIGTERM, before)
-
-
-def _await_ready(process: "subprocess.Popen[str]") -> str:
-    assert process.stderr is not None
-    said: list[str] = []
-    for line in process.stderr:
-        said.append(line)
-        found = re.search(r"(http://\S+) \(ready", line)
-        if found:
-            # Nobody may leave a pipe unread: a full one would stop who writes to it.
-            threading.Thread(target=_drain, args=(process,), daemon=True).start()
-            return found[1]
-    raise EngineError(f"the server did not start: {''.join(said[-3:]).strip()}")
-
-
-def _drain(process: "subprocess.Popen[str]") -> None:
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            print(line, end="", file=sys.stderr, flush=True)
-    except ValueError:
-        return  # closed: the server has ended
 
 
 def _role(process: psutil.Process) -> str:

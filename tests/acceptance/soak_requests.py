@@ -58,7 +58,7 @@ def _several(draw: random.Random) -> SoakRequest:
 
 
 def _grammar(draw: random.Random) -> SoakRequest:
-    """Of few grammars, which are found compiled, and now and then of one that nobody has seen."""
+    """Of few grammars, which are found compiled, and now and then of a new one."""
     wanted: dict[str, Any] = draw.choice(
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},

@@ -10,7 +10,7 @@ from quire.scheduler_proc.trace.lines import Arrival, PrefixCacheEvent, Result, 
 
 @dataclass(slots=True)
 class RequestShare:
-    """Of one request. Steps are all of the engine's, whoever runs in them: a clock that no load can slow down.
+    """Of one request. All steps of the engine count, whichever requests run in them: no load slows this clock down.
 
     Attributes:
         waited: steps decided from its arrival until it was first let in, that one included.

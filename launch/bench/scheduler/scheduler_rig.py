@@ -89,7 +89,7 @@ class BatchWorker:
         self.num_active = self.num_tokens = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Random tokens for whoever reaches its last known position; ``handles`` only when it differs."""
+        """Random tokens for each row that reaches its last known position; ``handles`` only when it differs."""
         self._change_rows(step)
         for changed, active in ((step.parked, False), (step.unparked, True)):
             for handle in changed:

@@ -113,7 +113,7 @@ def admission(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
                 found, hit = _admit_once(rig, prompt, busy)
                 for key, spent in found.items():
                     rows.setdefault(key, []).append(spent)
-            # The first few meet caches and branches that nobody has used yet.
+            # The first few meet caches and branches that were not used yet.
             kept = {key: summary(values[min(5, len(values) - 1) :]) for key, values in rows.items()}
             out[f"busy{busy}_{name}"] = kept | {"hit_tokens": hit}
         unfreeze()
