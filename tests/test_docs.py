@@ -56,11 +56,12 @@ def test_each_target_that_contributors_are_told_of_is_there() -> None:
 
 
 def test_the_tables_of_flags_are_those_of_the_declarations() -> None:
-    """Else: ``python -P -m quire.launch.config.flags_page docs/flags.md``."""
+    """Else: ``python -P -m quire.launch.config.flags_page docs/flags.md docs/sampling.md``."""
     from quire.launch.config.flags_page import with_tables
 
-    page = (ROOT / "docs/flags.md").read_text()
-    assert with_tables(page) == page
+    for name in ("flags", "sampling"):
+        page = (ROOT / f"docs/{name}.md").read_text()
+        assert with_tables(page) == page and "<!-- end -->" in page
 
 
 def test_each_flag_is_documented() -> None:

@@ -1,9 +1,8 @@
 """Settings on the command line: one flag per declared setting, and what a config file and the flags give together."""
 
 import argparse
-import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -37,8 +36,6 @@ def add_options(parser: argparse.ArgumentParser, options: type[msgspec.Struct]) 
 def _argument(each: Declared) -> dict[str, Any]:
     """argparse's words for a setting's type."""
     kind, metavar = each.kind, each.setting.metavar
-    if get_origin(kind) in (Union, types.UnionType):
-        kind = next(arg for arg in get_args(kind) if arg is not type(None))
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:

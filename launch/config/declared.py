@@ -1,7 +1,8 @@
 """What a struct of settings declares, as flags, documentation and checks read it."""
 
 import inspect
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -10,7 +11,7 @@ from quire.protocol.settings import Setting
 
 
 class Declared(NamedTuple):
-    """One setting. ``kind`` is its type without the annotation."""
+    """One setting. ``kind`` is its type without the annotation, and without None where that is allowed."""
 
     name: str
     kind: Any
@@ -36,7 +37,7 @@ def declared(options: type[msgspec.Struct]) -> list[Declared]:
     defaults = {field.name: field.default for field in msgspec.structs.fields(options)}
     names = [name for each in options.__mro__ for name in inspect.get_annotations(each)]
     found = [
-        Declared(name, get_args(hints[name])[0], defaults[name], setting)
+        Declared(name, _kind(get_args(hints[name])[0]), defaults[name], setting)
         for name in names
         if get_origin(hints[name]) is Annotated
         for setting in hints[name].__metadata__
@@ -44,6 +45,11 @@ def declared(options: type[msgspec.Struct]) -> list[Declared]:
     ]
     topics = list(dict.fromkeys(each.setting.topic for each in found))
     return sorted(found, key=lambda each: topics.index(each.setting.topic))
+
+
+def _kind(hint: Any) -> Any:
+    is_optional = get_origin(hint) in (Union, UnionType)
+    return next(arg for arg in get_args(hint) if arg is not NoneType) if is_optional else hint
 
 
 def check_ranges(options: msgspec.Struct) -> None:

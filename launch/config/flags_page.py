@@ -1,4 +1,4 @@
-"""Write the tables of docs/flags.md: ``python -P -m quire.launch.config.flags_page docs/flags.md``."""
+"""Write the tables of settings: ``python -P -m quire.launch.config.flags_page docs/flags.md docs/sampling.md``."""
 
 import re
 import sys
@@ -10,8 +10,13 @@ import msgspec
 from quire.launch.config.declared import Declared, declared
 from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
+from quire.launch.config.speculative import SpeculativeKeys
 
-TABLES: dict[str, type[msgspec.Struct]] = {"engine": EngineOptions, "serve": ServeOptions}
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "engine": EngineOptions,
+    "serve": ServeOptions,
+    "speculative": SpeculativeKeys,
+}
 """Name of a table in the page's marks, and the struct that it describes."""
 
 
@@ -26,13 +31,16 @@ def with_tables(page: str) -> str:
 
 def _table(options: type[msgspec.Struct]) -> str:
     text, topic = "", ""
+    are_keys = options is SpeculativeKeys
+    first = "key" if are_keys else "flag"
     for each in declared(options):
         if each.setting.topic != topic:
             topic = each.setting.topic
-            text += f"\n**{topic}**\n\n| flag | default | values | meaning |\n|---|---|---|---|\n"
+            text += f"\n**{topic}**\n\n| {first} | default | values | meaning |\n|---|---|---|---|\n"
         more = f". {each.setting.more[0].upper()}{each.setting.more[1:]}" if each.setting.more else ""
         meaning = f"{_escaped(each.setting.help)}{more}"
-        text += f"| {_flag(each)} | {_escaped(each.default_text)} | {_values(each)} | {meaning} |\n"
+        name = f"`{each.name}`" if are_keys else _flag(each)
+        text += f"| {name} | {_escaped(each.default_text)} | {_values(each)} | {meaning} |\n"
     return text + "\n"
 
 
@@ -56,8 +64,8 @@ def _escaped(text: str) -> str:
 
 
 def main() -> None:
-    file = Path(sys.argv[1])
-    file.write_text(with_tables(file.read_text()))
+    for file in map(Path, sys.argv[1:]):
+        file.write_text(with_tables(file.read_text()))
 
 
 if __name__ == "__main__":

@@ -2,48 +2,78 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quire.launch.config.declared import declared
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.checkpoint import stored_tensors
 from quire.protocol.model.model_config import ModelConfig, load_model_config
+from quire.protocol.settings import Setting
 
 FLAG = "--speculative-config"
 MAX_DRAFTS = 32
 DEFAULT_LOOKUP = (2, 5)
 DEFAULT_DEPTH = 24
-RANGES: dict[str, tuple[int, int]] = {
-    "num_speculative_tokens": (1, MAX_DRAFTS),
-    "prompt_lookup_min": (1, 64),
-    "prompt_lookup_max": (1, 64),
-    "suffix_decoding_max_tree_depth": (2, 256),
-    "suffix_decoding_max_cached_requests": (0, 1_000_000),
-}
-# The keys that only one method looks at.
-METHOD_OF_KEY = {
-    "model": "draft_model",
-    "prompt_lookup_min": "ngram",
-    "prompt_lookup_max": "ngram",
-    "suffix_decoding_max_tree_depth": "suffix",
-    "suffix_decoding_max_cached_requests": "suffix",
-}
+DEFAULT_CACHED = 1000
+COMMON, NGRAM, SUFFIX, DRAFT_MODEL = "Any method", "ngram", "suffix", "draft_model"
+"""Topics of the keys: a key of a method's topic is for this method only."""
 
 
-class _Given(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys as a user gives them; None means: decide for me."""
+class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys as a user gives them; None: not given."""
 
-    method: Literal["ngram", "suffix", "draft_model"] | None = None
-    num_speculative_tokens: int | None = None
-    model: str | None = None
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    suffix_decoding_max_tree_depth: int | None = None
-    suffix_decoding_max_cached_requests: int | None = None
-    acceptance: Literal["shared_noise", "rejection"] = "shared_noise"
-    adaptive: bool = True
+    method: Annotated[
+        Literal["ngram", "suffix", "draft_model"] | None,
+        Setting(
+            COMMON,
+            "how drafts are proposed",
+            default="`draft_model` if `model` is given",
+            more="`ngram`: what followed the same last tokens earlier in the request; `suffix`: the same over earlier "
+            "answers, too; `draft_model`: what a smaller model samples",
+        ),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None,
+        Setting(
+            COMMON,
+            "most drafts of one request in one step",
+            range=(1, MAX_DRAFTS),
+            default="for `suffix` the tree's depth, else none",
+        ),
+    ] = None
+    acceptance: Annotated[
+        Literal["shared_noise", "rejection"],
+        Setting(
+            COMMON,
+            "which drafts are accepted",
+            more="`shared_noise`: a draft is accepted while it is the token that would have been sampled, so the text "
+            "is the same as without. `rejection` (`draft_model` only) accepts more of them by chance; the distribution "
+            "is the same, the text is not",
+        ),
+    ] = "shared_noise"
+    adaptive: Annotated[bool, Setting(COMMON, "fewer drafts, down to none, while they do not pay")] = True
+    prompt_lookup_min: Annotated[
+        int | None,
+        Setting(NGRAM, "fewest last tokens that must be the same", range=(1, 64), default=str(DEFAULT_LOOKUP[0])),
+    ] = None
+    prompt_lookup_max: Annotated[
+        int | None,
+        Setting(NGRAM, "most last tokens that are compared", range=(1, 64), default=str(DEFAULT_LOOKUP[1])),
+    ] = None
+    suffix_decoding_max_tree_depth: Annotated[
+        int | None,
+        Setting(SUFFIX, "longest context of the suffix tree, in tokens", range=(2, 256), default=str(DEFAULT_DEPTH)),
+    ] = None
+    suffix_decoding_max_cached_requests: Annotated[
+        int | None,
+        Setting(SUFFIX, "answers that it remembers", range=(0, 1_000_000), default=str(DEFAULT_CACHED)),
+    ] = None
+    model: Annotated[
+        str | None, Setting(DRAFT_MODEL, "folder or id of the draft model; it must have the model's vocabulary")
+    ] = None
 
 
 def parse_speculative(
@@ -75,42 +105,43 @@ def parse_speculative(
         prompt_lookup_min=low,
         prompt_lookup_max=high,
         suffix_max_depth=depth,
-        suffix_max_cached_requests=1000 if cached is None else cached,
+        suffix_max_cached_requests=DEFAULT_CACHED if cached is None else cached,
         acceptance=keys.acceptance,
         adaptive=keys.adaptive,
     )
     return chosen, count
 
 
-def _convert(given: Mapping[str, Any]) -> _Given:
-    known = _Given.__struct_fields__
+def _convert(given: Mapping[str, Any]) -> SpeculativeKeys:
+    known = SpeculativeKeys.__struct_fields__
     for key in given:
         if key not in known:
             raise ConfigError(f"{FLAG}: unknown key {key!r}{did_you_mean(str(key), known)}")
     try:
-        return msgspec.convert(dict(given), _Given)
+        return msgspec.convert(dict(given), SpeculativeKeys)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {error}") from None
 
 
-def _method(keys: _Given) -> str:
+def _method(keys: SpeculativeKeys) -> str:
     """The method, which all the other keys go with and are in range for."""
-    for name, (low, high) in RANGES.items():
-        value = getattr(keys, name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"{FLAG}: {name} must be from {low} to {high}, not {value}")
+    given = [(each, getattr(keys, each.name)) for each in declared(SpeculativeKeys)]
+    for each, value in given:
+        low, high = each.setting.range or (0, 0)
+        if each.setting.range and value is not None and not low <= value <= high:
+            raise ConfigError(f"{FLAG}: {each.name} must be from {low} to {high}, not {value}")
     method = keys.method or ("draft_model" if keys.model is not None else None)
     if method is None:
         raise ConfigError(f"{FLAG}: method must be ngram, suffix or draft_model")
-    for name, its_method in METHOD_OF_KEY.items():
-        if getattr(keys, name) is not None and method != its_method:
-            raise ConfigError(f"{FLAG}: {name} is for the method {its_method}, not for {method}")
+    for each, value in given:
+        if value is not None and each.setting.topic not in (COMMON, method):
+            raise ConfigError(f"{FLAG}: {each.name} is for the method {each.setting.topic}, not for {method}")
     if keys.acceptance == "rejection" and method != "draft_model":
         raise ConfigError(f"{FLAG}: acceptance rejection needs the method draft_model")
     return method
 
 
-def _lookup(keys: _Given) -> tuple[int, int]:
+def _lookup(keys: SpeculativeKeys) -> tuple[int, int]:
     """Of the two lengths, one that is not given is the other."""
     low, high = keys.prompt_lookup_min, keys.prompt_lookup_max
     if low is None and high is None:

@@ -52,14 +52,30 @@ class FrontEnd:
 
     async def serve(self, listener: socket.socket) -> None:
         """Until told to drain; then refuse new requests, let running ones finish, abort what is left, and return."""
-        config, settings, engine = self._config, self._settings, self._engine
-        processors = load_logits_processors(config.logits_processors)
+        config, engine = self._config, self._engine
         text_in = TextIn.load(Path(config.model_path)) if config.model_path else TextIn()
+        server = self._make_server(text_in)
+        self._obey()
+        asyncio.get_running_loop().add_reader(self._child.fileno(), self._obey)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in (self._drain(server), self._tick(), self._say_ready())]
+            await self._wait_told()
+            gc.collect()
+            gc.freeze()  # what is there by now stays: no collection walks it again
+            gc.set_threshold(*COLLECT_AFTER)
+            await server.serve(sockets=[listener])
+            for task in tasks:
+                task.cancel()
+        await engine.close()
+        text_in.close()
+
+    def _make_server(self, text_in: TextIn) -> HttpServer:
+        config, settings = self._config, self._settings
         app = make_app(
-            engine,
+            self._engine,
             ServerSettings(
                 text_in=text_in,
-                processors=tuple(processors),
+                processors=tuple(load_logits_processors(config.logits_processors)),
                 thinking=Thinking.of(config, text_in),
                 served_model_names=tuple(settings.served_model_name or ()),
                 api_keys=tuple(settings.api_key or ()),
@@ -67,7 +83,7 @@ class FrontEnd:
                 health_timeout=settings.health_timeout,
             ),
         )
-        server = HttpServer(
+        return HttpServer(
             uvicorn.Config(
                 app,
                 http=BoundedHttpProtocol,
@@ -78,18 +94,6 @@ class FrontEnd:
                 server_header=False,
             )
         )
-        self._obey()
-        asyncio.get_running_loop().add_reader(self._child.fileno(), self._obey)
-        tasks = [asyncio.create_task(work) for work in (self._drain(server), self._tick(), self._say_ready())]
-        await self._wait_told()
-        gc.collect()
-        gc.freeze()  # what is there by now stays: no collection walks it again
-        gc.set_threshold(*COLLECT_AFTER)
-        await server.serve(sockets=[listener])
-        for task in tasks:
-            task.cancel()
-        await engine.close()
-        text_in.close()
 
     def _obey(self) -> None:
         for command in self._child.take_commands():
