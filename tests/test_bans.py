@@ -171,7 +171,7 @@ def found() -> dict[str, list[Offence]]:
 
 
 def test_nothing_banned_stands_in_the_tree(found: dict[str, list[Offence]]) -> None:
-    assert len(found) > 600, "the search does not see the tree"
+    assert {place.partition("/")[0] for place in found} >= {"protocol", "launch", "tests"}, "it does not see the tree"
     told = [
         f"{place}:{offence.line}: {offence.name}"
         for place, here in found.items()

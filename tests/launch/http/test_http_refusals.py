@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,60 +10,48 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
-from tiers import thinned
 
-from quire.launch.http.app import ROUTES, make_app
 from quire.launch.http.schema import bodies, schema
 from quire.launch.http.serving.body import MAX_BODY_BYTES
-from quire.launch.http.serving.gate import OPEN_PATHS
-from quire.launch.http.serving.server import ServerSettings
-from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 
 VOCAB = 420
 MESSAGES = [{"role": "user", "content": "hello"}]
-N_RANGE = "n must be an integer from 1 to 128"
 TEMPERATURE_RANGE = "temperature must be a number from 0 to 2"
 IDS_RANGE = f"prompt must hold token ids, integers from 0 to {VOCAB - 1}"
 CONTEXT = "maximum context length"
 
 # field, value, what the message must say
 SHARED = [
-    *[("n", value, N_RANGE) for value in (0, -1, 129, 10**6, 2**63, 2**70, 1.5, "2", True, [1], {})],
-    *[("temperature", value, TEMPERATURE_RANGE) for value in (-1, 2.1, 1e308, "hot", True, [])],
-    *[("top_p", value, "top_p must be a number above 0 and at most 1") for value in (0, 1.1, -0.1, "x")],
-    *[("min_p", value, "min_p must be a number from 0 to 1") for value in (-1, 1.01, "x")],
-    *[("top_k", value, "top_k must be an integer from -1 to") for value in (-2, 1.5, "x", 2**40)],
-    *[("seed", value, "seed must be an integer from") for value in (2**65, "x", 1.5, True)],
-    *[("max_tokens", value, "integer from 1 to 256, this model's " + CONTEXT) for value in (-1, 0, 2**70, 257, "9")],
-    *[("max_tokens", value, "max_tokens must be an integer from 1 to 256") for value in (1.5, True, [])],
+    # All values of the numbers: tests/abuse/test_numbers.py.
+    ("n", 129, "n must be an integer from 1 to 128"),
+    ("temperature", 2.1, TEMPERATURE_RANGE),
+    ("top_p", 0, "top_p must be a number above 0 and at most 1"),
+    ("min_p", 1.01, "min_p must be a number from 0 to 1"),
+    ("top_k", -2, "top_k must be an integer from -1 to"),
+    ("seed", 2**65, "seed must be an integer from"),
+    ("max_tokens", 257, "integer from 1 to 256, this model's " + CONTEXT),
     ("max_tokens", 256, "maximum context length is 256 tokens and your prompt has"),
-    *[("stop", value, "stop must be a string of 1 to 1024") for value in ([""], "", ["x" * 1025], [7], [None])],
-    *[("stop", value, "at most 64 strings") for value in (["x"] * 10_000, 7, {"a": 1})],
-    *[("stop_token_ids", value, f"integers from 0 to {VOCAB - 1}") for value in ([VOCAB], [3, 2**31 - 1])],
-    *[("stop_token_ids", value, "stop_token_ids must be a") for value in ([-1], [1.5], ["a"], 7, [True], [2**70])],
+    ("stop", [""], "stop must be a string of 1 to 1024"),
+    ("stop", ["x"] * 10_000, "at most 64 strings"),
+    ("stop_token_ids", [3, VOCAB], f"integers from 0 to {VOCAB - 1}"),
+    ("stop_token_ids", [-1], "stop_token_ids must be a"),
     ("stop_token_ids", [1] * 2000, "at most 1024"),
     *[("ignore_eos", value, "ignore_eos must be true or false") for value in (1, "yes")],
     ("skip_special_tokens", 0, "must be true or false"),
     ("include_stop_str_in_output", "no", "must be true or false"),
     ("stream", "true", "stream must be true or false"),
     ("stream_options", {"include_usage": True}, "only allowed when stream is true"),
-    ("priority", 1.5, "priority must be an integer from"),
     ("priority", 2**40, "priority must be an integer from"),
-    *[("cache_salt", value, "string of 1 to 1024 characters") for value in ("", "x" * 10**6, 7)],
+    ("cache_salt", "", "string of 1 to 1024 characters"),
     ("model", 7, "model must be a string"),
     ("presence_penalty", 3, "presence_penalty must be a number from -2 to 2"),
     ("frequency_penalty", "x", "frequency_penalty must be a number from -2 to 2"),
-    *[("logit_bias", value, "keys") for value in ({str(VOCAB): 1}, {"-1": 1}, {str(2**40): 1}, {"abc": 1}, {"²": 1})],
-    *[("logit_bias", value, "from -100 to 100") for value in ({"5": 1e9}, {"5": "x"}, {"5": None})],
-    ("logit_bias", {str(i): 1 for i in range(100_000)}, "at most 1024"),
-    ("logit_bias", [1], "logit_bias must be an object"),
     ("logit_bias", {"5": 1, "420": 1}, "not '420'"),
-    *[("logit_bias", value, "not '0") for value in ({"05": 1}, {"0x5": 1})],
     ("logit_bias", {"7": 101}, "logit_bias of token 7 must be a number"),
+    ("logit_bias", [1], "logit_bias must be an object"),
     ("repetition_penalty", 0, "repetition_penalty must be a number from 0.01 to 10"),
-    *[("repetition_penalty", value, "from 0.01 to 10") for value in (-1, 1e-300, 10.5, "x", True)],
-    *[("min_tokens", value, "min_tokens must be an integer from 0 to") for value in (-1, 1.5, "x", 2**40)],
+    ("min_tokens", -1, "min_tokens must be an integer from 0 to"),
     *[("allowed_token_ids", value, f"0 to {VOCAB - 1}") for value in ([VOCAB], [3, 2**31 - 1])],
     *[("allowed_token_ids", value, "list of 1 to 65536 token ids") for value in ([], [-1], [1.5], ["a"], 7, [True])],
     ("allowed_token_ids", [5] * 100_000, "list of 1 to 65536 token ids"),
@@ -72,8 +59,8 @@ SHARED = [
     *[("bad_words", value, "string of 1 to 256 characters") for value in ([""], [7], ["x" * 257])],
     *[("bad_words", value, "at most 1024 strings") for value in ("word", ["x"] * 100_000, {})],
     ("bad_words", ["ж" * 250], "from 1 to 256 tokens long"),
-    *[("prompt_logprobs", value, "integer from 0 to 20") for value in (-1, 21, 1.5, True)],
-    *[("thinking_token_budget", value, "thinking_token_budget must be an integer") for value in (-1, 1.5, "x")],
+    ("prompt_logprobs", 21, "integer from 0 to 20"),
+    ("thinking_token_budget", -1, "thinking_token_budget must be an integer"),
     *[("structured_outputs", value, "exactly one of json, regex") for value in ({}, {"json": {}, "regex": "a"})],
     ("structured_outputs", {"json_object": False}, "exactly one of"),
     ("structured_outputs", {"regex": ""}, "structured_outputs.regex must be a non-empty string"),
@@ -152,9 +139,9 @@ COMPLETION = [
     *[("prompt", value, "either strings or lists") for value in (["a", [1]], [[1], "a"], ["a", 1])],
     ("prompt", ["a"] * 2049, "at most 2048 prompts"),
     ("prompt", None, "prompt is required"),
-    *[("logprobs", value, "logprobs must be an integer from 0 to 20") for value in (-1, 21, 10_000, True, "x")],
+    ("logprobs", 21, "logprobs must be an integer from 0 to 20"),
     ("echo", 1, "echo must be true or false"),
-    *[("best_of", value, "best_of must be an integer from 1 to 128") for value in (0, 10**6, "x")],
+    ("best_of", 0, "best_of must be an integer from 1 to 128"),
     ("suffix", 7, "suffix must be a string"),
 ]
 CHAT = [
@@ -162,7 +149,7 @@ CHAT = [
     ("messages", None, "messages is required"),
     ("messages", [{"role": "system", "content": "x"}], "a message that is not the system's"),
     ("top_logprobs", 3, "top_logprobs needs logprobs to be true"),
-    *[("top_logprobs", value, "top_logprobs must be an integer from 0 to 20") for value in (-1, 21, "x")],
+    ("top_logprobs", 21, "top_logprobs must be an integer from 0 to 20"),
     ("logprobs", 1, "logprobs must be true or false"),
     ("max_completion_tokens", 0, "max_completion_tokens must be an integer from 1 to 256"),
     ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs must not set messages"),
@@ -173,22 +160,6 @@ CHAT = [
     ("store", "x", "store must be true or false"),
     ("modalities", "text", "modalities must be a list of strings"),
 ]
-BAD_MESSAGES = [
-    ("x", "messages[0]"),
-    ({"content": "x"}, "messages[0].role"),
-    ({"role": "wizard", "content": "x"}, "messages[0].role"),
-    ({"role": ["user"], "content": "x"}, "messages[0].role"),
-    ({"role": "user"}, "messages[0].content"),
-    ({"role": "user", "content": 7}, "messages[0].content"),
-    ({"role": "user", "content": []}, "messages[0].content"),
-    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0].type"),
-    ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
-    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
-    ({"role": "user", "content": "x", "name": 7}, "messages[0].name"),
-    ({"role": "assistant", "content": "x", "tool_calls": [7]}, "messages[0].tool_calls"),
-    ({"role": "user", "content": "x", "rôle": 1}, "messages[0].rôle"),
-]
-
 WORDS = st.sampled_from(["type", "function", "name", "json_schema", "schema", "json", "regex", "required", "5"])
 PLAIN = st.none() | st.booleans() | st.integers(-5, 2**65) | st.floats() | WORDS | st.text(max_size=3)
 OBJECT_FIELDS = (
@@ -221,12 +192,12 @@ def refused(response: Any, status: int, param: str | None, says: str) -> None:
 
 
 class TestFields:
-    @pytest.mark.parametrize(("name", "value", "says"), thinned(SHARED + COMPLETION, keep=60), ids=short)
+    @pytest.mark.parametrize(("name", "value", "says"), SHARED + COMPLETION, ids=short)
     def test_completions(self, client: Any, name: str, value: Any, says: str) -> None:
         refused(client.complete(**{name: value}), 400, name, says)
         assert client.complete().status_code == 200
 
-    @pytest.mark.parametrize(("name", "value", "says"), thinned(SHARED + CHAT, keep=60), ids=short)
+    @pytest.mark.parametrize(("name", "value", "says"), SHARED + CHAT, ids=short)
     def test_chat(self, client: Any, name: str, value: Any, says: str) -> None:
         refused(client.chat(**{name: value}), 400, name, says)
         assert client.chat().status_code == 200
@@ -253,11 +224,6 @@ class TestFields:
             status = client.post("/v1/chat/completions", content=body.encode()).status_code
             assert status == (200 if depth == 20 else 400)
 
-    @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-    def test_biases_that_are_no_numbers(self, client: Any, value: str) -> None:
-        body = f'{{"prompt": "x", "logit_bias": {{"5": {value}}}}}'.encode()
-        refused(client.post("/v1/completions", content=body), 400, "logit_bias", "logit_bias of token 5 must be")
-
     @given(fields=ANY_FIELDS)
     @settings(
         max_examples=150,
@@ -270,15 +236,6 @@ class TestFields:
         for parse, what in ((parser.completion, {"prompt": "x"}), (parser.chat, {"messages": MESSAGES})):
             with contextlib.suppress(InvalidRequest):
                 parse({**what, **fields})
-
-    @pytest.mark.parametrize(("message", "param"), BAD_MESSAGES, ids=short)
-    def test_messages(self, client: Any, message: Any, param: str) -> None:
-        refused(client.chat(messages=[message, {"role": "user", "content": "x"}]), 400, param, "messages[0]")
-
-    @pytest.mark.parametrize("name", ["temprature", "max_token", "x", "", "a\nb", "n" * 10_000, "bad_words_token_ids"])
-    def test_unknown_fields_are_named(self, client: Any, name: str) -> None:
-        for response in (client.complete(**{name: 1}), client.chat(**{name: 1})):
-            refused(response, 400, name[:64], "unknown field")
 
     def test_the_nearest_field_is_suggested(self, client: Any) -> None:
         refused(client.chat(temprature=1), 400, "temprature", "did you mean temperature?")
@@ -323,80 +280,27 @@ class TestFields:
         }
         assert client.chat(**shared, **chat).status_code == 200
 
-    @pytest.mark.parametrize("length", [255, 256, 257])
-    def test_the_contexts_edge_by_ids(self, client: Any, length: int) -> None:
-        response = client.complete(prompt=[5] * length)
-        if length == 255:
-            assert response.status_code == 200
-            return
-        refused(response, 400, "prompt", f"maximum context length is 256 tokens. However, your prompt has {length}")
-        assert response.json()["error"]["code"] == "context_length_exceeded"
-
-    @pytest.mark.parametrize("times", [300, 300_000])
-    def test_a_text_beyond_the_context(self, client: Any, times: int) -> None:
-        began = time.perf_counter()
-        refused(client.complete(prompt="x " * times), 400, "prompt", "maximum context length is 256 tokens")
-        refused(
-            client.chat(messages=[{"role": "user", "content": "x " * times}]), 400, "messages", "256 tokens. However"
-        )
-        assert time.perf_counter() - began < 2.0
-        assert client.complete().status_code == 200
-
-    @pytest.mark.parametrize("name", ["../../etc", "m" * 10**6, "tiny ", "a\nb\x1b[0m"])
-    def test_unknown_models(self, client: Any, name: str) -> None:
-        for response in (
-            client.complete(model=name),
-            client.chat(model=name),
-            client.post("/tokenize", {"model": name, "prompt": "x"}),
-        ):
-            refused(response, 404, "model", "does not exist")
-            assert response.json()["error"]["code"] == "model_not_found"
-            assert "\n" not in response.json()["error"]["message"]
-        assert client.complete(model="alias").json()["model"] == "alias"
-
 
 class TestBodies:
     @pytest.mark.parametrize(
         ("body", "says"),
         [
-            (b"", "not valid JSON"),
-            (b"hello", "not valid JSON"),
             (b"[1]", "must be a JSON object"),
-            (b'"x"', "must be a JSON object"),
-            (b"null", "must be a JSON object"),
-            (b'{"prompt": "x"', "not valid JSON"),
             (b'{"prompt": "x"} x', "not valid JSON"),
             (b"[" * 50_000, "nested too deeply"),
-            (b'{"prompt":' * 50_000, "nested too deeply"),
-            (b"[" * 100_000, "too many values"),
             (b'{"prompt":' * 100_000, "too many values"),
             (b'{"seed": ' + b"1" * 10**6 + b"}", "not valid JSON"),
-            (b'{"prompt": "\xff"}', "not valid JSON"),
-            (b'{"prompt": "\\ud800"}', "not valid JSON"),
-            (b'\xef\xbb\xbf{"prompt": "x"}', "not valid JSON"),
             (b'{"prompt": "x", "user": NaN}', "user must be a string"),
             (b'{"prompt": "x", "\\ud800": 1}', "unknown field"),
-            (b'{"prompt": "x", "metadata": Infinity}', "unknown field 'metadata'"),
-            (b'{"prompt": "\\ud800", "model": "tiny"}', "not valid JSON"),
         ],
         ids=short,
     )
-    @pytest.mark.parametrize("path", ["/v1/completions"])
-    def test_what_is_not_a_json_object(self, client: Any, path: str, body: bytes, says: str) -> None:
-        response = client.post(path, content=body)
+    def test_what_is_not_a_json_object(self, client: Any, body: bytes, says: str) -> None:
+        response = client.post("/v1/completions", content=body)
         assert response.status_code == 400
         assert says in response.json()["error"]["message"]
         assert len(response.content) < 2_000
         assert client.complete().status_code == 200
-
-    @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
-    def test_numbers_that_are_not_json_are_named_all_the_same(self, client: Any, value: str) -> None:
-        body = f'{{"prompt": "x", "temperature": {value}}}'.encode()
-        refused(client.post("/v1/completions", content=body), 400, "temperature", TEMPERATURE_RANGE)
-
-    def test_the_last_of_duplicate_keys_counts(self, client: Any, engine: Any) -> None:
-        assert client.post("/v1/completions", content=b'{"prompt": [3], "prompt": [4]}').status_code == 200
-        assert engine.added[0].prompt == [4]
 
     def test_deep_nesting_within_a_message(self, client: Any) -> None:
         deep: Any = {}
@@ -456,30 +360,7 @@ def feed(app: Starlette, finish: Any, chunks: list[bytes], headers: dict[str, st
     return sent
 
 
-def concrete(path: str) -> str:
-    return path.replace("{name:path}", "tiny")
-
-
 class TestRoutes:
-    @pytest.mark.parametrize("path", [concrete(path) for _, path, _ in ROUTES])
-    @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
-    def test_only_its_own_method(self, client: Any, path: str, method: str) -> None:
-        allowed = {concrete(route): verb for verb, route, _ in ROUTES}[path]
-        response = client.request(method, path)
-        if method == allowed:
-            assert response.status_code in (200, 400)
-            return
-        refused(response, 405, None, f"method '{method}' is not allowed here")
-        assert allowed in response.headers["allow"]
-
-    @pytest.mark.parametrize(
-        "path", ["/", "/v1", "/v1/", "/V1/models", "//v1/models", "/v1/models/", "/v1/completions/"]
-    )
-    def test_other_paths_are_not_found(self, client: Any, path: str) -> None:
-        response = client.get(path, headers={"host": "a/b?"})
-        assert response.status_code == 404
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-
     def test_unknown_models_are_not_found(self, client: Any) -> None:
         refused(client.get("/v1/models/other"), 404, "model", "'other' does not exist")
         refused(client.get("/v1/models/..%2f..%2fetc"), 404, "model", "does not exist")
@@ -498,42 +379,6 @@ class TestRoutes:
 
         finish(scenario())
         assert sent == [{"type": "websocket.close", "code": 1008}]
-
-
-class TestKeys:
-    KEYS = ("first-key", "zweiter-schlüssel")
-
-    @pytest.fixture
-    def locked(self, client: Any, engine: Any, text_in: TextIn) -> Any:
-        settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), api_keys=self.KEYS)
-        return type(client)(make_app(engine, settings))
-
-    @pytest.mark.parametrize("path", [concrete(path) for _, path, _ in ROUTES])
-    @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
-    def test_every_route_needs_one(self, locked: Any, path: str, method: str) -> None:
-        response = locked.request(method, path)
-        if path in OPEN_PATHS:
-            assert response.status_code in (200, 405)
-            return
-        refused(response, 401, None, "a valid API key is required")
-        assert response.headers["www-authenticate"] == "Bearer"
-
-    @pytest.mark.parametrize(
-        "header", ["Bearer wrong", "first-key", "Basic first-key", "Bearer", "Bearer first-key2", ""]
-    )
-    def test_a_wrong_one_is_none(self, locked: Any, header: str) -> None:
-        assert locked.get("/v1/models", headers={"authorization": header}).status_code == 401
-
-    @pytest.mark.parametrize(
-        "path", ["/", "//v1/models", "/V1/models", "/%2fv1/models", "/health/", "/health/../v1/models", "/new"]
-    )
-    def test_paths_that_are_no_route_need_one_too(self, locked: Any, path: str) -> None:
-        assert locked.get(path, headers={"host": "a/b?"}).status_code == 401
-
-    def test_any_key_opens(self, locked: Any) -> None:
-        for key in self.KEYS:
-            assert locked.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == 200
-            assert locked.get("/v1/models", headers={"authorization": f"bearer  {key}".encode()}).status_code == 200
 
 
 def test_the_readme_lists_every_field() -> None:

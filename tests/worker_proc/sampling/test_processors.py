@@ -60,6 +60,10 @@ def expected_alone(
 @given(st.integers(0, 2**32))
 @settings(max_examples=15)
 def test_a_changing_batch_is_as_each_request_alone(plugins: list[type[LogitsProcessor]], seed: int) -> None:
+    check_changing_batch(plugins, seed)
+
+
+def check_changing_batch(plugins: list[type[LogitsProcessor]], seed: int) -> None:
     rng = random.Random(seed)
     world = ProcessorsUnderTest([cls.__name__ for cls in plugins])
     for step in range(6):
