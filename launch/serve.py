@@ -94,7 +94,7 @@ def _listen(options: ServeOptions) -> socket.socket:
 
 
 def model_display_name(folder: Path, given: str | None) -> str:
-    """What the model is called when nobody says: the id or folder as given, or ``quire-demo``."""
+    """Return the model's default name: the id or folder as given, or ``quire-demo``."""
     return "quire-demo" if given is None else given if "/" not in given or not folder.is_absolute() else folder.name
 
 

@@ -13,7 +13,7 @@ FIRST_EPOCH = 1
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who proposes drafts, and how they are accepted. ``EngineConfig.num_speculative_tokens`` says how many at most.
+    """How drafts are proposed and accepted. ``EngineConfig.num_speculative_tokens`` says how many at most.
 
     Attributes:
         method: ngram (what followed the same last tokens earlier in the request), suffix (the same over earlier

@@ -58,7 +58,7 @@ def thinking_markers(
 
 
 def _default_markers(path: Path, vocab_size: int) -> tuple[list[int], list[int]]:
-    """A file that cannot be read has none here: whoever loads it as a tokenizer says what is wrong with it."""
+    """Return the default markers; none for a file that cannot be read, which the tokenizer's loader refuses."""
     try:
         tokens = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
@@ -94,7 +94,7 @@ def processor_name(given: object) -> str:
 
 
 def check_processor_names(names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is not ``module:Class``, or whose module is nowhere. Imports nothing."""
+    """Raise ConfigError for a name that is not ``module:Class``, or whose module does not exist. Imports nothing."""
     for name in names:
         module, _, path = name.partition(":")
         package = module.partition(".")[0]

@@ -29,6 +29,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             SERVER,
             "most answers of one API key that wait for their first token; further requests get 429; 0: no limit",
+            range=(0, 2**31 - 1),
             metavar="N",
             more="the 429 has `Retry-After`",
         ),

@@ -1,4 +1,4 @@
-"""The flags of traces and crash dumps, as absolute places: the scheduler's process is told no relative one."""
+"""The flags of traces and crash dumps, as absolute paths: the scheduler's process gets no relative one."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ MIN_PART_BYTES = 65_536
 
 
 def trace_path(path: str | None, max_bytes: int) -> str:
-    """Where ``--trace`` says, or nothing. Whether it can be written is found out by who writes it.
+    """Return the absolute path of ``--trace``, or "". The scheduler, which writes the file, checks that it can.
 
     Raises:
         ConfigError: the folder is not there, or the size of ``--trace-max-bytes`` is too small to be meant.

@@ -27,7 +27,7 @@ LAST_WORDS_S = 0.5
 TICK_S = 1.0
 COLLECT_AFTER = (700, 10, 50)
 """Python's own thresholds, but a full collection after 50 of the middle ones instead of 10. With a thousand streams one
-takes 0.15 s, in which nobody gets a token; garbage in cycles waits for 350,000 new objects at most."""
+takes 0.15 s, in which no stream gets a token; garbage in cycles waits for 350,000 new objects at most."""
 
 
 class HttpServer(uvicorn.Server):
@@ -51,7 +51,7 @@ class FrontEnd:
         self._draining = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Until told to drain; then refuse new requests, let running ones finish, abort what is left, and return."""
+        """Serve until the drain command; then refuse new requests, let running ones finish, and abort what is left."""
         config, engine = self._config, self._engine
         text_in = TextIn.load(Path(config.model_path)) if config.model_path else TextIn()
         server = self._make_server(text_in)

@@ -58,7 +58,7 @@ async def show_model(server: Server, request: Request) -> Response:
 
 async def health(server: Server, request: Request) -> Response:
     """200 while the engine makes progress, recovery included; not before it is up, and not once it has failed, or has
-    brought nobody a token for too long."""
+    produced no token for too long."""
     state = server.engine.state
     lives = state in ("ready", "recovering", "draining") and not server.is_stuck
     return _json(Status("stuck" if server.is_stuck else state), 200 if lives else 503)

@@ -57,7 +57,7 @@ class BatchRequest:
 
 
 class _OfflineSequence:
-    """What an Answer needs of a sequence when nobody awaits: a stop and an abort."""
+    """The part of a sequence that an Answer needs where no task awaits it: a stop and an abort."""
 
     def __init__(self, session: Session, stream: Stream) -> None:
         self.request_id = stream.request_id

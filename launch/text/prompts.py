@@ -150,8 +150,8 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
     """``params`` for one sample of this prompt: n, stops and seed taken off, ``max_tokens`` set.
 
     Args:
-        clamp: cut a ``max_tokens`` that the context has no room for, rather than refuse it: for a default, which
-            nobody asked for.
+        clamp: cut a ``max_tokens`` that the context has no room for, rather than refuse it: for a default that
+            the client did not ask for.
 
     Raises:
         InvalidRequest: prompt and ``max_tokens`` together exceed the context.

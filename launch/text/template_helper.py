@@ -103,7 +103,7 @@ class TemplateHelper:
 
 
 class _Lane:
-    """One helper, and who is at it."""
+    """One helper; its lock admits one caller at a time."""
 
     def __init__(self, hello: bytes, cpu_seconds: float) -> None:
         self._helper = Helper("quire.launch.text.template_helper", hello)
@@ -120,7 +120,7 @@ class _Lane:
                 except HelperDied as died:
                     if died.was_hindered:
                         break
-                    if not died.was_killed:  # else by somebody, and these messages may be innocent
+                    if not died.was_killed:  # else from outside, and these messages may be innocent
                         raise _refusal(died) from None
         raise EngineError("the chat template's helper was killed, or not let run")
 
@@ -129,7 +129,7 @@ class _Lane:
             try:
                 self._helper.start()
             except HelperDied:
-                return  # told to whoever asks
+                return  # the first question reports it
 
     def close(self) -> None:
         with self._lock:

@@ -36,7 +36,7 @@ LONG_IDS = 8192
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation is laid out: by default, open for the assistant's answer. ``tools``: told to the template."""
+    """How a conversation is laid out: by default, open for the assistant's answer. ``tools``: for the template."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -93,9 +93,9 @@ class AnyCalls:
         self._key = ""
         self._name: str | None = None
         self._named = False
-        """Its name was told."""
+        """Its name was sent."""
         self._arguments: list[str] = []
-        """Read and not told."""
+        """Read and not sent."""
         self._depth = 0
         self._in_string = self._escaped = False
 

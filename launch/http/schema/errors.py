@@ -90,11 +90,11 @@ class ApiError(QuireError):
 
 
 class ClientGone(Exception):
-    """The client closed its connection: there is nobody to answer."""
+    """The client closed its connection: no answer is due."""
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error. One that nobody foresaw is logged here, and told as nothing."""
+    """Return the error that the client gets. An unexpected one is logged here and answered as ``internal error``."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""The outermost layer: who may come in, how much header they may bring, and what leaves when something breaks."""
+"""The outermost layer: API keys, bounds on headers, and the answer when a handler breaks."""
 
 import hmac
 import re
@@ -19,7 +19,7 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 431: {"connection": "close"}}
 
 
-# Of a request's state: whose it is, as the scheduler is told. 0: nobody's; else 1 + the index of the key it came with.
+# Key of a request's state for its tenant: 1 + the index of its API key, 0 without keys.
 TENANT = "tenant"
 
 
@@ -61,7 +61,7 @@ class Gate:
         await self._guarded(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> int:
-        """Whose request it is.
+        """Return the request's tenant.
 
         Raises:
             ApiError: 401, it brought none of the keys and needs one, or more than one.
@@ -71,7 +71,7 @@ class Gate:
             return 0
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        # All keys are compared, each in constant time, so that the time taken tells nothing.
+        # All keys are compared, each in constant time, so that the time taken reveals nothing.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         if scheme.lower() == b"bearer" and any(matches):
             return 1 + matches.index(True)

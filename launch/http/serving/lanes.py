@@ -8,7 +8,7 @@ from typing import TypeVar
 from quire.launch.text.text_in import LONG_TEXT_CHARS, ChatOptions, TextIn
 
 MAX_SHORT_BYTES = 8192
-"""Far less than the template's helper takes for short, so that nobody in that lane waits for a long one there."""
+"""Far less than the template's helper takes for short, so that no request in that lane waits for a long one."""
 NUM_LONG = 4
 """Only one of them is rendered at a time; the others may be tokenized."""
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class TextLanes:
     """Short texts are worked on at once, long ones in some threads, and huge ones among themselves in fewer.
 
-    So whoever sends many huge ones waits for those, and a long one of somebody else for its like only.
+    So a client that sends many huge texts waits for those, and a long text of another client for long texts only.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TextLanes:
 
 
 class ConversationLanes:
-    """A thread for short conversations and some for the others: whoever sends those waits among their like."""
+    """A thread for short conversations and some for the others: those wait for each other only."""
 
     def __init__(self, text_in: TextIn) -> None:
         """Has ``text_in`` prepare itself meanwhile."""

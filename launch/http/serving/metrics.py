@@ -1,6 +1,6 @@
 """What a Prometheus server may read: vLLM's names under our prefix.
 
-Requests are timed here, in the front end that answers them. What the engine counts is asked of it when somebody
+Requests are timed here, in the front end that answers them. What the engine counts is asked of it when a client
 scrapes, so that a metric costs nothing in between.
 """
 
@@ -112,7 +112,7 @@ class Metrics:
     async def render(self, engine: EngineClient) -> bytes:
         """The text that a scrape gets; without the engine's own figures when it does not answer.
 
-        Scrapes that come while one is under way get what that one gets: everybody may ask, and the engine has more
+        Scrapes that come while one is under way get what that one gets: any client may ask, and the engine has more
         to do than to answer.
         """
         if self._scrape is None:
@@ -161,7 +161,7 @@ class AnswerClock:
             self.end(piece.finish_reason)
 
     def end(self, reason: str) -> None:
-        """The answer is over; aborted ones count, but tell nothing of speed."""
+        """The answer is over; aborted ones count, but not in latencies."""
         metrics = self._metrics
         metrics.ended(reason)
         if reason not in ("stop", "length", "repetition"):

@@ -41,7 +41,7 @@ class ServerSettings:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a key that would open the server to whoever brings none, or that cannot be sent."""
+        """Raises ConfigError for a key that matches requests without one, or that cannot be sent."""
         for key in self.api_keys:
             if not key or key != key.strip() or not key.isprintable():
                 raise ConfigError("an API key must not be empty, nor begin or end with a space, nor have line breaks")

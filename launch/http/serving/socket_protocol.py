@@ -68,7 +68,7 @@ class Phase(Enum):
     ANSWER = 3
     """Nothing: it is our turn."""
     REST = 4
-    """The end of a body that nobody wants any more."""
+    """The end of a body whose request is answered already."""
     CLOSED = 5
     """That it reads what we said last; what it still sends is dropped."""
 
@@ -91,7 +91,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unfinished: list[RequestResponseCycle] = []  # by age; the first is being answered
         self._timer: asyncio.TimerHandle | None = None
 
-    # ---- what uvicorn's transport and parser tell
+    # ---- callbacks of uvicorn's transport and parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -243,7 +243,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.write_eof()
 
     def _tell_gone(self) -> list[RequestResponseCycle]:
-        """Let all requests of this connection know that nobody waits for them; uvicorn tells the youngest only.
+        """Mark all requests of this connection as disconnected; uvicorn marks the youngest only.
 
         Returns:
             those that were not answered.

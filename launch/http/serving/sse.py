@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that nobody listens any more."""
+"""Server-sent events, and the end of work whose client has gone."""
 
 import asyncio
 from collections import deque
@@ -20,7 +20,7 @@ HEADERS = (
 # What may wait for a reader that is behind, besides what its connection holds. A write is what one step brought.
 MAX_UNSENT_WRITES = 256
 MAX_UNSENT_BYTES = 1024 * 1024
-# Of large writes, by requests with many answers, at least so many: a reader who keeps up is behind by one or two.
+# Of large writes, by requests with many answers, at least so many: a reader that keeps up is behind by one or two.
 MIN_UNSENT_WRITES = 4
 
 
@@ -31,7 +31,7 @@ class SlowReader(Exception):
 class EventStream:
     """One streamed response. Its status line waits for the first event, so that a refusal can still have its own.
 
-    Writes go out in a task of its own, so that a reader who stops does not stop the caller, and what it leaves
+    Writes go out in a task of its own, so that a reader that stops does not stop the caller, and what it leaves
     unread is counted here and nowhere else. A context manager: left without an exception, all of it has been sent.
     """
 
@@ -65,7 +65,7 @@ class EventStream:
         """
         body = b"".join(b"data: %b\n\n" % event for event in events)
         if self._is_behind(len(body)):
-            await asyncio.sleep(0)  # the sender's turn, in case it is we who gave it none
+            await asyncio.sleep(0)  # let the sender run, in case this task did not
             if self._is_behind(len(body)):
                 raise SlowReader
         if not self._started:

@@ -1,0 +1,67 @@
+"""The settings of ``quire serve``: on the command line and in a file, refused before a process starts."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.launch.cli import main
+
+OUTSIDE = [
+    ("port", "-1", "from 0 to 65535, not -1"),
+    ("port", "65536", "from 0 to 65535, not 65536"),
+    ("shutdown-timeout", "86401", "from 0 to 86400, not 86401"),
+    ("health-timeout", "0", "from 0.1 to 86400, not 0"),
+    ("health-timeout", "nan", "from 0.1 to 86400, not nan"),
+    ("api-server-count", "0", "from 1 to 64, not 0"),
+    ("api-server-count", "65", "from 1 to 64, not 65"),
+    ("max-num-queued-reqs-per-key", "-1", "from 0 to 2147483647, not -1"),
+]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *words])
+    assert ended.value.code == 78
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize(("name", "value", "span"), OUTSIDE)
+def test_a_value_out_of_range_is_named_with_the_range(
+    name: str, value: str, span: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{name}: {'.nan' if value == 'nan' else value}\n")
+    for words in ([f"--{name}={value}"], ["--config", str(file)]):
+        assert f"--{name} must be {span}" in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("api_server_cuont: 2", "unknown key 'api_server_cuont'; did you mean api_server_count?"),
+        ("mem_fraction_static: 0.5", "unknown key 'mem_fraction_static'; did you mean --gpu-memory-utilization?"),
+        ("port: high", "port: Expected `int`, got `str`"),
+        ("- port", "must hold keys and values"),
+    ],
+)
+def test_a_file_with_other_keys_or_types_is_refused(
+    line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{line}\n")
+    said = refusal(capsys, "--config", str(file))
+    assert f"{file}: " in said and says in said
+
+
+def test_help_has_metavars_choices_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        *("--gpu-memory-utilization SHARE", "share of a GPU's memory to use (0.9)"),
+        *("--kv-cache-memory-bytes BYTES", "--trace FILE", "--scheduling-policy {fcfs,priority}"),
+        *("--no-enable-prefix-caching", "reuse the KV of equal prefixes (on)", "--priority-range LOW:HIGH"),
+    ):
+        assert part in text, part
