@@ -1,17 +1,20 @@
-"""What a checkpoint's safetensors headers say, without reading a tensor and without torch.
+"""What the headers of a checkpoint's safetensors files say, without reading a tensor and without torch.
 
 So that a wrong checkpoint is refused before any process starts. Pickled weights (``.bin``, ``.pt``) are never opened.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import read_json, shown
 from quire.protocol.model.model_config import ModelConfig
-from quire.protocol.model.safetensors_header import DTYPE_BYTES, PACKED_BYTES, StoredTensor, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -19,8 +22,26 @@ HEAD = "lm_head.weight"
 
 EMBEDDING = "model.embed_tokens.weight"
 
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+PACKED_BYTES = {"U8": 1}
+MAX_DIMENSIONS = 8
+
 _PACKED_NAMES = ("_blocks", "_scales")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a file: its name there, and what the header says of it."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * (DTYPE_BYTES | PACKED_BYTES)[self.dtype]
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -32,7 +53,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     check_links(folder)
     stored: dict[str, StoredTensor] = {}
     for file, expected in _files(folder).items():
-        tensors = read_header(file)
+        tensors = _read_header(file)
         if expected is not None:
             absent = sorted(expected - {tensor.name for tensor in tensors})
             if absent:
@@ -81,6 +102,35 @@ def full_name(name: str) -> str:
             name = name.removeprefix(prefix)
             break
     return name if name.startswith("model.") or name == HEAD else f"model.{name}"
+
+
+def _read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one file, by their place in it.
+
+    The library checks that each tensor has as many bytes as its shape and dtype say, and that they fill the file.
+
+    Raises:
+        ConfigError: one line that names the file, and the tensor where the library names one.
+    """
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            tensors = [StoredTensor(file, name, told.get_dtype(), tuple(told.get_shape())) for name, told in slices]
+    except SafetensorError as error:
+        reason = shown(str(error).removeprefix("Error while deserializing header: "))[1:-1]
+        raise ConfigError(f"{file}: is truncated, damaged or not a safetensors file: {reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
+    for tensor in tensors:
+        told_name = shown(tensor.name)[1:-1]
+        if told_name != tensor.name:
+            raise ConfigError(f"{file}: header is wrong for tensor {told_name}: that is no name")
+        if len(tensor.shape) > MAX_DIMENSIONS:
+            raise ConfigError(
+                f"{file}: header is wrong for tensor {tensor.name}: "
+                f"its shape has {len(tensor.shape)} dimensions, at most {MAX_DIMENSIONS} are allowed"
+            )
+    return tensors
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

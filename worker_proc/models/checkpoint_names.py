@@ -13,8 +13,8 @@ from typing import Any
 
 from quire.kernels.moe.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.checkpoint import StoredTensor
 from quire.protocol.model.model_config import ModelConfig
-from quire.protocol.model.safetensors_header import StoredTensor
 from quire.worker_proc.models.weights import WeightSlot
 
 _RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.router.", ".mlp.gate."))

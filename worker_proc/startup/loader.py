@@ -16,9 +16,8 @@ from tqdm import tqdm
 from quire.kernels.moe.mxfp4 import GROUP_SIZE, dequantise_mxfp4
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, stored_tensors
+from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, StoredTensor, stored_tensors
 from quire.protocol.model.checksums import verify_checksums
-from quire.protocol.model.safetensors_header import StoredTensor
 from quire.worker_proc.models.checkpoint_names import Piece, find_pieces
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.weights import WeightSlot
