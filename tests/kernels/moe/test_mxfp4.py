@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.kernels.moe.mxfp4 import CHUNK_GROUPS, dequantise_mxfp4
 
@@ -22,6 +21,8 @@ def test_scale_of_255_is_not_a_number() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_equals_transformers(dtype: torch.dtype) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # 1.5 s
+
     rng = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=rng, dtype=torch.uint8)
     scales = torch.randint(100, 140, (3, 10, 4), generator=rng, dtype=torch.uint8)
