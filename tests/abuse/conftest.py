@@ -3,7 +3,7 @@
 ``app`` is a server's application without its processes: for what is refused before an engine sees it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from abuse import AbusedServer
@@ -34,9 +34,3 @@ def abused_app() -> Iterator[AbusedApp]:
 def app(abused_app: AbusedApp) -> Iterator[AbusedApp]:
     yield abused_app
     abused_app.check()
-
-
-@pytest.fixture(params=["once", pytest.param("after each", marks=pytest.mark.slow)])
-def looked_at(request: pytest.FixtureRequest, server: AbusedServer) -> Callable[[], None]:
-    """To be called after each abuse of a family: by default, the canary is asked only after the last of them."""
-    return server.check if request.param == "after each" else lambda: None
