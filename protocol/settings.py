@@ -21,19 +21,21 @@ class Setting(msgspec.Struct, frozen=True):
 
     Attributes:
         topic: heading that it stands under in ``--help`` and docs/flags.md.
-        help: its meaning, in both.
+        text: its meaning. ``--help`` shows the first sentence; docs/flags.md, where Markdown works, shows all.
         range: lowest and highest value, where they depend on no other setting; both are allowed.
-        metavar: word for its value in ``--help``.
+        metavar: word for its value in ``--help``; numbers need none.
         default: the default in words, where the value None or "" does not say it.
-        more: Markdown that docs/flags.md adds to ``help``.
     """
 
     topic: str
-    help: str
+    text: str
     range: tuple[float, float] | None = None
     metavar: str = ""
     default: str = ""
-    more: str = ""
+
+    @property
+    def help(self) -> str:
+        return self.text.split(". ")[0]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,37 +49,33 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             MODEL,
-            "worker processes that share each layer",
+            "worker processes that share each layer. One per GPU, or on a CPU one per share of the cores",
             range=(1, 64),
-            metavar="N",
-            more="one per GPU, or on a CPU one per share of the cores",
         ),
     ] = 1
     attention_backend: Annotated[
         Literal["auto", "cpu", "triton", "flashinfer", "flash_attn"],
         Setting(
             MODEL,
-            "attention kernels; auto: cpu on a CPU, triton on a GPU",
-            more="`flashinfer` and `flash_attn` need a GPU, the extras of these names, and a model and settings that "
-            "they support: otherwise the start is refused with what is missing. The log names the backend and the "
-            "reason for it",
+            "attention kernels; auto: cpu on a CPU, triton on a GPU. `flashinfer` and `flash_attn` need a GPU, "
+            "the extras of these names, and a model and settings that they support: otherwise the start is "
+            "refused with what is missing. The log names the backend and the reason for it",
         ),
     ] = "auto"
     enforce_eager: Annotated[
-        bool,
-        Setting(MODEL, "do not use CUDA graphs", more="this needs less memory and starts faster; steps are slower"),
+        bool, Setting(MODEL, "do not use CUDA graphs. This needs less memory and starts faster; steps are slower")
     ] = False
     deterministic: Annotated[
         bool,
         Setting(
             MODEL,
-            "make tokens and log probabilities of a request bitwise independent of other requests; slower",
-            more="how its prompt is cut into chunks does not matter either",
+            "make tokens and log probabilities of a request bitwise independent of other requests; slower. How "
+            "its prompt is cut into chunks does not matter either",
         ),
     ] = False
-    seed: Annotated[int, Setting(MODEL, "random seed for dummy weights", range=(0, 2**63 - 1), metavar="N")] = 0
+    seed: Annotated[int, Setting(MODEL, "random seed for dummy weights", range=(0, 2**63 - 1))] = 0
 
-    block_size: Annotated[int, Setting(MEMORY, "tokens in a KV block", range=(1, 1024), metavar="N")] = 16
+    block_size: Annotated[int, Setting(MEMORY, "tokens in a KV block", range=(1, 1024))] = 16
     gpu_memory_utilization: Annotated[
         float, Setting(MEMORY, "share of a GPU's memory to use", range=(0.01, 1.0), metavar="SHARE")
     ] = 0.9
@@ -86,8 +84,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["sha256", "xxh3_128", "xxhash"],
         Setting(
             MEMORY,
-            "hash of cached blocks; xxhash means xxh3_128 and needs the extra xxhash",
-            more="`xxh3_128` is faster, but a client can construct collisions: use it with trusted clients only",
+            "hash of cached blocks; xxhash means xxh3_128 and needs the extra xxhash. `xxh3_128` is faster, but a "
+            "client can construct collisions: use it with trusted clients only",
         ),
     ] = "sha256"
     isolate_prefix_cache_by_key: Annotated[
@@ -99,24 +97,21 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Setting(
             SCHEDULING,
-            "spread long prompts over several steps",
-            more="without it `--max-num-batched-tokens` must be at least `--max-model-len`",
+            "spread long prompts over several steps. Without it `--max-num-batched-tokens` must be at least "
+            "`--max-model-len`",
         ),
     ] = True
     long_prefill_token_threshold: Annotated[
-        int,
-        Setting(
-            SCHEDULING, "most prompt tokens of one request in one step; 0: no limit", range=(0, 2**24), metavar="N"
-        ),
+        int, Setting(SCHEDULING, "most prompt tokens of one request in one step; 0: no limit", range=(0, 2**24))
     ] = 0
     max_prefill_share: Annotated[
         float,
         Setting(
             SCHEDULING,
-            "largest share of a step's tokens for prefill while other requests decode",
+            "largest share of a step's tokens for prefill while other requests decode. A low share keeps streams "
+            "steady, a high share makes first tokens early",
             range=(0.01, 1.0),
             metavar="SHARE",
-            more="a low share keeps streams steady, a high share makes first tokens early",
         ),
     ] = 0.5
     scheduling_policy: Annotated[
@@ -127,31 +122,29 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Setting(
             SCHEDULING,
-            "API keys take turns, and share rows, KV blocks and the prefix cache",
-            more="without API keys it changes nothing: [tenants](scheduling.md#tenants)",
+            "API keys take turns, and share rows, KV blocks and the prefix cache. Without API keys it changes "
+            "nothing: [tenants](scheduling.md#tenants)",
         ),
     ] = True
     max_num_queued_reqs: Annotated[
         int,
         Setting(
             SCHEDULING,
-            "most answers (n per request) that wait; further requests get 503; 0: no limit",
+            "most answers (n per request) that wait; further requests get 503; 0: no limit. The 503 has "
+            "`Retry-After`; `LLM` holds its own requests back instead",
             range=(0, 2**20),
-            metavar="N",
-            more="the 503 has `Retry-After`; `LLM` holds its own requests back instead",
         ),
     ] = 0
     reserve_full_sequence: Annotated[
         bool,
         Setting(
             SCHEDULING,
-            "admit a request only when the KV pool has room for its longest possible answer",
-            more="fewer requests run at once, and fewer are preempted",
+            "admit a request only when the KV pool has room for its longest possible answer. Fewer requests run "
+            "at once, and fewer are preempted",
         ),
     ] = False
     watermark: Annotated[
-        float,
-        Setting(SCHEDULING, "share of the KV blocks that admission leaves free", range=(0, 0.5), metavar="SHARE"),
+        float, Setting(SCHEDULING, "share of the KV blocks that admission leaves free", range=(0, 0.5), metavar="SHARE")
     ] = 0.0
 
     logprobs_mode: Annotated[
@@ -167,10 +160,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Setting(
             EVENTS,
-            "publish cache events: ipc:///folder/name or tcp://ADDRESS:port",
+            "publish cache events: ipc:///folder/name or tcp://ADDRESS:port. The folder of an `ipc` socket has "
+            "mode 0700, `tcp` needs keys: [cache events](kv_events.md)",
             metavar="ENDPOINT",
             default="none",
-            more="the folder of an `ipc` socket has mode 0700, `tcp` needs keys: [cache events](kv_events.md)",
         ),
     ] = ""
     kv_events_replay_endpoint: Annotated[
@@ -186,10 +179,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Setting(
             EVENTS,
-            "keys for events over TCP: server.key_secret, and allowed/*.key of permitted subscribers",
+            "keys for events over TCP: server.key_secret, and allowed/*.key of permitted subscribers. [how they "
+            "are made](kv_events.md#keys)",
             metavar="DIR",
             default="none",
-            more="[how they are made](kv_events.md#keys)",
         ),
     ] = ""
 
@@ -197,16 +190,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Setting(
             TRACES,
-            "record the prompts' tokens in traces",
-            more="otherwise a prompt is recorded as its length and the hashes of its blocks",
+            "record the prompts' tokens in traces. Otherwise a prompt is recorded as its length and the hashes of "
+            "its blocks",
         ),
     ] = False
     trace_max_bytes: Annotated[
         int,
         Setting(
             TRACES,
-            "size at which a trace continues in FILE.1, FILE.2, ...; 0: one file",
+            "size at which a trace continues in FILE.1, FILE.2, ...; 0: one file. At least 65536",
             metavar="BYTES",
-            more="at least 65536",
         ),
     ] = 0

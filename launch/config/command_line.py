@@ -44,7 +44,7 @@ def _argument(each: Declared) -> dict[str, Any]:
         return {"nargs": "+", "action": "extend", "metavar": metavar}
     if get_origin(kind) is dict:
         return {"type": str, "metavar": "JSON"}  # parse_options reads it
-    return {"type": kind, "metavar": metavar}
+    return {"type": kind, "metavar": metavar or "N"}
 
 
 def read_options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]:

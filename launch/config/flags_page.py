@@ -37,10 +37,8 @@ def _table(options: type[msgspec.Struct]) -> str:
         if each.setting.topic != topic:
             topic = each.setting.topic
             text += f"\n**{topic}**\n\n| {first} | default | values | meaning |\n|---|---|---|---|\n"
-        more = f". {each.setting.more[0].upper()}{each.setting.more[1:]}" if each.setting.more else ""
-        meaning = f"{_escaped(each.setting.help)}{more}"
         name = f"`{each.name}`" if are_keys else _flag(each)
-        text += f"| {name} | {_escaped(each.default_text)} | {_values(each)} | {meaning} |\n"
+        text += f"| {name} | {_escaped(each.default_text)} | {_values(each)} | {_escaped(each.setting.text)} |\n"
     return text + "\n"
 
 

@@ -44,52 +44,41 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             MODEL,
-            "folder of a checkpoint in Hugging Face's format, or a Hugging Face id",
+            "folder of a checkpoint in Hugging Face's format, or a Hugging Face id. An id needs the extra `hub`",
             default="the demo model",
-            more="an id needs the extra `hub`",
         ),
     ] = None
     device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Setting(MODEL, "where the model runs; auto: on a GPU if its driver is there"),
+        Literal["auto", "cpu", "cuda"], Setting(MODEL, "where the model runs; auto: on a GPU if its driver is there")
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Setting(
             MODEL,
-            "data type of weights and activations; auto: the checkpoint's",
-            more="on a CPU without bfloat16 instructions weights stay as they are and the rest is float32; without a "
-            "C++ compiler all is float32. The worker logs it",
+            "data type of weights and activations; auto: the checkpoint's. On a CPU without bfloat16 instructions "
+            "weights stay as they are and the rest is float32; without a C++ compiler all is float32. The worker "
+            "logs it",
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"],
         Setting(
             MODEL,
-            "data type of the KV cache; auto: that of the weights; fp8 is fp8_e4m3",
-            more="the fp8 types hold twice the tokens of 16-bit types, with less precision",
+            "data type of the KV cache; auto: that of the weights; fp8 is fp8_e4m3. The fp8 types hold twice the "
+            "tokens of 16-bit types, with less precision",
         ),
     ] = "auto"
 
     max_model_len: Annotated[
-        int | None,
-        Setting(MEMORY, "most tokens of one request, prompt and answer together", metavar="N", default="the model's"),
+        int | None, Setting(MEMORY, "most tokens of one request, prompt and answer together", default="the model's")
     ] = None
-    max_num_seqs: Annotated[
-        int | None, Setting(MEMORY, "most requests in one step", metavar="N", default="256; 64 on a CPU")
-    ] = None
+    max_num_seqs: Annotated[int | None, Setting(MEMORY, "most requests in one step", default="256; 64 on a CPU")] = None
     max_num_batched_tokens: Annotated[
-        int | None, Setting(MEMORY, "most tokens in one step", metavar="N", default="8192; 2048 on a CPU")
+        int | None, Setting(MEMORY, "most tokens in one step", default="8192; 2048 on a CPU")
     ] = None
     num_gpu_blocks_override: Annotated[
         int | None,
-        Setting(
-            MEMORY,
-            "KV blocks to use, without the null block",
-            range=(1, 2**31 - 2),
-            metavar="N",
-            default="as many as fit",
-        ),
+        Setting(MEMORY, "KV blocks to use, without the null block", range=(1, 2**31 - 2), default="as many as fit"),
     ] = None
     kv_cache_memory_bytes: Annotated[
         int | None,
@@ -106,10 +95,10 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             SCHEDULING,
-            "priorities that requests may have; others get 403",
+            "priorities that requests may have; others get 403. By default a client with a key may put its "
+            "requests behind others, but not before them",
             metavar="LOW:HIGH",
             default="any; with API keys 0:2147483647",
-            more="by default a client with a key may put its requests behind others, but not before them",
         ),
     ] = None
 
@@ -117,18 +106,18 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         dict[str, Any] | None,
         Setting(
             SAMPLING,
-            "how draft tokens are proposed: method, num_speculative_tokens and other keys",
-            more="in YAML and Python a mapping: [speculative decoding](sampling.md#speculative-decoding)",
+            "how draft tokens are proposed: method, num_speculative_tokens and other keys. In YAML and Python a "
+            "mapping: [speculative decoding](sampling.md#speculative-decoding)",
         ),
     ] = None
     logits_processors: Annotated[
         list[str] | None,
         Setting(
             SAMPLING,
-            "one or more logits processors to load",
+            "one or more logits processors to load. In Python also classes: [logits "
+            "processors](sampling.md#logits-processors). The current directory is searched only if `PYTHONPATH` "
+            "names it",
             metavar="MODULE:CLASS",
-            more="in Python also classes: [logits processors](sampling.md#logits-processors). The current directory is "
-            "searched only if `PYTHONPATH` names it",
         ),
     ] = None
     reasoning_start_str: Annotated[
@@ -148,21 +137,19 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             TRACES,
-            "record the scheduler's inputs and decisions in this file; .zst: compressed",
+            "record the scheduler's inputs and decisions in this file; .zst: compressed. For `quire replay`: "
+            "[traces](traces.md). `.zst` needs the extra `trace`. An existing file is overwritten",
             metavar="FILE",
-            more="for `quire replay`: [traces](traces.md). `.zst` needs the extra `trace`. An existing file is "
-            "overwritten",
         ),
     ] = None
     crash_dump_dir: Annotated[
         str | None,
         Setting(
             TRACES,
-            "folder for the last events of an engine that failed; empty: none",
+            "folder for the last events of an engine that failed; empty: none. A dump is a trace without prompts; "
+            "with `--trace` it lies beside that file. SIGUSR2 to the scheduler's process writes one at once",
             metavar="DIR",
             default="quire/crash-dumps in $XDG_STATE_HOME or ~/.local/state",
-            more="a dump is a trace without prompts; with `--trace` it lies beside that file. SIGUSR2 to the "
-            "scheduler's process writes one at once",
         ),
     ] = None
 

@@ -28,57 +28,52 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             SERVER,
-            "most answers of one API key that wait for their first token; further requests get 429; 0: no limit",
+            "most answers of one API key that wait for their first token; further requests get 429; 0: no limit. "
+            "The 429 has `Retry-After`",
             range=(0, 2**31 - 1),
-            metavar="N",
-            more="the 429 has `Retry-After`",
         ),
     ] = 0
     api_server_count: Annotated[
         int,
         Setting(
             SERVER,
-            "front-end processes that share the port",
+            "front-end processes that share the port. When one dies, streams of the others continue. Metrics of "
+            "requests, and limits per key and on connections, hold in each process separately",
             range=(1, 64),
-            metavar="N",
-            more="when one dies, streams of the others continue. Metrics of requests, and limits per key and on "
-            "connections, hold in each process separately",
         ),
     ] = 1
     standby_workers: Annotated[
         bool,
         Setting(
             SERVER,
-            "keep a started process per worker, to take over when one dies",
-            more="its imports are done; it needs some 200 MB",
+            "keep a started process per worker, to take over when one dies. Its imports are done; it needs some 200 MB",
         ),
     ] = True
     health_timeout: Annotated[
         float,
         Setting(
             SERVER,
-            "seconds without a token although a request waits for one, after which /health is 503",
+            "seconds without a token although a request waits for one, after which /health is 503. A recovery may "
+            "take as long; `/ready` becomes 503, too",
             range=(0.1, 86400),
             metavar="SECONDS",
-            more="a recovery may take as long; `/ready` becomes 503, too",
         ),
     ] = 60.0
     shutdown_timeout: Annotated[
         float,
         Setting(
             SERVER,
-            "seconds that running requests may take after SIGTERM",
+            "seconds that running requests may take after SIGTERM. A second signal stops at once",
             range=(0, 86400),
             metavar="SECONDS",
-            more="a second signal stops at once",
         ),
     ] = 30.0
     simulate: Annotated[
         str | None,
         Setting(
             SERVER,
-            "run no model: steps take as long as table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS says",
+            "run no model: steps take as long as table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS "
+            "says. Answers are nonsense, and MODEL needs no weights: [traces](traces.md)",
             metavar="COST",
-            more="answers are nonsense, and MODEL needs no weights: [traces](traces.md)",
         ),
     ] = None

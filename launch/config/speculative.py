@@ -29,10 +29,9 @@ class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
         Literal["ngram", "suffix", "draft_model"] | None,
         Setting(
             COMMON,
-            "how drafts are proposed",
+            "how drafts are proposed. `ngram`: what followed the same last tokens earlier in the request; "
+            "`suffix`: the same over earlier answers, too; `draft_model`: what a smaller model samples",
             default="`draft_model` if `model` is given",
-            more="`ngram`: what followed the same last tokens earlier in the request; `suffix`: the same over earlier "
-            "answers, too; `draft_model`: what a smaller model samples",
         ),
     ] = None
     num_speculative_tokens: Annotated[
@@ -48,10 +47,9 @@ class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
         Literal["shared_noise", "rejection"],
         Setting(
             COMMON,
-            "which drafts are accepted",
-            more="`shared_noise`: a draft is accepted while it is the token that would have been sampled, so the text "
-            "is the same as without. `rejection` (`draft_model` only) accepts more of them by chance; the distribution "
-            "is the same, the text is not",
+            "which drafts are accepted. `shared_noise`: a draft is accepted while it is the token that would have "
+            "been sampled, so the text is the same as without. `rejection` (`draft_model` only) accepts more of "
+            "them by chance; the distribution is the same, the text is not",
         ),
     ] = "shared_noise"
     adaptive: Annotated[bool, Setting(COMMON, "fewer drafts, down to none, while they do not pay")] = True
@@ -60,16 +58,14 @@ class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
         Setting(NGRAM, "fewest last tokens that must be the same", range=(1, 64), default=str(DEFAULT_LOOKUP[0])),
     ] = None
     prompt_lookup_max: Annotated[
-        int | None,
-        Setting(NGRAM, "most last tokens that are compared", range=(1, 64), default=str(DEFAULT_LOOKUP[1])),
+        int | None, Setting(NGRAM, "most last tokens that are compared", range=(1, 64), default=str(DEFAULT_LOOKUP[1]))
     ] = None
     suffix_decoding_max_tree_depth: Annotated[
         int | None,
         Setting(SUFFIX, "longest context of the suffix tree, in tokens", range=(2, 256), default=str(DEFAULT_DEPTH)),
     ] = None
     suffix_decoding_max_cached_requests: Annotated[
-        int | None,
-        Setting(SUFFIX, "answers that it remembers", range=(0, 1_000_000), default=str(DEFAULT_CACHED)),
+        int | None, Setting(SUFFIX, "answers that it remembers", range=(0, 1_000_000), default=str(DEFAULT_CACHED))
     ] = None
     model: Annotated[
         str | None, Setting(DRAFT_MODEL, "folder or id of the draft model; it must have the model's vocabulary")
