@@ -14,8 +14,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from quire import SamplingParams
+from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
-from quire.launch.config.options import EngineOptions, make_engine_config
+from quire.launch.config.options import EngineOptions
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.request.sampling_params import seed_for_sample
 from quire.protocol.wire.front_end_messages import AddRequest, Rejected, StepOutputs
