@@ -81,41 +81,28 @@ class BlockTable:
     # ---- rows
 
     def append_row(self, row: int, block_ids: Sequence[int] | Ints) -> None:
-        """Add blocks, as they are given out, at the end of a row.
-
-        Raises:
-            StepRefused: an id that is not a block requests may have, or more blocks than a request can have.
-        """
-        ids = self.require_blocks(block_ids)
+        """Add blocks, as they are given out, at the end of a row: some that ``require_blocks`` lets pass."""
+        ids = np.asarray(block_ids, np.int64)
         start = int(self.num_blocks_per_row[row])
         end = start + len(ids) * self.ratio
-        self.require_room(end)
         self._ids[row, start:end] = ids if self.ratio == 1 else self._kernel_blocks(ids).ravel()
         self.num_blocks_per_row[row] = end
         self._stage(row, start)
 
     def append_rows(self, rows: Ints, block_ids: Ints) -> None:
-        """``append_row`` for many rows at once: a block for each of ``rows``, in the order in which rows get theirs.
-
-        Raises:
-            StepRefused: as ``append_row``; nothing is added then.
-        """
-        ids = self.require_blocks(block_ids)
-        if not len(ids):
-            return
+        """``append_row`` for many rows at once: a block for each of ``rows``, in the order in which rows get theirs."""
+        ids = np.asarray(block_ids, np.int64)
         columns = self.num_blocks_per_row[rows] + self.ratio * rank_among_equals(rows)
-        self.require_room(int(columns.max()) + self.ratio)
         self._ids[rows[:, None], columns[:, None] + np.arange(self.ratio)] = self._kernel_blocks(ids)
         np.minimum.at(self._unknown_from, rows, columns.astype(np.int32))
         np.maximum.at(self.num_blocks_per_row, rows, columns.astype(np.int32) + self.ratio)
         self._changed = True
 
-    def require_blocks(self, block_ids: Sequence[int] | Ints) -> Ints:
+    def require_blocks(self, block_ids: Sequence[int] | Ints) -> None:
         """Raises StepRefused: one is no block, as they are given out, that this table may hold."""
         ids = np.asarray(block_ids, np.int64)
         if len(ids) and not self._lowest_id <= ids.min() <= ids.max() < self._num_pool_blocks:
             raise StepRefused(f"a block id is not from {self._lowest_id} to {self._num_pool_blocks - 1}")
-        return ids
 
     def require_room(self, end: int) -> None:
         """Raises StepRefused: no row may have as many entries."""

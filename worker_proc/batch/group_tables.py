@@ -10,11 +10,7 @@ from quire.kernels.cache.pointer_table import TableSet
 from quire.kernels.cache.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.batch.block_table import BlockTable, Ints, rank_among_equals
-from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.batch.slot_owners import SlotOwners
-
-NULL_KINDS = frozenset({"sliding_window", "mamba"})
-"""Kinds of KV groups in which the null block stands for blocks that no token reads any more."""
 
 
 class MultiGroupBlockTable:
@@ -27,40 +23,24 @@ class MultiGroupBlockTable:
     def __init__(self, tables: Sequence[BlockTable], owners: SlotOwners | None = None) -> None:
         """
         Args:
-            owners: refuses what would make two rows write to one block; None: nobody looks.
+            owners: of each block the row that writes to it; None: they are not kept.
         """
         self.tables = list(tables)
         self._owners = owners
         self.table_set = TableSet.of([t.device_copy for t in tables], [t.block_size for t in tables])
 
     def add_row(self, row: int, block_ids: Sequence[Sequence[int] | Ints]) -> None:
-        """Set a row's blocks, per group. Its computed positions must be known by then.
-
-        Raises:
-            StepRefused: as ``BlockTable.append_row``, or a slot overlap.
-        """
+        """Set a row's blocks, per group. Its computed positions must be known by then."""
         self.clear_row(row)
         for group, (table, ids) in enumerate(zip(self.tables, block_ids, strict=True)):
             table.append_row(row, ids)
             if self._owners is not None:
                 self._owners.add_blocks(row, group, table.block_ids(row))
 
-    def append_row(self, row: int, group: int, block_ids: Sequence[int] | Ints) -> None:
-        """Raises StepRefused: as ``BlockTable.append_row``, or a slot overlap, or no such group."""
-        table = self._group(group)
-        held = int(table.num_blocks_per_row[row]) // table.ratio
-        table.append_row(row, block_ids)
-        if self._owners is not None and len(block_ids):
-            self._owners.claim(row, group, np.arange(held, held + len(block_ids)), np.asarray(block_ids))
-
     def append_rows(self, rows: Ints, groups: Ints, block_ids: Ints) -> None:
-        """``append_row`` for all blocks of a step: one block each, in the order in which rows get theirs.
-
-        Raises:
-            StepRefused: as ``append_row``.
-        """
+        """Add blocks to rows: one block each, in the order in which rows get theirs."""
         for group in np.unique(groups).tolist():
-            table = self._group(group)
+            table = self.tables[group]
             own = groups == group
             own_rows, ids = (rows, block_ids) if own.all() else (rows[own], block_ids[own])
             held = table.num_blocks_per_row[own_rows] // table.ratio
@@ -80,11 +60,6 @@ class MultiGroupBlockTable:
         """
         if self._owners is not None and len(block_ids):
             self._owners.require_free(block_ids, leaving)
-
-    def _group(self, group: int) -> BlockTable:
-        if not 0 <= group < len(self.tables):
-            raise StepRefused(f"KV group {group} does not exist")
-        return self.tables[group]
 
     def move_row(self, source: int, target: int) -> None:
         for table in self.tables:
@@ -162,7 +137,7 @@ def make_block_tables(
             num_blocks,
             device,
             kernel_block_size=kernel_block_size,
-            null_allowed=group.kind in NULL_KINDS,
+            null_allowed=group.sliding_window > 0,
         )
         for group in groups
     ]

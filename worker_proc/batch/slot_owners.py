@@ -18,9 +18,6 @@ from quire.worker_proc.batch.input_batch import StepRefused
 
 Ints = npt.NDArray[np.integer[Any]]
 
-STATE_WINDOW = 2
-"""A recurrent layer reads the state behind the position before its own, and nothing further back."""
-
 
 class SlotOwners:
     """Owns, per block, the row that writes to it and how many rows read it. Works only on change.
@@ -41,9 +38,7 @@ class SlotOwners:
         self._num_computed = num_computed
         self._block_size = np.array([g.block_size for g in groups], np.int64)
         # How far back a token reads; 0: everything.
-        self._window = np.array([_window(g) for g in groups])
-        # Encoder positions are not counted by num_computed: all are written by the first step.
-        self._private = [g.kind == "cross_attention" for g in groups]
+        self._window = np.array([g.sliding_window for g in groups])
         self._owner = np.zeros(num_blocks, np.int64)  # the key of the last claim
         self._group = np.zeros(num_blocks, np.int32)  # and the group and the index in its row's table
         self._index = np.zeros(num_blocks, np.int64)
@@ -58,28 +53,21 @@ class SlotOwners:
         self._new_reads: list[tuple[int, Ints]] = []  # of this step: place, blocks
 
     def add_blocks(self, row: int, group: int, block_ids: Ints) -> None:
-        """A new row's blocks of one group: it reads those before its computed position and claims the others.
-
-        Raises:
-            StepRefused: as ``claim``.
-        """
+        """A new row's blocks of one group: it reads those before its computed position and claims the others."""
         if self._place_of_row[row] < 0:
             self._begin(row)
-        computed = 0 if self._private[group] else int(self._num_computed[row] // self._block_size[group])
-        own = min(computed, len(block_ids))
+        own = min(int(self._num_computed[row] // self._block_size[group]), len(block_ids))
         read = block_ids[:own]
         if len(read) and not self._window[group]:
             self._new_reads.append((int(self._place_of_row[row]), read.copy()))
         self.claim(row, group, np.arange(own, len(block_ids)), block_ids[own:])
 
     def claim(self, rows: int | Ints, group: int, indices: Ints, block_ids: Ints) -> None:
-        """Rows will write to blocks, which stand at ``indices`` of their tables. Null blocks are passed over.
+        """Rows will write to blocks, which ``require_free`` has let pass, at ``indices`` of their tables; null blocks
+        are passed over.
 
         Args:
             rows: of each block, or one for all.
-
-        Raises:
-            StepRefused: a block comes twice, or some row writes it elsewhere, or reads it since an earlier step.
         """
         of_block: Ints = np.broadcast_to(np.asarray(rows, np.int64), block_ids.shape)
         if not block_ids.all():
@@ -87,7 +75,6 @@ class SlotOwners:
             of_block, indices, block_ids = of_block[real], indices[real], block_ids[real]
         if not len(block_ids):
             return
-        self.require_free(block_ids)
         places = self._place_of_row[of_block]
         if places.min() < 0:
             for row in np.unique(of_block[places < 0]).tolist():
@@ -108,7 +95,11 @@ class SlotOwners:
         self._new_reads.clear()
 
     def require_free(self, block_ids: Ints, leaving: Sequence[int] = ()) -> None:
-        """As ``claim`` asks it. ``leaving``: rows whose claims and reads end before."""
+        """Before blocks are claimed. ``leaving``: rows whose claims and reads end before.
+
+        Raises:
+            StepRefused: a block comes twice, or some row writes it elsewhere, or reads it since an earlier step.
+        """
         if len(block_ids) > 1 and len(np.unique(block_ids)) < len(block_ids):
             raise StepRefused("slot overlap: a block is given twice")
         gone = self._place_of_row[list(leaving)]
@@ -182,7 +173,7 @@ class SlotOwners:
             place = self._place_of_row[row]
             assert place >= 0 or not any(map(len, of_groups)), f"row {row} holds blocks and no key"
             for group, ids in enumerate(of_groups):
-                begin = 0 if self._private[group] else self._num_computed[row] // self._block_size[group]
+                begin = self._num_computed[row] // self._block_size[group]
                 for block_id in ids[begin:][ids[begin:] != NULL_BLOCK_ID].tolist():
                     assert block_id not in writers, f"rows {writers[block_id]} and {row} write to block {block_id}"
                     writers[block_id] = row
@@ -195,9 +186,3 @@ class SlotOwners:
             for read in reads:
                 np.add.at(readers, read, 1)
         assert (readers == self._readers).all(), "readers are counted wrongly"
-
-
-def _window(group: KVGroup) -> int:
-    if group.kind == "mamba":
-        return STATE_WINDOW
-    return group.window if group.kind == "sliding_window" else 0

@@ -111,7 +111,7 @@ class DraftModelProposer:
         if lacking > len(self._free):
             return False
         if lacking > 0:
-            self._tables.append_row(row, 0, [self._free.pop() for _ in range(lacking)])
+            self._table.append_row(row, [self._free.pop() for _ in range(lacking)])
         return True
 
     def _settle(self, rows: Ints) -> None:

@@ -274,20 +274,13 @@ class ModelRunner:
         if handles is None or ids is None:
             return
         groups = np.zeros_like(handles) if step.appended_groups is None else step.appended_groups
-        if not len(handles) == len(ids) == len(groups):
-            raise StepRefused("the appended blocks do not add up")
         rows = np.array([self.batch.row(handle) for handle in handles.tolist()], np.int64)
         self.tables.append_rows(rows, groups, ids)
 
     def _add_blocks(self, step: SchedulerOutput, rows: Sequence[int]) -> None:
-        total = 0 if step.block_ids is None else len(step.block_ids)
-        if total != sum(sum(n.num_blocks) for n in step.new_requests):
-            raise StepRefused("the new requests' blocks do not add up")
         start = 0
         for request, row in zip(step.new_requests, rows, strict=True):
             assert step.block_ids is not None
-            if len(request.num_blocks) != len(self.tables.tables):
-                raise StepRefused(f"handle {request.handle} comes with blocks for {len(request.num_blocks)} groups")
             ends = start + np.cumsum(request.num_blocks)
             self.tables.add_row(row, np.split(step.block_ids[start : ends[-1]], ends[:-1] - start))
             start = int(ends[-1])

@@ -13,7 +13,7 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.block_table import BlockTable
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
-from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused
+from quire.worker_proc.batch.input_batch import Column, InputBatch
 
 MAX_ROWS, MAX_LEN = 6, 12
 COLUMNS = (
@@ -170,27 +170,6 @@ def test_each_update_is_told_once() -> None:
     world = three()
     world.change([1], [])
     assert world.batch.builder.get_and_reset(2) is None
-
-
-@pytest.mark.parametrize(
-    ("removed", "new", "tokens", "told"),
-    [
-        ([4], [], None, "handle 4 is not held"),
-        ([1, 1], [], None, "removed twice"),
-        ([], [make_new(1, [5])], [5], "is held already"),
-        ([], [make_new(7, [5]), make_new(7, [6])], [5, 6], "is held already"),
-        ([], [make_new(7, [5])], [5, 6], "do not add up"),
-        ([], [make_new(7, [5])], None, "do not add up"),
-        ([], [], [5], "do not add up"),
-        ([], [make_new(7, [5] * 13)], [5] * 13, "length is wrong"),
-        ([], [make_new(h, [5]) for h in range(7, 11)], [5] * 4, "do not fit 6 rows"),
-        ([], [NewRequestData(7, "r", 2, 2, 2, [1], SamplingParams(), 0)], [5, 5], "2 tokens computed"),
-        ([], [NewRequestData(7, "r", 2, 2, -1, [1], SamplingParams(), 0)], [5, 5], "-1 tokens computed"),
-    ],
-)
-def test_a_diff_that_does_not_fit_is_refused(removed: list[int], new: Any, tokens: Any, told: str) -> None:
-    with pytest.raises(StepRefused, match=told):
-        three().batch.change_rows(removed, new, None if tokens is None else np.array(tokens, np.int32))
 
 
 @pytest.mark.parametrize("damage", ["map", "gap", "active", "computed"])

@@ -16,8 +16,6 @@ CPU = torch.device("cpu")
 NUM_BLOCKS = 64
 FULL = KVGroup("full_attention", 4, [0])
 WINDOW = KVGroup("sliding_window", 4, [1], window=6)
-STATES = KVGroup("mamba", 4, [1])
-CROSS = KVGroup("cross_attention", 4, [1])
 
 
 class Rows:
@@ -28,8 +26,19 @@ class Rows:
         self.tables = make_block_tables(groups, NUM_BLOCKS, 80, self.num_computed, CPU)
 
     def add(self, row: int, *block_ids: list[int], computed: int = 0) -> None:
+        """As a step does: what the row is to write to is asked for first."""
+        own = [block_id for ids in block_ids for block_id in ids[computed // 4 :]]
+        self.tables.require_free(np.array(own, np.int64), ())
         self.num_computed[row] = computed
         self.tables.add_row(row, block_ids)
+
+    def append(self, row: int, group: int, block_ids: list[int]) -> None:
+        self.append_rows([row] * len(block_ids), [group] * len(block_ids), block_ids)
+
+    def append_rows(self, rows: list[int], groups: list[int], block_ids: list[int]) -> None:
+        real = np.array(block_ids, np.int64)
+        self.tables.require_free(real[real != 0], ())
+        self.tables.append_rows(np.array(rows, np.int64), np.array(groups, np.int64), real)
 
     def move(self, source: int, target: int) -> None:
         """As a batch does: columns and tables, and then the source is cleared."""
@@ -51,7 +60,7 @@ def test_a_block_that_another_row_writes_is_refused() -> None:
     rows.add(0, [1, 2])
     rows.add(1, [3])
     with refused():
-        rows.tables.append_row(1, 0, [2])
+        rows.append(1, 0, [2])
 
 
 def test_a_new_row_may_not_write_what_another_does() -> None:
@@ -90,7 +99,7 @@ def test_a_hit_is_not_written_to_after_its_writer_has_gone() -> None:
     rows.clear(0)
     rows.clear(1)
     rows.tables.check()
-    rows.tables.append_row(2, 0, [3, 2])  # nobody has these any more
+    rows.append(2, 0, [3, 2])  # nobody has these any more
     with refused():
         rows.add(0, [1])
     rows.clear(0)
@@ -104,7 +113,7 @@ def test_a_prefix_is_read_in_the_step_that_writes_it_whoever_is_named_first() ->
     rows.add(0, [1])
     rows.tables.commit()
     rows.add(1, [1, 2, 4], computed=8)  # block 2 is full when this step is done
-    rows.tables.append_row(0, 0, [2, 3])
+    rows.append(0, 0, [2, 3])
     rows.tables.check()
     rows.tables.commit()
     rows.num_computed[0] = 9
@@ -140,9 +149,9 @@ def test_claims_move_with_their_row() -> None:
     rows.clear(0)
     rows.move(2, 0)
     rows.tables.check()
-    rows.tables.append_row(1, 0, [1])
+    rows.append(1, 0, [1])
     with refused():
-        rows.tables.append_row(1, 0, [3])
+        rows.append(1, 0, [3])
 
 
 def test_a_move_ends_what_its_target_claimed() -> None:
@@ -150,16 +159,16 @@ def test_a_move_ends_what_its_target_claimed() -> None:
     rows.add(0, [1])
     rows.add(1, [2])
     rows.tables.move_row(1, 0)
-    rows.tables.append_row(2, 0, [1])
+    rows.append(2, 0, [1])
     with refused():
-        rows.tables.append_row(2, 0, [2])
+        rows.append(2, 0, [2])
 
 
 def test_groups_share_one_pool() -> None:
     rows = Rows(FULL, WINDOW)
     rows.add(0, [1], [2])
     with refused():
-        rows.tables.append_row(0, 1, [1])
+        rows.append(0, 1, [1])
     with refused():
         rows.add(1, [3], [3])
 
@@ -169,30 +178,22 @@ def test_a_row_may_not_have_a_block_twice(ids: list[int]) -> None:
     rows = Rows(FULL)
     rows.add(0, [1])
     with refused():
-        rows.tables.append_row(0, 0, ids)
+        rows.append(0, 0, ids)
 
 
 def test_rows_that_get_the_same_block_at_once_are_refused() -> None:
     rows = Rows(FULL)
     rows.add(0, [1])
     rows.add(1, [2])
-    rows.tables.append_rows(np.array([0, 1]), np.array([0, 0]), np.array([3, 4]))
+    rows.append_rows([0, 1], [0, 0], [3, 4])
     rows.tables.check()
     with refused():
-        rows.tables.append_rows(np.array([0, 1]), np.array([0, 0]), np.array([5, 5]))
+        rows.append_rows([0, 1], [0, 0], [5, 5])
 
 
-@pytest.mark.parametrize(
-    ("group", "computed"),
-    [
-        # The last position at which something still reads block 1, which holds positions 0 to 3.
-        (WINDOW, 8),  # a window of 6: sees 3 to 8
-        (STATES, 4),  # the state behind position 3
-    ],
-    ids=lambda value: getattr(value, "kind", ""),
-)
-def test_a_block_behind_the_window_is_given_to_another_row(group: KVGroup, computed: int) -> None:
-    rows = Rows(group)
+def test_a_block_behind_the_window_is_given_to_another_row() -> None:
+    computed = 8  # the last position that still reads block 1, which holds positions 0 to 3: a window of 6 sees 3 to 8
+    rows = Rows(WINDOW)
     rows.add(0, [1, 2, 3])
     rows.num_computed[0] = computed
     with refused():
@@ -202,35 +203,24 @@ def test_a_block_behind_the_window_is_given_to_another_row(group: KVGroup, compu
     rows.add(1, [1])
     rows.tables.check()
     with refused():
-        rows.tables.append_row(0, 0, [1])
+        rows.append(0, 0, [1])
 
 
 def test_a_row_gets_back_what_it_gave_up() -> None:
     rows = Rows(WINDOW)
     rows.add(0, [1, 2, 3])
     rows.num_computed[0] = 9
-    rows.tables.append_row(0, 0, [1])
+    rows.append(0, 0, [1])
     rows.tables.check()
     with refused():
-        rows.tables.append_row(0, 0, [1])
+        rows.append(0, 0, [1])
 
 
 def test_null_blocks_are_nobodys() -> None:
-    rows = Rows(WINDOW, STATES)
+    rows = Rows(WINDOW, WINDOW)
     for row in range(3):
         rows.add(row, [0, 0, 3 * row + 1], [0, 0, 3 * row + 2], computed=8)
-        rows.tables.append_row(row, 1, [0, 3 * row + 3])
-    rows.tables.check()
-
-
-def test_an_encoders_blocks_are_private_whatever_is_computed() -> None:
-    rows = Rows(FULL, CROSS)
-    rows.add(0, [1, 2], [3, 4])
-    rows.num_computed[0] = 8
-    with refused():
-        rows.add(1, [1, 5], [3, 6], computed=4)
-    rows.clear(1)
-    rows.add(1, [1, 5], [6, 7], computed=4)
+        rows.append(row, 1, [0, 3 * row + 3])
     rows.tables.check()
 
 
@@ -322,7 +312,7 @@ class Pool:
             for group, blocks in enumerate((full, window)):
                 new = self.free_blocks(max(missing, 0))
                 blocks += new
-                self.rows.tables.append_row(row, group, new)
+                self.rows.append(row, group, new)
             self.computed[row] = end
         # The worker's column is behind until the step has run, as the scheduler's acknowledged count is.
         self.rows.num_computed[: len(self.computed)] = self.computed
@@ -356,4 +346,4 @@ def test_a_sound_scheduler_is_never_refused_and_a_mistake_always(seed: int) -> N
     used = pool.used_in_full_group()
     if used:
         with refused():
-            pool.rows.tables.append_row(rng.randrange(len(pool.held)), rng.randrange(2), [rng.choice(used)])
+            pool.rows.append(rng.randrange(len(pool.held)), rng.randrange(2), [rng.choice(used)])
