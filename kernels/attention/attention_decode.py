@@ -173,23 +173,11 @@ def _launch_plan(
     from quire.kernels.attention.attention_plan_triton import plan_kernel
 
     plan_kernel[(1,)](
-        query_start_loc,
-        seq_lens,
-        pieces,
-        merges,
-        len(seq_lens),
-        len(pieces),
-        len(merges),
-        limits.tile_tokens,
-        visible.window,
-        visible.prefix_len,
-        prefix.num_partials if prefix else 0,
-        prefix.num_slots if prefix else 0,
-        limits.cut.capacity,
-        limits.cut.min_piece,
-        **plan_constants(visible.window > 0, limits.max_rows),
-        **plan_options(limits.max_rows),
-    )
+        query_start_loc, seq_lens, pieces, merges, len(seq_lens), len(pieces), len(merges), limits.tile_tokens,
+        visible.window, visible.prefix_len, prefix.num_partials if prefix else 0, prefix.num_slots if prefix else 0,
+        limits.cut.capacity, limits.cut.min_piece,
+        **plan_constants(visible.window > 0, limits.max_rows), **plan_options(limits.max_rows),
+    )  # fmt: skip
 
 
 def _positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:

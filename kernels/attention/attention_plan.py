@@ -23,6 +23,7 @@ from quire.kernels.attention.attention_tiles import (
 from quire.kernels.attention.attention_work import (
     MERGE_COLUMNS,
     Cut,
+    Int,
     Table,
     Visible,
     WorkList,
@@ -168,18 +169,7 @@ def plan_attention(
         prefix = plan_prefix(
             shape, num_tokens or int(lens.sum()), common_prefix_len, device, programs=programs, min_piece=min_piece
         )
-    num_prefix, first_slot = (prefix.num_partials, prefix.num_slots) if prefix else (0, 0)
-    works: list[tuple[Regime, int, WorkList]] = []
-    for regime, rows, tile_tokens in maker.parts(lens):
-        tiles = tile_rows(lens, seqs, rows, tile_tokens, visible)
-        if regime == "prefill":
-            # The longest first: whoever starts last should not finish last by much.
-            tiles = tiles.reordered(np.argsort(tiles.first_key - tiles.end_key, kind="stable"))
-        elif regime == "fixed":
-            tiles.may_split[:] = lens[tiles.row] <= FEW_TOKENS
-        work = cut_tiles(tiles, maker.cut(regime, tile_tokens), tile_tokens, num_prefix, first_slot)
-        first_slot += work.num_slots
-        works.append((regime, tile_tokens, work))
+    works, num_slots = maker.works(lens, seqs, visible, prefix)
     *piece_tables, merges = _to_device([w.pieces for *_, w in works] + [_joined(w.merges for *_, w in works)], device)
     sections = [Section(t, n, regime) for t, (regime, n, _) in zip(piece_tables, works, strict=True)]
     return AttentionPlan(
@@ -190,8 +180,8 @@ def plan_attention(
         capability=maker.capability,
         sections=tuple(([prefix.section] if prefix else []) + sections),
         merges=merges,
-        scratch=allocate_scratch(shape, first_slot, device),
-        num_prefix=num_prefix,
+        scratch=allocate_scratch(shape, num_slots, device),
+        num_prefix=prefix.num_partials if prefix else 0,
         prefix_stride=prefix.num_tokens if prefix else 0,
         positions=_positions(lens, seqs, prefix.num_tokens, device) if prefix else None,
         fixed_split=fixed_split,
@@ -240,6 +230,24 @@ class PlanMaker:
         if not few.all():
             parts.append(("prefill", np.flatnonzero(~few), TILE_TOKENS))
         return parts
+
+    def works(
+        self, lens: Int, seqs: Int, visible: Visible, prefix: PrefixPass | None
+    ) -> tuple[list[tuple[Regime, int, WorkList]], int]:
+        """Each launch's regime, tokens of its tiles, and work list; and the slots of all, the prefix's too."""
+        num_prefix, first_slot = (prefix.num_partials, prefix.num_slots) if prefix else (0, 0)
+        works: list[tuple[Regime, int, WorkList]] = []
+        for regime, rows, tile_tokens in self.parts(lens):
+            tiles = tile_rows(lens, seqs, rows, tile_tokens, visible)
+            if regime == "prefill":
+                # The longest first: what starts last should not finish last by much.
+                tiles = tiles.reordered(np.argsort(tiles.first_key - tiles.end_key, kind="stable"))
+            elif regime == "fixed":
+                tiles.may_split[:] = lens[tiles.row] <= FEW_TOKENS
+            work = cut_tiles(tiles, self.cut(regime, tile_tokens), tile_tokens, num_prefix, first_slot)
+            first_slot += work.num_slots
+            works.append((regime, tile_tokens, work))
+        return works, first_slot
 
     def cut(self, regime: Regime, tile_tokens: int) -> Cut:
         tiles = tiles_of(self.shape, regime, tile_tokens, self.capability)

@@ -10,24 +10,10 @@ import triton.language as tl
     do_not_specialize=["num_rows", "max_pieces", "max_merges", "prefix_len", "num_prefix", "first_slot", "capacity"]
 )
 def plan_kernel(
-    query_start_loc,
-    seq_lens,
-    pieces,
-    merges,
-    num_rows,
-    max_pieces,
-    max_merges,
-    tile_tokens,
-    window,
-    prefix_len,
-    num_prefix,
-    first_slot,
-    capacity,
-    min_piece,
-    WINDOWED: tl.constexpr,
-    KEY_ALIGN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
+    query_start_loc, seq_lens, pieces, merges, num_rows, max_pieces, max_merges, tile_tokens, window, prefix_len,
+    num_prefix, first_slot, capacity, min_piece,
+    WINDOWED: tl.constexpr, KEY_ALIGN: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
     """One program writes both tables whole: what ``attention_work.cut_tiles`` makes of one tile per row.
 
     Rows without tokens, and those of more than ``tile_tokens``, get no piece.

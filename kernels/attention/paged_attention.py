@@ -173,37 +173,18 @@ def _attend(call: _Call, section: Section) -> None:
     shape = plan.shape
     tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
     chunks = lane_chunks(shape, tiles, section.tile_tokens)
+    # Where there is a cap the kernel takes exp2 of factor times the product, for a tanh of half the exponent.
+    factor = (2 / cap if cap else 1) * call.scale * LOG2_E
     attention_kernel[(len(section.pieces) * shape.num_kv_heads * chunks,)](
-        call.query,
-        as_bits(call.cache),
-        call.block_table,
-        call.query_start_loc,
-        call.seq_lens,
-        plan.positions,
-        section.pieces,
-        call.out,
-        plan.scratch.acc,
-        plan.scratch.stats,
-        call.sinks,
-        call.k_scale,
-        call.v_scale,
-        # Where there is a cap the kernel takes exp2 of this times the product, for a tanh of half the exponent.
-        (2 / cap if cap else 1) * call.scale * LOG2_E,
-        cap * LOG2_E,
-        plan.visible.window,
-        plan.num_rows,
-        shape.num_kv_heads,
-        section.tile_tokens,
-        chunks,
-        *call.query.stride()[:2],
-        *call.cache.stride()[:4],
-        call.block_table.stride(0),
-        *call.out.stride()[:2],
+        call.query, as_bits(call.cache), call.block_table, call.query_start_loc, call.seq_lens, plan.positions,
+        section.pieces, call.out, plan.scratch.acc, plan.scratch.stats, call.sinks, call.k_scale, call.v_scale,
+        factor, cap * LOG2_E, plan.visible.window, plan.num_rows, shape.num_kv_heads, section.tile_tokens, chunks,
+        *call.query.stride()[:2], *call.cache.stride()[:4], call.block_table.stride(0), *call.out.stride()[:2],
         SOFT_CAP=cap > 0,
         **launch_constants(shape, call.cache.shape[2], section, tiles, plan),
         **cache_constants(call.cache.dtype, call.k_scale, call.v_scale),
         **launch_options(tiles),
-    )
+    )  # fmt: skip
 
 
 def _merge(call: _Call) -> None:
@@ -211,17 +192,10 @@ def _merge(call: _Call) -> None:
 
     plan = call.plan
     merge_kernel[(len(plan.merges), plan.shape.num_heads)](
-        plan.scratch.acc,
-        plan.scratch.stats,
-        plan.merges,
-        call.out,
-        call.sinks,
-        plan.shape.num_heads,
-        plan.num_prefix,
-        plan.prefix_stride,
-        *call.out.stride()[:2],
+        plan.scratch.acc, plan.scratch.stats, plan.merges, call.out, call.sinks, plan.shape.num_heads,
+        plan.num_prefix, plan.prefix_stride, *call.out.stride()[:2],
         **merge_constants(plan.shape.head_dim, plan.fixed_split),
-    )
+    )  # fmt: skip
 
 
 def launch_constants(

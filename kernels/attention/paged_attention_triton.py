@@ -59,6 +59,31 @@ def load_tile(
 
 
 @triton.jit
+def query_span(query_start_loc, row, num_rows, SHARED: tl.constexpr):
+    """Where the row's tokens start in the step, and how many they are; SHARED: all of the step."""
+    if SHARED:
+        start = 0
+        end = tl.load(query_start_loc + num_rows)
+    else:
+        start = tl.load(query_start_loc + row)
+        end = tl.load(query_start_loc + row + 1)
+    return start, end - start
+
+
+@triton.jit
+def visible_keys(key_start, key_end, position, window, in_tile, WINDOWED: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Each lane's first visible key; the piece's start, brought behind what no lane sees; the keys to go through."""
+    lowest = tl.zeros_like(position)
+    end = tl.minimum(key_end, tl.max(tl.where(in_tile, position, -1)) + 1)
+    if WINDOWED:
+        lowest = tl.maximum(position - (window - 1), 0)
+        # Left of all windows the block table may hold anything.
+        key_start = tl.maximum(key_start, tl.min(tl.where(in_tile, lowest, key_end)))
+    begin = key_start // TILE_KEYS * TILE_KEYS
+    return lowest, key_start, begin, tl.where(key_start < end, end, begin)
+
+
+@triton.jit
 def attend_keys(
     state, q, begin, end, piece_start, piece_end, position, lowest, cache, factor, cap,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
@@ -121,13 +146,12 @@ def attend_segments(
 @triton.jit
 def attend_whole(
     state, q, begin, end, piece_start, in_tile, position, lowest, cache, factor, cap,
-    WHOLE_TILES: tl.constexpr, LEAD: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+    WHOLE_TILES: tl.constexpr, LEAD: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr,
+    CACHE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
+    TILE_DIMS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys in one go; of WHOLE_TILES those that all lanes see without masks, the others around them."""
-    whole_begin = begin
-    whole_end = begin
+    whole_begin, whole_end = begin, begin
     if WHOLE_TILES:
         if LEAD:
             seen_from = tl.maximum(piece_start, tl.max(tl.where(in_tile, lowest, 0)))
@@ -163,9 +187,10 @@ def fold(acc, maximum, total, part, part_maximum, part_total):
 
 
 @triton.jit
-def finish(acc, maximum, total, sink, SINKS: tl.constexpr):
-    """The softmax's quotient; ``sink`` is one more score, without a value. Lanes that saw nothing give 0."""
-    if SINKS:
+def finish(acc, maximum, total, sinks, head, in_tile):
+    """The softmax's quotient; a head's sink is one more score, without a value. Lanes that saw nothing give 0."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=in_tile, other=0.0) * 1.4426950408889634
         new_maximum = tl.maximum(maximum, sink)
         shrink = tl.exp2(maximum - new_maximum)
         total = tl.fma(total, shrink, tl.exp2(sink - new_maximum))
@@ -203,12 +228,7 @@ def attention_kernel(
     if key_end <= key_start:
         return
     row, tile_start, slot = tl.load(piece), tl.load(piece + 1), tl.load(piece + 4)
-    if SHARED:
-        row_start = 0
-        query_len = tl.load(query_start_loc + num_rows)
-    else:
-        row_start = tl.load(query_start_loc + row)
-        query_len = tl.load(query_start_loc + row + 1) - row_start
+    row_start, query_len = query_span(query_start_loc, row, num_rows, SHARED)
     lane_start = chunk * TILE_LANES
     if tile_start + lane_start // GROUP >= query_len:
         return
@@ -228,14 +248,7 @@ def attention_kernel(
         position = tl.load(positions + token, mask=in_tile, other=0)
     else:
         position = tl.load(seq_lens + row) - query_len + token
-    lowest = tl.zeros_like(position)
-    end = tl.minimum(key_end, tl.max(tl.where(in_tile, position, -1)) + 1)
-    if WINDOWED:
-        lowest = tl.maximum(position - (window - 1), 0)
-        # Left of all windows the block table may hold anything.
-        key_start = tl.maximum(key_start, tl.min(tl.where(in_tile, lowest, key_end)))
-    begin = key_start // TILE_KEYS * TILE_KEYS
-    end = tl.where(key_start < end, end, begin)
+    lowest, key_start, begin, end = visible_keys(key_start, key_end, position, window, in_tile, WINDOWED, TILE_KEYS)
 
     if k_scale is not None:
         factor = factor * tl.load(k_scale + kv_head * K_SCALE_STRIDE)
@@ -258,10 +271,7 @@ def attention_kernel(
     if v_scale is not None:
         acc = acc * tl.load(v_scale + kv_head * V_SCALE_STRIDE)
     if slot < 0:
-        sink = maximum
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=in_tile, other=0.0) * 1.4426950408889634
-        result = finish(acc, maximum, total, sink, sinks is not None)
+        result = finish(acc, maximum, total, sinks, head, in_tile)
         out_offset = query_token * out_token_stride + head * out_head_stride
         tl.store(out + out_offset[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=stored)
     else:
@@ -273,20 +283,10 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["num_prefix", "prefix_stride"])
 def merge_kernel(
-    partial_acc,
-    partial_stats,
-    merges,
-    out,
-    sinks,
-    num_heads,
-    num_prefix,
-    prefix_stride,
-    out_token_stride,
+    partial_acc, partial_stats, merges, out, sinks, num_heads, num_prefix, prefix_stride, out_token_stride,
     out_head_stride,
-    HEAD_DIM: tl.constexpr,
-    TILE_PARTIALS: tl.constexpr,
-    TILE_DIMS: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, TILE_PARTIALS: tl.constexpr, TILE_DIMS: tl.constexpr,
+):  # fmt: skip
     """Program ``(i, h)`` adds up head ``h``'s partials of merge ``i`` (``attention_work.MERGE_COLUMNS``), in order.
 
     The first ``num_prefix`` partials of token t are in the slots ``t``, ``t + prefix_stride`` and so on.
@@ -322,9 +322,7 @@ def merge_kernel(
             part = tl.sum(parts * weights[:, None], 0)[None, :]
             part_total = tl.sum(totals * weights, 0)
             acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
-    sink = maximum
-    if sinks is not None:
-        sink = tl.load(sinks + head + tl.arange(0, 1)) * 1.4426950408889634
-    result = finish(acc, maximum, total, sink, sinks is not None)
+    only = tl.arange(0, 1)
+    result = finish(acc, maximum, total, sinks, head + only, only == 0)
     target = out + token.to(tl.int64) * out_token_stride + head * out_head_stride + dim[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=in_head)

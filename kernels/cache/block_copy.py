@@ -177,14 +177,9 @@ def _launch(caches: CacheSet, work: torch.Tensor) -> None:
     work = work.contiguous() if device.type == "cpu" else work.pin_memory().to(device, non_blocking=True)
     words, part_stride, block_stride = caches.words()
     kernel[(len(work), len(caches.caches) * caches.num_parts, -(-words // TILE_WORDS))](
-        caches.pointers,
-        work,
-        caches.num_parts,
-        words,
-        part_stride,
-        block_stride,
+        caches.pointers, work, caches.num_parts, words, part_stride, block_stride,
         **launch_constants(work.shape[1], caches.word_bytes),
-    )
+    )  # fmt: skip
 
 
 def _kernel(device: torch.device) -> Any:

@@ -8,16 +8,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_parts"])
 def block_copy_kernel(
-    pointers,
-    work,
-    num_parts,
-    words,
-    part_stride,
-    block_stride,
-    COLUMNS: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-):
+    pointers, work, num_parts, words, part_stride, block_stride,
+    COLUMNS: tl.constexpr, WORD_BYTES: tl.constexpr, TILE_WORDS: tl.constexpr,
+):  # fmt: skip
     """Program ``(i, p, t)``: the ``t``-th tile of line ``i`` of the work in part ``p`` of all parts of all caches.
 
     A line is a source and a target, or with one COLUMN a block to zero. No program reads what another writes.

@@ -74,19 +74,10 @@ def write_cache(
     )
     token_tiles = -(-num_tokens // constants["TILE_TOKENS"])
     kernel[(token_tiles, -(-num_kv_heads * head_dim // constants["TILE_ELEMENTS"]))](
-        key,
-        value,
-        as_bits(kv_cache),
-        k_scale,
-        v_scale,
-        slot_mapping,
-        num_tokens,
-        kv_cache.shape[1] * kv_cache.shape[2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *kv_cache.stride()[:4],
+        key, value, as_bits(kv_cache), k_scale, v_scale, slot_mapping, num_tokens,
+        kv_cache.shape[1] * kv_cache.shape[2], *key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:4],
         **constants,
-    )
+    )  # fmt: skip
 
 
 def check_write(
@@ -144,13 +135,13 @@ def launch_constants(num_kv_heads: int, head_dim: int, block_size: int) -> dict[
 
 
 def stored_constants(
-    kv_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+    kv_cache: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> dict[str, int]:
-    """The constants by which a kernel knows what a cache holds of a number."""
+    """The constants by which a kernel knows what a cache holds of a number; None: there is no cache."""
     return {
-        "FP8": kv_cache.dtype in FP8_DTYPES,
+        "FP8": kv_cache is not None and kv_cache.dtype in FP8_DTYPES,
         "SCALED": k_scale is not None or v_scale is not None,
-        "E5M2": is_e5m2(kv_cache.dtype),
+        "E5M2": kv_cache is not None and is_e5m2(kv_cache.dtype),
         "K_SCALE_PER_HEAD": k_scale is not None and len(k_scale) > 1,
         "V_SCALE_PER_HEAD": v_scale is not None and len(v_scale) > 1,
     }

@@ -35,33 +35,13 @@ def as_stored(x, divisor, FP8: tl.constexpr, SCALED: tl.constexpr, E5M2: tl.cons
 # This changes from step to step, and Triton would compile anew for a 1 and for a multiple of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
 def cache_write_kernel(
-    key,
-    value,
-    kv_cache,
-    k_scale,
-    v_scale,
-    slot_mapping,
-    num_tokens,
-    num_slots,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    cache_kv_stride,
-    cache_block_stride,
-    cache_slot_stride,
+    key, value, kv_cache, k_scale, v_scale, slot_mapping, num_tokens, num_slots, key_token_stride, key_head_stride,
+    value_token_stride, value_head_stride, cache_kv_stride, cache_block_stride, cache_slot_stride,
     cache_head_stride,
-    ELEMENTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_ELEMENTS: tl.constexpr,
-    FP8: tl.constexpr,
-    SCALED: tl.constexpr,
-    E5M2: tl.constexpr,
-    K_SCALE_PER_HEAD: tl.constexpr,
-    V_SCALE_PER_HEAD: tl.constexpr,
-):
+    ELEMENTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    TILE_ELEMENTS: tl.constexpr, FP8: tl.constexpr, SCALED: tl.constexpr, E5M2: tl.constexpr,
+    K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr,
+):  # fmt: skip
     """Program ``(i, j)`` writes the ``j``-th part of the keys and values of TILE_TOKENS tokens.
 
     ELEMENTS is heads times head_dim. ``kv_cache`` is in the order NHD by its strides, and bytes if FP8.

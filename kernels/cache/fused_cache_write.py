@@ -127,27 +127,14 @@ def fused_cache_write(
     constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, kv_cache, k_scale, v_scale)
     programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in (num_heads, num_kv_heads, num_kv_heads)]
     kernel[(sum(programs),)](
-        qkv,
-        query,
-        None if kv_cache is None else as_bits(kv_cache),
-        slot_mapping,
-        key_out,
-        value_out,
-        q_norm,
-        k_norm if k_norm is not None else q_norm,
-        rotary_table,
-        positions,
-        k_scale,
-        v_scale,
-        norm_eps,
-        num_tokens,
+        qkv, query, None if kv_cache is None else as_bits(kv_cache), slot_mapping, key_out, value_out, q_norm,
+        k_norm if k_norm is not None else q_norm, rotary_table, positions, k_scale, v_scale, norm_eps, num_tokens,
         0 if kv_cache is None else kv_cache.shape[1] * kv_cache.shape[2],
         0 if rotary_table is None else rotary_table.shape[1],
-        *((0, 0) if rotary_table is None else rotary_table.stride()[:2]),
-        *qkv.stride()[:2],
+        *((0, 0) if rotary_table is None else rotary_table.stride()[:2]), *qkv.stride()[:2],
         *((0, 0, 0, 0) if kv_cache is None else kv_cache.stride()[:4]),
         **constants,
-    )
+    )  # fmt: skip
     return query
 
 
@@ -167,16 +154,7 @@ def launch_constants(
     """
     half = (rotary_dim or head_dim) // 2
     rest = head_dim - 2 * half
-    stored: dict[str, int] = {
-        "FP8": False,
-        "SCALED": False,
-        "E5M2": False,
-        "K_SCALE_PER_HEAD": False,
-        "V_SCALE_PER_HEAD": False,
-    }
-    if kv_cache is not None:
-        stored = stored_constants(kv_cache, k_scale, v_scale)
-    return stored | {
+    return stored_constants(kv_cache, k_scale, v_scale) | {
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,

@@ -111,9 +111,7 @@ def prepare_decode(
         RuntimeError: Triton cannot launch here.
     """
     device = row_of.device
-    check_tensor("row_of", row_of, {"num_rows": None}, (torch.int32,), device)
-    check_tensor("last_sampled", last_sampled, {"max_rows": None}, (torch.int64,), device)
-    check_tensor("num_computed", num_computed, {"max_rows": len(last_sampled)}, (torch.int32,), device)
+    _check_rows(row_of, last_sampled, num_computed)
     if tables.device != device:
         raise ValueError(f"tables: device is {tables.device}, expected {device}")
     out.check(len(row_of), len(tables), device)
@@ -121,20 +119,10 @@ def prepare_decode(
     from quire.kernels.cache.prepare_decode_triton import prepare_decode_kernel
 
     prepare_decode_kernel[(-(-(len(row_of) + 1) // TILE_ROWS),)](
-        row_of,
-        last_sampled,
-        num_computed,
-        tables.descriptions,
-        out.input_ids,
-        out.positions,
-        out.seq_lens,
-        out.query_start_loc,
-        out.slot_mapping,
-        len(row_of),
-        len(last_sampled),
-        out.slot_mapping.stride(0),
+        row_of, last_sampled, num_computed, tables.descriptions, out.input_ids, out.positions, out.seq_lens,
+        out.query_start_loc, out.slot_mapping, len(row_of), len(last_sampled), out.slot_mapping.stride(0),
         **launch_constants(len(tables)),
-    )
+    )  # fmt: skip
 
 
 def advance_decode_reference(
@@ -165,16 +153,19 @@ def advance_decode(
         ValueError: a tensor does not have the shape, dtype or place above.
         RuntimeError: Triton cannot launch here.
     """
-    device = row_of.device
-    check_tensor("row_of", row_of, {"num_rows": None}, (torch.int32,), device)
-    check_tensor("sampled", sampled, {"num_rows": len(row_of)}, (torch.int64,), device)
-    check_tensor("last_sampled", last_sampled, {"max_rows": None}, (torch.int64,), device)
-    check_tensor("num_computed", num_computed, {"max_rows": len(last_sampled)}, (torch.int32,), device)
-    kernel = _advance_kernel(device)
+    _check_rows(row_of, last_sampled, num_computed)
+    check_tensor("sampled", sampled, {"num_rows": len(row_of)}, (torch.int64,), row_of.device)
+    kernel = _advance_kernel(row_of.device)
     if len(row_of):
         kernel[(-(-len(row_of) // TILE_ROWS),)](
             row_of, sampled, last_sampled, num_computed, len(row_of), len(last_sampled), TILE_ROWS=TILE_ROWS
         )
+
+
+def _check_rows(row_of: torch.Tensor, last_sampled: torch.Tensor, num_computed: torch.Tensor) -> None:
+    check_tensor("row_of", row_of, {"num_rows": None}, (torch.int32,), row_of.device)
+    check_tensor("last_sampled", last_sampled, {"max_rows": None}, (torch.int64,), row_of.device)
+    check_tensor("num_computed", num_computed, {"max_rows": len(last_sampled)}, (torch.int32,), row_of.device)
 
 
 def launch_constants(num_groups: int) -> dict[str, int]:

@@ -10,22 +10,10 @@ from quire.kernels.cache.slot_mapping_triton import slots_of
 
 @triton.jit(do_not_specialize=["num_rows", "max_rows", "slot_group_stride"])
 def prepare_decode_kernel(
-    row_of,
-    last_sampled,
-    num_computed,
-    tables,
-    input_ids,
-    positions,
-    seq_lens,
-    query_start_loc,
-    slot_mapping,
-    num_rows,
-    max_rows,
-    slot_group_stride,
-    NUM_GROUPS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    PAD_SLOT: tl.constexpr,
-):
+    row_of, last_sampled, num_computed, tables, input_ids, positions, seq_lens, query_start_loc, slot_mapping,
+    num_rows, max_rows, slot_group_stride,
+    NUM_GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, PAD_SLOT: tl.constexpr,
+):  # fmt: skip
     """Program ``i`` prepares the ``i``-th tile of rows, in all groups; ``tables`` are a TableSet's descriptions."""
     lane = tl.arange(0, TILE_ROWS)
     index = tl.program_id(0) * TILE_ROWS + lane
@@ -51,14 +39,9 @@ def prepare_decode_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "max_rows"])
 def advance_decode_kernel(
-    row_of,
-    sampled,
-    last_sampled,
-    num_computed,
-    num_rows,
-    max_rows,
+    row_of, sampled, last_sampled, num_computed, num_rows, max_rows,
     TILE_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Program ``i`` advances the ``i``-th tile of rows. No two lanes have the same row, so nothing is lost."""
     index = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     row = tl.load(row_of + index, mask=index < num_rows, other=-1).to(tl.int64)

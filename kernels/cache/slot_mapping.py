@@ -83,37 +83,35 @@ def compute_slot_mappings(
         ValueError: a tensor does not have the shape, dtype or place above.
         RuntimeError: Triton cannot launch here.
     """
-    device = positions.device
-    check_tensor("positions", positions, {"num_tokens": None}, (torch.int64,), device)
-    if row_of is None:
-        check_tensor("query_start_loc", query_start_loc, {"num_rows + 1": None}, (torch.int32,), device)
-    else:
-        check_tensor("row_of", row_of, {"num_rows": None}, (torch.int32,), device)
-        starts = {"num_rows + 1": len(row_of) + 1}
-        check_tensor("query_start_loc", query_start_loc, starts, (torch.int32,), device)
     num_rows, num_tokens = len(query_start_loc) - 1, len(positions)
-    if row_of is None and num_rows > min(len(table) for table in tables.tables):
-        raise ValueError(f"query_start_loc: dimension 0 (num_rows + 1) is {num_rows + 1}, more than the table's rows")
-    if tables.device != device:
-        raise ValueError(f"tables: device is {tables.device}, expected {device}")
+    _check(query_start_loc, positions, tables, row_of)
     if out is None:
-        out = torch.empty(len(tables), num_tokens, dtype=torch.int64, device=device)
-    dims = {"num_groups": len(tables), "num_tokens": num_tokens}
-    check_tensor("out", out, dims, (torch.int64,), device)
-    kernel = _kernel(device)
+        out = torch.empty(len(tables), num_tokens, dtype=torch.int64, device=positions.device)
+    check_tensor("out", out, {"num_groups": len(tables), "num_tokens": num_tokens}, (torch.int64,), positions.device)
+    kernel = _kernel(positions.device)
     # One program a row, and one for the padding behind the last.
     kernel[(num_rows + 1, len(tables))](
-        query_start_loc,
-        positions,
-        tables.descriptions,
-        query_start_loc if row_of is None else row_of,
-        out,
-        num_rows,
-        num_tokens,
-        out.stride(0),
+        query_start_loc, positions, tables.descriptions, query_start_loc if row_of is None else row_of, out,
+        num_rows, num_tokens, out.stride(0),
         **launch_constants(row_of is not None),
-    )
+    )  # fmt: skip
     return out
+
+
+def _check(
+    query_start_loc: torch.Tensor, positions: torch.Tensor, tables: TableSet, row_of: torch.Tensor | None
+) -> None:
+    device = positions.device
+    check_tensor("positions", positions, {"num_tokens": None}, (torch.int64,), device)
+    starts = {"num_rows + 1": None if row_of is None else len(row_of) + 1}
+    if row_of is not None:
+        check_tensor("row_of", row_of, {"num_rows": None}, (torch.int32,), device)
+    check_tensor("query_start_loc", query_start_loc, starts, (torch.int32,), device)
+    if row_of is None and len(query_start_loc) - 1 > min(len(table) for table in tables.tables):
+        size = len(query_start_loc)
+        raise ValueError(f"query_start_loc: dimension 0 (num_rows + 1) is {size}, more than the table's rows")
+    if tables.device != device:
+        raise ValueError(f"tables: device is {tables.device}, expected {device}")
 
 
 def launch_constants(has_row_of: bool) -> dict[str, int]:

@@ -8,13 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def slots_of(
-    tables,
-    group,
-    row,
-    position,
-    valid,
+    tables, group, row, position, valid,
     PAD_SLOT: tl.constexpr,
-):
+):  # fmt: skip
     """Slots of ``position`` int64 ``[TILE]`` in a group; ``row`` is int64, one or ``[TILE]``; PAD_SLOT unless valid.
 
     ``tables`` are ``pointer_table.TableSet.descriptions``.
@@ -36,18 +32,9 @@ def slots_of(
 # These change from step to step, and Triton would compile anew for a 1 and for a multiple of 16.
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "slot_group_stride"])
 def slot_mapping_kernel(
-    query_start_loc,
-    positions,
-    tables,
-    row_of,
-    slot_mapping,
-    num_rows,
-    num_tokens,
-    slot_group_stride,
-    HAS_ROW_OF: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    PAD_SLOT: tl.constexpr,
-):
+    query_start_loc, positions, tables, row_of, slot_mapping, num_rows, num_tokens, slot_group_stride,
+    HAS_ROW_OF: tl.constexpr, TILE_TOKENS: tl.constexpr, PAD_SLOT: tl.constexpr,
+):  # fmt: skip
     """Program ``(r, g)`` maps the tokens of row ``r`` in group ``g``; ``r = num_rows`` is the padding."""
     index = tl.program_id(0)
     group = tl.program_id(1)

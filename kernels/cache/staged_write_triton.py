@@ -9,13 +9,9 @@ import triton.language as tl
 # The buffer's length changes from step to step, and Triton would compile anew for a multiple of 16.
 @triton.jit(do_not_specialize=["num_words", "num_tables"])
 def staged_write_kernel(
-    packed,
-    tables,
-    num_words,
-    num_tables,
-    HEADER_WORDS: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-):
+    packed, tables, num_words, num_tables,
+    HEADER_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
+):  # fmt: skip
     """Program ``i`` writes run ``i``; ``tables`` are ``pointer_table.TableSet.descriptions``."""
     header = packed + tl.program_id(0) * HEADER_WORDS
     index = tl.load(header)

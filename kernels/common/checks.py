@@ -23,11 +23,7 @@ def check_tensor(
     Raises:
         ValueError: rank, size, dtype, device or innermost stride is not what the kernel needs.
     """
-    if tensor.dim() != len(dims):
-        raise ValueError(f"{name}: expected the dimensions [{', '.join(dims)}], got shape {tuple(tensor.shape)}")
-    for axis, (dim, size) in enumerate(dims.items()):
-        if size is not None and tensor.shape[axis] != size:
-            raise ValueError(f"{name}: dimension {axis} ({dim}) is {tensor.shape[axis]}, expected {size}")
+    _check_shape(name, tensor, dims)
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name}: dtype is {tensor.dtype}, expected {expected}")
@@ -38,6 +34,14 @@ def check_tensor(
         raise ValueError(
             f"{name}: the innermost dimension ({list(dims)[-1]}) has stride {tensor.stride(-1)}, expected 1"
         )
+
+
+def _check_shape(name: str, tensor: torch.Tensor, dims: Mapping[str, int | None]) -> None:
+    if tensor.dim() != len(dims):
+        raise ValueError(f"{name}: expected the dimensions [{', '.join(dims)}], got shape {tuple(tensor.shape)}")
+    for axis, (dim, size) in enumerate(dims.items()):
+        if size is not None and tensor.shape[axis] != size:
+            raise ValueError(f"{name}: dimension {axis} ({dim}) is {tensor.shape[axis]}, expected {size}")
 
 
 def check_kv_cache(

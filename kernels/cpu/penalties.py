@@ -119,18 +119,12 @@ class ListedCounts:
         """
         dims = {"num_positions": None, "vocab": self._places.shape[1]}
         check_tensor("logits", logits, dims, (torch.float32,), _CPU)
-        ints, floats = (torch.int64,), (torch.float32,)
-        for name, tensor, dtypes in (
-            ("slots", slots, ints),
-            ("repetition", repetition, floats),
-            ("frequency", frequency, floats),
-            ("presence", presence, floats),
-            ("offsets", offsets, ints),
-            ("drafts", drafts, ints),
-        ):
-            check_tensor(name, tensor, {"num_positions": len(logits)}, dtypes, _CPU)
-        vectors = (slots, repetition, frequency, presence, offsets, drafts)
-        addresses = (vector.data_ptr() for vector in vectors)
+        floats = {"repetition": repetition, "frequency": frequency, "presence": presence}
+        vectors = {"slots": slots, **floats, "offsets": offsets, "drafts": drafts}
+        for name, vector in vectors.items():
+            dtype = torch.float32 if name in floats else torch.int64
+            check_tensor(name, vector, {"num_positions": len(logits)}, (dtype,), _CPU)
+        addresses = (vector.data_ptr() for vector in vectors.values())
         call = _PenaltyCall(self._at, logits.data_ptr(), logits.stride(0), *addresses, len(logits))
         self._penalise(ctypes.addressof(call))
 

@@ -35,14 +35,9 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_activation_kernel(
-    gate_up,
-    out,
-    width,
-    gate_up_stride,
-    out_stride,
-    ACTIVATION: tl.constexpr,
-    TILE_ELEMENTS: tl.constexpr,
-):
+    gate_up, out, width, gate_up_stride, out_stride,
+    ACTIVATION: tl.constexpr, TILE_ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """Program ``(t, i)``: the ``i``-th tile of token ``t``."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)

@@ -106,19 +106,10 @@ def _launch(
         return
     constants = launch_constants(width, add, weight is not None)
     kernel[(-(-rows // constants["TILE_ROWS"]),)](
-        x,
-        residual,
-        x if weight is None else weight,
-        out,
-        eps,
-        rows,
-        heads,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
-        residual.stride(0),
-        **constants,
-        **launch_options(width),
-    )
+        x, residual, x if weight is None else weight, out, eps, rows, heads, x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0, residual.stride(0),
+        **constants, **launch_options(width),
+    )  # fmt: skip
 
 
 def _kernel(device: torch.device) -> Any:

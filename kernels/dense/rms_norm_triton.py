@@ -8,22 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    eps,
-    num_rows,
-    heads,
-    x_token_stride,
-    x_head_stride,
-    residual_stride,
-    WIDTH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
-    ADD: tl.constexpr,
+    x, residual, weight, out, eps, num_rows, heads, x_token_stride, x_head_stride, residual_stride,
+    WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, ADD: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-):
+):  # fmt: skip
     """Program ``i`` norms the ``i``-th TILE_ROWS rows; row ``r`` is head ``r % heads`` of token ``r // heads``.
 
     ``out`` is contiguous. ADD: there is one head, and the sum with ``residual`` goes there first.

@@ -103,21 +103,11 @@ def _gate_up(
     constants = launch_constants(x.dtype, tiles.tile_pairs, hidden_size, width, down=False)
     gated = torch.empty(pairs_shape.numel(), width, dtype=x.dtype, device=x.device)
     kernels.gate_up_kernel[(-(-width // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        x,
-        w13,
-        w13 if bias13 is None else bias13,
-        gated,
-        tiles.pairs,
-        tiles.experts,
-        pairs_shape[1],
-        x.stride(0),
-        *w13.stride()[:2],
-        0 if bias13 is None else bias13.stride(0),
-        **constants,
-        ACTIVATION=ACTIVATIONS[activation],
-        HAS_BIAS=int(bias13 is not None),
+        x, w13, w13 if bias13 is None else bias13, gated, tiles.pairs, tiles.experts, pairs_shape[1], x.stride(0),
+        *w13.stride()[:2], 0 if bias13 is None else bias13.stride(0),
+        **constants, ACTIVATION=ACTIVATIONS[activation], HAS_BIAS=int(bias13 is not None),
         **launch_options(x.dtype, tiles.tile_pairs),
-    )
+    )  # fmt: skip
     return gated
 
 
@@ -134,19 +124,10 @@ def _down(
     constants = launch_constants(gated.dtype, tiles.tile_pairs, hidden_size, width, down=True)
     results = torch.empty(len(gated), hidden_size, dtype=gated.dtype, device=gated.device)
     kernels.down_kernel[(-(-hidden_size // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        gated,
-        w2,
-        w2 if bias2 is None else bias2,
-        weights,
-        results,
-        tiles.pairs,
-        tiles.experts,
-        *w2.stride()[:2],
+        gated, w2, w2 if bias2 is None else bias2, weights, results, tiles.pairs, tiles.experts, *w2.stride()[:2],
         0 if bias2 is None else bias2.stride(0),
-        **constants,
-        HAS_BIAS=int(bias2 is not None),
-        **launch_options(gated.dtype, tiles.tile_pairs),
-    )
+        **constants, HAS_BIAS=int(bias2 is not None), **launch_options(gated.dtype, tiles.tile_pairs),
+    )  # fmt: skip
     return results
 
 

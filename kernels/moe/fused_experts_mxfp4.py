@@ -83,22 +83,10 @@ def _gate_up(
     apart = x.view(num_tokens, hidden_size // 2, 2).permute(2, 0, 1).contiguous()
     gated = torch.empty(2, expert_ids.numel(), width // 2, dtype=x.dtype, device=x.device)
     kernels.gate_up_mxfp4_kernel[(-(-width // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        apart,
-        blocks,
-        scales,
-        scales if bias13 is None else bias13,
-        gated,
-        tiles.pairs,
-        tiles.experts,
-        num_tokens,
-        expert_ids.numel(),
-        expert_ids.shape[1],
-        0 if bias13 is None else bias13.stride(0),
-        **constants,
-        ACTIVATION=ACTIVATIONS[activation],
-        HAS_BIAS=int(bias13 is not None),
-        **launch_options(),
-    )
+        apart, blocks, scales, scales if bias13 is None else bias13, gated, tiles.pairs, tiles.experts, num_tokens,
+        expert_ids.numel(), expert_ids.shape[1], 0 if bias13 is None else bias13.stride(0),
+        **constants, ACTIVATION=ACTIVATIONS[activation], HAS_BIAS=int(bias13 is not None), **launch_options(),
+    )  # fmt: skip
     return gated
 
 
@@ -116,20 +104,10 @@ def _down(
     constants = launch_constants(gated.dtype, tiles.tile_pairs, hidden_size, 2 * gated.shape[2])
     results = torch.empty(num_pairs, hidden_size, dtype=gated.dtype, device=gated.device)
     kernels.down_mxfp4_kernel[(-(-hidden_size // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        gated,
-        blocks,
-        scales,
-        scales if bias2 is None else bias2,
-        weights,
-        results,
-        tiles.pairs,
-        tiles.experts,
-        num_pairs,
-        0 if bias2 is None else bias2.stride(0),
-        **constants,
-        HAS_BIAS=int(bias2 is not None),
-        **launch_options(),
-    )
+        gated, blocks, scales, scales if bias2 is None else bias2, weights, results, tiles.pairs, tiles.experts,
+        num_pairs, 0 if bias2 is None else bias2.stride(0),
+        **constants, HAS_BIAS=int(bias2 is not None), **launch_options(),
+    )  # fmt: skip
     return results
 
 

@@ -28,16 +28,9 @@ def e8m0(scale):
 
 @triton.jit
 def load_weights(
-    blocks,
-    scales,
-    row,
-    in_rows,
-    start,
-    dtype: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
+    blocks, scales, row, in_rows, start,
+    dtype: tl.constexpr, ROW_BYTES: tl.constexpr, TILE_BYTES: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
     """Weights of the even and of the odd inputs, ``[TILE_BYTES, TILE_ROWS]`` each, from the rows' byte ``start`` on."""
     GROUPS: tl.constexpr = TILE_BYTES // 16
     byte = start + tl.arange(0, TILE_BYTES)
@@ -53,25 +46,10 @@ def load_weights(
 
 @triton.jit
 def gate_up_mxfp4_kernel(
-    x,
-    blocks,
-    scales,
-    bias13,
-    gated,
-    pairs,
-    tile_experts,
-    num_tokens,
-    num_pairs,
-    top_k,
-    bias13_stride,
-    HIDDEN_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    x, blocks, scales, bias13, gated, pairs, tile_experts, num_tokens, num_pairs, top_k, bias13_stride,
+    HIDDEN_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """As ``gate_up_kernel``, but that columns come apart, even ones and then odd ones.
 
     ``x`` is ``[2, num_tokens, HIDDEN_SIZE / 2]`` and ``gated`` ``[2, num_pairs, WIDTH / 2]``.
@@ -117,23 +95,10 @@ def gate_up_mxfp4_kernel(
 
 @triton.jit
 def down_mxfp4_kernel(
-    gated,
-    blocks,
-    scales,
-    bias2,
-    weights,
-    results,
-    pairs,
-    tile_experts,
-    num_pairs,
-    bias2_stride,
-    HIDDEN_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    gated, blocks, scales, bias2, weights, results, pairs, tile_experts, num_pairs, bias2_stride,
+    HIDDEN_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_BYTES: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """As ``down_kernel``, with ``gated`` ``[2, num_pairs, WIDTH / 2]``: even columns, and then odd ones."""
     HALF: tl.constexpr = WIDTH // 2
     tile = tl.program_id(1)

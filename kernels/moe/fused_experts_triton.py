@@ -10,25 +10,11 @@ from quire.kernels.dense.gated_activation_triton import activate
 
 @triton.jit
 def gate_up_kernel(
-    x,
-    w13,
-    bias13,
-    gated,
-    pairs,
-    tile_experts,
-    top_k,
-    x_token_stride,
-    w13_expert_stride,
-    w13_row_stride,
+    x, w13, bias13, gated, pairs, tile_experts, top_k, x_token_stride, w13_expert_stride, w13_row_stride,
     bias13_stride,
-    HIDDEN_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    TILE_INNER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    HIDDEN_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_INNER: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """Program ``(n, i)``: the ``n``-th columns of what the pairs of tile ``i`` have behind the activation.
 
     ``gated`` is contiguous ``[num_pairs, width]``. The tiles of an expert follow each other, and programs with one
@@ -72,23 +58,10 @@ def gate_up_kernel(
 
 @triton.jit
 def down_kernel(
-    gated,
-    w2,
-    bias2,
-    weights,
-    results,
-    pairs,
-    tile_experts,
-    w2_expert_stride,
-    w2_row_stride,
-    bias2_stride,
-    HIDDEN_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    TILE_INNER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    gated, w2, bias2, weights, results, pairs, tile_experts, w2_expert_stride, w2_row_stride, bias2_stride,
+    HIDDEN_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """Program ``(n, i)``: the ``n``-th columns of the pairs of tile ``i``, times their routing weights."""
     tile = tl.program_id(1)
     expert = tl.load(tile_experts + tile)
@@ -118,14 +91,9 @@ def down_kernel(
 
 @triton.jit
 def sum_experts_kernel(
-    results,
-    expert_ids,
-    out,
-    num_experts,
-    hidden_size,
-    TOP_K: tl.constexpr,
-    TILE_ELEMENTS: tl.constexpr,
-):
+    results, expert_ids, out, num_experts, hidden_size,
+    TOP_K: tl.constexpr, TILE_ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """Program ``(t, i)`` adds up the ``i``-th elements of token ``t``'s pairs; other ranks' were not written."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)

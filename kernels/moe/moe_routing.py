@@ -136,19 +136,11 @@ def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> E
     tiles = ExpertTiles(filled[: most * tile_pairs], filled[most * tile_pairs :], tile_pairs)
     if num_pairs > 0:
         counts = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
-        scan = {"SCAN_PAIRS": SCAN_PAIRS}
-        kernels.count_pairs_kernel[(num_experts,)](expert_ids, counts, num_pairs, **scan)
+        kernels.count_pairs_kernel[(num_experts,)](expert_ids, counts, num_pairs, SCAN_PAIRS=SCAN_PAIRS)
         kernels.place_pairs_kernel[(num_experts,)](
-            expert_ids,
-            counts,
-            tiles.pairs,
-            tiles.experts,
-            num_pairs,
-            num_experts,
-            TILE_PAIRS=tile_pairs,
-            TILE_EXPERTS=1 << (num_experts - 1).bit_length(),
-            **scan,
-        )
+            expert_ids, counts, tiles.pairs, tiles.experts, num_pairs, num_experts,
+            TILE_PAIRS=tile_pairs, TILE_EXPERTS=1 << (num_experts - 1).bit_length(), SCAN_PAIRS=SCAN_PAIRS,
+        )  # fmt: skip
     return tiles
 
 

@@ -10,18 +10,10 @@ from quire.kernels.sampling.sampling_stats_triton import order_key
 
 @triton.jit
 def route_kernel(
-    logits,
-    expert_ids,
-    weights,
-    num_tokens,
-    num_experts,
-    logits_stride,
-    TOP_K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_EXPERTS: tl.constexpr,
+    logits, expert_ids, weights, num_tokens, num_experts, logits_stride,
+    TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_EXPERTS: tl.constexpr,
     TILE_TOP_K: tl.constexpr,
-):
+):  # fmt: skip
     """Program ``i`` routes the ``i``-th TILE_TOKENS tokens. TILE_EXPERTS and TILE_TOP_K cover all of theirs."""
     token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     in_tokens = token < num_tokens
@@ -68,16 +60,9 @@ def count_pairs_kernel(expert_ids, counts, num_pairs, SCAN_PAIRS: tl.constexpr):
 
 @triton.jit
 def place_pairs_kernel(
-    expert_ids,
-    counts,
-    pairs,
-    tile_experts,
-    num_pairs,
-    num_experts,
-    TILE_PAIRS: tl.constexpr,
-    TILE_EXPERTS: tl.constexpr,
-    SCAN_PAIRS: tl.constexpr,
-):
+    expert_ids, counts, pairs, tile_experts, num_pairs, num_experts,
+    TILE_PAIRS: tl.constexpr, TILE_EXPERTS: tl.constexpr, SCAN_PAIRS: tl.constexpr,
+):  # fmt: skip
     """Program ``e`` puts the pairs of expert ``e`` in its tiles, which follow those of the experts before it."""
     expert = tl.program_id(0)
     other = tl.arange(0, TILE_EXPERTS)

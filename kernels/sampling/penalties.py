@@ -32,9 +32,7 @@ def apply_penalties(
     offsets: torch.Tensor,
     drafts: torch.Tensor,
 ) -> None:
-    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch.
-
-    Where a CPU has the native library, ``kernels.cpu.penalties`` does the same from counts that are listed.
+    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch (``kernels.cpu.penalties``: by C++).
 
     Args:
         logits: float32 ``[num_positions, vocab]``, rows may be strided.
@@ -108,21 +106,10 @@ def launch_penalties(
     num_positions, vocab = logits.shape
     if num_positions and vocab:
         kernel[(num_positions, -(-vocab // TILE_TOKENS))](
-            logits,
-            slots,
-            counts,
-            repetition,
-            frequency,
-            presence,
-            offsets,
-            drafts,
-            vocab,
-            len(counts),
-            logits.stride(0),
-            counts.stride(0),
-            **launch_constants(),
-            enable_fp_fusion=False,
-        )
+            logits, slots, counts, repetition, frequency, presence, offsets, drafts, vocab, len(counts),
+            logits.stride(0), counts.stride(0),
+            **launch_constants(), enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def launch_constants() -> dict[str, int]:

@@ -8,21 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def penalties_kernel(
-    logits,
-    slots,
-    counts,
-    repetition,
-    frequency,
-    presence,
-    offsets,
-    drafts,
-    vocab,
-    num_slots,
-    logits_stride,
+    logits, slots, counts, repetition, frequency, presence, offsets, drafts, vocab, num_slots, logits_stride,
     counts_stride,
-    PROMPT_BIT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    PROMPT_BIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program ``(p, t)`` penalises tile ``t`` of position ``p``, and writes only the logits that change."""
     position = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + position).to(tl.int64)

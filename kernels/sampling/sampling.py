@@ -191,17 +191,9 @@ def _draw(
     )
     tokens = torch.empty_like(best_tokens)
     kernels.pick_token_kernel[(num_rows,)](
-        *row_arguments,
-        sums,
-        noise,
-        best_tokens,
-        tokens,
-        *strides,
-        **cuts,
-        CHUNK=CHUNK,
-        TILE_CHUNKS=tile_chunks(vocab),
-        num_warps=8,
-    )
+        *row_arguments, sums, noise, best_tokens, tokens, *strides,
+        **cuts, CHUNK=CHUNK, TILE_CHUNKS=tile_chunks(vocab), num_warps=8,
+    )  # fmt: skip
     return tokens
 
 

@@ -63,21 +63,10 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogpr
         logits, tokens, candidates[0], candidates[1], above, vocab, logits.stride(0), CHUNK=CHUNK, **constants
     )
     row_kernel[(num_rows,)](
-        logits,
-        tokens,
-        row_statistics(logits).log_sum_exp,
-        candidates[0],
-        candidates[1],
-        above,
-        result.token_ids,
-        result.values,
-        result.ranks,
-        vocab,
-        num_chunks,
-        logits.stride(0),
-        TILE_CHUNKS=tile_chunks(vocab),
-        **constants,
-    )
+        logits, tokens, row_statistics(logits).log_sum_exp, candidates[0], candidates[1], above, result.token_ids,
+        result.values, result.ranks, vocab, num_chunks, logits.stride(0),
+        TILE_CHUNKS=tile_chunks(vocab), **constants,
+    )  # fmt: skip
     return result
 
 

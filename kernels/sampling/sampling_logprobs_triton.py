@@ -10,17 +10,9 @@ from quire.kernels.sampling.sampling_stats_triton import order_key
 
 @triton.jit
 def chunk_candidates_kernel(
-    logits,
-    tokens,
-    candidate_keys,
-    candidate_tokens,
-    above,
-    vocab,
-    logits_stride,
-    CHUNK: tl.constexpr,
-    N: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
+    logits, tokens, candidate_keys, candidate_tokens, above, vocab, logits_stride,
+    CHUNK: tl.constexpr, N: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
     """Program ``(r, c)``: keys and ids of the N best of chunk ``c``, and how many of it are above row ``r``'s token."""
     row = tl.program_id(0).to(tl.int64)
     chunk = row * tl.num_programs(1) + tl.program_id(1)
@@ -49,22 +41,10 @@ def chunk_candidates_kernel(
 
 @triton.jit
 def row_logprobs_kernel(
-    logits,
-    tokens,
-    log_sum_exp,
-    candidate_keys,
-    candidate_tokens,
-    above,
-    token_ids,
-    values,
-    ranks,
-    vocab,
-    num_chunks,
-    logits_stride,
-    TILE_CHUNKS: tl.constexpr,
-    N: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
+    logits, tokens, log_sum_exp, candidate_keys, candidate_tokens, above, token_ids, values, ranks, vocab,
+    num_chunks, logits_stride,
+    TILE_CHUNKS: tl.constexpr, N: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
     """Program ``r`` joins the chunks' candidates. What stands for none has the lowest key and is never taken."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(log_sum_exp + row)

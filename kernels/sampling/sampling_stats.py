@@ -35,6 +35,13 @@ class RowStatistics:
     bad: torch.Tensor
     log_sum_exp: torch.Tensor
 
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> "RowStatistics":
+        """Memory that is not written yet."""
+        floats = torch.empty(2, num_rows, dtype=torch.float32, device=device)
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+        return cls(tokens, floats[0], torch.empty(num_rows, dtype=torch.bool, device=device), floats[1])
+
 
 def row_statistics_reference(logits: torch.Tensor) -> RowStatistics:
     """What ``row_statistics`` computes."""
@@ -65,12 +72,7 @@ def row_statistics(logits: torch.Tensor) -> RowStatistics:
     chunk_kernel, row_kernel = _kernels(device)
     num_rows, vocab = logits.shape
     num_chunks = -(-vocab // CHUNK)
-    result = RowStatistics(
-        tokens=torch.empty(num_rows, dtype=torch.int64, device=device),
-        best=torch.empty(num_rows, dtype=torch.float32, device=device),
-        bad=torch.empty(num_rows, dtype=torch.bool, device=device),
-        log_sum_exp=torch.empty(num_rows, dtype=torch.float32, device=device),
-    )
+    result = RowStatistics.empty(num_rows, device)
     if num_rows == 0:
         return result
     keys = torch.empty(2, num_rows, num_chunks, dtype=torch.int32, device=device)
@@ -79,16 +81,9 @@ def row_statistics(logits: torch.Tensor) -> RowStatistics:
         logits, keys[0], keys[1], sums, vocab, num_chunks, logits.stride(0), CHUNK=CHUNK, num_warps=8
     )
     row_kernel[(num_rows,)](
-        keys[0],
-        keys[1],
-        sums,
-        result.tokens,
-        result.best,
-        result.bad,
-        result.log_sum_exp,
-        num_chunks,
+        keys[0], keys[1], sums, result.tokens, result.best, result.bad, result.log_sum_exp, num_chunks,
         TILE_CHUNKS=tile_chunks(vocab),
-    )
+    )  # fmt: skip
     return result
 
 

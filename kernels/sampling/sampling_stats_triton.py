@@ -15,15 +15,9 @@ def order_key(x):
 
 @triton.jit
 def chunk_statistics_kernel(
-    logits,
-    chunk_keys,
-    chunk_tokens,
-    chunk_sums,
-    vocab,
-    num_chunks,
-    logits_stride,
+    logits, chunk_keys, chunk_tokens, chunk_sums, vocab, num_chunks, logits_stride,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """Program ``(r, c)``: of chunk ``c`` of row ``r`` the best key, its lowest index, and the sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -45,16 +39,9 @@ def chunk_statistics_kernel(
 
 @triton.jit
 def row_statistics_kernel(
-    chunk_keys,
-    chunk_tokens,
-    chunk_sums,
-    tokens,
-    best,
-    bad,
-    log_sum_exp,
-    num_chunks,
+    chunk_keys, chunk_tokens, chunk_sums, tokens, best, bad, log_sum_exp, num_chunks,
     TILE_CHUNKS: tl.constexpr,
-):
+):  # fmt: skip
     """Program ``r`` joins the chunks of row ``r``."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, TILE_CHUNKS)

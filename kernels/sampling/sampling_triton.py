@@ -55,21 +55,9 @@ def mass_of(scaled):
 
 @triton.jit
 def coarse_histogram_kernel(
-    logits,
-    best,
-    temperature,
-    top_k,
-    top_p,
-    log_min_p,
-    state,
-    histogram,
-    vocab,
-    logits_stride,
-    ANY_TOP_K: tl.constexpr,
-    ANY_TOP_P: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-):
+    logits, best, temperature, top_k, top_p, log_min_p, state, histogram, vocab, logits_stride,
+    ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     """Program ``(r, c)`` adds chunk ``c`` to row ``r``'s histogram by scaled logit, and to its FLOOR."""
     row = tl.program_id(0).to(tl.int64)
     if is_greedy(row, best, temperature):
@@ -91,16 +79,9 @@ def coarse_histogram_kernel(
 
 @triton.jit
 def fine_histogram_kernel(
-    logits,
-    best,
-    temperature,
-    state,
-    histogram,
-    vocab,
-    logits_stride,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-):
+    logits, best, temperature, state, histogram, vocab, logits_stride,
+    CHUNK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     """Program ``(r, c)`` adds what of chunk ``c`` is in row ``r``'s bracket to its histogram by distance."""
     row = tl.program_id(0).to(tl.int64)
     shift = tl.load(state + row * 8 + 2)
@@ -119,19 +100,9 @@ def fine_histogram_kernel(
 
 @triton.jit
 def begin_selection_kernel(
-    histogram,
-    best,
-    temperature,
-    state,
-    top_k,
-    top_p,
-    noise,
-    vocab,
-    SELECTION: tl.constexpr,
-    ANY_TOP_K: tl.constexpr,
-    ANY_TOP_P: tl.constexpr,
-    BINS: tl.constexpr,
-):
+    histogram, best, temperature, state, top_k, top_p, noise, vocab,
+    SELECTION: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     """Program ``r`` sets row ``r``'s TARGET and its bracket, the coarse bin that holds it."""
     row = tl.program_id(0).to(tl.int64)
     own = state + row * 8
@@ -242,20 +213,9 @@ def weights_of(scaled, row, cut, log_min_p, state):
 
 @triton.jit
 def chunk_weights_kernel(
-    logits,
-    best,
-    temperature,
-    top_k,
-    top_p,
-    log_min_p,
-    state,
-    sums,
-    vocab,
-    logits_stride,
-    ANY_TOP_K: tl.constexpr,
-    ANY_TOP_P: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, best, temperature, top_k, top_p, log_min_p, state, sums, vocab, logits_stride,
+    ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Program ``(r, c)`` adds up the weights of chunk ``c`` of row ``r``."""
     row = tl.program_id(0).to(tl.int64)
     if is_greedy(row, best, temperature):
@@ -269,24 +229,10 @@ def chunk_weights_kernel(
 
 @triton.jit
 def pick_token_kernel(
-    logits,
-    best,
-    temperature,
-    top_k,
-    top_p,
-    log_min_p,
-    state,
-    sums,
-    noise,
-    best_tokens,
-    tokens,
-    vocab,
+    logits, best, temperature, top_k, top_p, log_min_p, state, sums, noise, best_tokens, tokens, vocab,
     logits_stride,
-    ANY_TOP_K: tl.constexpr,
-    ANY_TOP_P: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE_CHUNKS: tl.constexpr,
-):
+    ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr,
+):  # fmt: skip
     """Program ``r``: the first token, in the vocabulary's order, at which the running weight passes the target."""
     row = tl.program_id(0).to(tl.int64)
     if is_greedy(row, best, temperature):

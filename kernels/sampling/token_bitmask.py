@@ -60,16 +60,9 @@ def launch_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.
     (num_masks, num_words), (num_positions, vocab) = words.shape, logits.shape
     if num_masks and vocab:
         kernel[(num_masks, -(-vocab // (TILE_WORDS * WORD_BITS)))](
-            logits,
-            rows,
-            words,
-            num_positions,
-            vocab,
-            num_words,
-            logits.stride(0),
-            words.stride(0),
+            logits, rows, words, num_positions, vocab, num_words, logits.stride(0), words.stride(0),
             **launch_constants(),
-        )
+        )  # fmt: skip
 
 
 def launch_constants() -> dict[str, int]:
