@@ -1,4 +1,4 @@
-"""Write the tables of settings: ``python -P -m quire.launch.config.flags_page docs/flags.md docs/sampling.md``."""
+"""Write the tables of settings: ``python -P tools/flags_page.py docs/flags.md docs/sampling.md``."""
 
 import re
 import sys
