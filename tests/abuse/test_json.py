@@ -12,7 +12,6 @@ from quire.launch.http.serving.body import MAX_BODY_WEIGHT
 
 GENERATING = (COMPLETIONS, CHAT)
 PATHS = (*GENERATING, "/tokenize", "/detokenize")
-KIB = 1024
 NOT_JSON: list[bytes] = [
     *(b"", b" ", b"\x00", b"hello", b"'x'", b"{", b"}", b"{]", b"[}", b'{"prompt"}', b'{"prompt":}', b"{prompt: 1}"),
     *(b'{"prompt": "x",}', b'{"prompt": [5,]}', b'{"prompt": [,5]}', b'{"prompt": "x"} {}', b'{"prompt": "x"}x'),

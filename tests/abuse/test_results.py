@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
-from tiers import thinned
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
@@ -166,16 +165,8 @@ def damaged(driver: Driver, damage: Damage) -> None:
     assert msgspec.structs.asdict(driver.scheduler.statistics()) == before
 
 
-@pytest.mark.parametrize("damage", thinned(DAMAGE.values(), keep=16), ids=DAMAGE)
-def test_a_wrong_result_is_refused_and_the_right_one_is_taken(damage: Damage) -> None:
-    driver = running()
-    damaged(driver, damage)
-    driver.deliver()
-    go_on(driver)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_all_of_them_one_after_the_other(asynchronous: bool) -> None:
+def test_a_wrong_result_is_refused_and_the_right_one_is_taken(asynchronous: bool) -> None:
     driver = running(asynchronous)
     for damage in DAMAGE.values():
         damaged(driver, damage)

@@ -21,7 +21,6 @@ from quire.protocol.wire.zmq_channel import (
     FromPeer,
     ZmqChannel,
     ZmqHub,
-    check_socket_directory,
     frontend_address,
     worker_address,
 )
@@ -179,24 +178,3 @@ def test_an_asyncio_front_end_speaks_the_same(context: "zmq.Context[Any]", hub: 
         own.term()
 
     asyncio.run(talk())
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o710])
-def test_a_socket_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
-    folder = tmp_path / "sockets"
-    folder.mkdir()
-    folder.chmod(0o700)
-    check_socket_directory(folder)
-    folder.chmod(mode)
-    with pytest.raises(EngineError, match="mode 0700"):
-        check_socket_directory(folder)
-
-
-def test_a_file_or_a_link_is_no_socket_directory(tmp_path: Path) -> None:
-    folder, file, link = tmp_path / "d", tmp_path / "f", tmp_path / "l"
-    folder.mkdir(mode=0o700)
-    file.touch(mode=0o600)
-    link.symlink_to(folder)
-    for path in (file, link):
-        with pytest.raises(EngineError, match="must be a directory"):
-            check_socket_directory(path)

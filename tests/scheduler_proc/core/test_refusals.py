@@ -11,7 +11,6 @@ from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, TokenLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.events import OpaqueRequest
-from quire.scheduler_proc.core.scheduler import WorkerFault
 
 
 def rejection(driver: Driver, prompt: list[int], output: list[int] | None = None, **extra: Any) -> tuple[str, str, str]:
@@ -169,54 +168,6 @@ def logprobs(*rows: int, **fields: Any) -> dict[str, Any]:
 
 
 GOOD = ModelRunnerOutput(1, ints(10, 11), ints(0, 1))
-WRONG: dict[str, Any] = {
-    "the next step": {"step": 2},
-    "an old step": {"step": 0},
-    "no tokens": {"tokens": None},
-    "no tokens and no handles": {"tokens": None, "handles": ints()},
-    "handles never told": {"handles": None},
-    "one is missing": {"tokens": ints(10), "handles": ints(0)},
-    "one too many": {"tokens": ints(1, 2, 3), "handles": ints(0, 1, 2)},
-    "another request": {"handles": ints(0, 7)},
-    "one twice": {"handles": ints(0, 0)},
-    "one twice beside all": {"tokens": ints(1, 2, 3), "handles": ints(0, 1, 1)},
-    "fewer tokens than handles": {"tokens": ints(10)},
-    "a token past the vocabulary": {"tokens": ints(10, VOCAB_SIZE)},
-    "a negative token": {"tokens": ints(-1, 10)},
-    "a bad row that did not sample": {"bad": [5]},
-    "logprobs of no row": logprobs(2),
-    "logprobs of a row twice": logprobs(0, 0, width=1, ranks=ints(1, 1)),
-    "logprobs too short": logprobs(1, values=np.zeros(1, np.float32)),
-    "logprobs without ranks": logprobs(1, ranks=ints()),
-    "logprobs of width 0": logprobs(1, width=0),
-    "logprobs of no token": logprobs(1, token_ids=ints(5, VOCAB_SIZE)),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_wrong_result_is_a_fault_and_changes_nothing(wrong: dict[str, Any]) -> None:
-    driver = running_pair()
-    before = driver.scheduler.statistics(), [repr(r) for r in driver.scheduler.table.requests.values()]
-    with pytest.raises(WorkerFault, match="result of step"):
-        driver.scheduler.consume(change(GOOD, **wrong))
-    assert before == (driver.scheduler.statistics(), [repr(r) for r in driver.scheduler.table.requests.values()])
-    assert driver.scheduler.take_messages() == [] and len(driver.scheduler.in_flight) == 2
-    driver.scheduler.check()
-    driver.run()
-    driver.check_drained()
-    assert driver.answers["a"].tokens == expected_tokens([1, 2, 3], 9)
-
-
-def test_the_same_result_twice_is_a_fault() -> None:
-    driver = running_pair()
-    driver.scheduler.consume(GOOD)
-    with pytest.raises(WorkerFault, match="result of step 1 came, expected 2"):
-        driver.scheduler.consume(GOOD)
-
-
-def test_a_result_that_nobody_asked_for_is_a_fault() -> None:
-    with pytest.raises(WorkerFault, match="expected none"):
-        Driver().scheduler.consume(GOOD)
 
 
 def test_handles_are_needed_only_when_they_change() -> None:

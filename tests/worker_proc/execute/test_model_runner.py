@@ -5,10 +5,8 @@ A tiny decoder with random weights; block ids, chunks and parking are chosen by 
 
 from typing import Any
 
-import numpy as np
 import pytest
 from runner_steps import (
-    NUM_BLOCKS,
     PROMPT,
     Runner,
     adding,
@@ -17,8 +15,7 @@ from runner_steps import (
 )
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
-from quire.worker_proc.batch.input_batch import StepRefused
+from quire.protocol.wire.worker_messages import NewRequestData
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9}])
@@ -123,66 +120,3 @@ def test_a_row_that_is_not_finite_is_told_by_its_handle() -> None:
         cache[:, 1] = float("nan")
     result = runner.result()
     assert result.bad == [4]
-
-
-GOOD = adding((7, [1, 2], [9]))
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a handle that is not held is removed": ({"removed": [5]}, "handle 5 is not held"),
-    "one is removed twice": ({"removed": [0, 0]}, "removed twice"),
-    "parked": ({"parked": [5]}, "handle 5 is not held"),
-    "unparked": ({"unparked": [5]}, "handle 5 is not held"),
-    "blocks for nobody": (appending(5, 0, [9]), "handle 5 is not held"),
-    "blocks of no group": (appending(0, 1, [9]), "group 1 does not exist"),
-    "a block past the pool": (appending(0, 0, [NUM_BLOCKS]), "block id is not from 1 to 19"),
-    "a negative block": (appending(0, 0, [-1]), "block id is not from 1"),
-    "the null block": (appending(0, 0, [0]), "block id is not from 1"),
-    "too many blocks": (appending(0, 0, list(range(8, 15))), "has 9 blocks, 8 are the most"),
-    "a count for nobody": ({"counts": [(5, 2)]}, "handle 5 is not held"),
-    "a count of none": ({"counts": [(0, 0)]}, "is to compute 0"),
-    "a negative count": ({"counts": [(0, -1)]}, "is to compute -1"),
-    "a count for a parked row": ({"parked": [1], "counts": [(1, 2)]}, "is parked"),
-    "tokens that nobody knows": ({"counts": [(0, 2)]}, "nobody knows"),
-    "nothing runs": ({"parked": [0, 1]}, "nothing runs"),
-    "a handle that is held comes again": (adding((0, [1, 2], [9])), "is held already"),
-    "more tokens than told": (GOOD | {"token_ids": np.array([1, 2, 3], np.int32)}, "tokens do not add up"),
-    "fewer tokens than told": (GOOD | {"token_ids": np.array([1], np.int32)}, "tokens do not add up"),
-    "no tokens": (GOOD | {"token_ids": None}, "tokens do not add up"),
-    "more blocks than told": (GOOD | {"block_ids": np.array([9, 10], np.int32)}, "blocks do not add up"),
-    "no blocks": (GOOD | {"block_ids": None}, "blocks do not add up"),
-    "a new row in the null block": (adding((7, [1, 2], [0])), "block id is not from 1"),
-    "a new row past the pool": (adding((7, [1, 2], [NUM_BLOCKS])), "block id is not from 1"),
-    "a new row without a block": (adding((7, [1, 2], [])), "no block"),
-    "a new row with too few blocks": (adding((7, [1, 2, 3, 4, 5], [9])), "no block"),
-    "a new row with all computed": (adding((7, [1, 2], [9]), computed=2), "2 tokens computed"),
-    "a new row too long": (adding((7, [1] * 33, [9])), "length is wrong"),
-    "too many rows": (adding((7, [1], [9]), (8, [1], [10])), "do not fit 3 rows"),
-}
-
-
-@pytest.mark.parametrize(("fields", "told"), REFUSED.values(), ids=REFUSED)
-def test_a_step_that_does_not_fit_is_refused(fields: dict[str, Any], told: str) -> None:
-    runner = Runner()
-    runner.step(**adding((0, PROMPT, [1, 2]), (1, [8], [4])))
-    with pytest.raises(StepRefused, match=told):
-        runner.step(**fields)
-
-
-def test_a_row_that_runs_out_of_blocks_is_refused() -> None:
-    runner = Runner()
-    runner.step(**adding((0, [1, 2, 3, 4], [9])))
-    with pytest.raises(StepRefused, match="no block"):
-        runner.step()
-
-
-def test_blocks_for_a_wrong_number_of_groups_are_refused() -> None:
-    new = NewRequestData(7, "r", 2, 2, 0, [1, 1], SamplingParams(), 0)
-    with pytest.raises(StepRefused, match="blocks for 2 groups"):
-        Runner().step(**GOOD | {"new_requests": [new], "block_ids": np.array([9, 10], np.int32)})
-
-
-@pytest.mark.parametrize("step", [0, 1, 3, 9, -1])
-def test_a_gap_in_the_steps_is_refused(step: int) -> None:
-    runner = Runner()
-    runner.step(**adding((0, PROMPT, [1, 2])))
-    with pytest.raises(StepRefused, match=f"step {step} after step 1"):
-        runner.runner.execute(SchedulerOutput(step))
