@@ -431,6 +431,7 @@ def test_serve_refuses_before_anything_is_started(
 TIMES = {"bytes": 250, "length": 200, "header": 250, "config": 200, "config text": 80, "weights": 20}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", thinned(MUTATIONS, keep=3))
 def test_whatever_is_damaged_is_refused_in_a_line_or_opens(tmp_path: Path, kind: str) -> None:
     """A thousand in all. What opens was changed in what nobody reads, or to another value that could be."""

@@ -13,6 +13,7 @@ from http_mutations import RIGHT, make_case
 NUM_CASES = 100
 
 
+@pytest.mark.full
 def test_mutated_requests(server: AbusedServer) -> None:
     counts = fuzz(server, (f"default:{number}" for number in range(NUM_CASES)))
     assert counts.requests == NUM_CASES

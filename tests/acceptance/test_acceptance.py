@@ -240,6 +240,7 @@ def test_flags_out_of_range(words: list[str], message: str, capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_start_says_why() -> None:
     with pytest.raises(ConfigError, match="block-size"), serving(None, None, [], "--block-size 0"):
         pass
@@ -269,6 +270,7 @@ def bench(server: Served, tmp_path: Path, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_streams_of_a_real_server(server: Served, tmp_path: Path) -> None:
     words = ["--num-streams", "32", "--output-len", "16", "--side-len", "300", "--side-interval", "0.1"]
     found = bench(server, tmp_path, "streams", *words)
@@ -277,6 +279,7 @@ def test_streams_of_a_real_server(server: Served, tmp_path: Path) -> None:
     assert is_clean(found["after"])
 
 
+@pytest.mark.full
 def test_soak_of_a_real_server(server: Served, tmp_path: Path) -> None:
     found = bench(server, tmp_path, "soak", "--num-requests", "300", "--warm-up", "100", "--concurrency", "16")
     assert found["faults"] == {}
@@ -284,6 +287,7 @@ def test_soak_of_a_real_server(server: Served, tmp_path: Path) -> None:
     assert is_clean(found["after"])
 
 
+@pytest.mark.full
 def test_a_benchmark_that_is_told_to_end_ends_its_server() -> None:
     before = signal.getsignal(signal.SIGTERM)
     served: list[Target] = []

@@ -157,9 +157,6 @@ class TestOpenAIClient:
 
 
 BAD = [
-    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "from 1"),
-    ({"prompt": "x", "n": 0}, 400, "n", "from 1 to 128"),
-    ({"prompt": "x", "n": 10**6}, 400, "n", "from 1 to 128"),
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "from 0 to 2"),
     ({"prompt": "x", "temprature": 1}, 400, "temprature", "temperature"),
     ({"prompt": ""}, 400, "prompt", "empty"),
@@ -170,20 +167,15 @@ BAD = [
 
 
 class TestBadInput:
-    @pytest.mark.parametrize(("body", "status", "param", "word"), BAD)
-    def test_it_is_refused_and_the_next_request_served(
-        self, server: Served, body: dict[str, Any], status: int, param: str, word: str
-    ) -> None:
-        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "quire-demo"} | body)
-        assert refused.status_code == status
-        error = refused.json()["error"]
-        assert error["param"] == param and word in error["message"], error
+    def test_it_is_refused_and_the_next_request_served(self, server: Served) -> None:
+        """All of it: tests/abuse."""
+        for body, status, param, word in BAD:
+            refused = httpx.post(f"{server.url}/v1/completions", json=body)
+            assert refused.status_code == status
+            error = refused.json()["error"]
+            assert error["param"] == param and word in error["message"], error
         good = httpx.post(f"{server.url}/v1/completions", json={"model": "quire-demo", "prompt": "A", "max_tokens": 1})
         assert good.status_code == 200
-
-    def test_nan_and_what_is_not_json(self, server: Served) -> None:
-        for body in (b'{"prompt": "x", "temperature": NaN}', b"{", b"[" * 100_000, b"\xff\xfe", b"7"):
-            assert httpx.post(f"{server.url}/v1/completions", content=body).status_code == 400
 
     def test_a_client_that_goes_away_frees_its_blocks(self, server: Served) -> None:
         body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}

@@ -108,6 +108,7 @@ def test_log_probabilities(server: Served) -> None:
     assert answer["token_logprobs"] == pytest.approx([-0.6931] * 3, abs=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "text"),
     [

@@ -51,6 +51,7 @@ def test_the_text_is_the_same_without_asynchronous_scheduling(llama: Speculating
     assert drafted.num_accepted > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 def test_the_text_is_the_same_when_the_number_of_drafts_changes(llama: Speculating, method: str) -> None:
     prompts = random_prompts(9, 40, seed=12)
@@ -108,6 +109,7 @@ def test_texts_that_reach_the_longest_length(llama: Speculating, method: str) ->
     assert all(len(prompt) + len(tokens) == 48 for (prompt, _), tokens in zip(prompts, drafted.tokens, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", thinned(["mistral", "gemma3"], keep=1))
 def test_layers_with_a_window(tmp_path: Path, family: str) -> None:
     windowed = Speculating(tmp_path, family, **REPEATING)

@@ -12,6 +12,8 @@ from quire import LLM, SamplingParams
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:

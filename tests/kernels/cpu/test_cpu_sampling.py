@@ -79,6 +79,7 @@ def test_every_unit_of_the_mass_is_where_the_reference_has_it(native: Native) ->
         assert torch.equal(sample(native, logits, columns), expected(logits, columns))
 
 
+@pytest.mark.full
 def test_the_best_are_found_wherever_they_stand(native: Native) -> None:
     """Far apart, each in a part of the row of its own; or all in one vector."""
     for places in ([10, 1600, 8000, 4500], [4000, 4001, 4002, 4003]):

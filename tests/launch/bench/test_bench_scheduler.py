@@ -58,6 +58,7 @@ def section(name: str) -> dict[str, Any]:
 
 
 class TestSections:
+    @pytest.mark.full
     def test_steady(self) -> None:
         found = section("steady")
         assert set(found) == {"sync_N1", "sync_N4", "async_N1", "async_N4"}

@@ -263,6 +263,7 @@ def codes(package: str, call: str, place: int) -> Iterator[str]:
                     yield argument.value
 
 
+@pytest.mark.full
 def test_every_code_has_its_status() -> None:
     used = {
         *codes("scheduler_proc", "Refusal", 0),

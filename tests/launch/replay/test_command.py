@@ -336,6 +336,7 @@ class TestLive:
 class TestSeveralRuns:
     FLAGS = ("--set", "block_size=512", "--cost", "constant:10")
 
+    @pytest.mark.full
     def test_a_sweep_has_a_row_for_each_combination_and_says_what_failed(
         self, replay: Replay, mooncake: Path, tmp_path: Path
     ) -> None:

@@ -114,6 +114,7 @@ class TestFit:
         assert worst(linear, found.seconds) < 0.05
         assert 0.015 < np.median(np.abs(found.errors)) < 0.03  # the noise, and no less
 
+    @pytest.mark.full
     def test_steps_after_lost_lines_or_of_a_past_epoch_do_not_count(self, tmp_path: Path) -> None:
         path = tmp_path / "trace"
         record(path, linear)

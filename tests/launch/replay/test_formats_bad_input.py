@@ -181,6 +181,7 @@ class TestCompressed:
         assert "cut short or damaged" in error_of(tmp_path / "a")
 
 
+@pytest.mark.full
 class TestZstandard:
     """Its package need not be installed."""
 

@@ -15,6 +15,8 @@ from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import Arrival, Keyframe, Result, StepDecision
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:

@@ -40,6 +40,7 @@ def as_told(record: RunRecord) -> dict[str, Any]:
 SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: Concurrency(calls, 3)}
 
 
+@pytest.mark.full
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from(sorted(SOURCES)))
 @settings(max_examples=40)
 def test_coasting_changes_nothing(seed: int, pace: str) -> None:

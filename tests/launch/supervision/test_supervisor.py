@@ -91,6 +91,7 @@ class TestEnd:
         child.close()
 
 
+@pytest.mark.full
 def test_a_worker_that_died_is_followed_by_another() -> None:
     with Supervisor(make_config(), worker=WorkerProgram("pipe_holder")) as supervisor:
         overseer = supervisor.overseer

@@ -367,6 +367,7 @@ def steps_of_victim(flood: bool, **settings: object) -> list[int]:
     return taken
 
 
+@pytest.mark.full
 @BOTH
 def test_a_flood_of_another_tenant_costs_a_request_few_steps(asynchronous: bool) -> None:
     alone = steps_of_victim(False, async_scheduling=asynchronous)

@@ -14,6 +14,8 @@ from scheduler_driver import make_config, make_request
 from quire.protocol.wire.front_end_messages import Control, Statistics, StepOutputs
 from quire.protocol.wire.kv_events import TOPIC, AllBlocksCleared, BlocksStored, KVEvent, KVEventBatch
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def context() -> Iterator["zmq.Context[Any]"]:

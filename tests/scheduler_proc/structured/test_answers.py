@@ -150,6 +150,7 @@ def test_what_was_delivered_already_is_gone_on_from() -> None:
     again.grammars.close()
 
 
+@pytest.mark.full
 def test_an_answer_that_cannot_go_on_fails_alone(random_model: Path) -> None:
     """Delivered tokens that its grammar never allowed."""
     engine = engine_of(random_model)
@@ -176,12 +177,14 @@ class TestThinking:
         engine.grammars.close()
         return told
 
+    @pytest.mark.full
     def test_thoughts_that_the_prompt_opened_are_free(self) -> None:
         would_end = dict.fromkeys(EOS, 100.0)  # and may not, before there is an answer
         told = self.run([*PROMPT, self.START], thinking_token_budget=12, logit_bias=would_end)
         at = told.index(self.END)
         assert 0 < at <= 13 and re.fullmatch("[0-9]{4}", text_of(told[at + 1 :]))
 
+    @pytest.mark.full
     def test_a_budget_awaits_the_first_thought(self) -> None:
         told = self.run(PROMPT, thinking_token_budget=3, logit_bias={self.START: 100.0}, max_tokens=30)
         at = told.index(self.END)

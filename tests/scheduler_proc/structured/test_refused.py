@@ -184,6 +184,7 @@ def test_chains_through_deep_schemas_are_refused(pool: CompilePool) -> None:
     assert reason == "the JSON schema cannot be used: it is too complex"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("generation", thinned([0, 1], keep=1), ids=["helper", "its child"])
 def test_a_guard_that_died_is_started_again(generation: int) -> None:
     guard = Guard(demo_config())
@@ -200,6 +201,7 @@ def test_a_guard_that_died_is_started_again(generation: int) -> None:
     assert not helper.is_running()
 
 
+@pytest.mark.full
 def test_a_grammar_is_not_blamed_for_a_guard_that_is_not_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(demo_config())
     others = set(engine_processes(GUARD))

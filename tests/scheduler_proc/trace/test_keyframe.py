@@ -156,6 +156,7 @@ def noticed(driver: Driver, records: list[Record]) -> bool:
         return True  # a request that never ran is asked for
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize(
     "groups",
@@ -216,6 +217,7 @@ def test_nobody_alive_nothing_in_flight_no_drafts() -> None:
 # ---- the ring
 
 
+@pytest.mark.full
 def test_a_ring_that_lost_its_beginning_leaves_a_dump_that_replays(tmp_path: Path) -> None:
     driver = long_lived(30_000)
     kept = sum(record.kind == RecordKind.KEYFRAME for record in driver.log)
@@ -267,6 +269,7 @@ def dumped() -> tuple[list[AnyLine], int]:
     return as_file(driver, driver.log.readable()), driver.header.num_blocks
 
 
+@pytest.mark.full
 def test_a_keyframe_stands_at_the_beginning_only() -> None:
     (header, keyframe, *lines), _ = dumped()
     for told in ([header, *lines[:1], keyframe], [header, Tick(now=1.0), *lines], [header]):

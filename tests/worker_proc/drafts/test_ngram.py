@@ -24,6 +24,7 @@ def plain(text: list[int], low: int, high: int, wanted: int) -> list[int]:
     return []
 
 
+@pytest.mark.full
 @NATIVES
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())

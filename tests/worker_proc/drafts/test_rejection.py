@@ -86,6 +86,7 @@ def test_who_agrees_accepts_everything() -> None:
     assert share == 1.0
 
 
+@pytest.mark.full
 def test_a_seed_gives_the_same_text() -> None:
     model, draft = distributions(4)
     assert (two_tokens(model, draft)[0] == two_tokens(model, draft)[0]).all()

@@ -39,6 +39,7 @@ def _engine(folder: Path, **settings: object) -> InProcessEngine:
     return engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_steps_get_smaller_and_tokens_stay(asynchronous: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from checkpoints import greedy_tokens
 from inprocess import InProcessEngine
-from tiers import thinned
+
+pytestmark = pytest.mark.full
 
 FAMILIES = {"mistral": 1, "gemma2": 2, "gemma3": 4, "gpt_oss": 2, "qwen3_moe": 1}
 """With their numbers of KV groups."""
@@ -29,7 +30,7 @@ def _prompts() -> list[list[int]]:
     return [(start[: n // 2] + [rng.randrange(97) for _ in range(n)])[:n] for n in LENGTHS for _ in range(2)]
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, keep=1))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers(family: str, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> None:
     folder, reference = checkpoint_factory(family)
     prompts = _prompts()

@@ -122,6 +122,7 @@ def test_tokens_follow_the_exact_distribution(name: str) -> None:
     check(counts_of(CASES[name]), probs_of(CASES[name]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["hot", "all"])
 def test_so_do_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_NATIVE", "0")

@@ -106,6 +106,7 @@ def bump(value: Any, path: Path_, by: int) -> None:
     value[path[-1]] += by
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_number_changed_in_the_file_is_noticed_at_its_line(tmp_path: Path, data: st.DataObject) -> None:
