@@ -11,7 +11,7 @@ from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.cruise import Roster
 from quire.scheduler_proc.core.events import OpaqueResult
-from quire.scheduler_proc.core.step import Share
+from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.request import Request
 
 NOBODY = np.zeros(0, np.int32)
@@ -29,38 +29,44 @@ class StepTooLarge(WorkerFault):
 class InFlightStep:
     """A step sent and not yet answered.
 
+    The rows of requests in steady decode are one mapping that all steps share until a request joins or leaves: a row
+    each would cost every step the whole batch.
+
     Attributes:
-        shares: what was decided for those that did not cruise, by handle; and for those that did, and have left since.
-        sampling: those of them that sample and did not begin to cruise: whose tokens must be looked at one by one.
-        roster: who cruises since this step or before; they sample too.
-        newcomers: members whose first token this may be.
-        retired: handles that nobody uses once this step is answered.
+        rows: what was decided for each request that was not in steady decode, by handle; also for each that has left
+            steady decode since.
+        steady: requests in steady decode when the step was sent, those that it brings there included; each samples.
+        only_steady: no other request than those of ``steady`` samples.
+        retired: handles that are free once this step is answered.
         num_tokens: positions that it computes if there are as many drafts as there may be, ``num_drafts``.
         has_prefill: some of them are of prompts.
-        constrained: those of ``sampling`` that have a grammar: the workers wait for their masks, until
-            ``inputs_given``.
+        awaits_inputs: the workers wait for the masks of the ``constrained`` rows.
     """
 
     step: int
-    shares: dict[int, Share]
+    rows: dict[int, StepRow]
     retired: list[int]
     num_tokens: int
     num_drafts: int = 0
     has_prefill: bool = False
-    sampling: dict[int, Request] = field(default_factory=dict)
-    roster: Roster = field(default_factory=dict)
-    newcomers: list[Request] = field(default_factory=list)
-    constrained: list[Request] = field(default_factory=list)
-    inputs_given: bool = False
+    steady: Roster = field(default_factory=dict)
+    only_steady: bool = True
+    awaits_inputs: bool = False
+
+    @property
+    def constrained(self) -> list[StepRow]:
+        """Rows that sample by a grammar."""
+        return [row for row in self.rows.values() if row.samples and row.request.has_grammar]
 
     def requests(self) -> dict[int, Request]:
-        """Everyone who samples in it, by handle."""
-        return self.roster | self.sampling
+        """All requests in it by handle, those that sample first."""
+        rows = sorted(self.rows.items(), key=lambda item: not item[1].samples)
+        return self.steady | {handle: row.request for handle, row in rows}
 
     def member(self, handle: int) -> Request | None:
-        """Who computes in it under this handle, sampling or not."""
-        share = self.shares.get(handle)
-        return self.roster.get(handle) if share is None else share.request
+        """The request under this handle, sampling or not."""
+        row = self.rows.get(handle)
+        return self.steady.get(handle) if row is None else row.request
 
 
 @dataclass(slots=True)
@@ -158,20 +164,20 @@ class StepsInFlight:
             _raise(output, fault_of_prompts(record, output.prompt_logprobs, self._vocab_size))
         if output.handles is not None:
             self.tell_handles(output.handles)
-        self._verified = None if record.sampling else record.roster
+        self._verified = record.steady if record.only_steady else None
         return record, Sampled.of(handles, tokens, output.counts, output.drafts)
 
     def is_steady(self, roster: Roster) -> bool:
         """Whether the members of ``roster``, and they alone, sample in each step in flight, as they did in the last."""
         return self._verified is roster and all(
-            r.roster is roster and not (r.sampling or r.shares or r.newcomers or r.retired) for r in self.records
+            r.steady is roster and not (r.rows or r.retired) for r in self.records
         )
 
     def coast(self, count: int) -> None:
         """As many steps were answered as sent, all like those in flight, which are steady."""
         newest = self.records[-1]
         for step in range(newest.step + 1, newest.step + count + 1):
-            self.records.append(InFlightStep(step, {}, [], newest.num_tokens, roster=newest.roster))
+            self.records.append(InFlightStep(step, {}, [], newest.num_tokens, steady=newest.steady))
             self.records.popleft()
 
     def drop_all(self) -> list[InFlightStep]:
@@ -187,11 +193,11 @@ class StepsInFlight:
         return self.records[0]
 
     def _check_handles(self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32) -> None:
-        """Cheap while nothing changed: then the same roster was checked against the same handles."""
-        if output.handles is None and record.roster is self._verified and not record.sampling:
+        """Cheap while nothing changed: then the same batch was checked against the same handles."""
+        if output.handles is None and record.only_steady and record.steady is self._verified:
             return
         told = handles.tolist()
-        expected = record.roster.keys() | record.sampling.keys()
+        expected = record.steady.keys() | {handle for handle, row in record.rows.items() if row.samples}
         if len(told) != len(expected) or set(told) != expected:
             raise WorkerFault(f"result of step {output.step}: tokens of other requests than those that sample")
 
@@ -213,8 +219,8 @@ def _check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int3
         verified = np.zeros(len(handles), np.int32)
     if len(verified) != len(handles) or (verified < 0).any():
         _raise(output, "its drafts do not add up")
-    shares = record.shares
-    most = np.array([shares[h].num_drafts if h in shares else 0 for h in handles.tolist()], np.int32)
+    rows = record.rows
+    most = np.array([rows[h].num_drafts if h in rows else 0 for h in handles.tolist()], np.int32)
     if (verified > most).any():
         _raise(output, "more drafts of a request than it was to have")
     if counts is not None and ((counts < 1).any() or (counts - 1 > verified).any()):
@@ -235,7 +241,7 @@ def fault_of_logprobs(
         return "log probabilities of rows that did not sample"
     handles = whose[rows].tolist() if rows else []
     for handle in handles:
-        request = record.member(handle) or record.sampling.get(handle)
+        request = record.member(handle)
         if request is None or request.sampling.logprobs is None:
             return "log probabilities that no request asked for"
     if (fault := told.arrays.fault(len(rows), vocab_size)) is not None:

@@ -11,7 +11,7 @@ from quire.scheduler_proc.core.hooks import Hit, Tap
 from quire.scheduler_proc.core.policies import Policies
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, DecisionLog
-from quire.scheduler_proc.core.step import Share, StepPlan
+from quire.scheduler_proc.core.step import StepPlan, StepRow
 from quire.scheduler_proc.core.suspects import Suspects
 from quire.scheduler_proc.core.tenants import TenantShares, equal_parts
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
@@ -72,17 +72,17 @@ class Planner:
             pause: not empty: nobody is let in.
         """
         plan = StepPlan(step, self.config.max_num_batched_tokens)
-        # Whoever waits may put out somebody who has a share, so that no share is certain before the end.
+        # A waiting request may preempt one that has a row, so that no row is certain before the end.
         can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
         if (suspect := self._suspects.alone) is not None:
             self._leave_alone(plan, suspect)
         self._schedule_running(plan)
         if not can_claim:
-            self._cache_shares(plan)
+            self._cache_rows(plan)
         if self.table.waiting:
             self._schedule_waiting(plan, pause)
         if can_claim:
-            self._cache_shares(plan)
+            self._cache_rows(plan)
         return plan
 
     def _leave_alone(self, plan: StepPlan, suspect: Request) -> None:
@@ -168,7 +168,7 @@ class Planner:
         ahead = request.max_total_tokens - request.num_tokens - request.num_output_placeholders
         if ahead > 0 and plan.budget > 0:  # none ahead: it is done if all drafts in flight are accepted; wait and see
             drafts = max(min(most_drafts, ahead - 1), 0)
-            self._share(plan, Share(request, 1 + drafts, None, drafts))
+            self._share(plan, StepRow(request, 1 + drafts, None, drafts))
 
     def _share_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
         """In order of admission; of several tenants none gets more than its part, as far as the others want theirs."""
@@ -186,46 +186,46 @@ class Planner:
         parts = equal_parts(plan.prefill_budget, wanted)
         for request in prefills:
             self._share_prefill(plan, request, parts[request.tenant])
-            if request.handle in plan.shares:
-                parts[request.tenant] -= plan.shares[request.handle].num_tokens
+            if request.handle in plan.rows:
+                parts[request.tenant] -= plan.rows[request.handle].num_tokens
 
     def _share_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
         """At most ``most`` positions."""
         most = min(most, request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
         most = min(most, self.config.long_prefill_token_threshold or most)
         if most > 0:
-            self._share(plan, Share(request, most, None, is_prefill=True))
+            self._share(plan, StepRow(request, most, None, is_prefill=True))
 
     def _bound_prefill(self, plan: StepPlan) -> None:
         """While others decode, prefill gets a part of the step only, or their next token would wait for all of it."""
         plan.prefill_budget = plan.budget
-        if self.config.enable_chunked_prefill and (self.cruise.roster or plan.shares):
+        if self.config.enable_chunked_prefill and (self.cruise.roster or plan.rows):
             part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
             plan.prefill_budget = min(plan.budget, max(part, 1))
 
-    def _share(self, plan: StepPlan, share: Share) -> None:
-        """Find the blocks for a running request's share, putting others out where they are short; not for drafts.
+    def _share(self, plan: StepPlan, row: StepRow) -> None:
+        """Find the blocks for a running request's row, putting others out where they are short; not for drafts.
 
         Nothing is given to a request that was put out itself, now or before.
         """
-        request = share.request
+        request = row.request
         while request.status is RequestStatus.RUNNING:
-            share.new_blocks = self.kv.allocate_slots(request, share.num_tokens)
-            if share.new_blocks is not None:
-                plan.add(share)
+            row.new_blocks = self.kv.allocate_slots(request, row.num_tokens)
+            if row.new_blocks is not None:
+                plan.add(row)
                 return
-            if share.num_drafts:
-                share.num_tokens, share.num_drafts = share.num_tokens - share.num_drafts, 0
+            if row.num_drafts:
+                row.num_tokens, row.num_drafts = row.num_tokens - row.num_drafts, 0
                 continue
             victim, reason = self._victim()
             self._preempt(victim, plan, request, reason)
 
-    def _cache_shares(self, plan: StepPlan) -> None:
-        """Once no share can be taken back any more, for what is not written must not be found."""
+    def _cache_rows(self, plan: StepPlan) -> None:
+        """Once no row can be taken back any more, for what is not written must not be found."""
         self.steady.cache(plan.begun)
-        for share in plan.shares.values():
-            if share.num_tokens > 1 or any(share.new_blocks or ()):
-                self._cache_written(share.request, share.num_tokens)
+        for row in plan.rows.values():
+            if row.num_tokens > 1 or any(row.new_blocks or ()):
+                self._cache_written(row.request, row.num_tokens)
 
     def _cache_written(self, request: Request, num_new_tokens: int) -> None:
         self.kv.cache_blocks(request, min(request.num_computed_tokens + num_new_tokens, request.num_tokens))
@@ -332,7 +332,7 @@ class Planner:
         if self.tap is not None:
             told = (request.handle, request.request_id, num_hit_tokens, request.num_prompt_tokens, request.num_tokens)
             self.tap.hits.append(Hit(*told))
-        plan.add(Share(request, num_tokens, None, is_prefill=True))
+        plan.add(StepRow(request, num_tokens, None, is_prefill=True))
         self._cache_written(request, num_tokens)
         return None
 
@@ -375,7 +375,7 @@ class Planner:
 
     def _make_way_for_tokens(self, plan: StepPlan, request: Request) -> bool:
         """The same, among those whose prefill takes tokens of this step."""
-        return self._make_way(plan, request, [s.request for s in plan.shares.values() if s.is_prefill])
+        return self._make_way(plan, request, [row.request for row in plan.rows.values() if row.is_prefill])
 
     def _make_way_for_a_row(self, plan: StepPlan, request: Request) -> bool:
         """The same; and whose tenant has fewer rows than its share, may have one of a tenant that has more."""
@@ -394,7 +394,7 @@ class Planner:
 
     def _claim(self, plan: StepPlan, request: Request, victim: Request | None) -> bool:
         """Whoever was let in in this very step stays: its content is named already, and must be written."""
-        if victim is None or (victim.handle in plan.shares and plan.shares[victim.handle].new_blocks is None):
+        if victim is None or (victim.handle in plan.rows and plan.rows[victim.handle].new_blocks is None):
             return False
         self._preempt(victim, plan, request, PreemptReason.OVER_SHARE)
         plan.num_claimed += 1

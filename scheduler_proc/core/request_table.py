@@ -4,7 +4,7 @@ from collections import Counter
 
 from quire.scheduler_proc.core.cruise import Cruise
 from quire.scheduler_proc.core.in_flight import StepsInFlight
-from quire.scheduler_proc.core.step import Share
+from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.handles import HandlePool
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import OpaqueTokens, Request, RequestStatus
@@ -100,13 +100,13 @@ class RequestTable:
         self.cruise.join(request, until, room)
 
     def unsettle(self, request: Request) -> None:
-        """Something else than one more token happens to it: its counters, and its shares, are its own again."""
+        """Something else than one more token happens to it: its counters, and its rows in flight, are its own again."""
         if request.cruising:
             self.cruise.leave(request)
             self.unsteady[request.handle] = request
             for record in self._in_flight.records:
                 if record.step > request.joined_step:
-                    record.shares[request.handle] = Share(request, 1, ())
+                    record.rows[request.handle] = StepRow(request, 1, (), samples=True)
 
     def let_go(self, request: Request) -> None:
         """It needs no more steps: only its last result is missing."""

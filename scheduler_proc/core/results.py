@@ -154,9 +154,9 @@ class Results:
             num_tokens = record.num_tokens - record.num_drafts + num_verified
             self._drafting.step_took(output.seconds, num_tokens, record.num_drafts > 0)
         self.outputs.begin_result()
-        for request in (*record.newcomers, *record.sampling.values()):
-            if not request.status.is_finished:
-                self.outputs.introduce(request)
+        for row in record.rows.values():
+            if row.samples and not row.request.introduced and not row.request.status.is_finished:
+                self.outputs.introduce(row.request)
         self._pass_on_prompts(record, output)
         cut: dict[int, int] = {}
         for position, request in self._to_look_at(record, may_end):
@@ -176,25 +176,19 @@ class Results:
             self.outputs.sampled(sampled, cut, output.logprobs)
 
     def _to_look_at(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
-        """(position in the result, request) of those that sampled and do not cruise, or that may end."""
-        now = self.cruise.roster
-        if record.roster is now and not record.sampling and not may_end:
+        """(position in the result, request) of those that sampled out of steady decode, or that may end."""
+        if not record.rows and not may_end:
             return []
-        found = {handle: r for handle, r in record.sampling.items() if not r.cruising}
-        if record.roster is not now:
-            for handle in record.roster.keys() - now.keys():
-                found[handle] = record.roster[handle]
-        for handle in may_end:
-            if handle in now:
-                found[handle] = now[handle]
+        found = {h: row.request for h, row in record.rows.items() if row.samples and not row.request.cruising}
+        found |= {handle: self.cruise.roster[handle] for handle in may_end if handle in self.cruise.roster}
         if not found:
             return []
         position_of = self.in_flight.position_of
         return sorted(((position_of(handle), request) for handle, request in found.items()), key=itemgetter(0))
 
     def _acknowledge(self, record: InFlightStep) -> None:
-        for share in record.shares.values():
-            share.request.answered(share.num_tokens)
+        for row in record.rows.values():
+            row.request.answered(row.num_tokens)
         self.table.give_back(record.retired)
 
     def _apply_row(
@@ -208,7 +202,7 @@ class Results:
     ) -> int:
         """One request's part of a result; returns how many of its tokens are its client's."""
         tokens, bad = sampled.row(position), faults.bad
-        drafts = record.shares[request.handle].num_drafts
+        drafts = record.rows[request.handle].num_drafts
         request.sampled(drafts)
         if request.status.is_finished:
             self._stats.dropped_tokens += len(tokens)
@@ -277,10 +271,9 @@ class Results:
 
         What the bad one wrote is forgotten first. A reader may be bad in the same result, for no fault of its own.
         """
-        sampling = record.requests() if bad else {}
         for handle in bad:
-            request = sampling[handle]
-            if request.status.is_finished:
+            request = record.member(handle)
+            if request is None or request.status.is_finished:
                 continue
             own = self._first_own_block(request)
             self.kv.forget_content(request, own * self.kv.block_size)

@@ -208,7 +208,7 @@ class Scheduler:
     def _suspect(self) -> None:
         present: dict[int, Request] = {}
         for record in self.in_flight.records:
-            present |= record.requests() | {handle: share.request for handle, share in record.shares.items()}
+            present |= record.requests()
         live = [request for request in present.values() if not request.status.is_finished]
         self.suspects.died_with(live, self._stats.generation_tokens)
 
@@ -325,7 +325,7 @@ class Scheduler:
             return None
         self.kv.pool.now = now
         plan = self.planner.plan(self.last_step + 1, self.pause)
-        return self._commit(plan) if plan.shares or self.cruise.roster else None
+        return self._commit(plan) if plan.rows or self.cruise.roster else None
 
     @property
     def last_step(self) -> int:
@@ -371,33 +371,32 @@ class Scheduler:
     def awaited(self) -> InFlightStep | None:
         """The step whose sampling waits for masks that can be made now: all tokens before it are known."""
         oldest = self.in_flight.records[0] if self.in_flight else None
-        return oldest if oldest is not None and oldest.constrained and not oldest.inputs_given else None
+        return oldest if oldest is not None and oldest.awaits_inputs else None
 
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Fix the plan: build the diff, then advance what was scheduled."""
         table, step = self.table, plan.step
         diff = build_diff(plan, table.unsteady.values(), table.take_removed(), self.kv)
-        record = InFlightStep(step, plan.shares, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
+        record = InFlightStep(step, plan.rows, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
         self.cruise.clock.sent = step
-        for handle, share in plan.shares.items():
-            request = share.request
-            record.has_prefill |= share.is_prefill
-            if not request.sent(share.num_tokens, share.num_drafts):
+        for row in plan.rows.values():
+            request = row.request
+            record.has_prefill |= row.is_prefill
+            if not request.sent(row.num_tokens, row.num_drafts):
                 continue
-            if share.num_drafts:
-                record.num_drafts += share.num_drafts
+            row.samples = True
+            if row.num_drafts:
+                record.num_drafts += row.num_drafts
                 self._drafting.asked(request.draft_state, step)
             until = self._drafting.wakes(request.draft_state)
             if until > step + 1 and self._may_cruise(request):
                 table.steady(request, until, self.planner.steady.room(request))
-                record.newcomers.append(request)
             else:
-                record.sampling[handle] = request
-                if request.has_grammar:
-                    record.constrained.append(request)
-        if record.constrained:
+                record.only_steady = False
+                record.awaits_inputs |= request.has_grammar
+        if record.awaits_inputs:
             diff = msgspec.structs.replace(diff, awaits_sample_inputs=True)
-        record.roster = self.cruise.share_roster()
+        record.steady = self.cruise.share_roster()
         self.in_flight.records.append(record)
         for request in plan.last:
             table.unsettle(request)  # its last result ends it

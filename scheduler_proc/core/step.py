@@ -12,13 +12,15 @@ from quire.scheduler_proc.requests.request import Request
 
 
 @dataclass(slots=True)
-class Share:
-    """What one request gets of a step: ``num_tokens`` positions, the last ``num_drafts`` of them for drafts.
+class StepRow:
+    """One request's part of a step: ``num_tokens`` positions, the last ``num_drafts`` of them for drafts.
 
     The workers may find fewer drafts, and then compute fewer positions.
 
-    ``new_blocks``: for a request that the workers hold already; None when they are to be told everything.
-    ``is_prefill``: it counts towards prefill's part of the step.
+    Attributes:
+        new_blocks: for a request that the workers hold already; None when they are to be told everything.
+        is_prefill: it counts towards prefill's part of the step.
+        samples: the result has a token of it. Set when the step is sent.
     """
 
     request: Request
@@ -26,13 +28,14 @@ class Share:
     new_blocks: GroupBlocks | None
     num_drafts: int = 0
     is_prefill: bool = False
+    samples: bool = False
 
 
 class StepPlan:
-    """Decisions of one call of ``schedule()``. Nothing here has touched a request's progress yet, so a share can be
+    """Decisions of one call of ``schedule()``. Nothing here has touched a request's progress yet, so a row can be
     taken back as long as the plan is open.
 
-    Invariant: the shares' tokens, one for each request that cruises, and ``budget`` add up to the step's budget.
+    Invariant: the rows' tokens, one for each request that cruises, and ``budget`` add up to the step's budget.
 
     Attributes:
         step: the number that the step will have.
@@ -46,7 +49,7 @@ class StepPlan:
         self.step = step
         self.budget = budget
         self.prefill_budget = budget
-        self.shares: dict[int, Share] = {}
+        self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
         self.num_claimed = 0
         """Of these, who was over its tenant's share, and made way for another's: more may be let in all the same."""
@@ -54,19 +57,19 @@ class StepPlan:
         self.begun_blocks: list[int] = []
         self.last: list[Request] = []
 
-    def add(self, share: Share) -> None:
-        self.shares[share.request.handle] = share
-        self.budget -= share.num_tokens
-        if share.is_prefill:
-            self.prefill_budget -= share.num_tokens
+    def add(self, row: StepRow) -> None:
+        self.rows[row.request.handle] = row
+        self.budget -= row.num_tokens
+        if row.is_prefill:
+            self.prefill_budget -= row.num_tokens
 
     def take_back(self, request: Request) -> None:
         """The request does not run in this step after all."""
-        share = self.shares.pop(request.handle, None)
-        if share is not None:
-            self.budget += share.num_tokens
-            if share.is_prefill:
-                self.prefill_budget += share.num_tokens
+        row = self.rows.pop(request.handle, None)
+        if row is not None:
+            self.budget += row.num_tokens
+            if row.is_prefill:
+                self.prefill_budget += row.num_tokens
         elif request.cruising:
             self.budget += 1
         if request in self.begun:
@@ -77,11 +80,11 @@ class StepPlan:
 def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], kv: KVCacheManager) -> SchedulerOutput:
     """The diff from what the workers hold to what ``plan`` wants; marks requests as the workers will hold them.
 
-    ``unsteady``: everyone who runs and does not cruise; those without a share are parked.
+    ``unsteady``: everyone who runs and does not cruise; those without a row are parked.
     """
     handles = [request.handle for request in plan.begun]
     block_ids = plan.begun_blocks
-    if not plan.shares and not removed:  # everyone cruises, or is parked already
+    if not plan.rows and not removed:  # everyone cruises, or is parked already
         return SchedulerOutput(
             step=plan.step,
             parked=_park_the_rest(plan, unsteady),
@@ -93,9 +96,9 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
     new_ids: list[int] = []
     unparked: list[int] = []
     groups = [0] * len(handles)
-    for handle, share in plan.shares.items():
-        request = share.request
-        if share.new_blocks is None:
+    for handle, row in plan.rows.items():
+        request = row.request
+        if row.new_blocks is None:
             held = kv.block_ids(request)
             new.append(_new_request_data(request, [len(ids) for ids in held]))
             tokens.append(request.tokens.array())
@@ -103,7 +106,7 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
                 new_ids += ids
             request.on_worker, request.parked = True, False
             continue
-        for group, blocks in enumerate(share.new_blocks):
+        for group, blocks in enumerate(row.new_blocks):
             if blocks:
                 handles += [handle] * len(blocks)
                 block_ids += [block.block_id for block in blocks]
@@ -122,8 +125,8 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
         appended_handles=np.array(handles, np.int32) if handles else None,
         appended_block_ids=np.array(block_ids, np.int32) if handles else None,
         appended_groups=np.array(groups, np.int32) if any(groups) else None,
-        counts=[(handle, s.num_tokens) for handle, s in plan.shares.items() if s.num_tokens != 1],
-        drafts=[(handle, s.num_drafts) for handle, s in plan.shares.items() if s.num_drafts],
+        counts=[(handle, row.num_tokens) for handle, row in plan.rows.items() if row.num_tokens != 1],
+        drafts=[(handle, row.num_drafts) for handle, row in plan.rows.items() if row.num_drafts],
     )
 
 
@@ -141,10 +144,10 @@ def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData
 
 
 def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
-    """Handles that the workers would run by themselves, and that got no share; in an order that depends on nothing."""
+    """Handles that the workers would run by themselves, and that got no row; in an order that depends on nothing."""
     parked: list[int] = []
     for request in unsteady:
-        if request.handle not in plan.shares and not request.parked:
+        if request.handle not in plan.rows and not request.parked:
             request.parked = True
             parked.append(request.handle)
     return sorted(parked) if parked else parked

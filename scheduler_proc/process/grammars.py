@@ -71,7 +71,7 @@ class Grammars:
                 return
         inputs, failures = self._manager.sample_inputs(record, proposed)
         workers.send(inputs)
-        record.inputs_given = True
+        record.awaits_inputs = False
         for client, fail in failures:
             self._consume(scheduler, fail, client)
 

@@ -6,8 +6,7 @@ from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 
 def has_drafts(record: InFlightStep) -> bool:
     """Whether the masks of a step depend on what its proposer says."""
-    shares = record.shares
-    return any(r.handle in shares and shares[r.handle].num_drafts for r in record.constrained)
+    return any(row.num_drafts for row in record.constrained)
 
 
 def drafts_of(record: InFlightStep, proposed: Proposed, vocab_size: int) -> dict[int, list[int]]:
@@ -22,8 +21,8 @@ def drafts_of(record: InFlightStep, proposed: Proposed, vocab_size: int) -> dict
     drafts: dict[int, list[int]] = {}
     start = 0
     for handle, count in zip(handles, counts, strict=True):
-        share = record.shares.get(handle)
-        if share is None or not 0 < count <= share.num_drafts:
+        row = record.rows.get(handle)
+        if row is None or not 0 < count <= row.num_drafts:
             raise WorkerFault(f"drafts of step {record.step}: more than were asked for")
         drafts[handle] = tokens[start : start + count]
         start += count

@@ -200,7 +200,7 @@ class GrammarManager:
         failures: Failures = []
         found: list[_Positions] = []
         num_rows = 0
-        for request in record.constrained:
+        for request in [row.request for row in record.constrained]:
             if request.status.is_finished:
                 continue
             constrained = self._constrained[request.client, request.request_id]

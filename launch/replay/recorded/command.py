@@ -101,7 +101,7 @@ class _Run:
     def decided(self, line: StepDecision, decisions: list[Decision]) -> None:
         now = self._time(line.now)
         step = self._scheduler.in_flight.records[-1]
-        prefill = sum([share.num_tokens for share in step.shares.values() if share.is_prefill])
+        prefill = sum([row.num_tokens for row in step.rows.values() if row.is_prefill])
         shape = StepShape([(prefill, 0)] if prefill else [], step.num_tokens - prefill, 0, 0)
         self._collector.decided(now, line.step, shape)
         self._collector.note(now, decisions)

@@ -19,7 +19,7 @@ from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Refuse, Release
 from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
-from quire.scheduler_proc.core.step import Share
+from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.request import Request, RequestStatus, Tokens
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED
@@ -142,8 +142,8 @@ def constrained(request_id: str, output: str = "", **wanted: Any) -> Request:
 
 
 def step_of(*requests: Request, drafts: int = 0) -> InFlightStep:
-    shares = {r.handle: Share(r, 1 + drafts, (), drafts) for r in requests}
-    return InFlightStep(7, shares, [], len(requests) * (1 + drafts), constrained=list(requests))
+    rows = {r.handle: StepRow(r, 1 + drafts, (), drafts, samples=True) for r in requests}
+    return InFlightStep(7, rows, [], len(requests) * (1 + drafts), only_steady=False, awaits_inputs=True)
 
 
 def ready(case: Case, *requests: Request) -> None:

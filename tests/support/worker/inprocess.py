@@ -114,7 +114,7 @@ class InProcessEngine:
             record = self.scheduler.awaited
             assert record is not None and record.step == diff.step, "a step before it was not answered"
             inputs, failures = self.grammars.sample_inputs(record, self.runner.proposed(launched))
-            record.inputs_given = True
+            record.awaits_inputs = False
             for client, fail in failures:
                 self.scheduler.consume(fail, client)
         return self.runner.finish(launched, inputs).result()
