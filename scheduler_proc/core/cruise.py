@@ -27,6 +27,9 @@ class Cruise:
     Invariants (``check``): a member was scheduled, and sampled, in every step since it joined; at most
     ``block_size + depth + num_drafts`` of its tokens are in the table only; its next event lies ahead, and in the
     calendar.
+
+    Attributes:
+        calendar: by step, members to be looked at in it; also some that are not any more.
     """
 
     def __init__(self, block_size: int, depth: int, num_drafts: int = 0) -> None:
@@ -40,7 +43,7 @@ class Cruise:
         self.clock = StepClock()
         self.roster: Roster = {}
         self._shared = False
-        self._calendar: dict[int, list[Request]] = {}
+        self.calendar: dict[int, list[Request]] = {}
         # A token stays here from its result to the member's next block, so a quarter of the rows would do; with more,
         # the rows that are wanted seldom lie around the end.
         self._sampled = np.zeros((4 * (block_size + depth + 1 + num_drafts), 64), "<i4")
@@ -89,7 +92,7 @@ class Cruise:
     def due(self, step: int) -> list[Request]:
         """Members of whom ``step`` is the ``block_step`` or the ``leave_step``, in order of admission."""
         found = []
-        for request in self._calendar.pop(step, ()):
+        for request in self.calendar.pop(step, ()):
             if request.event_step == step and request.cruising:
                 request.event_step = 0  # it may stand in the list twice
                 found.append(request)
@@ -100,7 +103,7 @@ class Cruise:
         """They got their blocks for ``step`` and cruise on; what was sampled for them is with them now."""
         self._settle(requests)
         following = step + self.block_size
-        bucket = self._calendar.setdefault(following, [])
+        bucket = self.calendar.setdefault(following, [])
         for request in requests:
             if request.leave_step >= following:
                 request.block_step = request.event_step = following
@@ -111,22 +114,9 @@ class Cruise:
     def _expect(self, request: Request, block_step: int) -> None:
         request.block_step = block_step
         request.event_step = min(block_step, request.leave_step)
-        self._calendar.setdefault(request.event_step, []).append(request)
-
-    @property
-    def next_due(self) -> int:
-        """No step before this one has anybody to be looked at. O(steps in the calendar)."""
-        return min(self._calendar, default=self.clock.sent + 1)
+        self.calendar.setdefault(request.event_step, []).append(request)
 
     # ---- what was sampled
-
-    def coast(self, count: int, handles: Int32) -> None:
-        """As many results as steps, each with token 0 for each of ``handles``; nobody is due in these steps."""
-        clock = self.clock
-        rows = np.arange(clock.acknowledged + 1, clock.acknowledged + 1 + count) % len(self._sampled)
-        self._sampled[np.ix_(rows, handles)] = 0
-        clock.acknowledged += count
-        clock.sent += count
 
     def record(self, step: int, handles: Int32, tokens: Int32) -> Int32:
         """Keep one result, the next one after the last. Returns the table's row: a token per handle."""
@@ -137,12 +127,6 @@ class Cruise:
             self._widen(int(handles.max()) + 1)
             return self.record(step, handles, tokens)
         self.clock.acknowledged = step
-        return row
-
-    def record_unknown(self, step: int) -> Int32:
-        """Count a result whose tokens are not known: what the row, which is returned, has for them means nothing."""
-        self.clock.acknowledged = step
-        row: Int32 = self._sampled[step % len(self._sampled)]
         return row
 
     def _settle(self, requests: Sequence[Request]) -> None:
@@ -179,7 +163,7 @@ class Cruise:
         for handle, request in self.roster.items():
             assert request.handle == handle and request.cruising
             assert request.joined_step <= clock.sent < request.event_step, f"{request!r}: its event was missed"
-            assert request in self._calendar[request.event_step], f"{request!r} is not in the calendar"
+            assert request in self.calendar[request.event_step], f"{request!r} is not in the calendar"
             unsettled = clock.acknowledged - request.synced_step
             assert unsettled < len(self._sampled), f"{request!r}: tokens were overwritten"
             ahead = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.requests import draft_state
 from quire.scheduler_proc.requests.draft_state import Acceptance, DraftState
 
@@ -263,3 +264,13 @@ def make_draft_policy(config: EngineConfig) -> DraftPolicy:
     if config.speculative is not None and config.speculative.adaptive:
         return DraftController(most)
     return MostDrafts(most)
+
+
+def check_drafts_fit(config: EngineConfig) -> None:
+    """Raise ConfigError unless a step has room for each request and its drafts."""
+    verified = 1 + config.num_speculative_tokens
+    if config.max_num_batched_tokens < config.max_num_seqs * verified:
+        raise ConfigError(
+            f"max_num_batched_tokens must be at least max_num_seqs * (1 + num_speculative_tokens), which is "
+            f"{config.max_num_seqs * verified}; it is {config.max_num_batched_tokens}"
+        )

@@ -1,37 +1,38 @@
-"""What happens inside one event or one step, for whoever records it."""
+"""What a Scheduler says of what happens inside an event or a step, for those that record it."""
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Protocol
 
 from quire.protocol.wire.front_end_messages import Ended
+from quire.scheduler_proc.requests.request import Request
 
 
-class Hit(NamedTuple):
-    """A request was let in: at its first time or after a preemption, with so many tokens from the prefix cache."""
+class SchedulerHooks(Protocol):
+    """Is called while the Scheduler changes, and so must not ask it for anything."""
 
-    handle: int
-    request_id: str
-    num_hit_tokens: int
-    num_prompt_tokens: int
-    num_tokens: int
+    def block_filled(self, handle: int, name: bytes) -> None:
+        """A block of the request became full after its arrival; ``name``: the hash of its content."""
+        ...
+
+    def admitted(self, request: Request, num_hit_tokens: int) -> None:
+        """It begins to run, first or again, with so many tokens from the prefix cache."""
+        ...
+
+    def ended(self, ended: Ended) -> None:
+        """An accepted request has ended."""
+        ...
 
 
-@dataclass(slots=True)
-class Tap:
-    """Lists that the Scheduler fills while it has one (``Scheduler.listen``); whoever reads them clears them.
+class NoHooks:
+    """Nothing is recorded."""
 
-    Attributes:
-        hashes: (handle, name) of each block that became full after its request had arrived; of the name the first
-            ``kv.block_hash.NAME_BYTES`` bytes.
-        ended: endings of accepted requests.
-        hits: admissions.
-    """
+    def block_filled(self, handle: int, name: bytes) -> None:
+        pass
 
-    hashes: list[tuple[int, bytes]] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-    hits: list[Hit] = field(default_factory=list)
+    def admitted(self, request: Request, num_hit_tokens: int) -> None:
+        pass
 
-    def clear(self) -> None:
-        self.hashes.clear()
-        self.ended.clear()
-        self.hits.clear()
+    def ended(self, ended: Ended) -> None:
+        pass
+
+
+NO_HOOKS = NoHooks()

@@ -10,7 +10,6 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.cruise import Roster
-from quire.scheduler_proc.core.events import OpaqueResult
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.request import Request
 
@@ -110,7 +109,8 @@ class StepsInFlight:
         """Whose tokens a result holds that does not say: the same as the last one that did."""
         self._positions: dict[int, int] | None = {}
         self._vocab_size = vocab_size
-        self._verified: Roster | None = None
+        self.verified: Roster | None = None
+        """The steady batch whose members alone sampled in the last result."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -131,27 +131,13 @@ class StepsInFlight:
         Raises:
             WorkerFault: it cannot be the answer to the oldest step; then nothing has changed.
         """
+        record = self._expected(output.step)
         tokens = NOBODY if output.tokens is None else output.tokens
-        return self._match(self._expected(output.step), output, tokens, are_known=True)
-
-    def match_opaque(self, event: OpaqueResult) -> tuple[InFlightStep, Sampled]:
-        """The same for a recorded result without tokens."""
-        record, counts = self._expected(event.step), event.counts
-        num_handles = len(self.handles if event.handles is None else event.handles)
-        tokens = np.zeros(num_handles if counts is None else int(counts.sum()), np.int32)
-        result = ModelRunnerOutput(
-            event.step, None, event.handles, counts, bad=event.bad, drafts=event.drafts, failed=event.failed
-        )
-        return self._match(record, result, tokens, are_known=False)
-
-    def _match(
-        self, record: InFlightStep, output: ModelRunnerOutput, tokens: Int32, *, are_known: bool
-    ) -> tuple[InFlightStep, Sampled]:
         handles = self.handles if output.handles is None else output.handles
         self._check_handles(record, output, handles)
         _check_counts(record, output, handles, tokens)
         # As unsigned, a negative id is a huge one.
-        if are_known and len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:
+        if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:
             raise WorkerFault(f"result of step {output.step}: a token id outside the vocabulary")
         if not 0.0 <= output.seconds < math.inf:
             _raise(output, "it took no time that there is")
@@ -164,21 +150,8 @@ class StepsInFlight:
             _raise(output, fault_of_prompts(record, output.prompt_logprobs, self._vocab_size))
         if output.handles is not None:
             self.tell_handles(output.handles)
-        self._verified = record.steady if record.only_steady else None
+        self.verified = record.steady if record.only_steady else None
         return record, Sampled.of(handles, tokens, output.counts, output.drafts)
-
-    def is_steady(self, roster: Roster) -> bool:
-        """Whether the members of ``roster``, and they alone, sample in each step in flight, as they did in the last."""
-        return self._verified is roster and all(
-            r.steady is roster and not (r.rows or r.retired) for r in self.records
-        )
-
-    def coast(self, count: int) -> None:
-        """As many steps were answered as sent, all like those in flight, which are steady."""
-        newest = self.records[-1]
-        for step in range(newest.step + 1, newest.step + count + 1):
-            self.records.append(InFlightStep(step, {}, [], newest.num_tokens, steady=newest.steady))
-            self.records.popleft()
 
     def drop_all(self) -> list[InFlightStep]:
         """None of the steps in flight will be answered."""
@@ -194,7 +167,7 @@ class StepsInFlight:
 
     def _check_handles(self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32) -> None:
         """Cheap while nothing changed: then the same batch was checked against the same handles."""
-        if output.handles is None and record.only_steady and record.steady is self._verified:
+        if output.handles is None and record.only_steady and record.steady is self.verified:
             return
         told = handles.tolist()
         expected = record.steady.keys() | {handle for handle, row in record.rows.items() if row.samples}

@@ -1,4 +1,4 @@
-"""What the next step computes: everyone that runs gets on first, then who waits, under one token budget."""
+"""What the next step computes: first for requests that run, then for those that wait, under one token budget."""
 
 from collections import Counter
 from operator import attrgetter
@@ -7,8 +7,8 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.core.decode_blocks import SteadyBlocks
 from quire.scheduler_proc.core.drafting import DraftPolicy
-from quire.scheduler_proc.core.hooks import Hit, Tap
-from quire.scheduler_proc.core.policies import Policies
+from quire.scheduler_proc.core.hooks import SchedulerHooks
+from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, DecisionLog
 from quire.scheduler_proc.core.step import StepPlan, StepRow
@@ -26,13 +26,12 @@ _LASTING = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.FULL_SEQUE
 
 
 class Planner:
-    """Decides a step: who gets how many positions and blocks, who is put out, who is let in, and why not.
+    """Decides a step: schedules tokens and KV blocks, admits, and records why a request waits.
 
     Moves requests between their places and takes and gives their blocks; their progress it leaves alone.
 
     Attributes:
         config: may be replaced between two steps, by one with smaller batches say.
-        policies: what a replay of another engine has otherwise.
         steady: the short way to blocks for many decodes.
     """
 
@@ -45,11 +44,12 @@ class Planner:
         drafting: DraftPolicy,
         decisions: DecisionLog,
         stats: Counters,
-        policies: Policies,
         suspects: Suspects,
+        hooks: SchedulerHooks,
+        *,
+        preemption_class: type[Preemption] = Preemption,
     ) -> None:
         self.config = config
-        self.policies = policies
         self.table = table
         self.cruise = table.cruise
         self.kv = kv
@@ -59,7 +59,8 @@ class Planner:
         self._decisions = decisions
         self._stats = stats
         self._suspects = suspects
-        self.tap: Tap | None = None
+        self._hooks = hooks
+        self.preemption = preemption_class(table, kv, self.tenants, decisions, stats)
         self._refused: tuple[object, ...] = (None,)
         self._refusal: WaitReason | None = None
 
@@ -71,7 +72,7 @@ class Planner:
         Args:
             pause: not empty: nobody is let in.
         """
-        plan = StepPlan(step, self.config.max_num_batched_tokens)
+        plan = StepPlan(step, self.config)
         # A waiting request may preempt one that has a row, so that no row is certain before the end.
         can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
         if (suspect := self._suspects.alone) is not None:
@@ -90,7 +91,7 @@ class Planner:
         for other in [request for request in self.table.running.values() if request is not suspect]:
             self.table.unsettle(other)
             if not other.needs_no_more_steps:
-                self._preempt(other, plan, suspect, PreemptReason.SUSPECT)
+                self.preemption.preempt(other, plan, suspect, PreemptReason.SUSPECT)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Decoding requests first, then partial prefills, both in order of admission (or all in that, by policy)."""
@@ -106,14 +107,15 @@ class Planner:
             running = sorted(self.table.unsteady.values(), key=_by_order)
             prefills = [r for r in running if r.num_tokens_to_compute > 1]
             decodes = [r for r in running if r.num_tokens_to_compute <= 1]
-        if prefills and not self.policies.decodes_first:
-            self._share_in_order(plan, prefills[0].order)
-        else:
-            self._share_decodes(plan, decodes)
-            if prefills or self.table.waiting:
-                self._bound_prefill(plan)
-            self._share_prefills(plan, prefills)
-        self._note_evictions(plan, evicted, None)
+        self.schedule_rows(plan, prefills, decodes)
+        self.note_evictions(plan, evicted, None)
+
+    def schedule_rows(self, plan: StepPlan, prefills: list[Request], decodes: list[Request]) -> None:
+        """Rows for requests that run and are not in steady decode, each list in order of admission."""
+        self.schedule_decodes(plan, decodes)
+        if prefills or self.table.waiting:
+            self.bound_prefill(plan)
+        self._schedule_prefills(plan, prefills)
 
     def _serve_due(self, plan: StepPlan) -> None:
         """Who cruises and needs a block, gets one; whoever needs no more steps goes, and who has drafts to try leaves.
@@ -139,42 +141,26 @@ class Planner:
             for request in due:
                 table.unsettle(request)
 
-    def _share_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
+    def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
         """One token each; drafts from what that leaves of the budget, so that nobody goes without for them."""
         num_decoding = len(self.cruise.roster) + len(decodes)
         wanted = self._drafting.choose([request.draft_state for request in decodes], num_decoding, plan.step)
         if not decodes:
             return
         for served, (request, num_drafts) in enumerate(zip(decodes, wanted, strict=True)):
-            self._share_decode(plan, request, min(num_drafts, plan.budget - (len(decodes) - served)))
+            self._schedule_decode(plan, request, min(num_drafts, plan.budget - (len(decodes) - served)))
 
-    def _share_in_order(self, plan: StepPlan, first: int) -> None:
-        """Everyone gets on in order of admission, prefills as soon as it is their turn.
-
-        ``first``: the earliest prefill's place. Who cruises and comes after it may get nothing, and so stops cruising.
-        """
-        later = [r for r in self.cruise.roster.values() if r.order > first and r not in plan.begun]
-        plan.budget += len(later)
-        for request in later:
-            self.table.unsettle(request)
-        self._bound_prefill(plan)
-        for request in sorted(self.table.unsteady.values(), key=_by_order):
-            if request.num_tokens_to_compute > 1:
-                self._share_prefill(plan, request, plan.prefill_budget)
-            else:
-                self._share_decodes(plan, [request])
-
-    def _share_decode(self, plan: StepPlan, request: Request, most_drafts: int) -> None:
+    def _schedule_decode(self, plan: StepPlan, request: Request, most_drafts: int) -> None:
         ahead = request.max_total_tokens - request.num_tokens - request.num_output_placeholders
         if ahead > 0 and plan.budget > 0:  # none ahead: it is done if all drafts in flight are accepted; wait and see
             drafts = max(min(most_drafts, ahead - 1), 0)
-            self._share(plan, StepRow(request, 1 + drafts, None, drafts))
+            self._allocate(plan, StepRow(request, 1 + drafts, None, drafts))
 
-    def _share_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
+    def _schedule_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
         """In order of admission; of several tenants none gets more than its part, as far as the others want theirs."""
         if self.table.num_tenants < 2:
             for request in prefills:
-                self._share_prefill(plan, request, plan.prefill_budget)
+                self.schedule_prefill(plan, request, plan.prefill_budget)
             return
         wanted = Counter({request.tenant: 0 for request in prefills})
         for request in prefills:
@@ -185,28 +171,28 @@ class Planner:
                 wanted[first.tenant] += first.num_tokens
         parts = equal_parts(plan.prefill_budget, wanted)
         for request in prefills:
-            self._share_prefill(plan, request, parts[request.tenant])
+            self.schedule_prefill(plan, request, parts[request.tenant])
             if request.handle in plan.rows:
                 parts[request.tenant] -= plan.rows[request.handle].num_tokens
 
-    def _share_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
+    def schedule_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
         """At most ``most`` positions."""
         most = min(most, request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
         most = min(most, self.config.long_prefill_token_threshold or most)
         if most > 0:
-            self._share(plan, StepRow(request, most, None, is_prefill=True))
+            self._allocate(plan, StepRow(request, most, None, is_prefill=True))
 
-    def _bound_prefill(self, plan: StepPlan) -> None:
+    def bound_prefill(self, plan: StepPlan) -> None:
         """While others decode, prefill gets a part of the step only, or their next token would wait for all of it."""
         plan.prefill_budget = plan.budget
         if self.config.enable_chunked_prefill and (self.cruise.roster or plan.rows):
             part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
             plan.prefill_budget = min(plan.budget, max(part, 1))
 
-    def _share(self, plan: StepPlan, row: StepRow) -> None:
-        """Find the blocks for a running request's row, putting others out where they are short; not for drafts.
+    def _allocate(self, plan: StepPlan, row: StepRow) -> None:
+        """Find the blocks for a running request's row, preempting others where they are short; not for drafts.
 
-        Nothing is given to a request that was put out itself, now or before.
+        Nothing is given to a request that was preempted itself, now or before.
         """
         request = row.request
         while request.status is RequestStatus.RUNNING:
@@ -217,8 +203,8 @@ class Planner:
             if row.num_drafts:
                 row.num_tokens, row.num_drafts = row.num_tokens - row.num_drafts, 0
                 continue
-            victim, reason = self._victim()
-            self._preempt(victim, plan, request, reason)
+            victim, reason = self.preemption.victim()
+            self.preemption.preempt(victim, plan, request, reason)
 
     def _cache_rows(self, plan: StepPlan) -> None:
         """Once no row can be taken back any more, for what is not written must not be found."""
@@ -306,22 +292,22 @@ class Planner:
         if request.awaits_result:  # preempted a moment ago: its token in flight belongs to what is recomputed
             return WaitReason.RESULT_IN_FLIGHT
         while plan.budget <= 0 or plan.prefill_budget <= 0:
-            if not self._make_way_for_tokens(plan, request):
+            if not self.preemption.for_tokens(plan, request):
                 return WaitReason.TOKEN_BUDGET if plan.budget <= 0 else WaitReason.PREFILL_SHARE
-        if len(self.table.running) >= self.config.max_num_seqs and not self._make_way_for_a_row(plan, request):
+        if len(self.table.running) >= self.config.max_num_seqs and not self.preemption.for_a_row(plan, request):
             return WaitReason.MAX_NUM_SEQS
         hits, num_hit_tokens = self.kv.get_computed_blocks(request)
         missing = request.num_tokens - num_hit_tokens
         while missing > plan.budget and not self.config.enable_chunked_prefill:
-            if not self._make_way_for_tokens(plan, request):
+            if not self.preemption.for_tokens(plan, request):
                 return WaitReason.WHOLE_PROMPT
         num_tokens = min(missing, plan.budget, plan.prefill_budget)
         num_tokens = min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
-            if not self._make_way_for_blocks(plan, request):
+            if not self.preemption.for_blocks(plan, request):
                 return reason
-        self._note_evictions(plan, evicted, request)
+        self.note_evictions(plan, evicted, request)
         self.table.begin_to_run(request)
         request.begin(num_hit_tokens)
         if request.num_cached_tokens < 0:
@@ -329,12 +315,14 @@ class Planner:
             self._stats.prefix_cache_queries += request.num_tokens
             self._stats.prefix_cache_hit_tokens += num_hit_tokens
             self.table.waiting.charge(request.tenant, missing)
-        if self.tap is not None:
-            told = (request.handle, request.request_id, num_hit_tokens, request.num_prompt_tokens, request.num_tokens)
-            self.tap.hits.append(Hit(*told))
+        self._hooks.admitted(request, num_hit_tokens)
         plan.add(StepRow(request, num_tokens, None, is_prefill=True))
         self._cache_written(request, num_tokens)
         return None
+
+    def has_room_for_prompt(self, request: Request, hits: GroupBlocks) -> bool:
+        """Whether a request of which the step computes a chunk may be admitted: there are blocks for all of it."""
+        return self.kv.can_fit_full_sequence(request, request.num_tokens, hits)
 
     def _lacks_blocks(
         self, request: Request, hits: GroupBlocks, num_hit_tokens: int, num_tokens: int
@@ -348,92 +336,13 @@ class Planner:
             request, request.max_total_tokens - 1, hits
         ):
             return WaitReason.FULL_SEQUENCE
-        is_chunk = self.policies.admit_whole_prompts and num_hit_tokens + num_tokens < request.num_tokens
-        if is_chunk and not kv.can_fit_full_sequence(request, request.num_tokens, hits):
+        if num_hit_tokens + num_tokens < request.num_tokens and not self.has_room_for_prompt(request, hits):
             return WaitReason.KV_BLOCKS
         keep_free = kv.watermark_blocks if self.table.running else 0
         new_blocks = kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=keep_free)
         return WaitReason.KV_BLOCKS if new_blocks is None else None
 
-    def _make_way(self, plan: StepPlan, request: Request, among: list[Request] | None = None) -> bool:
-        """Under the priority policy a waiting request puts out a running one of a strictly worse number.
-
-        Otherwise a long answer, or a long prompt, of little worth would keep it waiting to the end (priority
-        inversion); among equals nobody gives way, or they would take turns for ever.
-
-        Args:
-            among: who may be put out; None: anybody.
-        """
-        candidates = self.table.running.values() if among is None else among
-        if self.config.scheduling_policy != "priority" or not self.policies.priority_preempts or not candidates:
-            return False
-        victim = max(candidates, key=self.table.waiting.key)
-        if victim.priority <= request.priority:
-            return False
-        self._preempt(victim, plan, request, PreemptReason.LOWEST_PRIORITY)
-        return True
-
-    def _make_way_for_tokens(self, plan: StepPlan, request: Request) -> bool:
-        """The same, among those whose prefill takes tokens of this step."""
-        return self._make_way(plan, request, [row.request for row in plan.rows.values() if row.is_prefill])
-
-    def _make_way_for_a_row(self, plan: StepPlan, request: Request) -> bool:
-        """The same; and whose tenant has fewer rows than its share, may have one of a tenant that has more."""
-        return self._make_way(plan, request) or self._claim(
-            plan, request, self.tenants.can_claim_row(request, self.config)
-        )
-
-    def _make_way_for_blocks(self, plan: StepPlan, request: Request) -> bool:
-        """The same for blocks."""
-        if self._make_way(plan, request):
-            return True
-        if self.table.num_tenants < 2:
-            return False
-        num_blocks = self.kv.num_blocks_for(request.num_tokens)
-        return self._claim(plan, request, self.tenants.can_claim_blocks(request, num_blocks))
-
-    def _claim(self, plan: StepPlan, request: Request, victim: Request | None) -> bool:
-        """Whoever was let in in this very step stays: its content is named already, and must be written."""
-        if victim is None or (victim.handle in plan.rows and plan.rows[victim.handle].new_blocks is None):
-            return False
-        self._preempt(victim, plan, request, PreemptReason.OVER_SHARE)
-        plan.num_claimed += 1
-        return True
-
-    def _victim(self) -> tuple[Request, PreemptReason]:
-        """FCFS: the last admitted, so that the oldest always gets on. Priority: the worst, among equals the latest.
-
-        Of several tenants the one with the most blocks gives way, but nobody's only request for another tenant's: the
-        oldest of all gets on.
-        """
-        running, key = self.table.running.values(), self.table.waiting.key
-        fcfs = self.config.scheduling_policy == "fcfs"
-        last = next(reversed(running)) if fcfs else max(running, key=key)
-        if len(self.table.rows) > 1:
-            equals = running if fcfs else sorted((r for r in running if r.priority == last.priority), key=key)
-            heaviest = self.tenants.heaviest(equals)
-            if heaviest is not None and heaviest is not last:
-                return heaviest, PreemptReason.OVER_SHARE
-        return last, PreemptReason.YOUNGEST if fcfs else PreemptReason.LOWEST_PRIORITY
-
-    def _preempt(self, victim: Request, plan: StepPlan, beneficiary: Request | None, reason: PreemptReason) -> None:
-        """Take the victim's blocks; it waits in its old place and computes everything again, hits aside.
-
-        One that was over its tenant's share keeps no place, or it would stand before those it had to give way to.
-        """
-        plan.take_back(victim)
-        plan.preempted.append(victim)
-        if victim is beneficiary:
-            reason = PreemptReason.ITSELF
-        if reason is PreemptReason.OVER_SHARE:
-            victim.turn = -1
-        whose = "" if beneficiary is None else beneficiary.request_id
-        self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, whose))
-        self.table.put_out(victim)
-        self.kv.free(victim)
-        self._stats.num_preemptions += 1
-
-    def _note_evictions(self, plan: StepPlan, before: int, beneficiary: Request | None) -> None:
+    def note_evictions(self, plan: StepPlan, before: int, beneficiary: Request | None) -> None:
         evicted = self.kv.pool.num_evicted_blocks - before
         if evicted:
             reason, whose = ("decode", "") if beneficiary is None else ("admission", beneficiary.request_id)

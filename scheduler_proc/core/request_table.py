@@ -7,7 +7,7 @@ from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.handles import HandlePool
 from quire.scheduler_proc.requests.reasons import WaitReason
-from quire.scheduler_proc.requests.request import OpaqueTokens, Request, RequestStatus
+from quire.scheduler_proc.requests.request import Request, RequestStatus
 from quire.scheduler_proc.requests.request_queue import OUTPUT_WEIGHT, RequestQueue
 from quire.scheduler_proc.requests.stop_table import StopTable
 
@@ -60,16 +60,6 @@ class RequestTable:
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
         self.stops.add(request.stop_tokens)
-
-    def find(self, handle: int) -> Request | None:
-        """The live request with this handle; O(requests) when it does not run."""
-        found = self.running.get(handle) or self.leaving.get(handle)
-        return found or next((r for r in self.requests.values() if r.handle == handle), None)
-
-    def foretell(self, request: Request, name: bytes) -> None:
-        """The name of a block that ``request``, of which only lengths are known, is about to fill."""
-        if isinstance(request.tokens, OpaqueTokens):
-            request.tokens.foretell(name)
 
     def hold(self, request: Request, reason: WaitReason) -> None:
         """Raises KeyError unless it stands in the queue."""
@@ -144,11 +134,6 @@ class RequestTable:
         else:
             self.waiting.forget_service()
 
-    @property
-    def is_steady(self) -> bool:
-        """Everyone there is cruises, or is held; and the next diff has nobody to remove."""
-        return not (self.unsteady or self.waiting or self.leaving or self._removed or self._retired)
-
     def take_removed(self) -> list[int]:
         """Handles that the next diff removes from the workers."""
         removed, self._removed = self._removed, []
@@ -211,6 +196,10 @@ class RequestTable:
             if places[0]:
                 assert (handle in self.unsteady) != (handle in self.cruise.roster), f"{request!r}: steady or not?"
                 assert (handle in self.cruise.roster) == request.cruising
+        named = {request.handle: request for request in self.requests.values()}
+        for record in self._in_flight.records:
+            for handle, request in record.requests().items():
+                assert named.get(handle, request) is request, f"handle {handle} stands for two requests"
         assert len(self.requests) == len(self.running) + self.num_waiting + len(self.leaving)
         assert len(self.running) == len(self.unsteady) + len(self.cruise)
         assert Counter(r.tenant for r in self.running.values()) == self.rows, "rows are miscounted"

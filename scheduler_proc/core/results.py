@@ -1,14 +1,13 @@
 """What came of the steps: tokens and endings, to the requests and to their clients."""
 
-from collections.abc import Callable
 from operator import itemgetter
 from typing import NamedTuple
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.drafting import DraftPolicy
-from quire.scheduler_proc.core.events import OpaqueResult
-from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.endings import Ending, Endings, TokenEndings
+from quire.scheduler_proc.core.hooks import SchedulerHooks
 from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
 from quire.scheduler_proc.core.outputs import OutputCollector
 from quire.scheduler_proc.core.request_table import RequestTable
@@ -16,13 +15,6 @@ from quire.scheduler_proc.core.statistics import Counters, DecisionLog
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
-
-
-class _Ending(NamedTuple):
-    reason: EndReason
-    stop_reason: int | None = None
-    detail: str = ""
-
 
 MAX_REASON = 300
 """Characters of what a worker says of a request, which its client may read."""
@@ -44,15 +36,6 @@ class _Faults(NamedTuple):
 NO_FAULTS = _Faults({}, {})
 
 
-def _at_its_length(request: Request) -> _Ending | None:
-    """The ending that needs no look at the token."""
-    return _Ending(EndReason.LENGTH) if request.num_tokens >= request.max_total_tokens else None
-
-
-_Verdict = Callable[[Request, int], _Ending | None]
-"""Whether a request, to which a token was just added, ends with it."""
-
-
 class Results:
     """Applies the workers' results in order, and ends requests: the one place that does either.
 
@@ -67,6 +50,7 @@ class Results:
         drafting: DraftPolicy,
         stats: Counters,
         decisions: DecisionLog,
+        hooks: SchedulerHooks,
     ) -> None:
         self.table = table
         self.cruise = table.cruise
@@ -75,13 +59,20 @@ class Results:
         self.outputs = OutputCollector()
         self.stale_until = -1
         """Results of steps up to this one are not applied any more."""
-        self.tap: Tap | None = None
         self._stats = stats
         self._decisions = decisions
         self._drafting = drafting
+        self._hooks = hooks
+        self._endings = TokenEndings(table.stops)
 
-    def update_from_output(self, output: ModelRunnerOutput) -> None:
+    def update_from_output(
+        self, output: ModelRunnerOutput, endings: Endings | None = None, *, deliver: bool = True
+    ) -> None:
         """Apply the result of the oldest step in flight: append tokens, end what ends, reply.
+
+        Args:
+            endings: None: by the tokens.
+            deliver: clients are sent the tokens.
 
         Raises:
             WorkerFault: it answers another step, its tokens or handles cannot be right, or the step was too large
@@ -92,28 +83,10 @@ class Results:
         if output.failure:
             raise StepTooLarge(output.failure)
         record, sampled = self.in_flight.match(output)
-        hits = self.table.stops.positions(sampled.last_tokens)
-        may_end = sampled.handles[hits].tolist() if hits else []
-        bad = dict.fromkeys(output.bad, "numerical_error: the model's logits are not finite")
-        self._apply(record, sampled, output, may_end, _Faults.of(bad, output.failed), self._verdict)
-
-    def update_from_opaque(self, event: OpaqueResult) -> None:
-        """A recorded result without tokens: the same endings and block contents as the real one had."""
-        if self._is_stale(event.step):
-            return
-        record, sampled = self.in_flight.match_opaque(event)
-        ended = {e.handle: _Ending(EndReason(e.reason), e.stop_reason, e.detail) for e in event.ended}
-        lengths = {e.handle: e.num_output_tokens for e in event.ended}
-
-        def verdict(request: Request, token: int) -> _Ending | None:
-            there = request.num_output_tokens >= lengths.get(request.handle, 0)
-            told = ended.get(request.handle) if there else None
-            return _at_its_length(request) if told is None else told
-
-        bad = {handle: ended[handle].detail if handle in ended else "" for handle in event.bad}
-        faults = _Faults.of(bad, event.failed)
-        output = ModelRunnerOutput(event.step, seconds=event.seconds)
-        self._apply(record, sampled, output, list(ended), faults, verdict, are_tokens_known=False)
+        judge = self._endings if endings is None else endings
+        cut = self._apply(record, sampled, output, judge)
+        if deliver:
+            self.outputs.sampled(sampled, cut, output.logprobs)
 
     def _is_stale(self, step: int) -> bool:
         """Whether a result belongs to a step of before the epoch began. The first one after it tells the rows anew."""
@@ -127,27 +100,17 @@ class Results:
         record: InFlightStep,
         sampled: Sampled,
         output: ModelRunnerOutput,
-        may_end: list[int],
-        faults: _Faults,
-        verdict: _Verdict,
-        *,
-        are_tokens_known: bool = True,
-    ) -> None:
-        """
-        Args:
-            may_end: handles of whom to ask ``verdict`` although they cruise.
-            are_tokens_known: else nobody is told of them.
-        """
+        endings: Endings,
+    ) -> dict[int, int]:
+        """Returns, by position in the result, how many tokens count of a request that got fewer."""
+        faults = _Faults.of({handle: endings.detail_of_bad(handle) for handle in output.bad}, output.failed)
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
                 if handle in self.cruise.roster:
                     self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
             self._send_back_readers(record, faults.bad)
         self.in_flight.records.popleft()
-        if are_tokens_known:
-            latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
-        else:
-            latest = self.cruise.record_unknown(record.step)
+        latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
         if not record.has_prefill:
             num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
@@ -159,21 +122,20 @@ class Results:
                 self.outputs.introduce(row.request)
         self._pass_on_prompts(record, output)
         cut: dict[int, int] = {}
-        for position, request in self._to_look_at(record, may_end):
+        for position, request in self._to_look_at(record, endings.candidates(sampled)):
             if request.cruising:
-                ending = verdict(request, int(latest[request.handle]))
+                ending = endings.verdict(request, int(latest[request.handle]))
                 if ending is not None:
                     self.table.unsettle(request)
                     self._end(request, ending)
                 continue
             count = sampled.count(position)
-            kept = self._apply_row(record, request, sampled, position, faults, verdict)
+            kept = self._apply_row(record, request, sampled, position, faults, endings)
             if kept < count:
                 cut[position] = kept
         num_kept = len(sampled.tokens) - sum(sampled.count(at) - kept for at, kept in cut.items())
         self._stats.generation_tokens += num_kept
-        if are_tokens_known:
-            self.outputs.sampled(sampled, cut, output.logprobs)
+        return cut
 
     def _to_look_at(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
         """(position in the result, request) of those that sampled out of steady decode, or that may end."""
@@ -198,7 +160,7 @@ class Results:
         sampled: Sampled,
         position: int,
         faults: _Faults,
-        verdict: _Verdict,
+        endings: Endings,
     ) -> int:
         """One request's part of a result; returns how many of its tokens are its client's."""
         tokens, bad = sampled.row(position), faults.bad
@@ -223,7 +185,7 @@ class Results:
             self._settle_drafts(request, drafts, sampled.num_verified(position), len(tokens) - 1)
         for kept, token in enumerate(tokens, 1):
             request.tokens.append(token)
-            ending = verdict(request, token)
+            ending = endings.verdict(request, token)
             if ending is not None:
                 self._end(request, ending)
                 return kept
@@ -248,22 +210,7 @@ class Results:
                 live[index] = request.client
         self.outputs.prompts(live, output.prompt_logprobs)
 
-    def _verdict(self, request: Request, token: int) -> _Ending | None:
-        if token in request.stop_tokens and self._may_stop(request):
-            own = token in request.sampling.stop_token_ids
-            return _Ending(EndReason.STOPPED, token if own else None)
-        if (ending := _at_its_length(request)) is not None:
-            return ending
-        if request.repetition is not None:
-            request.repetition.add(token)
-        return _Ending(EndReason.REPETITION) if request.repeats_itself else None
-
-    def _may_stop(self, request: Request) -> bool:
-        """Whether its newest token may be a stop: not one of the first ``min_tokens``, where the workers ban them."""
-        least = request.sampling.min_tokens
-        return not least or request.num_output_tokens > least
-
-    def _end(self, request: Request, ending: _Ending) -> None:
+    def _end(self, request: Request, ending: Ending) -> None:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)
 
     def _send_back_readers(self, record: InFlightStep, bad: dict[int, str]) -> None:
@@ -328,5 +275,4 @@ class Results:
         self.table.end(request, STATUS_OF_END[reason])
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens
         ended = self.outputs.ended(request, reason, counted, stop_reason, detail)
-        if self.tap is not None:
-            self.tap.ended.append(ended)
+        self._hooks.ended(ended)

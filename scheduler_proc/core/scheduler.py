@@ -4,54 +4,44 @@ Reading order: ``consume`` here (what can happen), ``Planner.plan`` (what runs n
 Requests that only ever need one more token cruise meanwhile (cruise.py).
 """
 
-from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 import msgspec
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
     Control,
     EndReason,
-    Rejected,
     SchedulerToFrontEnd,
     Statistics,
     Stop,
 )
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.admission import Refusal, admit
+from quire.scheduler_proc.core.arrivals import Arrivals
 from quire.scheduler_proc.core.cruise import Cruise
-from quire.scheduler_proc.core.drafting import make_draft_policy
-from quire.scheduler_proc.core.events import Consumed, Fail, Hold, OpaqueRequest, OpaqueResult, Refuse, Release
-from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.drafting import check_drafts_fit, make_draft_policy
+from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.core.planner import Planner
-from quire.scheduler_proc.core.policies import QUIRE, Policies
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
-from quire.scheduler_proc.core.statistics import Counters, DecisionLog
+from quire.scheduler_proc.core.statistics import Counters, DecisionLog, make_statistics
 from quire.scheduler_proc.core.step import StepPlan, build_diff
 from quire.scheduler_proc.core.suspects import CONDEMNED, Suspects
-from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.fair_pool import FairBlockPool
-from quire.scheduler_proc.kv.fifo_pool import FifoBlockPool
+from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.kv.fair_pool import pool_class_for
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
-from quire.scheduler_proc.requests.request import Request, RequestStatus, Tokens
+from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
+from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
-
-
-def _pool_class(config: EngineConfig, policies: Policies) -> type[BlockPool]:
-    if not policies.uncached_blocks_first:
-        return FifoBlockPool
-    several = config.fair_admission and config.num_tenants > 1
-    return FairBlockPool if several else BlockPool
 
 
 class Scheduler:
@@ -68,23 +58,24 @@ class Scheduler:
         num_blocks: int,
         *,
         cruise: bool = True,
-        policies: Policies = QUIRE,
+        hooks: SchedulerHooks = NO_HOOKS,
+        kv_events: KVEventRecorder | None = None,
+        planner_class: Callable[..., Planner] = Planner,
+        pool_class: type[BlockPool] | None = None,
     ) -> None:
         """
         Args:
             num_blocks: blocks of the pool, the null block included.
             cruise: False for the plain algorithm alone, which decides the same and costs more.
-            policies: others than the live engine's, for a replay of what another engine did.
+            hooks: are called with what happens inside events and steps.
+            kv_events: is told which contents of blocks can be found; None: nobody asks.
+            planner_class, pool_class: what decides steps, and the order in which free blocks are reused; others than
+                the live engine's imitate another engine.
 
         Raises:
             ConfigError: a setting that is not known, or contradicts the layout.
         """
-        verified = 1 + config.num_speculative_tokens
-        if config.max_num_batched_tokens < config.max_num_seqs * verified:
-            raise ConfigError(
-                f"max_num_batched_tokens must be at least max_num_seqs * (1 + num_speculative_tokens), which is "
-                f"{config.max_num_seqs * verified}; it is {config.max_num_batched_tokens}"
-            )
+        check_drafts_fit(config)
         self.kv = KVCacheManager(
             layout,
             num_blocks,
@@ -92,7 +83,7 @@ class Scheduler:
             watermark=config.watermark,
             max_step_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
-            pool_class=_pool_class(config, policies),
+            pool_class=partial(pool_class or pool_class_for(config), events=kv_events),
         )
         self.in_flight = StepsInFlight(config.model.vocab_size)
         self.cruise = Cruise(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
@@ -101,18 +92,15 @@ class Scheduler:
         self.pause = ""
         """Empty, ``pause_new`` (nobody is admitted) or ``pause`` (nothing runs)."""
         self.decisions = DecisionLog()
-        self._stats = Counters()
+        self.stats = Counters()
         self._drafting = make_draft_policy(config)
-        self.planner = Planner(
-            config, layout, self.table, self.kv, self._drafting, self.decisions, self._stats, policies, self.suspects
+        self.planner = planner_class(
+            config, layout, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks
         )
         self.kv.pool.share_by(self.planner.tenants.blocks)
-        self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self._stats, self.decisions)
-        # Who cruises has blocks for its next token only, where a proposer that reads hidden states wants more.
+        self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks)
         self._cruising_allowed = cruise
-        self._hasher = BlockHasher(config.prefix_caching_hash_algo, self.kv.block_size)
-        self._tap: Tap | None = None
-        self._replies: list[tuple[int, SchedulerToFrontEnd]] = []
+        self.arrivals = Arrivals(config, self.table, self.kv, self.results, self.stats, self.decisions, hooks)
 
     @property
     def config(self) -> EngineConfig:
@@ -123,10 +111,6 @@ class Scheduler:
     def config(self, config: EngineConfig) -> None:
         self.planner.config = config
 
-    def listen(self, tap: Tap) -> None:
-        """From now on ``tap`` is told what happens inside events and steps; before the first request."""
-        self._tap = self.planner.tap = self.results.tap = tap
-
     # ---- events
 
     def consume(self, event: Consumed, client: int = 0) -> None:
@@ -136,8 +120,9 @@ class Scheduler:
             WorkerFault: a result that no worker could have computed; nothing has changed.
         """
         match event:
-            case AddRequest() | OpaqueRequest():
-                self._add(event, client)
+            case AddRequest():
+                admit = partial(self.arrivals.admission.admit, event, client)
+                self.arrivals.add(event.request_id, client, admit, again=event.again)
             case Abort():
                 for request_id in event.request_ids:
                     if request := self._live(client, request_id):
@@ -148,16 +133,16 @@ class Scheduler:
             case Control():
                 self._control(event, client)
             case Hold() | Release():
-                self._hold_or_release(event, client)
+                if request := self._live(client, event.request_id):
+                    self.arrivals.hold_or_release(event, request)
             case Refuse():
-                self._refuse(event, client)
+                if request := self._live(client, event.request_id):
+                    self.arrivals.refuse(event, request)
             case Fail():
                 if request := self._live(client, event.request_id):
                     self.results.finish(request, EndReason.ERROR, detail=event.detail)
             case ModelRunnerOutput():
                 self.results.update_from_output(event)
-            case OpaqueResult():
-                self.results.update_from_opaque(event)
             case _:
                 assert_never(event)
 
@@ -183,19 +168,19 @@ class Scheduler:
 
         Returns whether a request was found to be why they died, and has ended.
         """
-        self.results.stale_until = self.last_step
+        step = self.results.stale_until = self.last_step
         if fresh:
-            self._stats.num_worker_restarts += 1
-            self._suspect()
+            self.stats.num_worker_restarts += 1
+            self.suspects.died_in(self.in_flight.records, self.stats.generation_tokens)
         for request in [*self.table.leaving.values(), *self.table.running.values()]:
-            self._note("preempt", request, PreemptReason.NEW_EPOCH)
+            self.decisions.note(Decision(step + 1, "preempt", request.request_id, PreemptReason.NEW_EPOCH))
             self.table.put_out(request)
             self.kv.free(request)
         for request in self.table.requests.values():
             request.forget_in_flight()
         for record in self.in_flight.drop_all():
             self.table.retire_later(record.retired)
-        self.cruise.clock.acknowledged = self.last_step
+        self.cruise.clock.acknowledged = step
         self.kv.reset_prefix_cache()
         if not fresh:
             return False
@@ -204,13 +189,6 @@ class Scheduler:
         for request in condemned:
             self.results.finish(request, EndReason.ERROR, detail=CONDEMNED)
         return bool(condemned)
-
-    def _suspect(self) -> None:
-        present: dict[int, Request] = {}
-        for record in self.in_flight.records:
-            present |= record.requests()
-        live = [request for request in present.values() if not request.status.is_finished]
-        self.suspects.died_with(live, self._stats.generation_tokens)
 
     def halve_steps(self) -> bool:
         """From now on a step has half as many tokens at most; false when it cannot.
@@ -227,36 +205,12 @@ class Scheduler:
 
     def take_messages(self) -> list[tuple[int, SchedulerToFrontEnd]]:
         """(client, message) for the front ends, since the last call; after a step was asked for, if one can be."""
-        messages = self._replies + self.results.outputs.take()
-        self._replies = []
-        return messages
+        return self.arrivals.take_replies() + self.results.outputs.take()
 
     def _live(self, client: int, request_id: str) -> Request | None:
         request = self.table.requests.get((client, request_id))
-        self._stats.num_stray_messages += request is None
+        self.stats.num_stray_messages += request is None
         return request
-
-    def _add(self, event: AddRequest | OpaqueRequest, client: int) -> None:
-        limit = 0 if event.again else self.config.max_num_queued_reqs
-        try:
-            if (client, event.request_id) in self.table.requests:
-                raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
-            if limit and self.table.num_waiting >= limit:
-                raise Refusal("queue_full", "", f"{limit} requests wait already, which is as many as may")
-            request = admit(event, client, self.config, self.kv, self._hasher)
-        except Refusal as refusal:
-            self._stats.num_requests_refused += 1
-            self._replies.append((client, refusal.message(event.request_id)))
-            return
-        self.table.add(request)
-        if self._tap is not None and isinstance(request.tokens, Tokens):
-            request.tokens.tell(request.handle, self._tap.hashes)
-        self.results.outputs.own(request.handle, client)
-        self._stats.prompt_tokens += request.num_prompt_tokens
-        if request.needs_no_more_steps:  # a resubmission that had got everything
-            self.results.finish(request, EndReason.LENGTH)
-        elif request.repeats_itself:
-            self.results.finish(request, EndReason.REPETITION)
 
     def _control(self, event: Control, client: int) -> None:
         done = True
@@ -271,38 +225,7 @@ class Scheduler:
                 done = self.kv.reset_prefix_cache()
             case _:
                 done = False
-        self._replies.append((client, self.statistics(event.query, done)))
-
-    def _hold_or_release(self, event: Hold | Release, client: int) -> None:
-        request = self._live(client, event.request_id)
-        if request is None:
-            return
-        if isinstance(event, Release) and request.handle in self.table.skipped_waiting:
-            self.table.release(request)
-        elif isinstance(event, Hold) and request in self.table.waiting and event.reason in HOLD_REASONS:
-            self.table.hold(request, WaitReason(event.reason))
-            self._note("wait", request, request.wait_reason)
-        else:
-            self._stats.num_stray_messages += 1
-
-    def _refuse(self, event: Refuse, client: int) -> None:
-        """A held request turns out never to be able to run: for its client, it was not accepted at all.
-
-        One that had begun before it was held ends with an error instead.
-        """
-        request = self._live(client, event.request_id)
-        if request is None:
-            return
-        if request.handle not in self.table.skipped_waiting:
-            self._stats.num_stray_messages += 1
-            return
-        if request.introduced:
-            self.results.finish(request, EndReason.ERROR, detail=f"{event.code}: {event.message}")
-            return
-        self.table.end(request, RequestStatus.FINISHED_ERROR)
-        self._stats.num_requests_refused += 1
-        self._stats.prompt_tokens -= request.num_prompt_tokens
-        self._replies.append((client, Rejected(event.request_id, event.code, event.param, event.message)))
+        self.arrivals.replies.append((client, self.statistics(event.query, done)))
 
     # ---- what runs next
 
@@ -342,32 +265,6 @@ class Scheduler:
         self.cruise.clock.sent = self.cruise.clock.acknowledged = step
 
     @property
-    def num_quiet_steps(self) -> int:
-        """How many of the next steps need no deciding: whoever is there cruises, and nobody is due in them."""
-        config, roster = self.config, self.cruise.roster
-        if not self.table.is_steady or not 0 < len(roster) <= config.max_num_batched_tokens or self.pause == "pause":
-            return 0
-        full = len(self.in_flight) == config.pipeline_depth
-        if not full or config.num_speculative_tokens or not self.in_flight.is_steady(roster):
-            return 0
-        return self.cruise.next_due - self.last_step - 1
-
-    def coast(self, count: int, now: float) -> None:
-        """For a simulation: as ``count`` times a result without tokens of the oldest step, and then ``schedule``.
-
-        Leaves everything as these would, but makes no messages, which would have said nothing but tokens.
-
-        Args:
-            count: at most ``num_quiet_steps``.
-            now: when the last of the steps is decided.
-        """
-        self.kv.pool.now = now
-        self.in_flight.coast(count)
-        self.cruise.coast(count, self.in_flight.handles)
-        self._stats.num_steps += count
-        self._stats.generation_tokens += count * len(self.cruise.roster)
-
-    @property
     def awaited(self) -> InFlightStep | None:
         """The step whose sampling waits for masks that can be made now: all tokens before it are known."""
         oldest = self.in_flight.records[0] if self.in_flight else None
@@ -400,7 +297,7 @@ class Scheduler:
         self.in_flight.records.append(record)
         for request in plan.last:
             table.unsettle(request)  # its last result ends it
-        self._stats.num_steps += 1
+        self.stats.num_steps += 1
         return diff
 
     def _may_cruise(self, request: Request) -> bool:
@@ -417,33 +314,11 @@ class Scheduler:
     @property
     def num_generated_tokens(self) -> int:
         """Tokens committed since the start."""
-        return self._stats.generation_tokens
-
-    def _note(self, kind: str, request: Request, reason: str) -> None:
-        self.decisions.note(Decision(self.last_step + 1, kind, request.request_id, reason))
+        return self.stats.generation_tokens
 
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
         """Gauges as of now, and counters since start."""
-        pool, table = self.kv.pool, self.table
-        reasons = Counter(str(r.wait_reason) for r in table.skipped_waiting.values())
-        if table.waiting:  # who waits behind the first, waits for what it waits for
-            reasons[str(table.waiting.peek_request().wait_reason)] += len(table.waiting)
-        return Statistics(
-            query=query,
-            done=done,
-            num_running=len(table.running) + len(table.leaving),
-            num_waiting=table.num_waiting,
-            num_usable_blocks=pool.num_usable_blocks,
-            num_free_blocks=pool.num_free_blocks,
-            num_cached_blocks=pool.num_cached_blocks,
-            num_evicted_blocks=pool.num_evicted_blocks,
-            kv_block_lifetime=pool.metrics.lifetime,
-            kv_block_idle_before_evict=pool.metrics.idle_before_evict,
-            kv_block_reuse_gap=pool.metrics.reuse_gap,
-            waiting_by_reason=dict(reasons),
-            preemptions_by_reason=dict(self.decisions.preemptions),
-            **self._stats.as_dict(),
-        )
+        return make_statistics(self.table, self.kv.pool, self.decisions, self.stats, query, done)
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests, and for idle moments."""

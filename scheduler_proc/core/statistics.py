@@ -1,7 +1,10 @@
-"""Totals that the scheduler counts."""
+"""Totals that the scheduler counts, and what it says of itself when it is asked."""
 
 from collections import Counter, deque
 
+from quire.protocol.wire.front_end_messages import Statistics
+from quire.scheduler_proc.core.request_table import RequestTable
+from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 
 
@@ -44,3 +47,28 @@ class DecisionLog:
         taken = list(self._decisions)
         self._decisions.clear()
         return taken
+
+
+def make_statistics(
+    table: RequestTable, pool: BlockPool, decisions: DecisionLog, counters: Counters, query: int, done: bool
+) -> Statistics:
+    """The reply to a Control message. ``query``: its number; ``done``: whether it could be done."""
+    reasons = Counter(str(request.wait_reason) for request in table.skipped_waiting.values())
+    if table.waiting:  # each request behind the first waits for what the first waits for
+        reasons[str(table.waiting.peek_request().wait_reason)] += len(table.waiting)
+    return Statistics(
+        query=query,
+        done=done,
+        num_running=len(table.running) + len(table.leaving),
+        num_waiting=table.num_waiting,
+        num_usable_blocks=pool.num_usable_blocks,
+        num_free_blocks=pool.num_free_blocks,
+        num_cached_blocks=pool.num_cached_blocks,
+        num_evicted_blocks=pool.num_evicted_blocks,
+        kv_block_lifetime=pool.metrics.lifetime,
+        kv_block_idle_before_evict=pool.metrics.idle_before_evict,
+        kv_block_reuse_gap=pool.metrics.reuse_gap,
+        waiting_by_reason=dict(reasons),
+        preemptions_by_reason=dict(decisions.preemptions),
+        **counters.as_dict(),
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.protocol.config import EngineConfig
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -39,16 +40,17 @@ class StepPlan:
 
     Attributes:
         step: the number that the step will have.
+        config: the limits that it is decided under.
         budget: tokens that are left.
         prefill_budget: of these, what prefill may have.
         begun: cruising requests that got a new block, in order, and ``begun_blocks`` its ids.
         last: cruising requests that get their last token of this step.
     """
 
-    def __init__(self, step: int, budget: int) -> None:
+    def __init__(self, step: int, config: EngineConfig) -> None:
         self.step = step
-        self.budget = budget
-        self.prefill_budget = budget
+        self.config = config
+        self.budget = self.prefill_budget = config.max_num_batched_tokens
         self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
         self.num_claimed = 0

@@ -8,9 +8,10 @@ others got tokens between those two deaths, the second one is: the first may hav
 A request that ends *schedulers* is found by its front end, which outlives them (launch/frontend/session.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.request import Request
 
 ALONE_AFTER = 2
@@ -48,8 +49,12 @@ class Suspects:
         self._condemned: list[Request] = []
         self._total = -1
 
-    def died_with(self, present: Sequence[Request], total: int) -> None:
-        """The workers died with these in a step. ``total``: tokens that all requests have ever got."""
+    def died_in(self, steps: Iterable[InFlightStep], total: int) -> None:
+        """The workers died with these steps in flight. ``total``: tokens that all requests have ever got."""
+        found: dict[int, Request] = {}
+        for step in steps:
+            found |= step.requests()
+        present = [request for request in found.values() if not request.status.is_finished]
         alone = self.alone if len(present) == 1 else None
         quiet, self._total = total == self._total, total
         # Who was not in a step is as it was: its turn to be run alone may not have come yet.

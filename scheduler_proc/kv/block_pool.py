@@ -243,7 +243,7 @@ class BlockPool:
     def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
         """Where freed blocks stand in line: one whose content nobody could find is reused before any that caches.
 
-        The one place that decides it; a pool that is to reuse in another order overrides this (fifo_pool.py).
+        The one place that decides it; a pool that is to reuse in another order overrides this.
         """
         self.free_block_queue.append_n(hashed)
         if len(hashed) < len(freed):

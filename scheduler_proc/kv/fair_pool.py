@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 
@@ -171,3 +172,8 @@ class FairBlockPool(BlockPool):
 
     def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
         self.free_block_queue.restore(free, tenants)
+
+
+def pool_class_for(config: EngineConfig) -> type[BlockPool]:
+    """The pool that the configuration asks for."""
+    return FairBlockPool if config.fair_admission and config.num_tenants > 1 else BlockPool

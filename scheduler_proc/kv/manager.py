@@ -1,7 +1,7 @@
 """The scheduler's one door to KV memory."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire.protocol.model.kv_layout import KVLayout
@@ -60,7 +60,7 @@ class KVCacheManager:
         watermark: float = 0.0,
         max_step_tokens: int | None = None,
         pipeline_depth: int = 2,
-        pool_class: type[BlockPool] = BlockPool,
+        pool_class: Callable[[int, bool], BlockPool] = BlockPool,
     ) -> None:
         """
         Args:
@@ -68,7 +68,7 @@ class KVCacheManager:
             max_step_tokens: positions that one step computes of one request at most. With it, window groups count
                 only what they hold at a time in ``num_blocks_for`` and ``max_tokens``; without, every position.
             pipeline_depth: steps that can be unanswered at a time, the one being decided included.
-            pool_class: decides in which order free blocks are reused.
+            pool_class: makes the pool, which decides in which order free blocks are reused.
         """
         self.layout = layout
         self.block_size = hash_granularity(layout)

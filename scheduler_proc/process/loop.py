@@ -326,12 +326,11 @@ class SchedulerLoop:
 
     def _make_scheduler(self, num_blocks: int) -> Scheduler:
         header = TraceHeader(self._config, self._layout, num_blocks)
-        scheduler = self._scheduler = header.make_scheduler()
-        self._journal.begin(scheduler, header)
+        recorder = None
         if self._kv_events is not None:
             recorder = KVEventRecorder(self._layout, HASH_BYTES[self._config.prefix_caching_hash_algo])
-            scheduler.kv.pool.events = recorder
             self._kv_events.follow(recorder)
+        scheduler = self._scheduler = self._journal.begin(header, recorder)
         self._collector.start()
         return scheduler
 

@@ -1,18 +1,14 @@
 """One request as the scheduler sees it: tokens, progress, status."""
 
 import enum
-from collections.abc import Sequence
-
-import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.kv.block_hash import NAME_BYTES, HashChain
 from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
 from quire.scheduler_proc.requests.step_clock import StepClock
+from quire.scheduler_proc.requests.tokens import TokenStore
 
 
 class RequestStatus(enum.IntEnum):
@@ -41,95 +37,6 @@ STATUS_OF_END = {
 }
 
 
-class Tokens:
-    """Known tokens of a request, prompt then output, as little-endian int32, with the hashes of full blocks."""
-
-    __slots__ = ("_chain", "_data", "_told", "block_hashes", "handle")
-
-    def __init__(self, known: Int32, chain: HashChain | None) -> None:
-        """``chain``: an empty one that names the blocks; None where nobody will look contents up."""
-        self.handle = -1
-        self._told: list[tuple[int, bytes]] | None = None
-        self._data = bytearray(np.ascontiguousarray(known, "<i4").data.cast("B") if len(known) else b"")
-        self._chain = chain
-        self.block_hashes: list[bytes] = [] if chain is None else chain.hashes
-        if chain is not None:
-            chain.extend(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data) >> 2
-
-    def tell(self, handle: int, told: list[tuple[int, bytes]]) -> None:
-        """From now on, append (``handle``, short name) of each block that becomes full to ``told``."""
-        self.handle, self._told = handle, told
-
-    def append(self, token: int) -> None:
-        self.extend(token.to_bytes(4, "little"))
-
-    def extend(self, raw: bytes) -> None:
-        """Add the tokens in ``raw``, little-endian int32."""
-        self._data += raw
-        if self._chain is None:
-            return
-        known = len(self.block_hashes)
-        self._chain.extend(self._data, raw)
-        if self._told is not None:
-            for name in self.block_hashes[known:]:
-                self._told.append((self.handle, name[:NAME_BYTES]))
-
-    def array(self) -> Int32:
-        """A copy of all known tokens."""
-        return np.frombuffer(bytes(self._data), "<i4")
-
-    def tail(self, start: int) -> list[int]:
-        """The known tokens from index ``start`` on; copies no others."""
-        tail: list[int] = np.frombuffer(self._data[4 * start :], "<i4").tolist()
-        return tail
-
-
-class OpaqueTokens:
-    """Tokens that a trace does not tell: only how many, and the names that their full blocks have, or will have.
-
-    A name shows among ``block_hashes`` once its block is full; a full block for which none was given has none, and so
-    do all after it.
-    """
-
-    __slots__ = ("_block_size", "_length", "_names", "block_hashes")
-
-    def __init__(self, length: int, block_size: int, names: Sequence[bytes]) -> None:
-        """``names``: of the first blocks of ``block_size`` tokens, those to come included as far as they are known."""
-        self._length = length
-        self._block_size = block_size
-        self._names = list(names)
-        self.block_hashes = self._names[: length // block_size]
-
-    def __len__(self) -> int:
-        return self._length
-
-    def foretell(self, name: bytes) -> None:
-        """The name of the next block that has none yet."""
-        self._names.append(name)
-
-    def append(self, token: int) -> None:
-        self._grow(1)
-
-    def extend(self, raw: bytes) -> None:
-        self._grow(len(raw) >> 2)
-
-    def _grow(self, count: int) -> None:
-        self._length += count
-        known = len(self.block_hashes)
-        if self._length >= (known + 1) * self._block_size:
-            self.block_hashes += self._names[known : self._length // self._block_size]
-
-    def array(self) -> Int32:
-        """Zeros: a simulated worker needs lengths only."""
-        return np.zeros(self._length, np.int32)
-
-    def tail(self, start: int) -> list[int]:
-        return [0] * (self._length - start)
-
-
 class Request:
     """State of one request. The scheduler alone changes it.
 
@@ -152,7 +59,7 @@ class Request:
         num_drafts_in_flight: drafts that it may have in the steps in flight; each is a placeholder that may come to
             nothing.
         draft_state: what its drafts have taught.
-        repetition: looks at each token of its answer; None where nobody asked, and in a replay without tokens.
+        repetition: looks at each token of its answer; None where nobody asked.
         on_worker, parked: what the workers hold of it, as of the last step sent.
         wait_reason: why it waits, while it does.
         skip_reading_prefix_cache: it needs something of each position that a cache hit does not give.
@@ -207,7 +114,7 @@ class Request:
         *,
         client: int,
         request_id: str,
-        tokens: Tokens | OpaqueTokens,
+        tokens: TokenStore,
         num_prompt_tokens: int,
         sampling: SamplingParams,
         seed: int,

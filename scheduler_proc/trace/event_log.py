@@ -13,7 +13,9 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.channel import Frames
+from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
 
 
@@ -50,8 +52,10 @@ class TraceHeader(msgspec.Struct, frozen=True):
     kv_layout: KVLayout
     num_blocks: int
 
-    def make_scheduler(self, *, cruise: bool = True) -> Scheduler:
-        return Scheduler(self.config, self.kv_layout, self.num_blocks, cruise=cruise)
+    def make_scheduler(
+        self, *, cruise: bool = True, hooks: SchedulerHooks = NO_HOOKS, kv_events: KVEventRecorder | None = None
+    ) -> Scheduler:
+        return Scheduler(self.config, self.kv_layout, self.num_blocks, cruise=cruise, hooks=hooks, kv_events=kv_events)
 
 
 class EventLog:

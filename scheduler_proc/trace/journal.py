@@ -12,6 +12,7 @@ from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
@@ -19,6 +20,7 @@ from quire.scheduler_proc.trace.files import TraceFiles
 from quire.scheduler_proc.trace.keyframe import idle_state
 from quire.scheduler_proc.trace.lines import End
 from quire.scheduler_proc.trace.recorder import TraceRecorder
+from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import make_header
 from quire.scheduler_proc.trace.writer import TraceWriter
 
@@ -77,16 +79,24 @@ class Journal:
         """CPU time that writing the trace has taken a thread of its own so far."""
         return 0 if self._writer is None else self._writer.cpu_ns()
 
-    def begin(self, scheduler: Scheduler, header: TraceHeader) -> None:
-        """``scheduler``: new, made by ``header``. Raises ConfigError when the trace cannot be written."""
-        if self._writer is not None:
-            self._begin_trace(self._writer, scheduler, header)
-        self._header, self._scheduler = header, scheduler
+    def begin(self, header: TraceHeader, kv_events: KVEventRecorder | None = None) -> Scheduler:
+        """Make the scheduler by ``header``, and follow it. Raises ConfigError when the trace cannot be written."""
+        writer = self._begun_trace(header)
+        if writer is None:
+            self._scheduler = header.make_scheduler(kv_events=kv_events)
+        else:
+            tap = Tap()
+            self._scheduler = header.make_scheduler(hooks=tap, kv_events=kv_events)
+            self._recorder = TraceRecorder(self._scheduler, tap, writer.put, prompts=self._config.trace_prompts)
+        self._header = header
+        return self._scheduler
 
-    def _begin_trace(self, writer: TraceWriter, scheduler: Scheduler, header: TraceHeader) -> None:
-        prompts = self._config.trace_prompts
+    def _begun_trace(self, header: TraceHeader) -> TraceWriter | None:
+        """The writer, which has its first line; None where there is no trace."""
+        if self._writer is None:
+            return None
         try:
-            writer.begin(make_header(header, self._clock(), time.time(), prompts=prompts))
+            self._writer.begin(make_header(header, self._clock(), time.time(), prompts=self._config.trace_prompts))
         except OSError as error:
             reason = f"--trace {self._config.trace} cannot be written: {error.strerror}"
             if not self._again:
@@ -94,8 +104,7 @@ class Journal:
             log.error("there is no trace from here on: %s", reason)
             self.close()
             self._writer = None
-            return
-        self._recorder = TraceRecorder(scheduler, writer.put, prompts=prompts)
+        return self._writer
 
     # ---- what happens
 

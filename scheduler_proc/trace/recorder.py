@@ -6,13 +6,13 @@ from typing import Any
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.events import Consumed, OpaqueRequest, OpaqueResult
-from quire.scheduler_proc.core.hooks import Tap
+from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.keyframe import decode_state, restore
 from quire.scheduler_proc.trace.lines import Line
+from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import (
     arrival_line,
     decided_line,
@@ -48,21 +48,22 @@ class TraceRecorder:
     made of never changes afterwards, so that all of that can wait until there is time.
     """
 
-    def __init__(self, scheduler: Scheduler, put: Callable[[LineToBe], None], *, prompts: bool = False) -> None:
+    def __init__(
+        self, scheduler: Scheduler, tap: Tap, put: Callable[[LineToBe], None], *, prompts: bool = False
+    ) -> None:
         """
         Args:
-            scheduler: before its first request.
+            scheduler: before its first request, with ``tap`` as its hooks.
             prompts: arrivals have their tokens.
         """
         self._scheduler = scheduler
         self._table, self._pool = scheduler.table, scheduler.kv.pool
         self._put = put
         self._prompts = prompts
-        self._tap = Tap()
+        self._tap = tap
         self._reasons: list[Decision] = []
         self._newest = 0
         self._before = self._told = (-1, -1, -1, -1)
-        scheduler.listen(self._tap)
 
     # ---- events
 
@@ -70,18 +71,16 @@ class TraceRecorder:
         """``event`` was taken and did not raise."""
         tap = self._tap
         if isinstance(event, ModelRunnerOutput):
-            self._put((result_line, (now, event, tap.ended.copy(), tap.hashes.copy())))
+            self._put((result_line, (now, event, tap.ended_requests.copy(), tap.hashes.copy())))
         else:
             self._rarer(now, client, event)
-        tap.ended.clear()
+        tap.ended_requests.clear()
         tap.hashes.clear()
 
     def _rarer(self, now: float, client: int, event: Consumed) -> None:
         match event:
             case AddRequest():
                 self._arrival(now, client, event)
-            case OpaqueRequest() | OpaqueResult():
-                raise TypeError("what has no tokens came from a trace, and is not recorded again")
             case Control(kind="statistics"):
                 pass  # a question
             case _:
@@ -103,10 +102,11 @@ class TraceRecorder:
         if request is not None and request.number > self._newest:
             self._newest = request.number
             names = request.block_hashes.copy()
-        elif not self._tap.ended:  # else it ended at once
+        elif not self._tap.ended_requests:  # else it ended at once
             return
         self._put((arrival_line, (now, client, event, names, self._prompts)))
-        if self._tap.ended and self._tap.ended[0].reason == EndReason.REPETITION:  # which lengths do not tell
+        ended = self._tap.ended_requests
+        if ended and ended[0].reason == EndReason.REPETITION:  # which lengths do not tell
             self._put((event_line, (now, client, Abort([event.request_id]), [])))
 
     # ---- decisions
@@ -160,8 +160,9 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
     Feeds a fresh Scheduler what the recorded one consumed, for hashes and endings are not in the log.
     """
     lines: list[Line] = []
-    scheduler = header.make_scheduler()
-    recorder = TraceRecorder(scheduler, at_once(lines.append), prompts=prompts)
+    tap = Tap()
+    scheduler = header.make_scheduler(hooks=tap)
+    recorder = TraceRecorder(scheduler, tap, at_once(lines.append), prompts=prompts)
     codec: Codec[Any] = Codec(Consumed)
     halved = False
     for index, record in enumerate(records):

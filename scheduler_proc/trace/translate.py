@@ -1,7 +1,6 @@
 """Messages as lines of a trace, without what users wrote; and a configuration without the places of its machine."""
 
 import msgspec
-import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
@@ -10,8 +9,7 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.events import Fail, OpaqueResult, Refuse
-from quire.scheduler_proc.core.hooks import Hit
+from quire.scheduler_proc.core.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.keyframe import IdleState, with_short_names
@@ -34,6 +32,7 @@ from quire.scheduler_proc.trace.lines import (
     StepSnapshot,
     Tick,
 )
+from quire.scheduler_proc.trace.tap import Hit
 
 SOME_GRAMMAR = StructuredOutputs(json_object=True)
 """Stands for whatever an answer must look like: that it is looked at, token by token, is all that a replay needs."""
@@ -227,21 +226,3 @@ def _listed(array: Int32 | None) -> list[int] | None:
         return None
     listed: list[int] = array.tolist()
     return listed
-
-
-def opaque_result(line: Result) -> OpaqueResult:
-    """What a replay is fed: without its hashes, which are told before."""
-    return OpaqueResult(
-        line.step,
-        _array(line.handles),
-        line.ended,
-        _array(line.counts),
-        _array(line.drafts),
-        line.bad,
-        line.seconds,
-        line.failed,
-    )
-
-
-def _array(listed: list[int] | None) -> Int32 | None:
-    return None if listed is None else np.array(listed, np.int32)

@@ -216,9 +216,7 @@ MUTATIONS = (
         seed=8,
     ),
     Mutation("results are not checked", "A51, F9", _bad_results_pass),
-    Mutation(
-        "nobody is suspected", "F4", lambda: mock.patch.object(suspects.Suspects, "died_with", _nothing), seed=116
-    ),
+    Mutation("nobody is suspected", "F4", lambda: mock.patch.object(suspects.Suspects, "died_in", _nothing), seed=116),
     Mutation(
         "a suspect is not run alone",
         "F4",

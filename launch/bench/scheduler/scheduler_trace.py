@@ -52,7 +52,7 @@ class JournalRig(Rig):
         config = msgspec.structs.replace(self.config, trace=trace)
         self.journal = Journal(config, time.monotonic)
         layout = kv_layout(self.config.model, BLOCK_SIZE, "bfloat16")
-        self.journal.begin(self.scheduler, TraceHeader(config, layout, num_blocks))
+        self.scheduler = self.journal.begin(TraceHeader(config, layout, num_blocks))
 
     def fill_staggered(self, sizes: TraceSizes) -> None:
         """So that in every step a sixteenth of the requests needs a block."""

@@ -67,7 +67,7 @@ class SimulatedRows:
         context = self._sum_base + active * (self._step + 1)
         return StepShape([], active, context, active, self._longest_decode())
 
-    def coast(self, count: int) -> None:
+    def fast_forward(self, count: int) -> None:
         """As many steps whose diffs are empty, while all active rows sample."""
         self._step += count
 

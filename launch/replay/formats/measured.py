@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from quire.launch.replay.core.policies import find_preset
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.formats.content import chain_ids
 from quire.launch.replay.formats.options import LoadOptions
@@ -24,7 +25,6 @@ from quire.launch.replay.formats.read import (
 )
 from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.core.policies import find_preset
 
 _SETTINGS = (
     "max_num_seqs",

@@ -13,10 +13,10 @@ from quire.launch.replay.recorded.reader import TraceLine, TraceReader
 from quire.launch.replay.recorded.workload_of import recorded_settings
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
-from quire.scheduler_proc.core.hooks import Tap
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.lines import Arrival, Header, Lost, Result, StepDecision
+from quire.scheduler_proc.trace.tap import Tap
 
 Progress = Callable[[float, int], None]
 """Told now and then of the recorded time and the number of ended requests."""
@@ -93,8 +93,8 @@ class _Run:
     def arrived(self, line: Arrival) -> None:
         now = self._time(line.now)
         run = RequestRun(line.req_id, now, line.num_prompt_tokens, line.job_id, line.priority)
-        ended_at_once = bool(self._tap.ended)
-        self._collector.arrived(run, line.client, self._tap.ended[0].handle if ended_at_once else None)
+        ended_at_once = bool(self._tap.ended_requests)
+        self._collector.arrived(run, line.client, self._tap.ended_requests[0].handle if ended_at_once else None)
         if ended_at_once:
             self._count(len(self._collector.changed(now)))
 

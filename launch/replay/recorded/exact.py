@@ -5,6 +5,8 @@ from typing import Protocol, assert_never
 
 import msgspec
 
+from quire.launch.replay.core.opaque import OpaqueTokens
+from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.launch.replay.recorded.difference import (
     ALTERED,
     NOTHING,
@@ -18,13 +20,12 @@ from quire.launch.replay.recorded.difference import (
     is_quiet_line,
     kind_of,
 )
+from quire.launch.replay.recorded.opaque_lines import opaque_request, opaque_result
 from quire.launch.replay.recorded.reader import TraceLine
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected
 from quire.protocol.wire.worker_messages import SchedulerOutput
-from quire.scheduler_proc.core.events import OpaqueRequest
-from quire.scheduler_proc.core.hooks import Tap
-from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
+from quire.scheduler_proc.core.in_flight import WorkerFault
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.keyframe import restore
 from quire.scheduler_proc.trace.lines import (
@@ -44,7 +45,8 @@ from quire.scheduler_proc.trace.lines import (
     StepSnapshot,
     Tick,
 )
-from quire.scheduler_proc.trace.translate import decision_line, opaque_result
+from quire.scheduler_proc.trace.tap import Tap
+from quire.scheduler_proc.trace.translate import decision_line
 
 MAX_BLOCKS = 2**26
 _IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
@@ -54,7 +56,7 @@ _IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeEr
 class Observer(Protocol):
     """Is shown a replay while it goes. Takes the Scheduler's messages; the replay takes its decisions."""
 
-    def begin(self, header: Header, scheduler: Scheduler, tap: Tap) -> None:
+    def begin(self, header: Header, scheduler: ReplayScheduler, tap: Tap) -> None:
         """The Scheduler is there; ``tap`` is told of what happens in it, and belongs to the replay but for ``hits``."""
         ...
 
@@ -132,10 +134,9 @@ class _Replay:
     """A Scheduler, and what was recorded and is still to be compared with what it does."""
 
     def __init__(self, header: Header, observer: Observer | None) -> None:
-        self.scheduler = Scheduler(header.config, header.kv_layout, header.num_blocks)
         self._header = header
         self._tap = Tap()
-        self.scheduler.listen(self._tap)
+        self.scheduler = ReplayScheduler(header.config, header.kv_layout, header.num_blocks, hooks=self._tap)
         self._observer = observer
         if observer is not None:
             observer.begin(header, self.scheduler, self._tap)
@@ -169,7 +170,7 @@ class _Replay:
             return self._located(told, found)
         except _IMPOSSIBLE as error:
             return self._located(told, Differs("", "a line that fits", repr(error)))
-        self._tap.ended.clear()
+        self._tap.ended_requests.clear()
         return None if told.is_intact else _altered(told, self._step)
 
     def _located(self, told: TraceLine, found: Differs) -> Difference:
@@ -195,11 +196,11 @@ class _Replay:
             case Tick():
                 self._tick(line)
             case Event():
-                self._foretell(line.hashes)
+                self._add_future_hashes(line.hashes)
                 self.scheduler.consume(line.event, line.client)
                 self._changed(line.now)
             case ClientDropped():
-                self._foretell(line.hashes)
+                self._add_future_hashes(line.hashes)
                 self.scheduler.drop_client(line.client)
                 self._changed(line.now)
             case Epoch():
@@ -217,47 +218,32 @@ class _Replay:
         key = (line.client, line.req_id)
         if key in self.scheduler.table.requests:
             raise Differs("req_id", line.req_id, "refused: it is in use")
-        self.scheduler.consume(
-            OpaqueRequest(
-                line.req_id,
-                line.num_prompt_tokens,
-                line.sampling,
-                line.seed,
-                line.block_hashes,
-                hash_bytes=self._header.hash_bytes,
-                priority=line.priority,
-                arrival=line.arrival,
-                num_output_tokens=line.num_output_tokens,
-                tenant=line.tenant,
-                again=line.again,
-            ),
-            line.client,
-        )
-        if key not in self.scheduler.table.requests and not self._tap.ended:
+        self.scheduler.consume(opaque_request(line, self._header.hash_bytes), line.client)
+        if key not in self.scheduler.table.requests and not self._tap.ended_requests:
             refused = [m for _, m in self.scheduler.take_messages() if isinstance(m, Rejected)]
             raise Differs(refused[0].param, "accepted", f"refused: {refused[0].message}")
         if self._observer is not None:
             self._observer.arrived(line)
 
     def _answer(self, line: Result) -> None:
-        self._foretell(line.hashes)
+        self._add_future_hashes(line.hashes)
         for ended in line.ended:
             self._check_length(ended)
         try:
             self.scheduler.consume(opaque_result(line))
         except WorkerFault as fault:
             raise Differs(_blamed(str(fault)), "a result that fits", str(fault)) from None
-        if self._tap.ended != line.ended:
-            at = first_index(line.ended, self._tap.ended)
-            ended = line.ended[at] if at < len(line.ended) else self._tap.ended[at]
-            compare("ended", line.ended, self._tap.ended, self._name_of(ended.handle))
+        if self._tap.ended_requests != line.ended:
+            at = first_index(line.ended, self._tap.ended_requests)
+            ended = line.ended[at] if at < len(line.ended) else self._tap.ended_requests[at]
+            compare("ended", line.ended, self._tap.ended_requests, self._name_of(ended.handle))
         decisions = self._take_decisions()
         if self._observer is not None:
             self._observer.answered(line, decisions)
 
     def _check_length(self, ended: Ended) -> None:
         """That it ended for its length needs no token to be seen. That it did not end is seen without looking here."""
-        request = self.scheduler.table.find(ended.handle)
+        request = self.scheduler.find(ended.handle)
         if request is None or ended.reason != EndReason.LENGTH:
             return
         most = request.max_total_tokens - request.num_prompt_tokens
@@ -265,7 +251,7 @@ class _Replay:
             raise Differs("ended", f"at its length after {ended.num_output_tokens} tokens", most, request.request_id)
 
     def _begin_epoch(self, line: Epoch) -> None:
-        self._foretell(line.hashes)
+        self._add_future_hashes(line.hashes)
         if line.halved and not self.scheduler.halve_steps():
             raise Differs("halved", True, False)
         self.scheduler.begin_epoch(fresh=line.fresh)
@@ -276,18 +262,18 @@ class _Replay:
         if self._observer is not None:
             self._observer.changed(now, decisions)
 
-    def _foretell(self, hashes: list[tuple[int, bytes]]) -> None:
-        table = self.scheduler.table
+    def _add_future_hashes(self, hashes: list[tuple[int, bytes]]) -> None:
         for handle, name in hashes:
-            request = table.find(handle)
+            request = self.scheduler.find(handle)
             if request is None:
                 raise Differs("hashes", handle, "no request with this handle")
-            table.foretell(request, name)
+            assert isinstance(request.tokens, OpaqueTokens)
+            request.tokens.add_future_hash(name)
 
     # ---- decisions
 
     def _decide(self, line: StepDecision) -> None:
-        self._foretell(line.hashes)
+        self._add_future_hashes(line.hashes)
         diff = self.scheduler.schedule(line.now)
         if diff is None:
             raise Differs("step", line.step, NOTHING)
@@ -302,7 +288,7 @@ class _Replay:
         self._tap.hits.clear()
 
     def _tick(self, line: Tick) -> None:
-        self._foretell(line.hashes)
+        self._add_future_hashes(line.hashes)
         diff = self.scheduler.schedule(line.now)
         if diff is not None:
             raise Differs("step", NOTHING, diff.step)
@@ -372,7 +358,7 @@ class _Replay:
         compare("num_blocks", line.num_blocks, first.num_blocks)
 
     def _name_of(self, handle: int) -> str:
-        request = self.scheduler.table.find(handle)
+        request = self.scheduler.find(handle)
         return "" if request is None else request.request_id
 
 

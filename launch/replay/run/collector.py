@@ -8,9 +8,9 @@ from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected, SchedulerToFrontEnd, StepOutputs
-from quire.scheduler_proc.core.hooks import Tap
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.trace.tap import Tap
 
 
 class _Begun(NamedTuple):
@@ -30,12 +30,11 @@ class RunCollector:
     Owns the RunRecord while it grows. The Scheduler's tap, messages and decisions are taken, and so gone, by it.
     """
 
-    def __init__(self, record: RunRecord, scheduler: Scheduler, tap: Tap | None = None) -> None:
-        """``tap``: the one that the Scheduler has already; None: it gets one."""
+    def __init__(self, record: RunRecord, scheduler: Scheduler, tap: Tap) -> None:
+        """``tap``: the hooks of ``scheduler``."""
         self.record = record
         self._scheduler = scheduler
-        self._tap = Tap() if tap is None else tap
-        scheduler.listen(self._tap)
+        self._tap = tap
         self._by_id: dict[tuple[int, str], RequestRun] = {}
         self._by_name: dict[str, RequestRun] = {}
         """Of any client, the latest: a decision does not say whose request it is about."""
@@ -49,10 +48,6 @@ class RunCollector:
         self._last_result = 0.0
         self._gaps: dict[int, int] = {}
         """Microseconds between two tokens of a request, and how often that was."""
-
-    @property
-    def tap(self) -> Tap:
-        return self._tap
 
     def arrived(
         self, run: RequestRun, client: int = 0, ended_as: int | None = None, known_as: str | None = None
@@ -114,8 +109,8 @@ class RunCollector:
         self._last_result = now
         return ended
 
-    def coasted(self, steps: range, num_decodes: int, begins: Sequence[float], ends: Sequence[float]) -> None:
-        """The Scheduler has coasted: it decided ``steps``, of ``num_decodes`` tokens each, and was answered as often.
+    def fast_forwarded(self, steps: range, num_decodes: int, begins: Sequence[float], ends: Sequence[float]) -> None:
+        """The Scheduler decided ``steps``, of ``num_decodes`` tokens each, at once, and was answered as often.
 
         ``begins``, ``ends``: of the steps that were answered: those in flight before, then the first of ``steps``.
         """

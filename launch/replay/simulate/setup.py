@@ -10,6 +10,7 @@ import msgspec
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import FOREIGN_NAMES, EngineOptions
 from quire.launch.measure.shapes import SHAPES
+from quire.launch.replay.core.policies import QUIRE, Policies, find_preset
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.simulate.setting_values import parse_setting
@@ -18,7 +19,6 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
-from quire.scheduler_proc.core.policies import QUIRE, Policies, find_preset
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_KV_BYTES = 52 * 2**30

@@ -5,6 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueResult
+from quire.launch.replay.core.policies import QUIRE, Policies
+from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.collector import RunCollector
@@ -15,11 +18,9 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
-from quire.scheduler_proc.core.events import OpaqueRequest, OpaqueResult
-from quire.scheduler_proc.core.policies import QUIRE, Policies
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.trace.tap import Tap
 
-FEWEST_TO_COAST = 3
+FEWEST_TO_FORWARD = 3
 """Of fewer quiet steps each by itself is done sooner."""
 
 
@@ -50,22 +51,23 @@ class Simulator:
         *,
         policies: Policies = QUIRE,
         reuse_answers: bool = False,
-        coasting: bool = True,
+        fast_forward: bool = True,
         progress: Callable[[float, int], None] | None = None,
     ) -> None:
         """
         Args:
             policies: of another engine than this one.
             reuse_answers: see ``block_names``.
-            coasting: False: each step is decided by itself, which costs more and gives the same.
+            fast_forward: False: each step is decided by itself, which costs more and gives the same.
             progress: told now and then of the virtual time and the ended calls.
         """
-        self.scheduler = Scheduler(config, layout, num_usable_blocks + 1, policies=policies)
-        self._collector = RunCollector(record, self.scheduler)
+        tap = Tap()
+        self.scheduler = ReplayScheduler(config, layout, num_usable_blocks + 1, hooks=tap, policies=policies)
+        self._collector = RunCollector(record, self.scheduler, tap)
         self._cost = cost
         self._source = source
         self._reuse_answers = reuse_answers
-        self._coasting = coasting
+        self._forwards = fast_forward
         self._takes_between_steps = policies.takes_between_steps
         self._progress = progress
         self._rows = SimulatedRows()
@@ -93,8 +95,8 @@ class Simulator:
                 self._arrive(call)
             while scheduler.can_schedule and self._decide():
                 pass
-            if self._coasting and (quiet := scheduler.num_quiet_steps) >= FEWEST_TO_COAST:
-                self._coast(quiet)
+            if self._forwards and (quiet := scheduler.num_quiet_steps) >= FEWEST_TO_FORWARD:
+                self._fast_forward(quiet)
         stuck = scheduler.table.requests
         assert not stuck, f"{len(stuck)} requests never ended, {next(iter(stuck.values()))!r} among them"
         record = self._collector.finish(self._now - begin if self._num_ended else 0.0)
@@ -156,7 +158,7 @@ class Simulator:
         for run in self._collector.answered(self._now, done.step, done.begin, done.end, done.handles):
             self._end(self._calls.pop(run))
 
-    def _coast(self, count: int) -> None:
+    def _fast_forward(self, count: int) -> None:
         """Up to ``count`` times, without looking: the oldest step is answered, and one more is decided.
 
         A call that comes meanwhile ends it: the answers before that are the last that are given.
@@ -176,10 +178,10 @@ class Simulator:
             return
         self._now = ends[count - 1]
         step = self._computing[-1].step + 1
-        self.scheduler.coast(count, self._now)
-        self._rows.coast(count)
+        self.scheduler.fast_forward(count, self._now)
+        self._rows.fast_forward(count)
         begins = [*(done.begin for done in self._computing), first, *ends[depth:-1]]
-        self._collector.coasted(range(step, step + count), shape.num_decodes, begins[:count], ends[:count])
+        self._collector.fast_forwarded(range(step, step + count), shape.num_decodes, begins[:count], ends[:count])
         for at in range(depth, len(ends)):
             self._computing.append(_Computing(step + at - depth, begins[at], ends[at], None))
             self._computing.popleft()

@@ -4,14 +4,16 @@ import numpy as np
 import pytest
 from scheduler_driver import make_config, make_layout
 
+from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueResult
+from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Abort
-from quire.scheduler_proc.core.events import Fail, OpaqueRequest, OpaqueResult
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.core.events import Fail
+from quire.scheduler_proc.trace.tap import Tap
 
 
 class Bench:
@@ -19,9 +21,10 @@ class Bench:
 
     def __init__(self) -> None:
         config = make_config()
-        self.scheduler = Scheduler(config, make_layout(config), 33)
+        tap = Tap()
+        self.scheduler = ReplayScheduler(config, make_layout(config), 33, hooks=tap)
         self.record = RunRecord()
-        self.collector = RunCollector(self.record, self.scheduler)
+        self.collector = RunCollector(self.record, self.scheduler, tap)
         self.rows = SimulatedRows()
         self.now = 0.0
 

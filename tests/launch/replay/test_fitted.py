@@ -21,6 +21,7 @@ from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import End, Epoch, Line, Lost, encode_line
 from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once
+from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import make_header
 
 Law = Callable[[StepShape], float]
@@ -42,9 +43,10 @@ def roofline(step: StepShape) -> float:
 def record(path: Path, law: Law) -> None:
     """A trace of random requests through the real Scheduler, with two steps in flight; no time passes between steps."""
     config = make_config(async_scheduling=True, max_num_batched_tokens=512, max_num_seqs=64, max_model_len=1000)
-    scheduler = Scheduler(config, make_layout(config), 3000)
+    tap = Tap()
+    scheduler = Scheduler(config, make_layout(config), 3000, hooks=tap)
     told: list[Line] = [make_header(TraceHeader(config, make_layout(config), 3000))]
-    recorder = TraceRecorder(scheduler, at_once(told.append))
+    recorder = TraceRecorder(scheduler, tap, at_once(told.append))
     runner, rng = SimulatedRunner(config), random.Random(3)
     flying: deque[ModelRunnerOutput] = deque()
     now, waiting = 0.0, 150

@@ -79,13 +79,13 @@ def test_shapes_and_samplers_are_those_of_a_model_that_looks_at_every_row(seed: 
         patch.setattr(SimulatedRows, "apply", compared)
         layout, source = make_layout(config), ClosedLoop(calls)
         num_blocks = rng.randrange(8, 60)
-        record = Simulator(config, layout, num_blocks, AffineCost(), source, RunRecord(), coasting=False).run()
+        record = Simulator(config, layout, num_blocks, AffineCost(), source, RunRecord(), fast_forward=False).run()
     assert steps == len(record.steps)
 
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=25)
-def test_coasting_rows_are_where_empty_diffs_would_have_brought_them(seed: int) -> None:
+def test_fast_forward_rows_are_where_empty_diffs_would_have_brought_them(seed: int) -> None:
     rng = random.Random(seed)
     one, other = SimulatedRows(), SimulatedRows()
     new = [_new(handle, rng.randrange(1, 30)) for handle in range(rng.randrange(1, 6))]
@@ -99,7 +99,7 @@ def test_coasting_rows_are_where_empty_diffs_would_have_brought_them(seed: int) 
         stepped = other.apply(SchedulerOutput(2 + step))
         if not step:
             assert stepped == shape
-    one.coast(count)
+    one.fast_forward(count)
     assert one.take_handles() is None and other.take_handles() is None
     assert one.steady_shape() == other.steady_shape()
     ended = SchedulerOutput(30, removed=[0])

@@ -9,12 +9,12 @@ from replay_workloads import workload
 
 from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
+from quire.launch.replay.core.policies import QUIRE
 from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.simulate.setting_values import parse_setting
 from quire.launch.replay.simulate.setup import INERT, Setup, make_setup, most_blocks, setting_keys, settle_model
 from quire.launch.replay.workload.workload import Call, Content
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.core.policies import QUIRE
 
 CALLS = [Call(0, "a", 0.0, 300, 20), Call(1, "b", 1.0, 90, 10)]
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_config, make_layout
 
+from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.launch.replay.costs.cost import ConstantCost, StepShape
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
 from quire.launch.replay.workload.workload import NAME_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
-from quire.scheduler_proc.core.scheduler import Scheduler
 
 
 def simulate(
@@ -43,24 +43,24 @@ SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: 
 @pytest.mark.full
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from(sorted(SOURCES)))
 @settings(max_examples=40)
-def test_coasting_changes_nothing(seed: int, pace: str) -> None:
+def test_fast_forward_changes_nothing(seed: int, pace: str) -> None:
     rng = random.Random(seed)
     calls, config, num_blocks = random_calls(rng, rng.randrange(1, 14)), random_config(rng), rng.randrange(8, 60)
     stretches: list[int] = []
 
     with pytest.MonkeyPatch.context() as patch:
-        coast = Scheduler.coast
+        forward = ReplayScheduler.fast_forward
 
-        def checked(self: Scheduler, count: int, now: float) -> None:
+        def checked(self: ReplayScheduler, count: int, now: float) -> None:
             assert 0 < count <= self.num_quiet_steps
-            coast(self, count, now)
+            forward(self, count, now)
             self.check()
             stretches.append(count)
 
-        patch.setattr(Scheduler, "coast", checked)
+        patch.setattr(ReplayScheduler, "fast_forward", checked)
         fast, one = simulate(calls, config, num_blocks, SOURCES[pace](calls))
         num_stretches = len(stretches)
-        slow, other = simulate(calls, config, num_blocks, SOURCES[pace](calls), coasting=False)
+        slow, other = simulate(calls, config, num_blocks, SOURCES[pace](calls), fast_forward=False)
     assert len(stretches) == num_stretches
     assert as_told(fast) == as_told(slow)
     assert one.scheduler.statistics() == other.scheduler.statistics()
@@ -70,13 +70,13 @@ def test_coasting_changes_nothing(seed: int, pace: str) -> None:
 
 def test_an_arrival_ends_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
     stretches: list[int] = []
-    coast = Scheduler.coast
+    forward = ReplayScheduler.fast_forward
 
-    def counted(self: Scheduler, count: int, now: float) -> None:
+    def counted(self: ReplayScheduler, count: int, now: float) -> None:
         stretches.append(count)
-        coast(self, count, now)
+        forward(self, count, now)
 
-    monkeypatch.setattr(Scheduler, "coast", counted)
+    monkeypatch.setattr(ReplayScheduler, "fast_forward", counted)
     config = make_config(block_size=16, max_model_len=1024, async_scheduling=True)
     calls = [Call(0, "long", 0.0, 3, 600), Call(1, "late", 1.003, 3, 2)]
     source = OpenLoop(calls)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.simulate.simulator import Simulator
@@ -13,7 +14,6 @@ from quire.launch.replay.workload.workload import Call
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig
-from quire.scheduler_proc.core.policies import QUIRE, Policies
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -55,29 +55,29 @@ def run(calls: list[Call], cost: Seen, *, policies: Policies = QUIRE, blocks: in
 class TestLongest:
     def test_it_grows_with_each_step_and_goes_with_its_request(self) -> None:
         cost = Seen()
-        run([Call(0, "0", 0.0, 20, 4), Call(1, "1", 0.0, 10, 8)], cost, coasting=False)
+        run([Call(0, "0", 0.0, 20, 4), Call(1, "1", 0.0, 10, 8)], cost, fast_forward=False)
         assert [shape.longest_decode for shape in cost.shapes] == [0, 21, 22, 23, 14, 15, 16, 17]
 
-    @pytest.mark.parametrize("coasting", [True, False])
+    @pytest.mark.parametrize("fast_forward", [True, False])
     @pytest.mark.parametrize("blocks", [60, 400])
-    def test_it_lies_between_the_mean_and_what_can_be(self, coasting: bool, blocks: int) -> None:
+    def test_it_lies_between_the_mean_and_what_can_be(self, fast_forward: bool, blocks: int) -> None:
         """Also where requests are preempted, and come back."""
         rng = random.Random(3)
         calls = [Call(n, str(n), 2.0 * n, rng.randint(1, 90), rng.randint(1, 60)) for n in range(30)]
         cost = Seen()
-        record = run(calls, cost, blocks=blocks, coasting=coasting)
+        record = run(calls, cost, blocks=blocks, fast_forward=fast_forward)
         assert bool(sum(r.num_preemptions for r in record.requests)) == (blocks == 60)
         for shape in cost.shapes:
             if shape.num_decodes:
                 mean = shape.decode_context / shape.num_decodes
                 assert mean <= shape.longest_decode <= min(150, shape.decode_context)
 
-    def test_coasting_tells_the_same(self) -> None:
+    def test_fast_forward_tells_the_same(self) -> None:
         calls = [Call(n, str(n), 7.0 * n, 30 - n, 40 + n) for n in range(6)]
         told = []
-        for coasting in (True, False):
+        for fast_forward in (True, False):
             cost = Seen()
-            run(calls, cost, coasting=coasting)
+            run(calls, cost, fast_forward=fast_forward)
             told.append([(s.num_decodes, s.decode_context, s.longest_decode) for s in cost.shapes])
         assert told[0] == told[1]
 
@@ -85,17 +85,17 @@ class TestLongest:
 class TestTakingIn:
     calls = (Call(0, "0", 0.0, 20, 12), Call(1, "1", 2.25, 20, 3), Call(2, "2", 2.5, 20, 3), Call(3, "3", 30.5, 5, 2))
 
-    @pytest.mark.parametrize("coasting", [True, False])
-    def test_as_they_come(self, coasting: bool) -> None:
-        record = run(list(self.calls), Seen(), coasting=coasting)
+    @pytest.mark.parametrize("fast_forward", [True, False])
+    def test_as_they_come(self, fast_forward: bool) -> None:
+        record = run(list(self.calls), Seen(), fast_forward=fast_forward)
         assert [r.arrival for r in record.requests] == [0.0, 2.25, 2.5, 30.5]
 
-    @pytest.mark.parametrize("coasting", [True, False])
-    def test_between_steps_only(self, coasting: bool) -> None:
+    @pytest.mark.parametrize("fast_forward", [True, False])
+    def test_between_steps_only(self, fast_forward: bool) -> None:
         """While a step runs nobody is taken in; the engine's own clock begins then, and nothing else changes."""
         policies = Policies(takes_between_steps=True)
-        record = run(list(self.calls), Seen(), policies=policies, coasting=coasting)
+        record = run(list(self.calls), Seen(), policies=policies, fast_forward=fast_forward)
         assert [r.arrival for r in record.requests] == [0.0, 3.0, 3.0, 30.5]
-        others = run(list(self.calls), Seen(), coasting=coasting).requests
+        others = run(list(self.calls), Seen(), fast_forward=fast_forward).requests
         assert [r.first_token for r in record.requests] == [r.first_token for r in others]
         assert [r.end for r in record.requests] == [r.end for r in others]

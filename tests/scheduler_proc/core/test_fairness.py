@@ -15,8 +15,9 @@ from tiers import thinned
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.scheduler_proc.core.tenants import equal_parts
 from quire.scheduler_proc.requests.reasons import PreemptReason
-from quire.scheduler_proc.requests.request import Request, Tokens
+from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.request_queue import OUTPUT_WEIGHT, RequestQueue
+from quire.scheduler_proc.requests.tokens import Tokens
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens, make_request
 
-from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, TokenLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
-from quire.scheduler_proc.core.events import OpaqueRequest
 
 
 def rejection(driver: Driver, prompt: list[int], output: list[int] | None = None, **extra: Any) -> tuple[str, str, str]:
@@ -124,26 +122,6 @@ def test_two_clients_may_use_the_same_id() -> None:
     for client in (0, 1):
         driver.scheduler.consume(make_request("same", [1], max_tokens=1), client)
     assert len(driver.scheduler.table.requests) == 2
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_prompt_tokens": 0},
-        {"num_prompt_tokens": 500},
-        {"block_hashes": b"xyz", "hash_bytes": 2},
-        {"hash_bytes": 0},
-        {"num_output_tokens": -1},
-    ],
-)
-def test_opaque_arrivals_are_checked_too(fields: dict[str, Any]) -> None:
-    driver = Driver()
-    event = OpaqueRequest("o", 5, SamplingParams(), 0, b"")
-    driver.scheduler.consume(change(event, **fields))
-    assert not driver.scheduler.table.requests
-    driver.scheduler.consume(event)
-    driver.scheduler.consume(event)
-    assert len(driver.scheduler.table.requests) == len(driver.scheduler.table.waiting) == 1
 
 
 def running_pair() -> Driver:

@@ -19,7 +19,7 @@ from quire.scheduler_proc.kv.block_hash import (
     hash_algorithm,
     prompt_hashes,
 )
-from quire.scheduler_proc.requests.request import OpaqueTokens, Tokens
+from quire.scheduler_proc.requests.tokens import Tokens
 
 
 def hashes(tokens: list[int], block_size: int = 4, salt: str = "", **more: Any) -> list[bytes]:
@@ -84,13 +84,6 @@ def test_tokens_do_not_change_the_array_that_they_were_made_from() -> None:
 def test_groups_have_keys_of_their_own() -> None:
     keys = {group_key(b"h" * 32, group) for group in range(300)}
     assert len(keys) == 300 and b"h" * 32 in keys
-
-
-def test_opaque_tokens_know_only_length_and_given_hashes() -> None:
-    tokens = OpaqueTokens(5, 4, [b"x"])
-    tokens.append(7)
-    assert len(tokens) == 6 and tokens.block_hashes == [b"x"]
-    assert tokens.array().tolist() == [0] * 6
 
 
 BLOCK, LONG = 2, 2 * CHUNK_BLOCKS * 2 + 7

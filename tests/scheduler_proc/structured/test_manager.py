@@ -20,7 +20,8 @@ from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Refuse, Release
 from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 from quire.scheduler_proc.core.step import StepRow
-from quire.scheduler_proc.requests.request import Request, RequestStatus, Tokens
+from quire.scheduler_proc.requests.request import Request, RequestStatus
+from quire.scheduler_proc.requests.tokens import Tokens
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED
 from quire.scheduler_proc.structured.make import backend_maker

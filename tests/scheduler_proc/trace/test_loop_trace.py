@@ -156,7 +156,7 @@ def test_an_engine_that_goes_on_does_so_without_its_trace(tmp_path: Path) -> Non
     config = make_config(trace=str(tmp_path / "no" / "t.jsonl"))
     journal = Journal(config, time.monotonic, again=True)
     header = TraceHeader(config, make_layout(config), 10)
-    journal.begin(header.make_scheduler(), header)
+    journal.begin(header)
     journal.consumed(0, [b"frame"], Abort(["nobody"]))
     journal.close()
     assert not (tmp_path / "no").exists()

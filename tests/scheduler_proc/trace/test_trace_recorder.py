@@ -10,7 +10,7 @@ from scheduler_driver import Driver, expected_tokens, make_config, make_layout, 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.protocol.wire.front_end_messages import Control, EndReason
-from quire.scheduler_proc.core.events import Fail, OpaqueRequest, Refuse
+from quire.scheduler_proc.core.events import Fail, Refuse
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.lines import (
     Arrival,
@@ -24,6 +24,7 @@ from quire.scheduler_proc.trace.lines import (
     encode_line,
 )
 from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once, record_log
+from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import event_line
 
 SECRET = "hunter2"
@@ -170,18 +171,12 @@ def test_questions_leave_no_line_and_other_controls_do() -> None:
     assert [line.event.kind for line in of(driver, Event)] == ["reset_prefix_cache", "pause_new", "resume"]
 
 
-def test_what_comes_from_a_trace_is_not_recorded_again() -> None:
-    config = make_config()
-    recorder = TraceRecorder(Scheduler(config, make_layout(config), 33), at_once(lambda line: None))
-    with pytest.raises(TypeError, match="came from a trace"):
-        recorder.consumed(0.0, 0, OpaqueRequest("a", 3, SamplingParams(), 0, b""))
-
-
 def test_times_are_those_of_the_loop() -> None:
     config = make_config()
-    scheduler = Scheduler(config, make_layout(config), 33)
+    tap = Tap()
+    scheduler = Scheduler(config, make_layout(config), 33, hooks=tap)
     lines: list[Any] = []
-    recorder = TraceRecorder(scheduler, at_once(lines.append))
+    recorder = TraceRecorder(scheduler, tap, at_once(lines.append))
     event = make_request("a", PROMPT, max_tokens=2, arrival=0.5)
     for time, message in ((1.0, event), (2.0, Control("resume"))):
         scheduler.consume(message)

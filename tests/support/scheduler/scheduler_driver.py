@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 
+from quire.launch.replay.core.policies import QUIRE, Policies
+from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.launch.replay.recorded.difference import Difference
 from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.replay.recorded.reader import numbered
@@ -36,7 +38,6 @@ from quire.protocol.wire.front_end_messages import (
 )
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
-from quire.scheduler_proc.core.policies import QUIRE, Policies
 from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
@@ -137,7 +138,7 @@ class Driver:
         self.header = TraceHeader(config, layout, num_blocks)
         self.scheduler = self.header.make_scheduler(cruise=cruise)
         if policies != QUIRE:
-            self.scheduler = Scheduler(config, layout, num_blocks, cruise=cruise, policies=policies)
+            self.scheduler = ReplayScheduler(config, layout, num_blocks, cruise=cruise, policies=policies)
         self.worker = FakeWorker(
             num_blocks,
             config.block_size,

@@ -11,8 +11,10 @@ from unittest import mock
 
 import numpy as np
 
-from quire.scheduler_proc.core import planner, request_table, results, step
+from quire.scheduler_proc.core import request_table, results, step
+from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.kv import block_hash, block_pool, manager
+from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured import answer
 from quire.scheduler_proc.structured import manager as grammars
@@ -87,16 +89,16 @@ def taking_back_of_blocks() -> Iterator[None]:
 
 def making_way_for_a_row() -> Patch:
     """The better one waits until the worse one is done."""
-    return mock.patch.object(planner.Planner, "_make_way_for_a_row", lambda self, plan, request: False)
+    return mock.patch.object(Preemption, "for_a_row", lambda self, plan, request: False)
 
 
 def mercy_on_the_oldest() -> Patch:
     """Where blocks are short the first admitted is put out."""
 
     def victim(self: Any) -> Any:
-        return next(iter(self.table.running.values())), planner.PreemptReason.YOUNGEST
+        return next(iter(self._table.running.values())), PreemptReason.YOUNGEST
 
-    return mock.patch.object(planner.Planner, "_victim", victim)
+    return mock.patch.object(Preemption, "victim", victim)
 
 
 def room_for_whole_prompts() -> Patch:

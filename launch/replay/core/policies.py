@@ -1,7 +1,7 @@
 """Where other engines decide otherwise than this one: so that their runs can be replayed as they were.
 
-The live engine always runs by ``Policies()``. A replay may be given others (``--set like=vllm-0.19``, or one key at a
-time), for what it is compared with was decided by them.
+The live engine has none of them. A replay may be given others than ``Policies()`` (``--set like=vllm-0.19``, or one key
+at a time), for what it is compared with was decided by them; planner.py and fifo_pool.py follow them.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,52 @@
+"""Steps as another engine would decide them."""
+
+from operator import attrgetter
+from typing import Any
+
+from quire.launch.replay.core.policies import Policies
+from quire.scheduler_proc.core.planner import Planner
+from quire.scheduler_proc.core.preemption import Preemption
+from quire.scheduler_proc.core.step import StepPlan
+from quire.scheduler_proc.kv.coordinator import GroupBlocks
+from quire.scheduler_proc.requests.request import Request
+
+_by_order = attrgetter("order")
+
+
+class _NoPreemptionByPriority(Preemption):
+    def by_priority(self, plan: StepPlan, request: Request, among: list[Request] | None = None) -> bool:
+        return False
+
+
+class ImitatingPlanner(Planner):
+    """A Planner that follows ``Policies``."""
+
+    def __init__(self, *parts: Any, policies: Policies) -> None:
+        super().__init__(*parts, preemption_class=Preemption if policies.priority_preempts else _NoPreemptionByPriority)
+        self._policies = policies
+
+    def has_room_for_prompt(self, request: Request, hits: GroupBlocks) -> bool:
+        return not self._policies.admit_whole_prompts or super().has_room_for_prompt(request, hits)
+
+    def schedule_rows(self, plan: StepPlan, prefills: list[Request], decodes: list[Request]) -> None:
+        if prefills and not self._policies.decodes_first:
+            self._schedule_in_order(plan, prefills[0].order)
+        else:
+            super().schedule_rows(plan, prefills, decodes)
+
+    def _schedule_in_order(self, plan: StepPlan, first: int) -> None:
+        """Every request in order of admission, prefills as soon as it is their turn.
+
+        ``first``: the place of the earliest prefill. A request in steady decode that comes after it may get nothing,
+        and so leaves steady decode.
+        """
+        later = [r for r in self.cruise.roster.values() if r.order > first and r not in plan.begun]
+        plan.budget += len(later)
+        for request in later:
+            self.table.unsettle(request)
+        self.bound_prefill(plan)
+        for request in sorted(self.table.unsteady.values(), key=_by_order):
+            if request.num_tokens_to_compute > 1:
+                self.schedule_prefill(plan, request, plan.prefill_budget)
+            else:
+                self.schedule_decodes(plan, [request])

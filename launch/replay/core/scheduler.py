@@ -1,0 +1,130 @@
+"""The live engine's Scheduler, for replays: without tokens, by other policies, and many steps at once."""
+
+from functools import partial
+
+import numpy as np
+
+from quire.launch.replay.core.fifo_pool import FifoBlockPool
+from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueResult, OpaqueTokens, RecordedEndings
+from quire.launch.replay.core.planner import ImitatingPlanner
+from quire.launch.replay.core.policies import QUIRE, Policies
+from quire.protocol.config import EngineConfig
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
+from quire.scheduler_proc.core.admission import Refusal
+from quire.scheduler_proc.core.events import Consumed
+from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
+from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.requests.request import Request
+
+
+class ReplayScheduler(Scheduler):
+    """Decides as the live one does where the policies are the live engine's; also takes events without tokens.
+
+    The tokens of such a request are zeros, which no client is sent, and which do not end it: the recorded endings do.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        cruise: bool = True,
+        hooks: SchedulerHooks = NO_HOOKS,
+        policies: Policies = QUIRE,
+    ) -> None:
+        super().__init__(
+            config,
+            layout,
+            num_blocks,
+            cruise=cruise,
+            hooks=hooks,
+            planner_class=partial(ImitatingPlanner, policies=policies),
+            pool_class=None if policies.uncached_blocks_first else FifoBlockPool,
+        )
+
+    # ---- events without tokens
+
+    def consume(self, event: Consumed | OpaqueRequest | OpaqueResult, client: int = 0) -> None:
+        match event:
+            case OpaqueRequest():
+                self.arrivals.add(event.request_id, client, partial(self._admit, event, client), again=event.again)
+            case OpaqueResult():
+                self._answer(event)
+            case _:
+                super().consume(event, client)
+
+    def _admit(self, event: OpaqueRequest, client: int) -> Request:
+        admission = self.arrivals.admission
+        admission.check_order(event)
+        admission.check_length(event.num_prompt_tokens)
+        if event.num_output_tokens < 0:
+            raise Refusal("invalid_value", "num_output_tokens", "num_output_tokens must be at least 0")
+        if event.hash_bytes < 1 or len(event.block_hashes) % event.hash_bytes:
+            raise Refusal("invalid_value", "block_hashes", "block_hashes must be whole hashes of hash_bytes each")
+        names = event.names if self.config.enable_prefix_caching else []
+        tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
+        return admission.build(event, client, tokens, event.num_prompt_tokens)
+
+    def _answer(self, event: OpaqueResult) -> None:
+        handles = self.in_flight.handles if event.handles is None else event.handles
+        num_tokens = len(handles) if event.counts is None else int(event.counts.sum())
+        output = ModelRunnerOutput(
+            event.step,
+            np.zeros(num_tokens, np.int32),
+            event.handles,
+            event.counts,
+            seconds=event.seconds,
+            bad=event.bad,
+            drafts=event.drafts,
+            failed=event.failed,
+        )
+        self.results.update_from_output(output, RecordedEndings(event.ended), deliver=False)
+
+    def find(self, handle: int) -> Request | None:
+        """The live request with this handle; O(requests) when it does not run."""
+        table = self.table
+        found = table.running.get(handle) or table.leaving.get(handle)
+        return found or next((r for r in table.requests.values() if r.handle == handle), None)
+
+    # ---- many steps at once
+
+    @property
+    def num_quiet_steps(self) -> int:
+        """How many of the next steps need no deciding: all requests are in steady decode, and none is due in them."""
+        config, batch, table = self.config, self.cruise.roster, self.table
+        if table.unsteady or table.waiting or table.leaving or any(table.leftovers):
+            return 0
+        if not 0 < len(batch) <= config.max_num_batched_tokens or self.pause == "pause":
+            return 0
+        if len(self.in_flight) < config.pipeline_depth or config.num_speculative_tokens:
+            return 0
+        if self.in_flight.verified is not batch or not all(_is_only(step, batch) for step in self.in_flight.records):
+            return 0
+        return min(self.cruise.calendar, default=self.last_step + 1) - self.last_step - 1
+
+    def fast_forward(self, count: int, now: float) -> None:
+        """As ``count`` times a result without tokens of the oldest step, and then ``schedule``.
+
+        Leaves everything as these would, but makes no messages, which would have said nothing but tokens.
+
+        Args:
+            count: at most ``num_quiet_steps``.
+            now: when the last of the steps is decided.
+        """
+        self.kv.pool.now = now
+        clock, records = self.cruise.clock, self.in_flight.records
+        newest = records[-1]
+        for step in range(newest.step + 1, newest.step + count + 1):
+            records.append(InFlightStep(step, {}, [], newest.num_tokens, steady=newest.steady))
+            records.popleft()
+        clock.sent += count
+        clock.acknowledged += count
+        self.stats.num_steps += count
+        self.stats.generation_tokens += count * len(self.cruise.roster)
+
+
+def _is_only(step: InFlightStep, batch: dict[int, Request]) -> bool:
+    return step.steady is batch and not (step.rows or step.retired)

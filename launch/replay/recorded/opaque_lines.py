@@ -1,0 +1,42 @@
+"""Lines of a trace as events without tokens."""
+
+import numpy as np
+
+from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueResult
+from quire.protocol.wire.arrays import Int32
+from quire.scheduler_proc.trace.lines import Arrival, Result
+
+
+def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
+    """``hash_bytes``: length of each of the line's hashes."""
+    return OpaqueRequest(
+        line.req_id,
+        line.num_prompt_tokens,
+        line.sampling,
+        line.seed,
+        line.block_hashes,
+        hash_bytes=hash_bytes,
+        priority=line.priority,
+        arrival=line.arrival,
+        num_output_tokens=line.num_output_tokens,
+        tenant=line.tenant,
+        again=line.again,
+    )
+
+
+def opaque_result(line: Result) -> OpaqueResult:
+    """Without the line's hashes, which the replay is given before."""
+    return OpaqueResult(
+        line.step,
+        _array(line.handles),
+        line.ended,
+        _array(line.counts),
+        _array(line.drafts),
+        line.bad,
+        line.seconds,
+        line.failed,
+    )
+
+
+def _array(listed: list[int] | None) -> Int32 | None:
+    return None if listed is None else np.array(listed, np.int32)

@@ -1,0 +1,104 @@
+"""Requests on their way in: accepted or refused, held and released."""
+
+from collections.abc import Callable
+from functools import partial
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd
+from quire.scheduler_proc.core.admission import Admission, Refusal
+from quire.scheduler_proc.core.events import Hold, Refuse, Release
+from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
+from quire.scheduler_proc.core.request_table import RequestTable
+from quire.scheduler_proc.core.results import Results
+from quire.scheduler_proc.core.statistics import Counters, DecisionLog
+from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, WaitReason
+from quire.scheduler_proc.requests.request import Request, RequestStatus
+
+
+class Arrivals:
+    """Brings requests into the table, and takes out those that turn out never to be able to run.
+
+    Attributes:
+        replies: (client, message) that no step brings, until they are taken.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        table: RequestTable,
+        kv: KVCacheManager,
+        results: Results,
+        stats: Counters,
+        decisions: DecisionLog,
+        hooks: SchedulerHooks,
+    ) -> None:
+        self.admission = Admission(config, kv)
+        self.replies: list[tuple[int, SchedulerToFrontEnd]] = []
+        self._max_waiting = config.max_num_queued_reqs
+        self._table = table
+        self._results = results
+        self._stats = stats
+        self._decisions = decisions
+        self._hooks = hooks
+
+    def add(self, request_id: str, client: int, make: Callable[[], Request], *, again: bool) -> None:
+        """Accept a request, or reply why not.
+
+        Args:
+            make: makes the request, or raises Refusal.
+            again: it was accepted before, by a scheduler that is gone: the queue has room for it.
+        """
+        try:
+            request = self._accept(request_id, client, make, limit=0 if again else self._max_waiting)
+        except Refusal as refusal:
+            self._stats.num_requests_refused += 1
+            self.replies.append((client, refusal.message(request_id)))
+            return
+        self._table.add(request)
+        if self._hooks is not NO_HOOKS:
+            request.tokens.follow(partial(self._hooks.block_filled, request.handle))
+        self._results.outputs.own(request.handle, client)
+        self._stats.prompt_tokens += request.num_prompt_tokens
+        if request.needs_no_more_steps:  # a resubmission that had got everything
+            self._results.finish(request, EndReason.LENGTH)
+        elif request.repeats_itself:
+            self._results.finish(request, EndReason.REPETITION)
+
+    def _accept(self, request_id: str, client: int, make: Callable[[], Request], limit: int) -> Request:
+        if (client, request_id) in self._table.requests:
+            raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
+        if limit and self._table.num_waiting >= limit:
+            raise Refusal("queue_full", "", f"{limit} requests wait already, which is as many as may")
+        return make()
+
+    def hold_or_release(self, event: Hold | Release, request: Request) -> None:
+        table = self._table
+        if isinstance(event, Release) and request.handle in table.skipped_waiting:
+            table.release(request)
+        elif isinstance(event, Hold) and request in table.waiting and event.reason in HOLD_REASONS:
+            table.hold(request, WaitReason(event.reason))
+            step = table.cruise.clock.sent + 1
+            self._decisions.note(Decision(step, "wait", request.request_id, request.wait_reason))
+        else:
+            self._stats.num_stray_messages += 1
+
+    def refuse(self, event: Refuse, request: Request) -> None:
+        """A held request turns out never to be able to run: for its client, it was not accepted at all.
+
+        One that had begun before it was held ends with an error instead.
+        """
+        if request.handle not in self._table.skipped_waiting:
+            self._stats.num_stray_messages += 1
+            return
+        if request.introduced:
+            self._results.finish(request, EndReason.ERROR, detail=f"{event.code}: {event.message}")
+            return
+        self._table.end(request, RequestStatus.FINISHED_ERROR)
+        self._stats.num_requests_refused += 1
+        self._stats.prompt_tokens -= request.num_prompt_tokens
+        self.replies.append((request.client, Rejected(event.request_id, event.code, event.param, event.message)))
+
+    def take_replies(self) -> list[tuple[int, SchedulerToFrontEnd]]:
+        replies, self.replies = self.replies, []
+        return replies

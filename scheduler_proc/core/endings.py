@@ -1,0 +1,65 @@
+"""Which requests a result ends, and for what reason."""
+
+from typing import NamedTuple, Protocol
+
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.scheduler_proc.core.in_flight import Sampled
+from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.requests.stop_table import StopTable
+
+
+class Ending(NamedTuple):
+    reason: EndReason
+    stop_reason: int | None = None
+    detail: str = ""
+
+
+class Endings(Protocol):
+    """Judges the tokens of a result."""
+
+    def candidates(self, sampled: Sampled) -> list[int]:
+        """Handles of requests to ask about although they are in steady decode."""
+        ...
+
+    def verdict(self, request: Request, token: int) -> Ending | None:
+        """The ending of a request to which ``token`` was just added; None: it goes on."""
+        ...
+
+    def detail_of_bad(self, handle: int) -> str:
+        """What the client of a request with bad logits is told."""
+        ...
+
+
+class TokenEndings:
+    """By the tokens themselves: stop tokens, lengths, and repetition."""
+
+    def __init__(self, stops: StopTable) -> None:
+        self._stops = stops
+
+    def candidates(self, sampled: Sampled) -> list[int]:
+        hits = self._stops.positions(sampled.last_tokens)
+        return sampled.handles[hits].tolist() if hits else []
+
+    def verdict(self, request: Request, token: int) -> Ending | None:
+        if token in request.stop_tokens and _may_stop(request):
+            own = token in request.sampling.stop_token_ids
+            return Ending(EndReason.STOPPED, token if own else None)
+        if (ending := at_its_length(request)) is not None:
+            return ending
+        if request.repetition is not None:
+            request.repetition.add(token)
+        return Ending(EndReason.REPETITION) if request.repeats_itself else None
+
+    def detail_of_bad(self, handle: int) -> str:
+        return "numerical_error: the model's logits are not finite"
+
+
+def at_its_length(request: Request) -> Ending | None:
+    """The ending that needs no look at the token."""
+    return Ending(EndReason.LENGTH) if request.num_tokens >= request.max_total_tokens else None
+
+
+def _may_stop(request: Request) -> bool:
+    """Whether its newest token may be a stop: not one of the first ``min_tokens``, where the workers ban them."""
+    least = request.sampling.min_tokens
+    return not least or request.num_output_tokens > least

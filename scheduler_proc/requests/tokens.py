@@ -1,0 +1,76 @@
+"""What is known of a request's text: its tokens, and the names of the blocks that they fill."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from quire.protocol.wire.arrays import Int32
+from quire.scheduler_proc.kv.block_hash import HashChain
+
+
+class TokenStore(Protocol):
+    """Known tokens of a request, prompt then output, with the hashes of its full blocks."""
+
+    block_hashes: list[bytes]
+
+    def __len__(self) -> int: ...
+
+    def append(self, token: int) -> None: ...
+
+    def extend(self, raw: bytes) -> None:
+        """Add the tokens in ``raw``, little-endian int32."""
+        ...
+
+    def array(self) -> Int32:
+        """A copy of all known tokens."""
+        ...
+
+    def tail(self, start: int) -> list[int]:
+        """The known tokens from index ``start`` on; copies no others."""
+        ...
+
+    def follow(self, on_full_block: Callable[[bytes], None]) -> None:
+        """From now on, call this with the name of each block that becomes full."""
+        ...
+
+
+class Tokens:
+    """The tokens themselves, as little-endian int32."""
+
+    __slots__ = ("_chain", "_data", "_on_full_block", "block_hashes")
+
+    def __init__(self, known: Int32, chain: HashChain | None) -> None:
+        """``chain``: an empty one that names the blocks; None where no content is looked up."""
+        self._on_full_block: Callable[[bytes], None] | None = None
+        self._data = bytearray(np.ascontiguousarray(known, "<i4").data.cast("B") if len(known) else b"")
+        self._chain = chain
+        self.block_hashes: list[bytes] = [] if chain is None else chain.hashes
+        if chain is not None:
+            chain.extend(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data) >> 2
+
+    def follow(self, on_full_block: Callable[[bytes], None]) -> None:
+        self._on_full_block = on_full_block
+
+    def append(self, token: int) -> None:
+        self.extend(token.to_bytes(4, "little"))
+
+    def extend(self, raw: bytes) -> None:
+        self._data += raw
+        if self._chain is None:
+            return
+        known = len(self.block_hashes)
+        self._chain.extend(self._data, raw)
+        if self._on_full_block is not None:
+            for name in self.block_hashes[known:]:
+                self._on_full_block(name)
+
+    def array(self) -> Int32:
+        return np.frombuffer(bytes(self._data), "<i4")
+
+    def tail(self, start: int) -> list[int]:
+        tail: list[int] = np.frombuffer(self._data[4 * start :], "<i4").tolist()
+        return tail

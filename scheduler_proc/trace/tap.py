@@ -1,0 +1,47 @@
+"""What happened inside a Scheduler, as lists."""
+
+from typing import NamedTuple
+
+from quire.protocol.wire.front_end_messages import Ended
+from quire.scheduler_proc.kv.block_hash import NAME_BYTES
+from quire.scheduler_proc.requests.request import Request
+
+
+class Hit(NamedTuple):
+    """An admission, first or after a preemption, with so many tokens from the prefix cache."""
+
+    handle: int
+    request_id: str
+    num_hit_tokens: int
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+class Tap:
+    """SchedulerHooks that keep what they are called with, until the reader clears it.
+
+    Attributes:
+        hashes: (handle, first ``NAME_BYTES`` bytes of the name) of each block that became full.
+        ended_requests: endings of accepted requests.
+        hits: admissions.
+    """
+
+    def __init__(self) -> None:
+        self.hashes: list[tuple[int, bytes]] = []
+        self.ended_requests: list[Ended] = []
+        self.hits: list[Hit] = []
+
+    def block_filled(self, handle: int, name: bytes) -> None:
+        self.hashes.append((handle, name[:NAME_BYTES]))
+
+    def admitted(self, request: Request, num_hit_tokens: int) -> None:
+        known = (request.num_prompt_tokens, request.num_tokens)
+        self.hits.append(Hit(request.handle, request.request_id, num_hit_tokens, *known))
+
+    def ended(self, ended: Ended) -> None:
+        self.ended_requests.append(ended)
+
+    def clear(self) -> None:
+        self.hashes.clear()
+        self.ended_requests.clear()
+        self.hits.clear()

@@ -1,0 +1,38 @@
+"""Requests without tokens: their arrivals are checked, and their lengths and names are known."""
+
+from typing import Any
+
+import pytest
+from scheduler_driver import change, make_config, make_layout
+
+from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueTokens
+from quire.launch.replay.core.scheduler import ReplayScheduler
+from quire.protocol.request.sampling_params import SamplingParams
+
+
+def test_opaque_tokens_know_only_length_and_given_hashes() -> None:
+    tokens = OpaqueTokens(5, 4, [b"x"])
+    tokens.append(7)
+    assert len(tokens) == 6 and tokens.block_hashes == [b"x"]
+    assert tokens.array().tolist() == [0] * 6
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_prompt_tokens": 0},
+        {"num_prompt_tokens": 500},
+        {"block_hashes": b"xyz", "hash_bytes": 2},
+        {"hash_bytes": 0},
+        {"num_output_tokens": -1},
+    ],
+)
+def test_opaque_arrivals_are_checked_too(fields: dict[str, Any]) -> None:
+    config = make_config()
+    scheduler = ReplayScheduler(config, make_layout(config), 33)
+    event = OpaqueRequest("o", 5, SamplingParams(), 0, b"")
+    scheduler.consume(change(event, **fields))
+    assert not scheduler.table.requests
+    scheduler.consume(event)
+    scheduler.consume(event)
+    assert len(scheduler.table.requests) == len(scheduler.table.waiting) == 1
