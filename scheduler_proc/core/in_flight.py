@@ -131,11 +131,11 @@ class StepsInFlight:
         Raises:
             WorkerFault: it cannot be the answer to the oldest step; then nothing has changed.
         """
-        record = self._expected(output.step)
+        record = self.expected_step(output.step)
         tokens = NOBODY if output.tokens is None else output.tokens
         handles = self.handles if output.handles is None else output.handles
-        self._check_handles(record, output, handles)
-        _check_counts(record, output, handles, tokens)
+        self.check_handles(record, output, handles)
+        check_counts(record, output, handles, tokens)
         # As unsigned, a negative id is a huge one.
         if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:
             raise WorkerFault(f"result of step {output.step}: a token id outside the vocabulary")
@@ -159,13 +159,13 @@ class StepsInFlight:
         self.records.clear()
         return dropped
 
-    def _expected(self, step: int) -> InFlightStep:
+    def expected_step(self, step: int) -> InFlightStep:
         if not self.records or self.records[0].step != step:
             expected = self.records[0].step if self.records else "none"
             raise WorkerFault(f"result of step {step} came, expected {expected}")
         return self.records[0]
 
-    def _check_handles(self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32) -> None:
+    def check_handles(self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32) -> None:
         """Cheap while nothing changed: then the same batch was checked against the same handles."""
         if output.handles is None and record.only_steady and record.steady is self.verified:
             return
@@ -180,7 +180,7 @@ def _raise(output: ModelRunnerOutput, fault: str | None) -> None:
         raise WorkerFault(f"result of step {output.step}: {fault}")
 
 
-def _check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32, tokens: Int32) -> None:
+def check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32, tokens: Int32) -> None:
     counts, verified = output.counts, output.drafts
     if counts is None and len(tokens) != len(handles):
         _raise(output, f"{len(tokens)} tokens for {len(handles)} requests")

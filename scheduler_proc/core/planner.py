@@ -218,11 +218,11 @@ class Planner:
 
     def _schedule_waiting(self, plan: StepPlan, pause: str) -> None:
         if (suspect := self._suspects.alone) is not None:
-            self._schedule_alone(plan, pause, suspect)
+            self.schedule_alone(plan, pause, suspect)
             return
         while self.table.waiting:
             request = self.table.waiting.peek_request()
-            reason = WaitReason.PAUSED if pause else self._why_not(plan, request)
+            reason = WaitReason.PAUSED if pause else self.why_not(plan, request)
             if reason is not None:
                 self._waits_for(plan, request, reason)
                 return
@@ -232,7 +232,7 @@ class Planner:
             self._decisions.note(Decision(plan.step, "wait", request.request_id, reason))
             request.wait_reason = reason
 
-    def _schedule_alone(self, plan: StepPlan, pause: str, suspect: Request) -> None:
+    def schedule_alone(self, plan: StepPlan, pause: str, suspect: Request) -> None:
         """Admit the suspect and no other request."""
         if suspect in self.table.waiting:
             reason = WaitReason.PAUSED if pause else self._admit(plan, suspect, has_the_pool=True)
@@ -242,7 +242,7 @@ class Planner:
         if first is not None and first is not suspect:
             self._waits_for(plan, first, WaitReason.SUSPECT)
 
-    def _why_not(self, plan: StepPlan, request: Request) -> WaitReason | None:
+    def why_not(self, plan: StepPlan, request: Request) -> WaitReason | None:
         """The same as ``_admit``, which is not asked again while nothing that it goes by has changed.
 
         Who is running can only change without the pool when somebody leaves, and then there are fewer.

@@ -36,7 +36,7 @@ class RequestTable:
         self.cruise = cruise
         self._in_flight = in_flight
         self.stops = StopTable(vocab_size)
-        self._handles = HandlePool()
+        self.handles = HandlePool()
         self.rows: Counter[int] = Counter()
         self._removed: list[int] = []
         self._retired: list[int] = []
@@ -55,7 +55,7 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """A new request waits; it gets its handle and its number."""
-        request.handle = self._handles.take()
+        request.handle = self.handles.take()
         request.number = self._num_added = self._num_added + 1
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
@@ -126,13 +126,17 @@ class RequestTable:
         else:
             self.waiting.remove_request(request)
         request.status = status
-        self._retired.append(request.handle)
+        self.retire(request.handle)
         self.stops.remove(request.stop_tokens)
         del self.requests[request.client, request.request_id]
         if self.requests:
             self.waiting.charge(request.tenant, OUTPUT_WEIGHT * request.num_output_tokens)
         else:
             self.waiting.forget_service()
+
+    def retire(self, handle: int) -> None:
+        """Its request has ended; the workers may hold it still."""
+        self._retired.append(handle)
 
     def take_removed(self) -> list[int]:
         """Handles that the next diff removes from the workers."""
@@ -148,7 +152,7 @@ class RequestTable:
     def give_back(self, handles: list[int]) -> None:
         self._num_retired_in_flight -= len(handles)
         for handle in handles:
-            self._handles.give_back(handle)
+            self.handles.give_back(handle)
 
     def retire_later(self, handles: list[int]) -> None:
         """The diff that was to answer for ``handles`` never will be answered: the next one has to."""
@@ -162,7 +166,7 @@ class RequestTable:
 
     def restore(self, removed: list[int], retired: list[int]) -> None:
         """For an empty table: the ``leftovers`` of another one. Raises ValueError where they cannot be."""
-        self._handles.restore(retired)
+        self.handles.restore(retired)
         if len(set(removed)) < len(removed) or not set(removed) <= set(retired):
             raise ValueError("the next diff cannot remove what has not ended")
         self._removed, self._retired = removed.copy(), retired.copy()
@@ -206,4 +210,4 @@ class RequestTable:
         orders = [r.order for r in self.running.values()]
         assert orders == sorted(orders), "running is not in order of admission"
         retired = len(self._retired) + self._num_retired_in_flight
-        assert self._handles.num_taken == len(self.requests) + retired, "a handle leaked"
+        assert self.handles.num_taken == len(self.requests) + retired, "a handle leaked"

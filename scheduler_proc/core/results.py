@@ -78,7 +78,7 @@ class Results:
             WorkerFault: it answers another step, its tokens or handles cannot be right, or the step was too large
                 (StepTooLarge); nothing has changed.
         """
-        if self._is_stale(output.step):
+        if self.is_stale(output.step):
             return
         if output.failure:
             raise StepTooLarge(output.failure)
@@ -88,7 +88,7 @@ class Results:
         if deliver:
             self.outputs.sampled(sampled, cut, output.logprobs)
 
-    def _is_stale(self, step: int) -> bool:
+    def is_stale(self, step: int) -> bool:
         """Whether a result belongs to a step of before the epoch began. The first one after it tells the rows anew."""
         if step > self.stale_until:
             return False
@@ -182,7 +182,7 @@ class Results:
             self.finish(request, EndReason.ERROR, detail=faults.failed[request.handle])
             return 0
         if drafts:
-            self._settle_drafts(request, drafts, sampled.num_verified(position), len(tokens) - 1)
+            self.settle_drafts(request, drafts, sampled.num_verified(position), len(tokens) - 1)
         for kept, token in enumerate(tokens, 1):
             request.tokens.append(token)
             ending = endings.verdict(request, token)
@@ -191,7 +191,7 @@ class Results:
                 return kept
         return len(tokens)
 
-    def _settle_drafts(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
+    def settle_drafts(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
         """Claw back what was counted for drafts that were not there, or not right; and learn from it."""
         request.claw_back(drafts - accepted)
         self._stats.num_draft_tokens += verified

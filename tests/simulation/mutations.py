@@ -107,9 +107,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _bad_results_pass() -> Iterator[None]:
     """Results are applied without a look at whose tokens they hold, and which."""
     with (
-        mock.patch("quire.scheduler_proc.core.in_flight.StepsInFlight._check_handles", _nothing),
-        mock.patch("quire.scheduler_proc.core.in_flight._check_counts", _nothing),
-        mock.patch.object(scheduler.StepsInFlight, "_expected", lambda self, step: self.records[0]),
+        mock.patch("quire.scheduler_proc.core.in_flight.StepsInFlight.check_handles", _nothing),
+        mock.patch("quire.scheduler_proc.core.in_flight.check_counts", _nothing),
+        mock.patch.object(scheduler.StepsInFlight, "expected_step", lambda self, step: self.records[0]),
     ):
         yield
 
@@ -168,7 +168,7 @@ def _cached_before_written() -> Iterator[None]:
 @contextlib.contextmanager
 def refused_for_ever() -> Iterator[None]:
     """Who could not be let in once is not looked at again."""
-    real = planner.Planner._why_not
+    real = planner.Planner.why_not
     refused: dict[int, Any] = {}
 
     def why_not(self: Any, plan: Any, request: Any) -> Any:
@@ -177,7 +177,7 @@ def refused_for_ever() -> Iterator[None]:
             refused[id(request)] = reason
         return reason
 
-    with mock.patch.object(planner.Planner, "_why_not", why_not):
+    with mock.patch.object(planner.Planner, "why_not", why_not):
         yield
 
 
@@ -212,7 +212,7 @@ MUTATIONS = (
     Mutation(
         "results of steps before the epoch are applied",
         "2, F16",
-        lambda: mock.patch.object(results.Results, "_is_stale", lambda self, step: False),
+        lambda: mock.patch.object(results.Results, "is_stale", lambda self, step: False),
         seed=8,
     ),
     Mutation("results are not checked", "A51, F9", _bad_results_pass),
@@ -220,7 +220,7 @@ MUTATIONS = (
     Mutation(
         "a suspect is not run alone",
         "F4",
-        lambda: mock.patch.object(planner.Planner, "_schedule_alone", lambda self, plan, pause, suspect: None),
+        lambda: mock.patch.object(planner.Planner, "schedule_alone", lambda self, plan, pause, suspect: None),
     ),
     Mutation(
         "no request is held to be why schedulers die",

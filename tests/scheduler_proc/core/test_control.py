@@ -119,7 +119,7 @@ def test_check_fails_when_it_should(damage: str) -> None:
     elif damage == "blocks":
         scheduler.kv.free(request)
     elif damage == "handles":
-        scheduler.table._handles.take()
+        scheduler.table.handles.take()
     else:
         scheduler.kv.coordinator.managers[0].req_to_blocks[99] = []
     with pytest.raises(AssertionError):

@@ -34,17 +34,9 @@ def waiting_for_the_result_in_flight() -> Patch:
     return mock.patch.object(Request, "awaits_result", False)
 
 
-@contextlib.contextmanager
-def waiting_for_the_workers_to_let_go() -> Iterator[None]:
+def waiting_for_the_workers_to_let_go() -> Patch:
     """A handle is given to the next request before the workers have let go of it."""
-    real = request_table.RequestTable.end
-
-    def end(self: Any, request: Any, status: Any) -> None:
-        real(self, request, status)
-        self._handles.give_back(self._retired.pop())
-
-    with mock.patch.object(request_table.RequestTable, "end", end):
-        yield
+    return mock.patch.object(request_table.RequestTable, "retire", lambda self, handle: self.handles.give_back(handle))
 
 
 @contextlib.contextmanager
@@ -64,7 +56,7 @@ def knowing_who_samples() -> Iterator[None]:
 
 def settling_of_drafts() -> Patch:
     """Drafts that were not there, or not right, stay counted as computed."""
-    return mock.patch.object(results.Results, "_settle_drafts", nothing)
+    return mock.patch.object(results.Results, "settle_drafts", nothing)
 
 
 def taking_back_of_shares() -> Patch:
@@ -217,7 +209,7 @@ def forgetting_of_bad_contents() -> Patch:
 
 def draining_of_removals() -> Patch:
     """What was told to the workers once is kept, and told again."""
-    return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: list(self._removed))
+    return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: self.leftovers[0])
 
 
 @contextlib.contextmanager
