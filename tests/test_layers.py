@@ -3,7 +3,9 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,17 @@ def _imports(file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            yield node.module or ""
+            assert node.level == 0 and node.module, f"{file}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _graph() -> dict[str, set[str]]:
+    """Each of our modules, and those that it imports."""
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in _files(*PACKAGES)}
+    files = {module.removesuffix(".__init__"): file for module, file in files.items()}
+    graph = {module: {name.removeprefix("quire.") for name in _imports(file)} for module, file in files.items()}
+    return {module: imported & graph.keys() - {module} for module, imported in graph.items()}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -43,6 +54,42 @@ def test_a_layer_imports_only_the_layers_below(package: str) -> None:
         for name in _imports(file):
             if name.startswith("quire."):
                 assert name.split(".")[1] in ALLOWED[package], f"{file.relative_to(ROOT)} imports {name}"
+
+
+def test_no_import_circle() -> None:
+    tuple(TopologicalSorter(_graph()).static_order())  # raises CycleError, which names one
+
+
+def test_between_the_folders_of_a_package_the_arrows_run_one_way() -> None:
+    """A folder that another imports from imports nothing from that, not even by way of others.
+
+    A module beside the folders counts as one.
+    """
+    arrows: dict[str, set[str]] = {}
+    for module, imported in _graph().items():
+        at = module.split(".")
+        for to in [name.split(".") for name in imported]:
+            if at[0] == to[0] and min(len(at), len(to)) > 1 and at[1] != to[1]:
+                arrows.setdefault(f"{at[0]}.{at[1]}", set()).add(f"{to[0]}.{to[1]}")
+    tuple(TopologicalSorter(arrows).static_order())
+
+
+def test_no_folder_has_more_than_20_modules() -> None:
+    files = [file for file in _files(*PACKAGES) if file.name != "__init__.py"]
+    folders = Counter(str(file.parent.relative_to(ROOT)) for file in files)
+    assert not {folder: count for folder, count in folders.items() if count > 20}
+
+
+IMPURE = {"asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random", "select"}
+IMPURE |= {"signal", "socket", "subprocess", "tempfile", "threading", "time", "zmq"}
+
+
+def test_what_decides_is_pure() -> None:
+    """Requests, blocks and decisions know no clock, socket, thread or file, nor what records and runs them."""
+    ours = tuple(f"quire.scheduler_proc.{folder}" for folder in ("process", "structured", "trace"))
+    for file in _files("scheduler_proc/core", "scheduler_proc/requests", "scheduler_proc/kv"):
+        found = [name for name in _imports(file) if name.split(".")[0] in IMPURE or name.startswith(ours)]
+        assert not found, f"{file.relative_to(ROOT)} imports {found}"
 
 
 @pytest.mark.parametrize("package", TORCH_FREE)
