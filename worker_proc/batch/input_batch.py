@@ -95,16 +95,18 @@ class InputBatch:
 
     Attributes:
         generation: counts the steps in which a row changed hands.
-        keeps_output: whether a request's answer is to be kept as a list, for its processors.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, keeps_output: Callable[[SamplingParams], bool] = lambda sampling: False
+    ) -> None:
+        """``keeps_output``: whether a request's answer is to be kept as a list, for its processors."""
         self.max_rows = max_rows
         self.num_rows = 0
         self.row_of: dict[int, int] = {}
         self.generation = 0
         self.builder = BatchUpdateBuilder()
-        self.keeps_output: Callable[[SamplingParams], bool] = lambda sampling: False
+        self._keeps_output = keeps_output
         self._stores: list[RowStore] = []
         self.tokens = TokenColumn(max_rows, max_model_len)
         self.register(self.tokens)
@@ -198,7 +200,7 @@ class InputBatch:
     def _tell_processors(self, row: int, request: NewRequestData) -> None:
         prompt: list[int] = []
         output: list[int] = []
-        if self.keeps_output(request.sampling):
+        if self._keeps_output(request.sampling):
             known: list[int] = self.tokens.data[row, : request.num_tokens].tolist()
             prompt, output = known[: request.num_prompt_tokens], known[request.num_prompt_tokens :]
             self.outputs.set_row(row, output)

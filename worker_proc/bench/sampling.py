@@ -21,6 +21,7 @@ from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.drafts.make import make_proposer
+from quire.worker_proc.sampling.processors import output_readers
 from quire.worker_proc.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ class Sampling:
 
     def __init__(self, config: EngineConfig, rows: int, params: dict[str, Any]) -> None:
         vocab = config.model.vocab_size
-        self.batch = InputBatch(rows, 512)
+        self.batch = InputBatch(rows, 512, output_readers(config))
         self.sampler = Sampler(self.batch, config, CPU)
         sampling = SamplingParams(max_tokens=None, **params)
         rng = np.random.default_rng(0)

@@ -37,6 +37,7 @@ from quire.worker_proc.execute.steady_decode import SteadyDecode
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
+from quire.worker_proc.sampling.processors import output_readers
 from quire.worker_proc.sampling.prompt_logprobs import prompt_logprobs
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
@@ -67,7 +68,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._num_blocks = num_blocks
-        self.batch = InputBatch(config.max_num_seqs, config.max_model_len)
+        self.batch = InputBatch(config.max_num_seqs, config.max_model_len, output_readers(config))
         self.tables = make_block_tables(
             layout.groups, num_blocks, config.max_model_len, self.batch.num_computed, device
         )

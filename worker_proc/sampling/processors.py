@@ -11,7 +11,7 @@ Then the Sampler divides by the temperature; for rows that are not greedy, plugi
 is the best one (argmax-invariant). Temperature, top-k, top-p and min-p are columns of the Sampler, not classes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from quire.protocol.request.logits_processors import BatchUpdate, LogitsProcesso
 from quire.protocol.request.plugins import load_logits_processors
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.input_batch import InputBatch
-from quire.worker_proc.batch.positions import SampledPositions
+from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords
@@ -40,11 +40,25 @@ Failures = list[tuple[int, str]]
 """Positions that have no token to give, and why, in words for the client."""
 
 
+def output_readers(config: EngineConfig) -> Callable[[SamplingParams], bool]:
+    """Whether a request's answer must be kept as a list: plugins, bad words or a thinking budget look at its tokens.
+
+    Raises:
+        ConfigError: a plugin cannot be loaded.
+    """
+    any_plugins = bool(load_logits_processors(config.logits_processors))
+
+    def read(sampling: SamplingParams) -> bool:
+        return any_plugins or BadWords.reads_output(sampling) or ThinkingBudget.reads_output(sampling, config)
+
+    return read
+
+
 class LogitsProcessors:
     """Owns the built-in processors and the plugins of a worker.
 
-    Where a request's answer is needed as a list, it says so to the batch (``InputBatch.keeps_output``): such lists must
-    be exact when ``apply`` is called, for which the host waits. Lengths and counts need no waiting.
+    The batch's lists of answers (``output_readers`` says of which requests) must be exact when ``apply`` is called, for
+    which the host waits. Lengths and counts need no waiting.
     """
 
     def __init__(self, config: EngineConfig, batch: InputBatch, device: torch.device) -> None:
@@ -53,12 +67,10 @@ class LogitsProcessors:
         self._vocab_size = config.model.vocab_size
         made = (config, device, device.type == "cuda")
         self._bias = LogitBias(*made)
-        self._penalties = Penalties(*made)
-        self._penalties.text_of = self._text_of
+        self._penalties = Penalties(*made, text_of=self._text_of)
         self._allowed = AllowedTokenIds(*made)
         self._bad_words = BadWords(*made)
-        self._min_tokens = MinTokens(*made)
-        self._min_tokens.num_output = lambda rows: (batch.num_known[rows] - batch.num_prompt[rows]).astype(np.int64)
+        self._min_tokens = MinTokens(*made, num_output=self._num_output)
         self._thinking = ThinkingBudget(*made)
         self._builtin: list[RowProcessor[Any]] = [
             self._bias,
@@ -69,7 +81,6 @@ class LogitsProcessors:
             self._thinking,
         ]
         self._plugins = PluginBatch(load_logits_processors(config.logits_processors), config, device)
-        batch.keeps_output = self.keeps_output
 
     @property
     def argmax_invariant(self) -> list[LogitsProcessor]:
@@ -94,10 +105,6 @@ class LogitsProcessors:
     @property
     def has_argmax_invariant(self) -> bool:
         return bool(self._plugins.argmax_invariant)
-
-    def keeps_output(self, sampling: SamplingParams) -> bool:
-        """Whether the request's answer must be kept as a list: somebody looks at its tokens."""
-        return bool(len(self._plugins)) or BadWords.reads_output(sampling) or self._thinking.reads_output(sampling)
 
     def update_state(self, update: BatchUpdate | None) -> None:
         """How the rows changed; once per step, before its ``apply``."""
@@ -188,6 +195,10 @@ class LogitsProcessors:
         batch = self._batch
         known = batch.tokens.data[row, : batch.tokens.length[row]]
         return known[: batch.num_prompt[row]], known[batch.num_prompt[row] :]
+
+    def _num_output(self, rows: Ints) -> Ints:
+        counts: Ints = self._batch.num_known[rows] - self._batch.num_prompt[rows]
+        return counts.astype(np.int64)
 
     @staticmethod
     def _told(logits: torch.Tensor, failed: dict[int, str]) -> Failures:

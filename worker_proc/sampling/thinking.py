@@ -40,8 +40,10 @@ class ThinkingBudget(RowProcessor[Budget]):
         self._start, self._end = config.thinking_start_token_ids, config.thinking_end_token_ids
         super().__init__(config, device, is_pin_memory)
 
-    def reads_output(self, params: SamplingParams) -> bool:
-        return params.thinking_token_budget is not None and bool(self._start and self._end)
+    @staticmethod
+    def reads_output(params: SamplingParams, config: EngineConfig) -> bool:
+        markers = config.thinking_start_token_ids and config.thinking_end_token_ids
+        return params.thinking_token_budget is not None and bool(markers)
 
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
         self.force(logits, *self.forced(positions))
@@ -68,7 +70,7 @@ class ThinkingBudget(RowProcessor[Budget]):
             logits[at, there] = 0.0
 
     def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> Budget | None:
-        if params.thinking_token_budget is None or not self.reads_output(params):
+        if params.thinking_token_budget is None or not (self._start and self._end):
             return None
         return Budget(params.thinking_token_budget, ThinkingState(self._start, self._end, prompt), output)
 

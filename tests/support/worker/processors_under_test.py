@@ -13,16 +13,18 @@ from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.sampling.accept import accept_drafts
-from quire.worker_proc.sampling.processors import LogitsProcessors
+from quire.worker_proc.sampling.processors import LogitsProcessors, output_readers
 
 
 class ProcessorsUnderTest:
     """``requests``: handle → what the request is by now, kept by the test's own arithmetic."""
 
     def __init__(self, plugins: Sequence[str] = (), max_rows: int = 8, **settings: Any) -> None:
-        self.batch = InputBatch(max_rows, 512)
         names = [f"processor_plugins:{name}" for name in plugins]
-        self.processors = LogitsProcessors(processor_config(logits_processors=names, **settings), self.batch, CPU)
+        config = processor_config(logits_processors=names, **settings)
+        self.keeps_output = output_readers(config)
+        self.batch = InputBatch(max_rows, 512, self.keeps_output)
+        self.processors = LogitsProcessors(config, self.batch, CPU)
         self.history = TokenHistory(self.batch)
         self.requests: dict[int, Request] = {}
 

@@ -11,6 +11,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
+from quire.worker_proc.sampling.processors import output_readers
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 
 CPU = torch.device("cpu")
@@ -22,8 +23,9 @@ def sampling_config(vocab_size: int, **settings: Any) -> EngineConfig:
 
 def make_sampler(vocab_size: int, max_rows: int, max_len: int, **settings: Any) -> tuple[InputBatch, Sampler]:
     """Both empty."""
-    batch = InputBatch(max_rows, max_len)
-    return batch, Sampler(batch, sampling_config(vocab_size, max_num_seqs=max_rows, **settings), CPU)
+    config = sampling_config(vocab_size, max_num_seqs=max_rows, **settings)
+    batch = InputBatch(max_rows, max_len, output_readers(config))
+    return batch, Sampler(batch, config, CPU)
 
 
 def batch_of(

@@ -36,8 +36,7 @@ class World:
     """A batch whose samples are told by hand; ``lists``: answers are kept as lists."""
 
     def __init__(self, *, lists: bool = True) -> None:
-        self.batch = InputBatch(ROWS, LENGTH)
-        self.batch.keeps_output = lambda sampling: lists
+        self.batch = InputBatch(ROWS, LENGTH, lambda sampling: lists)
         self.history = TokenHistory(self.batch)
 
     def change(self, removed: list[int], added: dict[int, list[int]]) -> None:

@@ -194,14 +194,13 @@ def test_a_draft_may_lead_where_nothing_is_allowed() -> None:
 def test_lists_are_kept_for_who_reads_tokens(sampling: dict[str, object], kept: bool) -> None:
     """The host waits for these; lengths it knows, and counts are the device's."""
     params = SamplingParams(max_tokens=None, **sampling)  # type: ignore[arg-type]
-    world = ProcessorsUnderTest()
-    assert world.processors.keeps_output(params) == world.batch.keeps_output(params) == kept
-    assert ProcessorsUnderTest(["AddText"]).batch.keeps_output(params)
+    assert ProcessorsUnderTest().keeps_output(params) == kept
+    assert ProcessorsUnderTest(["AddText"]).keeps_output(params)
 
 
 def test_a_budget_without_markers_needs_no_list() -> None:
     params = SamplingParams(thinking_token_budget=0)
-    assert not ProcessorsUnderTest(thinking_end_token_ids=[]).processors.keeps_output(params)
+    assert not ProcessorsUnderTest(thinking_end_token_ids=[]).keeps_output(params)
 
 
 def test_builtin_ones_come_before_plugins_and_invariant_ones_apart() -> None:

@@ -23,22 +23,28 @@ class Minimum:
 class MinTokens(BanProcessor[Minimum]):
     """Only looks at how long answers are, which the host knows before the device has their tokens.
 
-    Attributes:
-        num_output: of some rows, how many tokens their answers have. By default as their lists say.
+    Args:
+        num_output: of some rows, how many tokens their answers have; None: as their lists say.
     """
 
     _places: Places
     _still: npt.NDArray[np.bool_] | None
 
-    def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        is_pin_memory: bool,
+        num_output: Callable[[Ints], Ints] | None = None,
+    ) -> None:
         self._eos = config.model.eos_token_ids
-        self.num_output: Callable[[Ints], Ints] = self._listed
+        self._num_output = num_output or self._listed
         super().__init__(config, device, is_pin_memory)
 
     def bans(self, positions: SampledPositions) -> Places:
         if not len(self._tokens.rows):
             return self._places
-        num_output = self.num_output(self._tokens.rows)
+        num_output = self._num_output(self._tokens.rows)
         self._forget_the_long(num_output)
         if len(num_output) != len(self._tokens.rows):
             return self.bans(positions)

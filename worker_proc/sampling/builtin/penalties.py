@@ -39,12 +39,18 @@ class Penalties(RowProcessor[Penalised]):
     New tokens come to the counts in one of two ways: ``apply`` reads them off the lists; the engine, which does not
     wait for the host to know them, calls ``edit`` and says with ``accepted`` what became of it.
 
-    Attributes:
-        text_of: prompt and answer so far of a row that was just added. By default as its lists say.
+    Args:
+        text_of: prompt and answer so far of a row that was just added; None: as its lists say.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.text_of: Callable[[int], Text] = self._listed
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        is_pin_memory: bool,
+        text_of: Callable[[int], Text] | None = None,
+    ) -> None:
+        self._text_of = text_of or self._listed
         self._counts = make_counts(config.model.vocab_size, device)
         self._free: list[int] = []
         super().__init__(config, device, is_pin_memory)
@@ -102,7 +108,7 @@ class Penalties(RowProcessor[Penalised]):
         for row, state in self._states.items():
             if state.slot < 0:
                 state.slot = self._free.pop()
-                self._counts.begin(state.slot, *self.text_of(row))
+                self._counts.begin(state.slot, *self._text_of(row))
                 state.num_listed = len(state.output)
         states = self._states.values()
         self._rows = np.fromiter(self._states, np.int64, len(self._states))
