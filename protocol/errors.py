@@ -1,4 +1,4 @@
-"""Errors whose text a user may see: our own words, no path of ours, no traceback."""
+"""Errors with a text that a user may see: our own words, no path of ours, no traceback."""
 
 import difflib
 from collections.abc import Iterable

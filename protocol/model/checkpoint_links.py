@@ -8,7 +8,7 @@ _READ = (".json", ".jinja", ".safetensors")
 
 
 def check_links(folder: Path) -> None:
-    """A link out of the folder would show files of this machine to whoever made the checkpoint.
+    """A link out of the folder would show files of this machine to the author of the checkpoint.
 
     The hub's cache is the exception: there, snapshots link to the blobs beside them.
 

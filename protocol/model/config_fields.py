@@ -11,7 +11,7 @@ MAX_SHOWN = 160
 
 
 def shown(value: object) -> str:
-    """A value of somebody else's file, for an error of one line: short, and without control characters."""
+    """A value of an untrusted file, for an error of one line: short, and without control characters."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

@@ -86,7 +86,7 @@ class Child:
     """
 
     def __init__(self, status_fd: int, lifeline_fd: int = -1, directory: Path | None = None) -> None:
-        """``directory``: the sockets'; removed by whoever outlives a supervisor that could not do so itself.
+        """``directory``: the sockets'; removed by a child that outlives a supervisor that could not do so itself.
 
         Without a ``lifeline_fd`` there are no commands and no signs of life: for tests.
         """
@@ -107,12 +107,12 @@ class Child:
         try:
             os.write(self._status_fd, msgspec.json.encode(report) + b"\n")
         except OSError:
-            sys.exit(1)  # nobody supervises us any more
+            sys.exit(1)  # the supervisor is gone
 
     def fail(self, error: BaseException) -> NoReturn:
         """Report the reason in one line and end the process: status 78 for bad settings or checkpoints, else 1.
 
-        An error that nobody foresaw also leaves its traceback on stderr.
+        An unexpected error also leaves its traceback on stderr.
         """
         if not isinstance(error, QuireError):
             traceback.print_exception(error)
@@ -142,7 +142,7 @@ class Child:
 
     def put(self, command: Command) -> None:
         """As if the supervisor had said it."""
-        # In this order: whoever takes the wake in between takes the command as well, or would sleep with it there.
+        # In this order: a thread that takes the wake in between takes the command, too, and does not sleep on.
         self._commands.append(command)
         os.eventfd_write(self._wake, 1)
         self._pending = True
@@ -187,7 +187,7 @@ class Child:
             self._end_with_parent()
 
     def _hang(self) -> None:
-        """Once: whoever supervises us hears nothing from now on."""
+        """Once: the supervisor hears nothing from now on."""
         on_hang, self._on_hang = self._on_hang, None
         if on_hang is not None:
             faulthandler.dump_traceback(all_threads=True)

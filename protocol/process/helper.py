@@ -5,7 +5,7 @@ one answer. Both ends of it. The helper makes itself ready once, and then has a 
 limit ends without a lock of Python's being able to hinder it; the next child is there at once, and ready.
 
 On the helper's standard input come questions (``_QUESTION`` and the bytes), on its output answers (``_ANSWER`` and the
-bytes); both end with whoever started it.
+bytes); both end with the process that started it.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class HelperDied(Exception):
 
     @property
     def was_killed(self) -> bool:
-        """By somebody else: the question is not to blame."""
+        """It was killed from outside: the question is not to blame."""
         return self.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -213,7 +213,7 @@ def on_a_large_stack(work: Callable[[], None], name: str) -> threading.Thread:
 
 
 def _serve(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int, answers: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # whoever asked is gone, and so is this process soon
+    with contextlib.suppress(BrokenPipeError):  # the caller is gone, and this process soon ends, too
         _answer_all(make, extra_bytes, answers)
 
 
@@ -277,7 +277,7 @@ def _next_question(state: mmap.mmap) -> tuple[int, float, bytes] | None:
     """(number, CPU seconds, question); None at the end. Unbuffered: what is not read is the next child's."""
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    poller.poll()  # not within the read: one that is killed there may have taken what nobody else can read again
+    poller.poll()  # not within the read: one that is killed there may have taken what no other can read again
     state[:] = _READING.to_bytes(4, "little")
     head = os.read(0, _QUESTION.size)
     try:

@@ -1,4 +1,4 @@
-"""The stream of diagnostics when it cannot be written: closed, a full disk, a pipe that nobody reads any more."""
+"""The stream of diagnostics when it cannot be written: closed, a full disk, a pipe without a reader."""
 
 import contextlib
 import io
@@ -7,7 +7,7 @@ import sys
 
 
 class LossyStream(io.TextIOWrapper):
-    """Text to a file descriptor; what the descriptor does not take is lost, and nobody is told."""
+    """Text to a file descriptor; what the descriptor does not take is lost without a word."""
 
     def __init__(self, fd: int) -> None:
         # Unbuffered: what failed to be written once would be tried again, and fail again, at the process's end.
@@ -36,5 +36,5 @@ def survive_without_stderr() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
             os.set_inheritable(fd, True)
-    if sys.stderr is sys.__stderr__:  # else somebody captures it
+    if sys.stderr is sys.__stderr__:  # else it is captured
         sys.stderr = LossyStream(2)

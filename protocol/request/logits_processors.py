@@ -77,7 +77,7 @@ class LogitsProcessor(ABC):
 
     What an instance keeps per request, it keeps by row, and follows the batch by ``update_state``. It should be a
     function of what it was told and of the lists it was given, for it may be replaced: once one has raised, or returned
-    nonsense, a fresh one is told the whole batch as added, and each row is tried alone to find out whose request fails.
+    nonsense, a fresh one is told the whole batch as added, and each row is tried alone to find the request that fails.
     """
 
     @classmethod  # noqa: B027  (by default there is nothing to refuse)

@@ -93,7 +93,7 @@ def _import(title: str, module_name: str) -> Any:
 
 
 def _uses_cuda() -> bool:
-    """Whether torch, if anybody has imported it, has taken a CUDA device in this process."""
+    """Whether torch, if it is imported, has taken a CUDA device in this process."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 

@@ -1,8 +1,8 @@
-"""Keys for sockets that other machines can reach: who we are, and whom we let in.
+"""Keys for sockets that other machines can reach: our own, and those that are accepted.
 
 A folder of mode 0700 that belongs to this user, with ``server.key_secret`` and a folder ``allowed`` of the public keys
-(``NAME.key``) of those who may connect; ``zmq.auth.create_certificates`` makes such files. Nobody else's key opens the
-connection, and an empty list lets nobody in.
+(``NAME.key``) of those who may connect; ``zmq.auth.create_certificates`` makes such files. No other key opens the
+connection, and with an empty list none does.
 """
 
 import os
@@ -24,7 +24,7 @@ KEY_CHARACTERS = 40
 
 
 class CurveKeys(NamedTuple):
-    """Our pair, 40 characters of Z85 each, and the folder of those whom we let in."""
+    """Our pair, 40 characters of Z85 each, and the folder of those that are accepted."""
 
     public: bytes
     secret: bytes
@@ -75,7 +75,7 @@ def _read_key(file: Path) -> tuple[bytes, bytes | None]:
 class CurveContext:
     """A context whose sockets, once made, take connections of allowed keys only.
 
-    Its own, because whoever authenticates does so for a whole context. Owns the thread that does.
+    A context of its own, because authentication is for a whole context. Owns the thread that authenticates.
     """
 
     def __init__(self, keys: CurveKeys) -> None:
@@ -83,7 +83,7 @@ class CurveContext:
         from zmq.auth.thread import ThreadAuthenticator
 
         self.context: zmq.Context[Any] = zmq.Context()
-        # Before any socket: without somebody who authenticates, every key would be let in.
+        # Before any socket: without authentication every key would be accepted.
         self._authenticator: ThreadAuthenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         self._authenticator.configure_curve(domain=DOMAIN, location=keys.allowed)

@@ -45,7 +45,7 @@ class AddRequest(Message, frozen=True, tag=10):
     mm_features: list[bytes] = []
     kv_transfer: bytes = b""
     tenant: int = 0
-    """Whose it is, where the front end knows: 1 and up; 0 is nobody's. Admission is fair among tenants."""
+    """Its tenant, from 1; 0: none is known. Admission is fair among tenants."""
     again: bool = False
     """It was submitted before, on a link that broke: a queue that is full meanwhile does not turn it away."""
 
@@ -62,7 +62,7 @@ class Stop(Message, frozen=True, tag=12):
 
 
 class Control(Message, frozen=True, tag=13):
-    """``kind``: statistics, pause (nothing runs), pause_new (nobody is admitted), resume, reset_prefix_cache.
+    """``kind``: statistics, pause (nothing runs), pause_new (nothing is admitted), resume, reset_prefix_cache.
 
     Answered by Statistics with the same ``query``.
     """
@@ -150,7 +150,7 @@ class Statistics(Message, frozen=True, tag=22):
     num_trace_lines_lost: int = 0
     """Because the disk was too slow, or failed."""
     num_worker_restarts: int = 0
-    """Groups of workers that were lost, and whose work others did again."""
+    """Groups of workers that were lost; other workers computed their requests again."""
     num_slow_steps: int = 0
     """Steps that took five times as long as is usual for their size, and half a second at least."""
 

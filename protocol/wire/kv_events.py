@@ -75,11 +75,11 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "") -> None:
-    """Refuse what could be read by others than this user's processes, or those whose keys are in ``curve_dir``.
+    """Refuse endpoints that others could read than this user's processes, or holders of the keys in ``curve_dir``.
 
     Raises:
         ConfigError: neither ``ipc://`` in a folder of our own nor ``tcp://`` at one address of this machine and with
-            keys; twice the same; a replay of events that nobody publishes; or keys that are none, or for nothing.
+            keys; twice the same; a replay of events that are not published; or keys that are none, or for nothing.
     """
     if replay_endpoint and not endpoint:
         raise ConfigError("--kv-events-replay-endpoint needs --kv-events-endpoint")

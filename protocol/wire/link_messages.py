@@ -15,7 +15,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(Message, frozen=True, tag=1):
-    """First message of whoever connects. ``role`` is frontend or worker; ``index`` its rank or number."""
+    """First message of a process that connects. ``role`` is frontend or worker; ``index`` its rank or number."""
 
     protocol_version: int
     role: str
@@ -37,7 +37,7 @@ class Refused(Message, frozen=True, tag=3):
 
 
 class Heartbeat(Message, frozen=True, tag=4):
-    """From whoever only waits, every second or so; the scheduler says the same back.
+    """From a process that only waits, every second or so; the scheduler sends one back.
 
     A message that was lost, and behind which there is no other, shows as a gap before it, on either way.
     """

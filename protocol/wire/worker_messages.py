@@ -165,8 +165,8 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
 class Proposed(Message, frozen=True, tag=45):
     """The drafts of a step that awaits SampleInputs, so that there can be a mask for each position.
 
-    ``tokens`` has ``counts[i]`` entries for ``handles[i]``; who has no drafts is not named. From rank 0, and only for
-    a step that awaits SampleInputs and has drafts.
+    ``tokens`` has ``counts[i]`` entries for ``handles[i]``; a request without drafts is left out. From rank 0,
+    and only for a step that awaits SampleInputs and has drafts.
     """
 
     step: int

@@ -162,7 +162,7 @@ class ZmqHub:
 
 
 class ReplayRouter:
-    """A bound ROUTER for strangers: each of their messages is one number. Waits for nobody, remembers nobody.
+    """A bound ROUTER for strangers: each of their messages is one number. It waits for no peer and remembers none.
 
     ``malformed`` counts messages that were anything else.
     """
@@ -224,7 +224,7 @@ class AsyncZmqChannel:
         future.add_done_callback(self._sent)
 
     def _sent(self, future: "asyncio.Future[Any]") -> None:
-        """A send that fails (the socket was closed) concerns nobody any more."""
+        """A send that fails (the socket was closed) no longer matters."""
         self._num_unsent -= 1
         if not future.cancelled():
             future.exception()

@@ -1,1 +1,1 @@
-"""The KV cache as the scheduler sees it: blocks, who holds them, and which content can be reused."""
+"""The KV cache as the scheduler sees it: blocks, the requests that hold them, and the contents that can be reused."""

@@ -125,7 +125,7 @@ class BlockPool:
     whose ref_cnt stays 0; a block has a hash exactly when the map leads to it.
 
     Attributes:
-        events: told of each content that can newly be found, or not any more; None: nobody listens.
+        events: told of each content that can newly be found, or not any more; None: they are not wanted.
         now: seconds; the owner sets it once per step, for ``metrics``.
         num_evicted_blocks: contents forgotten, since the start, because their block was needed.
         num_evictable_blocks: free blocks whose content can still be found.
@@ -153,7 +153,7 @@ class BlockPool:
         return FreeKVCacheBlockQueue(self.blocks)
 
     def act_for(self, tenant: int) -> None:
-        """Whose request the next calls are for. It makes no difference here, but to a pool that is shared fairly."""
+        """The next calls are for a request of this tenant. Only a pool that is shared fairly needs it."""
 
     def share_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
         """How to learn what each tenant's requests hold, for a pool that is shared fairly."""
@@ -213,10 +213,10 @@ class BlockPool:
         self.num_evictable_blocks -= len(free)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Let go of each block once; those that nobody holds any more become free, the first one reused first.
+        """Let go of each block once; those that no request holds any more become free, the first one reused first.
 
         Raises:
-            ValueError: a block that nobody held; those before it were let go of.
+            ValueError: a block that was not held; those before it were let go of.
         """
         self.num_changes += 1
         freed: list[KVCacheBlock] = []
@@ -241,7 +241,7 @@ class BlockPool:
         self._line_up(freed, hashed)
 
     def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
-        """Where freed blocks stand in line: one whose content nobody could find is reused before any that caches.
+        """Where freed blocks stand in line: one without a content that can be found is reused before any that caches.
 
         The one place that decides it; a pool that is to reuse in another order overrides this.
         """
@@ -264,7 +264,7 @@ class BlockPool:
             self.events.stored(stored)
 
     def forget_content(self, key: bytes) -> None:
-        """What blocks with this key hold may not be what it should be: nobody may find it again."""
+        """Invalidate this key: the blocks with it may hold wrong content, which must not be found again."""
         self.num_changes += 1
         blocks = self.cached_block_hash_to_block.pop_all(key)
         for block in blocks:

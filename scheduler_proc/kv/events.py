@@ -1,4 +1,4 @@
-"""What changed in the prefix cache since somebody last took it, in order."""
+"""What changed in the prefix cache since the changes were last taken, in order."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""A pool whose cached contents are shared fairly: who has the most of it loses first what nobody holds."""
+"""A pool that shares cached contents fairly: contents that no request holds are lost by the tenant with the most first."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
     O(tenants) per CHUNK. Nothing here counts but blocks: a replay decides the same.
 
     Attributes:
-        tenant: whose request lets go of the blocks that are appended, or finds those that are removed.
+        tenant: the one with the request that lets go of the blocks that are appended, or finds those that are removed.
         count_held: blocks that each tenant's requests hold.
         num_taken: blocks given away since the start.
     """
@@ -154,7 +154,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
 
 
 class FairBlockPool(BlockPool):
-    """A pool for several tenants: what is evicted, goes by whose it is."""
+    """A pool for several tenants: what is evicted depends on the tenant that it belongs to."""
 
     free_block_queue: FairFreeQueue
 

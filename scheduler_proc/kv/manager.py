@@ -22,7 +22,7 @@ class CacheRequest(Protocol):
         num_acknowledged_tokens: positions whose computing was answered, cache hits included; never more than the
             computed ones, and 0 again with them.
         skip_reading_prefix_cache: it must compute everything itself.
-        tenant: whose it is; 0: nobody's.
+        tenant: its tenant; 0: none is known.
     """
 
     @property
@@ -153,7 +153,7 @@ class KVCacheManager:
         self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens)
 
     def forget_content(self, request: CacheRequest, num_kept_tokens: int) -> None:
-        """Nobody may find what this request wrote itself, after its first ``num_kept_tokens`` positions.
+        """Invalidate what this request wrote itself, after its first ``num_kept_tokens`` positions.
 
         Looked up by hash: the blocks of a request that was preempted since are free by now, and can still be found.
         """

@@ -85,7 +85,7 @@ class SingleTypeKVCacheManager(ABC):
         return wanted if self.group_id == 0 else map(partial(group_key, group=self.group_id), wanted)
 
     def forget_content(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
-        """Nobody may find these contents, after the blocks that lie within ``num_kept_tokens``."""
+        """Invalidate these contents, after the blocks that lie within ``num_kept_tokens``."""
         end = len(block_hashes) // self.granules
         for key in self.keys(block_hashes, num_kept_tokens // self.block_size, end):
             self.pool.forget_content(key)
