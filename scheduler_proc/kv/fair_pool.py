@@ -1,4 +1,4 @@
-"""A pool that shares cached contents fairly: contents that no request holds are lost by the tenant with the most first."""
+"""A pool that shares cached contents fairly: of what no request holds, the tenant with the most blocks loses its first."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
