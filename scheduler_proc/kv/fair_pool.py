@@ -1,4 +1,4 @@
-"""A pool that shares cached contents fairly: of what no request holds, the tenant with the most blocks loses its first."""
+"""A pool that shares cached contents fairly: the tenant with the most blocks loses first what no request holds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
