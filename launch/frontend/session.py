@@ -62,7 +62,7 @@ class Session:
     def begin(self, *, after_death: bool = False) -> None:
         """There is a new link, on which nothing was said yet. ``after_death``: to another scheduler."""
         if after_death:
-            self._count_death()
+            self.count_death()
         self.life += 1
         self._accepts = False
         self.table.forget_handles()
@@ -105,7 +105,7 @@ class Session:
         self.progress_at = self._clock()
         return True
 
-    def _count_death(self) -> None:
+    def count_death(self) -> None:
         """Each request that the dead scheduler had may be why it died, and would end the next one as well."""
         for stream in self.table.streams:
             if stream.life == self.life:

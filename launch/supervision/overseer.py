@@ -283,12 +283,13 @@ class Overseer:
         if role == "frontend":
             self._runner.tell(member.process, Command("scheduler", life=self.life))
         elif self.life > 1:
-            self._call_group(now)
+            self.call_group(now)
             for front_end in self.front_ends:
                 self._runner.tell(front_end.process, Command("scheduler", life=self.life))
             self._runner.life_changed(self.life)
 
-    def _call_group(self, now: float) -> None:
+    def call_group(self, now: float) -> None:
+        """Tell the workers of the new scheduler to join it, and give them until ADOPTION_S from now."""
         for rank, member in self.group.items():
             self._runner.tell(member.process, Command("join", epoch=self.epoch, rank=rank))
         self._adopt_by = now + ADOPTION_S

@@ -68,7 +68,7 @@ class WorkerGroup:
                         self._held.append(received)
                     case _:
                         return rank, received
-        return self._agreed()
+        return self.agreed()
 
     def ready(self, rank: int, ready: Ready) -> Ready | None:
         """A rank is ready; what the group as a whole is ready with, once all are."""
@@ -80,7 +80,8 @@ class WorkerGroup:
         slowest = max(self._ready.values(), key=lambda r: sum(r.timings.values()))
         return Ready(fewest, self._ready[0].plan, slowest.timings)
 
-    def _agreed(self) -> tuple[int, Received] | None:
+    def agreed(self) -> tuple[int, Received] | None:
+        """The next result that all ranks have answered alike, with its rank. Raises EngineError where they disagree."""
         if not self._held:
             return None
         step = self._held[0].message.step

@@ -211,7 +211,7 @@ class GrammarManager:
             found.append(_Positions(request, constrained, reading, num_rows, drafts.get(request.handle, [])))
             num_rows += 1 + len(found[-1].drafts)
         masks = np.full((num_rows, (self._config.model.vocab_size + 31) // 32), -1, np.int32)
-        self._fill(found, masks)
+        self.fill_masks(found, masks)
         told = self._that_go_on(found, masks, failures)
         if self._memory.has_grown():
             self._cache.forget_grammars()
@@ -247,7 +247,7 @@ class GrammarManager:
         constrained.seconds += self._cpu_clock() - began
         return constrained.answer.reading if allowed else None
 
-    def _fill(self, found: list[_Positions], masks: Masks) -> None:
+    def fill_masks(self, found: list[_Positions], masks: Masks) -> None:
         """Draft by draft for all of them, so that those of one round are filled in parallel.
 
         Behind a draft that the grammar refuses any mask will do: it is never accepted.

@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation(
         "ranks need not agree",
         "F9",
-        lambda: mock.patch.object(worker_group.WorkerGroup, "_agreed", _agreed_anyway),
+        lambda: mock.patch.object(worker_group.WorkerGroup, "agreed", _agreed_anyway),
         seed=27,
     ),
     Mutation(
@@ -225,7 +225,7 @@ MUTATIONS = (
     Mutation(
         "no request is held to be why schedulers die",
         "F30",
-        lambda: mock.patch.object(session.Session, "_count_death", _nothing),
+        lambda: mock.patch.object(session.Session, "count_death", _nothing),
         seed=17,
     ),
     Mutation(
@@ -261,7 +261,7 @@ MUTATIONS = (
     Mutation(
         "workers that do not find their new scheduler are left alone",
         "F10",
-        lambda: mock.patch.object(overseer.Overseer, "_call_group", _nothing),
+        lambda: mock.patch.object(overseer.Overseer, "call_group", _nothing),
         seed=3,
     ),
     Mutation(

@@ -130,7 +130,7 @@ def _layer_plan(batch: StepBatch, kv_cache: torch.Tensor, dtype: torch.dtype) ->
     gathered_lens = seq_lens - batch.first_visible // block_size * block_size
     order, tile_rows = _cut_tiles(gathered_lens[decode], 2 * kv_heads * head_dim * dtype.itemsize)
     decode = decode[order]
-    tiles = [_tile(batch, decode[rows], rows, kv_cache, dtype) for rows in tile_rows]
+    tiles = [decode_tile(batch, decode[rows], rows, kv_cache, dtype) for rows in tile_rows]
     whole = len(tiles) == 1 and len(decode) == len(query_lens)
 
     several = np.flatnonzero(query_lens > 1).tolist()
@@ -189,7 +189,7 @@ def _cut_tiles(lengths: _Int, token_bytes: int) -> tuple[_Int, list[slice]]:
     return (np.arange(len(lengths)) if len(tiles) <= 1 else order), tiles
 
 
-def _tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Tensor, dtype: torch.dtype) -> DecodeTile:
+def decode_tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Tensor, dtype: torch.dtype) -> DecodeTile:
     """The tile of some rows of the batch (``members``), which are the plan's decoding rows ``rows``."""
     _, _, kv_heads, block_size, _ = kv_cache.shape
     lengths = batch.seq_lens_cpu[members].astype(np.int64)[:, None]

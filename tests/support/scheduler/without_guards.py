@@ -101,12 +101,12 @@ def room_for_whole_prompts() -> Patch:
 @contextlib.contextmanager
 def places_of_logprobs() -> Iterator[None]:
     """Log probabilities go to the tokens in the order of the positions, rejected ones included."""
-    real = pending_result.SampledResult._logprobs
+    real = pending_result.SampledResult.place_logprobs
 
     def fields(self: Any, kept: Any) -> Any:
         return real(self, np.arange(len(self.sampled.tokens)))
 
-    with mock.patch.object(pending_result.SampledResult, "_logprobs", fields):
+    with mock.patch.object(pending_result.SampledResult, "place_logprobs", fields):
         yield
 
 
@@ -128,7 +128,7 @@ def skipping_of_the_cache() -> Iterator[None]:
 @contextlib.contextmanager
 def judging_of_each_draft() -> Iterator[None]:
     """Whether the grammar holds is asked once in a step, before its drafts."""
-    real = grammars.GrammarManager._fill
+    real = grammars.GrammarManager.fill_masks
 
     def fill(self: Any, found: Any, masks: Any) -> None:
         free = [positions for positions in found if positions.reading.is_free]
@@ -136,7 +136,7 @@ def judging_of_each_draft() -> Iterator[None]:
         for positions in free:
             masks[positions.first : positions.first + 1 + len(positions.drafts)] = self._thoughts
 
-    with mock.patch.object(grammars.GrammarManager, "_fill", fill):
+    with mock.patch.object(grammars.GrammarManager, "fill_masks", fill):
         yield
 
 
@@ -177,13 +177,13 @@ def counting_of_holders() -> Iterator[None]:
 @contextlib.contextmanager
 def clearing_of_unwritten_slots() -> Iterator[None]:
     """What an earlier holder left behind a row's last token is read, at a weight of zero."""
-    real = cpu_plan._tile
+    real = cpu_plan.decode_tile
 
     def tile(*args: Any) -> Any:
         made = real(*args)
         return dataclasses.replace(made, tail=made.tail[:0])
 
-    with mock.patch.object(cpu_plan, "_tile", tile):
+    with mock.patch.object(cpu_plan, "decode_tile", tile):
         yield
 
 
