@@ -13,10 +13,9 @@ import psutil
 import pytest
 from chaos import HUNG_S, asking, client_ports, disturbed, held_recovery, is_empty, streams, until, within
 from fault_server import FaultServer, Role, wait_until
+from harness import main
 from live_streams import Answer, Ask, make_asks, stream
 from raw_http import get
-
-from quire.launch.cli import main
 
 CANARY = asking(12, temperature=0.0)
 FLAGS = ("--dtype", "float32", "--deterministic", "--num-gpu-blocks-override", "2000")
@@ -283,7 +282,7 @@ class TestTheBenchmark:
     @pytest.mark.parametrize("ranks", ["1", "2"])
     def test_all_kinds_of_deaths(self, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
         settings = ["--count", "6", "--streams", "12", "--deterministic", "--tensor-parallel-size", ranks]
-        main(["bench", "faults", *settings])
+        main(["faults", *settings])
         results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
         assert results["problems"] == results["failed"] == results["changed"] == 0 < results["completed"]
         assert "gone_ms" in results["supervisor"]
