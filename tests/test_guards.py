@@ -139,6 +139,12 @@ def test_without_this_guard_its_test_fails(guard: Guard) -> None:
         guard.check()
 
 
+def test_guards_are_taken_out_by_public_names() -> None:
+    """So that whoever renames one sees that it is named elsewhere."""
+    for file in ("support/scheduler/without_guards.py", "simulation/mutations.py"):
+        assert not re.findall(r"patch(?:\.object)?\([^)\n]*?[\".]_[a-z]\w*\"", (TESTS / file).read_text()), file
+
+
 def test_no_bug_is_forgotten() -> None:
     """Each of the list has a guard that was taken out, or nothing to guard; and stands in the page's table."""
     assert {guard.bug for guard in GUARDS} == set(range(1, 26)) - NOT_HERE

@@ -1,4 +1,4 @@
-"""A pool that shares cached contents fairly: the tenant with the most blocks loses first what no request holds."""
+"""A pool that shares cached contents fairly: the tenant with the most blocks that no request holds loses its first."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
