@@ -2,7 +2,7 @@
 
 By names: a kernel that the product does not use, directly or through other kernels; a parameter of a used kernel that
 no caller gives; a field of a message, of the configuration, of a KV layout or of attention's descriptions that is never
-written or never read. Tools (benchmarks, replay, demo) are no product path.
+written or never read; a kind of KV group that no layout has. Tools (benchmarks, replay, demo) are no product path.
 """
 
 import ast
@@ -14,14 +14,12 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ("launch/bench/", "launch/demo/", "launch/measure/", "launch/replay/", "worker_proc/bench/")
 STRUCTS = ("protocol/wire/", "protocol/config.py", "protocol/settings.py", "protocol/model/kv_layout.py")
 STRUCTS += ("worker_proc/attention/backend.py",)
-KNOBS = {"programs", "min_piece"}
-"""Parameters by which tests make small cases behave like large ones."""
-OTHER = {"Statistics", "AttentionBackend"}
-"""Given to users whole by ``LLM.statistics``; an interface."""
+KNOBS = {"programs", "min_piece"}  # by which tests make small cases behave like large ones
+OTHER = {"Statistics", "AttentionBackend"}  # given to users whole by LLM.statistics; an interface
 MOST_ROWS = 21
 
-Place = tuple[str, str]
-"""Of a definition: the module's path, and the name."""
+Place = tuple[str, str]  # of a definition: the module's path, and the name
+Calls = Mapping[str, set[str | int]]
 
 
 class Module:
@@ -73,7 +71,7 @@ def unreachable(of: list[Module]) -> set[str]:
     calls = given([*nodes, *(node for place in reached for node in ast.walk(defined[place]))])
     described = [node for m in product if m.path.startswith(STRUCTS) for node in m.definitions.values()]
     structs = [node for node in described if isinstance(node, ast.ClassDef) and node.name not in OTHER]
-    lost = [*lost_parameters(launchers, calls), *lost_fields(structs, calls, nodes)]
+    lost = [*lost_parameters(launchers, calls), *lost_fields(structs, calls, nodes), *lost_kinds(product)]
     return {*lost, *(name for _, name in doors - reached - inner)}
 
 
@@ -105,7 +103,7 @@ def given(nodes: Iterable[ast.AST]) -> dict[str, set[str | int]]:
     return found
 
 
-def lost_parameters(launchers: Iterable[ast.AST], calls: Mapping[str, set[str | int]]) -> Iterator[str]:
+def lost_parameters(launchers: Iterable[ast.AST], calls: Calls) -> Iterator[str]:
     """Parameters with a default that no call gives."""
     for launcher in (node for node in launchers if isinstance(node, ast.FunctionDef)):
         of = launcher.args
@@ -116,9 +114,7 @@ def lost_parameters(launchers: Iterable[ast.AST], calls: Mapping[str, set[str | 
         yield from (f"{launcher.name}({n})" for n, at in optional if not told & {n, at, "**", "*"})
 
 
-def lost_fields(
-    structs: list[ast.ClassDef], calls: Mapping[str, set[str | int]], nodes: list[ast.AST]
-) -> Iterator[str]:
+def lost_fields(structs: list[ast.ClassDef], calls: Calls, nodes: list[ast.AST]) -> Iterator[str]:
     """Fields that nothing reads or names, or that no construction, ``replace`` or assignment writes."""
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
@@ -135,6 +131,14 @@ def lost_fields(
         yield from (f"{struct.name}.{name}" for name in names if name in unwritten or name not in read)
 
 
+def lost_kinds(product: list[Module]) -> set[object]:
+    """Kinds of KV groups that have a manager and are not made."""
+    nodes = {module.path: module.nodes for module in product}
+    made = {node.value for node in nodes.get("protocol/model/kv_layout.py", ()) if isinstance(node, ast.Constant)}
+    tables = [node for node in nodes.get("scheduler_proc/kv/coordinator.py", ()) if isinstance(node, ast.Dict)]
+    return {key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)} - made
+
+
 def test_what_is_unreachable_is_reserved_for_a_capability() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "reserved.md").read_text(), re.MULTILINE)
     found = unreachable(modules())
@@ -149,5 +153,6 @@ def test_it_finds_what_is_unreachable() -> None:
         Module("kernels/cache/lost.py", kernels),
         Module("worker_proc/uses.py", "from quire.kernels.cache.lost import kept_kernel\nkept_kernel(1)"),
         Module("protocol/wire/lost.py", "class Told(Message):\n    lost_field: int\nTold(lost_field=1)"),
+        Module("scheduler_proc/kv/coordinator.py", "MANAGERS = {'lost_kind': int}"),
     ]
-    assert unreachable(added) == {"lost_kernel", "kept_kernel(knob)", "Told.lost_field"}
+    assert unreachable(added) == {"lost_kernel", "kept_kernel(knob)", "Told.lost_field", "lost_kind"}
