@@ -53,10 +53,7 @@ EXCEPTIONS = [
         "concurrent.futures.ProcessPoolExecutor",
         "the same: simulations, no requests",
     ),
-    Allowed(
-        "launch/bench/peers/peer_driver.py:", "runpy", "a peer's program may not import ours: its neighbour, by path"
-    ),
-    Allowed("tests/kernels/compile_ahead.py:", "runpy", "the same: files of its own folder"),
+    Allowed("tests/kernels/compile_ahead.py:", "runpy", "files of its own folder, by path"),
     Allowed("tests/worker_proc/parallel/test_parallel.py:", "multiprocessing", "ranks that only share memory"),
 ]
 

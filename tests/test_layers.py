@@ -20,8 +20,6 @@ ALLOWED = {
     "launch": {"protocol", "scheduler_proc", "launch", "version"},
 }
 TORCH_FREE = ("protocol", "scheduler_proc", "launch")
-# Programs of their own that nothing of the engine imports: they run a peer.
-TORCH_PROGRAMS = ("launch/bench/peers/peer_", "launch/bench/scheduler/peer_")
 HEAVY = {"torch", "transformers", "triton"}
 
 
@@ -95,9 +93,7 @@ def test_what_decides_is_pure() -> None:
 @pytest.mark.parametrize("package", TORCH_FREE)
 def test_torch_stays_in_the_worker(package: str) -> None:
     for file in _files(package):
-        place = str(file.relative_to(ROOT))
-        if not place.startswith(TORCH_PROGRAMS):
-            assert not HEAVY & {name.split(".")[0] for name in _imports(file)}, place
+        assert not HEAVY & {name.split(".")[0] for name in _imports(file)}, file
 
 
 TOOLS = tuple(f"quire.launch.{name}" for name in ("bench", "demo", "measure", "replay"))

@@ -21,7 +21,7 @@ import msgspec
 import psutil
 from tqdm import tqdm
 
-from quire.launch.bench.peers.peers import Peer, PeerFailed, write_checkpoint
+from quire.launch.bench.peers import PEERS, Peer, PeerFailed, find_driver, write_checkpoint
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
@@ -29,12 +29,13 @@ from quire.launch.measure.report import Report, Table, rounded
 from quire.launch.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.errors import ConfigError, EngineError, did_you_mean
 from quire.protocol.request.sampling_params import SamplingParams
 
 # Ids below are special tokens of most checkpoints.
 LOW_ID = 3
 WARM_UP_LENGTH = 16
+DRIVER = "engine.py"
 # Other processes busy on more than this many cores: the figures say less of the engine than of the machine.
 QUIET_CORES = 0.2
 
@@ -139,6 +140,15 @@ def _check(args: argparse.Namespace, options: EngineOptions) -> None:
         raise ConfigError(f"--threads must be from 1 to 1024, not {args.threads}")
     if args.shape is not None and options.model is not None:
         raise ConfigError("give MODEL or --shape, not both")
+    for name, _ in _peers(args):
+        if name not in PEERS:
+            raise ConfigError(f"--peer {name}: no such peer{did_you_mean(name, PEERS)} (known: {', '.join(PEERS)})")
+
+
+def _peers(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(name, interpreter) of each ``--peer NAME[=PYTHON]``."""
+    parts = [peer.partition("=") for peer in args.peer or []]
+    return [(name, python or sys.executable) for name, _, python in parts]
 
 
 def _engine_config(args: argparse.Namespace, options: EngineOptions, scratch: Path) -> EngineConfig:
@@ -150,7 +160,8 @@ def _engine_config(args: argparse.Namespace, options: EngineOptions, scratch: Pa
     elif args.peer:
         model = find_shape(args.shape)
         folder = scratch / args.shape
-        write_checkpoint(model, folder, args.peer_python, options.seed, scratch)
+        (_, python), *_ = _peers(args)
+        write_checkpoint(model, folder, python, find_driver(args.peer_driver, DRIVER), options.seed, scratch)
         config = make_engine_config(msgspec.structs.replace(options, load_format="auto"), folder=folder)
     else:
         config = make_engine_config(options, model=find_shape(args.shape))
@@ -177,8 +188,9 @@ def _start_ours(config: EngineConfig, stack: ExitStack) -> tuple[LLM, Contestant
 
 def _start_peers(args: argparse.Namespace, config: EngineConfig, threads: int, stack: ExitStack) -> list[Contestant]:
     contestants = []
-    for name in args.peer or []:
-        peer = Peer(args.peer_python, Path(config.model_path), name, args.peer_dtype, threads)
+    for name, python in _peers(args):
+        driver = find_driver(args.peer_driver, DRIVER)
+        peer = Peer(python, driver, Path(config.model_path), name, args.peer_dtype, threads)
         stack.callback(peer.close)
         contestant = Contestant(name, peer.generate, 0.0)
         try:

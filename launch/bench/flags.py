@@ -1,10 +1,9 @@
 """The flags of each ``quire bench``: one function per benchmark, imported when that benchmark is asked for."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from quire.launch.bench.peers.peers import PEERS
+from quire.launch.bench.peers import PEERS
 from quire.launch.config.command_line import add_config_file, add_options
 from quire.launch.config.options import EngineOptions
 
@@ -21,8 +20,9 @@ def engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (3)")
     parser.add_argument("--prompt-seed", type=int, default=0, help="random seed of the prompts (0)")
     parser.add_argument("--threads", type=int, help="for Quire and for peers (OMP_NUM_THREADS, else one per core)")
-    parser.add_argument("--peer", action="append", choices=PEERS, help="alternate rounds with it; may be repeated")
-    parser.add_argument("--peer-python", default=sys.executable, metavar="FILE", help="interpreter that has the peer")
+    peer = f"alternate rounds with {', '.join(PEERS)}, run by this interpreter (Quire's); may be repeated"
+    parser.add_argument("--peer", action="append", metavar="NAME[=PYTHON]", help=peer)
+    parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="drives peers (tools/peers/engine.py)")
     dtypes = ("auto", "bfloat16", "float32")
     parser.add_argument("--peer-dtype", choices=dtypes, default="auto", help="auto: the faster on this CPU (auto)")
     _add_json(parser)

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from quire.launch.bench.peers.peers import PeerFailed
+from quire.launch.bench.peers import PeerFailed, run_json
 from quire.launch.bench.scheduler.scheduler_churn import load_churn_trace
-from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, Tree, median_of, one_core, ratio_of, run_json
+from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, Tree, median_of, one_core, ratio_of
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS
 from quire.launch.measure.report import Report, Table
 from quire.protocol.errors import ConfigError, EngineError, did_you_mean

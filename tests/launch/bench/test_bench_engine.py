@@ -1,13 +1,12 @@
 """The engine benchmark without an engine: its prompts, its arithmetic, and peers that fail."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import pytest
 
 from quire.launch.bench.engine import Contestant, default_threads, make_prompts, run
-from quire.launch.bench.peers.peers import Peer, PeerFailed, write_checkpoint
+from quire.launch.bench.peers import Peer, PeerFailed, find_driver, write_checkpoint
 from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError
@@ -23,7 +22,7 @@ def arguments(**changed: object) -> argparse.Namespace:
         "prompt_seed": 0,
         "threads": 1,
         "peer": None,
-        "peer_python": sys.executable,
+        "peer_driver": None,
         "peer_dtype": "auto",
         "json": None,
     }
@@ -69,7 +68,7 @@ class TestPeers:
         return str(path)
 
     def peer(self, tmp_path: Path, body: str) -> Peer:
-        return Peer(self.script(tmp_path, body), tmp_path, "transformers-static", "auto", 1)
+        return Peer(self.script(tmp_path, body), tmp_path / "driver.py", tmp_path, "transformers-static", "auto", 1)
 
     def test_rounds(self, tmp_path: Path) -> None:
         peer = self.peer(
@@ -94,13 +93,20 @@ class TestPeers:
         peer.close()
 
     def test_no_such_interpreter(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="--peer-python"):
-            Peer(str(tmp_path / "none"), tmp_path, "transformers-static", "auto", 1)
+        with pytest.raises(ConfigError, match=r"--peer vllm=.*none: No such file"):
+            Peer(str(tmp_path / "none"), tmp_path / "driver.py", tmp_path, "vllm", "auto", 1)
+
+    def test_no_such_driver(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"--peer-driver .*none.py: no such file"):
+            find_driver(tmp_path / "none.py", "engine.py")
+        with pytest.raises(ConfigError, match=r"--peer needs --peer-driver FILE: tools/peers/none.py"):
+            find_driver(None, "none.py")
+        assert find_driver(None, "engine.py").name == "engine.py"
 
     def test_no_checkpoint(self, tmp_path: Path) -> None:
         python = self.script(tmp_path, "echo 'ModuleNotFoundError: transformers' >&2; exit 1")
         with pytest.raises(ConfigError, match="no checkpoint could be written for it: ModuleNotFoundError"):
-            write_checkpoint(find_shape("tiny"), tmp_path / "c", python, 0, tmp_path)
+            write_checkpoint(find_shape("tiny"), tmp_path / "c", python, tmp_path / "driver.py", 0, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,7 @@ class TestPeers:
         ({"rounds": 0}, {}, "--rounds must be at least 1"),
         ({"threads": 0}, {}, "--threads must be from 1"),
         ({}, {"model": "somewhere"}, "MODEL or --shape, not both"),
+        ({"peer": ["vlm=python"]}, {}, "--peer vlm: no such peer; did you mean vllm"),
         ({"shape": "tinny"}, {}, "did you mean tiny"),
         ({"input_len": 4096}, {}, "make 4100 tokens; the context is 2048"),
         ({"shape": None, "peer": ["transformers-static"]}, {"load_format": "dummy"}, "peers load the weights"),

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.launch.bench.peers.peers import PeerFailed
+from quire.launch.bench.peers import PeerFailed, run_json
 from quire.launch.bench.scheduler.churn_trace import churn_trace
 from quire.launch.bench.scheduler.command import SHOWN, make_table, parse_sections, run
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
-from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, as_ours, median_of, one_core, ratio_of, run_json
+from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, median_of, one_core, ratio_of
 from quire.launch.bench.scheduler.scheduler_rig import BatchWorker, Rig, summary
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS, Sizes, measure
 from quire.launch.bench.scheduler.scheduler_trace import TraceSizes
@@ -202,7 +202,13 @@ class TestTrees:
         ours = {"a": {"x": 2.0, "only": 1.0}, "zero": 0, "text": "t", "env": {"python": 1}}
         assert ratio_of(ours, {"a": {"x": 5.0}, "zero": 3, "text": "t", "env": {"python": 1}}) == {"a": {"x": 2.5}}
 
-    def test_the_peers_parts_are_added_up(self) -> None:
+    def test_the_peers_parts_are_added_up(self, tmp_path: Path) -> None:
+        def as_ours(section: str, figures: dict[str, Any]) -> dict[str, Any]:
+            driver = tmp_path / "driver.py"
+            driver.write_text(f"if __name__ == '__main__': print({json.dumps({'env': {}, section: figures})!r})")
+            found: dict[str, Any] = SchedulerPeer(Path(sys.executable), driver).measure(section)[section]
+            return found
+
         admission = {
             "c": {"build_request_with_hashing": {"n": 3, "mean_us": 2.0}, "add_request": {"n": 3, "mean_us": 1.0}}
         }

@@ -1,9 +1,10 @@
-"""What the peer's driver has no section for: run by the peer's interpreter, prints one JSON object.
+"""One section of vLLM's scheduler by the keys of ``quire bench scheduler``: the peer's interpreter runs this script.
 
-    python peer_vllm_scheduler.py admission|hashing|churn --driver vllm_scheduler_bench.py
+    python vllm_scheduler.py SECTION --driver vllm_scheduler_bench.py      # prints {"env": facts, SECTION: figures}
 
-The driver is loaded from its file for its ``Rig``, which sets a vLLM scheduler up, and for its clock. Everything here
-goes through vLLM's public classes. It imports nothing of ours but the arrivals beside it.
+The driver measures the section as a program. What it has no figures for is measured here: the driver is loaded from
+its file for its ``Rig``, which sets a vLLM scheduler up, and for its clock. Everything here goes through vLLM's public
+classes. The script imports nothing of Quire but the arrivals of the section churn, which it loads by path.
 """
 
 import argparse
@@ -12,11 +13,10 @@ import importlib.util
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
-
-# A conversation is longer than the context of the driver's model.
-os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
 VOCAB_SIZE, FIRST_TOKEN, BLOCK_SIZE = 32_000, 3, 16
 CONVERSATION_LEN, TURN_LEN, TURNS = 100_000, 500, 20
@@ -27,12 +27,51 @@ CHURN_BLOCKS, CHURN_SEQS = 36_000, 1024
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("section", choices=("admission", "hashing", "churn"))
+    parser.add_argument("section")
     parser.add_argument("--driver", type=Path, required=True)
     args = parser.parse_args()
-    driver = load(args.driver)
-    measure = {"admission": long_conversation, "hashing": build_and_hash, "churn": large_churn}[args.section]
-    print(json.dumps(measure(driver)))
+    command = [sys.executable, str(args.driver), "--sections", args.section, "--clock", "cpu"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace")
+    start = done.stdout.find("{")
+    if done.returncode or start < 0:
+        sys.exit(done.returncode or f"the driver printed no figures of {args.section}")
+    found = json.loads(done.stdout[start:])
+    figures = found[args.section]
+    measure = {"admission": long_conversation, "hashing": build_and_hash, "churn": large_churn}.get(args.section)
+    if measure is not None:
+        # A conversation is longer than the context of the driver's model.
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+        try:
+            figures |= measure(load(args.driver))
+        except Exception as error:  # the driver's own figures stand
+            figures["error"] = f"{type(error).__name__}: {error}"
+    print(json.dumps({"env": found["env"], args.section: with_our_keys(args.section, figures)}))
+
+
+def with_our_keys(section: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The peer's figures with our keys beside its own: what ours does in one piece, added up."""
+    out = dict(found)
+    for key, one in found.items():
+        if not isinstance(one, dict):
+            continue
+        extra: dict[str, Any] = {}
+        if section == "admission" and "build_request_with_hashing" in one:
+            extra["build_and_add"] = _added_up(one["build_request_with_hashing"], one["add_request"])
+        if section == "churn" and "build_request_mean_us" in one:
+            build = one["build_request_mean_us"]
+            busy = one["scheduler_seconds"] + build * one["requests_added"] / 1e6
+            extra["scheduler_seconds_incl_request_build"] = round(busy, 3)
+            extra["steps_per_s_incl_request_build"] = round(one["steps"] / busy, 1)
+            extra["build_and_add_mean_us"] = round(build + one["add_request_mean_us"], 2)
+        if section == "wire" and "pickle_bytes" in one:
+            extra = {name: one[f"pickle_{name}"] for name in ("bytes", "encode", "decode")}
+        out[key] = one | extra
+    return out
+
+
+def _added_up(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+    """Of two summaries: exact for means, near enough for the rest when one of the two is small."""
+    return {"n": first["n"]} | {key: round(first[key] + second[key], 2) for key in first if key != "n"}
 
 
 def load(path: Path) -> Any:
@@ -99,7 +138,7 @@ def build_and_hash(driver: Any) -> dict[str, Any]:
 
 def large_churn(driver: Any) -> dict[str, Any]:
     """The same arrivals as ours, 1,024 running."""
-    arrivals = load(Path(__file__).with_name("churn_trace.py")).churn_trace
+    arrivals = load(Path(__file__).resolve().parents[2] / "launch/bench/scheduler/churn_trace.py").churn_trace
     trace = arrivals(CHURN_SEED, CHURN_STEPS, CHURN_RATE, CHURN_INITIAL)
     rig = driver.Rig(CHURN_BLOCKS, CHURN_SEQS, async_sched=True)
     driver.freeze()

@@ -1,1 +1,0 @@
-"""Drivers that run other engines for comparison."""
