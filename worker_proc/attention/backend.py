@@ -79,7 +79,7 @@ class Rotary:
     """The rotary embedding of one step's tokens; made once, used by every layer with the same table.
 
     Attributes:
-        table: ``[2, max_position, rotary_dim]``: cosines, and sines whose first half is negated (``attention/rope.py``).
+        table: ``[2, max_position, rotary_dim]``: cosines, and sines, the first half negated (``attention/rope.py``).
         positions: int64 ``[num_tokens]``.
     """
 

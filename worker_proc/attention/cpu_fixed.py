@@ -68,8 +68,8 @@ class FixedOrderAttention:
 
 
 def _rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """As ``attention/rope.py``, but no product and sum in one call: a fused multiply-add depends on where a value stands
-    in its vector register."""
+    """As ``attention/rope.py``, but no product and sum in one call: a fused multiply-add depends on where a value
+    stands in its vector register."""
     cos, sin = rotary.cos_sin()
     width = cos.shape[-1]
     turning = x[..., :width]
