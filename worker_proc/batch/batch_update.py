@@ -17,7 +17,7 @@ class BatchUpdateBuilder:
         self.moved: list[MovedRequest] = []
 
     def removed_append(self, row: int) -> None:
-        """``row`` is freed. Raises RuntimeError after ``removed``, ``peek_removed`` or ``pop_removed`` was used."""
+        """``row`` is freed. Raises RuntimeError after ``removed`` or ``pop_removed`` was used."""
         if self._sorted:
             raise RuntimeError("a row is removed after the removed rows were looked at")
         self._removed.append(row)
@@ -29,13 +29,6 @@ class BatchUpdateBuilder:
             self._removed.sort(reverse=True)
             self._sorted = True
         return self._removed
-
-    def has_removed(self) -> bool:
-        return bool(self._removed)
-
-    def peek_removed(self) -> int | None:
-        """The smallest freed row, or None."""
-        return self.removed[-1] if self._removed else None
 
     def pop_removed(self) -> int | None:
         """The smallest freed row, for a new request: it is no removal then. None when there is none."""

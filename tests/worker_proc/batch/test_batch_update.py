@@ -23,18 +23,14 @@ def test_removed_falls_and_what_is_taken_is_the_smallest(rows: list[int], taken:
     builder = removals(random.Random(7).sample(rows, len(rows)))
     left = sorted(rows)
     for _ in range(taken):
-        assert builder.has_removed() == bool(left)
-        assert builder.peek_removed() == (left[0] if left else None)
         assert builder.pop_removed() == (left.pop(0) if left else None)
     assert builder.removed == left[::-1]
 
 
-@pytest.mark.parametrize("look", ["removed", "peek_removed", "pop_removed"])
+@pytest.mark.parametrize("look", ["removed", "pop_removed"])
 def test_no_removal_after_a_look(look: str) -> None:
     builder = removals([3, 5])
-    {"removed": lambda: builder.removed, "peek_removed": builder.peek_removed, "pop_removed": builder.pop_removed}[
-        look
-    ]()
+    {"removed": lambda: builder.removed, "pop_removed": builder.pop_removed}[look]()
     with pytest.raises(RuntimeError, match="after the removed rows were looked at"):
         builder.removed_append(1)
 
