@@ -158,10 +158,10 @@ def _engine_config(args: argparse.Namespace, options: EngineOptions, scratch: Pa
         if args.peer and config.load_format == "dummy":
             raise ConfigError("--load-format dummy with --peer: peers load the weights; leave it out or use --shape")
     elif args.peer:
-        model = find_shape(args.shape)
+        find_shape(args.shape)
         folder = scratch / args.shape
         (_, python), *_ = _peers(args)
-        write_checkpoint(model, folder, python, find_driver(args.peer_driver, DRIVER), options.seed, scratch)
+        write_checkpoint(args.shape, folder, python, find_driver(args.peer_driver, DRIVER), options.seed, scratch)
         config = make_engine_config(msgspec.structs.replace(options, load_format="auto"), folder=folder)
     else:
         config = make_engine_config(options, model=find_shape(args.shape))

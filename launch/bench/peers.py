@@ -10,7 +10,6 @@ from typing import Any
 
 from quire.launch.measure.shapes import checkpoint_config
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.model_config import ModelConfig
 
 PEERS = ("transformers-static", "transformers-continuous", "vllm")
 MAX_ERROR = 300
@@ -85,14 +84,14 @@ def find_driver(given: Path | None, name: str) -> Path:
     raise ConfigError(f"--peer needs --peer-driver FILE: tools/peers/{name} of a checkout of Quire is not there")
 
 
-def write_checkpoint(model: ModelConfig, folder: Path, python: str, driver: Path, seed: int, scratch: Path) -> None:
-    """Random weights of a shape as a Hugging Face folder, by the peer's own library.
+def write_checkpoint(shape: str, folder: Path, python: str, driver: Path, seed: int, scratch: Path) -> None:
+    """Write random weights of a shape as a Hugging Face folder, by the peer's own library.
 
     Raises:
         ConfigError: the peer's interpreter cannot do it; says why.
     """
     config = scratch / "shape.json"
-    config.write_text(json.dumps(checkpoint_config(model)), encoding="utf-8")
+    config.write_text(json.dumps(checkpoint_config(shape)), encoding="utf-8")
     try:
         run_json([python, "-P", str(driver), "write", str(config), str(folder), str(seed)])
     except PeerFailed as error:

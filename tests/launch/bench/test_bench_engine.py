@@ -8,7 +8,6 @@ import pytest
 from quire.launch.bench.engine import Contestant, default_threads, make_prompts, run
 from quire.launch.bench.peers import Peer, PeerFailed, find_driver, write_checkpoint
 from quire.launch.config.options import EngineOptions
-from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError
 
 
@@ -106,7 +105,7 @@ class TestPeers:
     def test_no_checkpoint(self, tmp_path: Path) -> None:
         python = self.script(tmp_path, "echo 'ModuleNotFoundError: transformers' >&2; exit 1")
         with pytest.raises(ConfigError, match="no checkpoint could be written for it: ModuleNotFoundError"):
-            write_checkpoint(find_shape("tiny"), tmp_path / "c", python, tmp_path / "driver.py", 0, tmp_path)
+            write_checkpoint("tiny", tmp_path / "c", python, tmp_path / "driver.py", 0, tmp_path)
 
 
 @pytest.mark.parametrize(

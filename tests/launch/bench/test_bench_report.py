@@ -94,7 +94,7 @@ class TestReport:
 class TestShapes:
     @pytest.mark.parametrize("name", sorted(SHAPES))
     def test_config_json_says_the_same(self, name: str) -> None:
-        assert parse_model_config(checkpoint_config(SHAPES[name]), name) == SHAPES[name]
+        assert parse_model_config(checkpoint_config(name), name) == SHAPES[name]
 
     def test_nearest_is_suggested(self) -> None:
         with pytest.raises(ConfigError, match="did you mean smollm2-135m"):
