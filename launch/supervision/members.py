@@ -26,7 +26,6 @@ class Member:
 
     role: Role
     process: Process
-    born: float
     heard: float
     index: int = 0
     """The rank of a worker of the group; the number of a front end."""

@@ -309,7 +309,7 @@ class Overseer:
 
     def _spawn(self, role: Role, index: int, now: float) -> Member:
         process = self._runner.start(role, life=self.life, epoch=self.epoch, index=index)
-        member = Member(role, process, now, now, index)
+        member = Member(role, process, now, index)
         self.members.append(member)
         return member
 

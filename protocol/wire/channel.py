@@ -1,10 +1,10 @@
 """One end of a link between two processes: ordered messages, numbered and checked.
 
-``Link`` keeps the numbers; the transports (``zmq_channel`` and the in-memory one here) only move frames. Both have
-the interface ``Channel``, so that the same loops run over sockets and in a test.
+``Link`` keeps the numbers; a transport (``zmq_channel``, or a pair in memory in a test) only moves frames. All have the
+interface ``Channel``, so that the same loops run over sockets and in a test.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -77,33 +77,3 @@ class Link:
             raise
         self._accepted = envelope.seq
         return Received(envelope.message, list(frames))
-
-
-class MemoryChannel:
-    """One end of a pair in one process. Frames are really encoded and decoded; only the socket is missing."""
-
-    def __init__(self, link: Link, inbox: deque[Frames], outbox: deque[Frames]) -> None:
-        self._link = link
-        self._inbox = inbox
-        self._outbox = outbox
-
-    def send(self, message: Any) -> Frames:
-        frames = [bytes(f) for f in self._link.outgoing(message)]
-        self._outbox.append(list(frames))
-        return list(frames)
-
-    def receive(self, timeout: float | None = 0.0) -> Received | None:
-        return self._link.incoming(self._inbox.popleft()) if self._inbox else None
-
-    def close(self) -> None:
-        self._inbox.clear()
-
-
-def memory_pair(a_receives: Any, b_receives: Any, epoch: int = 0) -> tuple[MemoryChannel, MemoryChannel]:
-    """Two connected ends; each is told which union of messages it may receive."""
-    to_a: deque[Frames] = deque()
-    to_b: deque[Frames] = deque()
-    return (
-        MemoryChannel(Link(a_receives, epoch), to_a, to_b),
-        MemoryChannel(Link(b_receives, epoch), to_b, to_a),
-    )

@@ -20,6 +20,7 @@ from quire.protocol.wire.channel import Frames, Link, NotTaken, Received
 from quire.protocol.wire.codec import MAX_FRAME_BYTES, ProtocolError
 
 HIGH_WATER_MARK = 4096
+REPLAY_HIGH_WATER_MARK = 1000
 LINGER_MS = 500
 RECONNECT_MS = 10
 """How soon a socket tries again to reach one that is not bound yet."""
@@ -162,18 +163,16 @@ class ZmqHub:
 
 
 class ReplayRouter:
-    """A bound ROUTER for strangers: each of their messages is one number. It waits for no peer and remembers none.
+    """A bound ROUTER for strangers: each of their messages is one number. It waits for no peer and remembers none."""
 
-    ``malformed`` counts messages that were anything else.
-    """
-
-    def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
+    def __init__(self, context: "zmq.Context[Any]", address: str, max_message_bytes: int) -> None:
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         _configure(self.socket)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
+        self.socket.setsockopt(zmq.RCVHWM, REPLAY_HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, 64)
-        self.malformed = 0
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         try:
             self.socket.bind(address)
         except zmq.ZMQError:
@@ -186,7 +185,6 @@ class ReplayRouter:
             return None  # the usual case, which an exception would make dear
         peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 1 or len(frames[0]) != 8:
-            self.malformed += 1
             return None
         return peer, int.from_bytes(frames[0], "big")
 

@@ -26,23 +26,8 @@ HIGH_WATER_MARK = 1000
 MAX_ASK_BYTES = 1024
 """Of one message of a stranger's: a topic or a number; and what keys are exchanged in, 500 bytes or so."""
 
-
-class _KeyedReplayRouter(ReplayRouter):
-    """One whose peers say who they are, which takes longer messages than they may send afterwards."""
-
-    def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES)
-        self.malformed = 0
-        try:
-            self.socket.bind(address)
-        except zmq.ZMQError:
-            self.socket.close()
-            raise
+NUMBER_BYTES = 64
+"""The same where no keys are exchanged."""
 
 
 class KVEventPublisher:
@@ -89,8 +74,8 @@ class KVEventPublisher:
             self._pub.bind(endpoint)
             if replay_endpoint:
                 given = replay_endpoint
-                make = _KeyedReplayRouter if is_tcp(replay_endpoint) else ReplayRouter
-                self._replay = make(self._context_for(replay_endpoint, context), replay_endpoint)
+                most = MAX_ASK_BYTES if is_tcp(replay_endpoint) else NUMBER_BYTES
+                self._replay = ReplayRouter(self._context_for(replay_endpoint, context), replay_endpoint, most)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"KV events cannot be published at {given}: {zmq.strerror(error.errno or 0)}") from None
@@ -103,10 +88,6 @@ class KVEventPublisher:
     def replay_socket(self) -> "zmq.Socket[Any] | None":
         """To be polled; when something came, ``answer`` takes it."""
         return None if self._replay is None else self._replay.socket
-
-    @property
-    def num_malformed_asks(self) -> int:
-        return 0 if self._replay is None else self._replay.malformed
 
     def follow(self, recorder: KVEventRecorder) -> None:
         """Publish what this recorder gathers from now on; its pool is new and empty."""

@@ -10,7 +10,7 @@ from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
 
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.model.kv_layout import kv_layout
-from quire.protocol.wire.channel import Channel, memory_pair
+from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.link_messages import Hello
 from quire.protocol.wire.worker_messages import (
     Configure,
@@ -25,6 +25,7 @@ from quire.protocol.wire.worker_messages import (
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.loop import WorkerLoop
 from quire.worker_proc.parallel.group import Alone
+from tests.support.common.memory_channel import memory_pair
 
 WORDS = -(-MODEL.vocab_size // 32)
 BLOCKS = [1, 2, 3, 4, 5, 6]

@@ -67,7 +67,6 @@ class ModelRunner:
         self._device = device
         self._model = model
         self._backend = backend
-        self._num_blocks = num_blocks
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len, output_readers(config))
         self.tables = make_block_tables(
             layout.groups, num_blocks, config.max_model_len, self.batch.num_computed, device

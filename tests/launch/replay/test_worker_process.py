@@ -16,7 +16,7 @@ from quire.launch.replay.simulate.worker_process import MOST_BLOCKS, SimulatedWo
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.channel import Channel, memory_pair
+from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, StepOutputs
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.worker_messages import (
@@ -32,6 +32,7 @@ from quire.protocol.wire.worker_messages import (
     WorkerToScheduler,
 )
 from quire.scheduler_proc.core.scheduler import Scheduler
+from tests.support.common.memory_channel import memory_pair
 
 CONFIG = make_config(eos=[7, 8], num_blocks_override=32)
 WORDS = -(-CONFIG.model.vocab_size // 32)

@@ -104,13 +104,13 @@ def test_what_is_kept_is_bounded_in_bytes_and_never_nothing(context: "zmq.Contex
         engine.publisher.close()
 
 
-def test_malformed_asks_are_counted_and_ignored(engine: Engine, subscriber: Subscriber) -> None:
+def test_malformed_asks_are_ignored(engine: Engine, subscriber: Subscriber) -> None:
     engine.run(3)
     wrong = [[b""], [b"1234567"], [b"123456789"], [b"", bytes(8)], [bytes(8), bytes(8)], [b"\x80\x04." + bytes(40)]]
     for frames in wrong:
         subscriber.dealer.send_multipart(frames)
         engine.answer()
-    assert engine.publisher.num_malformed_asks == len(wrong)
+    assert subscriber.dealer.poll(50) == 0
     subscriber.ask()
     assert subscriber.mirror.keys == keys_of(engine.pool)
 
@@ -175,5 +175,5 @@ def test_without_a_replay_endpoint_there_is_nothing_to_answer(context: "zmq.Cont
     publisher = KVEventPublisher(context, f"ipc://{tmp_path}/events", "", 1)
     publisher.answer()
     publisher.publish(0.0)
-    assert publisher.replay_socket is None and publisher.num_malformed_asks == publisher.next_sequence == 0
+    assert publisher.replay_socket is None and publisher.next_sequence == 0
     publisher.close()

@@ -23,7 +23,7 @@ from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.channel import Received, memory_pair
+from quire.protocol.wire.channel import Received
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import (
     Abort,
@@ -43,6 +43,7 @@ from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
 from quire.scheduler_proc.trace.recorder import record_log
+from tests.support.common.memory_channel import memory_pair
 
 VOCAB_SIZE = 1000
 

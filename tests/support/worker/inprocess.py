@@ -13,13 +13,13 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import load_model_config
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.channel import memory_pair
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, Ended, Rejected, Statistics, StepOutputs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.events import Hold
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.worker_proc.startup.setup import make_runner
+from tests.support.common.memory_channel import memory_pair
 
 
 @dataclass
