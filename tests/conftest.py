@@ -26,7 +26,8 @@ SIDE_RUNS = pytest.StashKey[SideRuns]()
 ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 
 LONG_FILES = (
-    *("kernels/test_triton.py", "worker_proc/execute/test_gpu_step.py", "end_to_end/test_recovery.py"),
+    *("kernels/test_triton.py", "worker_proc/execute/test_gpu_step.py", "scheduler_proc/core/test_state_machine.py"),
+    *("end_to_end/test_recovery.py", "end_to_end/test_tensor_parallel.py", "gpu/test_check.py"),
     *("simulation/test_slice.py", "simulation/test_mutations.py", "scheduler_proc/core/test_cruise_equals_plain.py"),
 )
 """The longest ones, in the order to begin them in several processes: begun last, one would run on beside idle cores."""

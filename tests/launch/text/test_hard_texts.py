@@ -203,6 +203,7 @@ class TestValues:
         longer = ("{" + within + "}").replace("{}", ",".join("1" * (MAX_BODY_WEIGHT + 5))).encode()
         assert self.refused(longer)
 
+    @pytest.mark.full
     @pytest.mark.parametrize(("value", "weight"), [("1", 1), ('""', 5), ("[]", 17), ("{}", 17), ('{"":1}', 21)])
     def test_the_last_value_that_is_made(self, value: str, weight: int) -> None:
         """Each brings a comma with it."""

@@ -20,6 +20,8 @@ from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 
+pytestmark = pytest.mark.full
+
 TRACE_BLOCK = 512
 EXCERPT = Path(__file__).parents[2] / "data" / "mooncake_excerpt.jsonl"
 

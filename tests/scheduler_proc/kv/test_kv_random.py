@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import lcm
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import hashes_of, layout_of, picture
@@ -13,6 +14,8 @@ from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
+
+pytestmark = pytest.mark.full
 
 Prefix = tuple[int, ...]
 Draw = Callable[[int, int], int]

@@ -136,6 +136,7 @@ def test_a_token_that_its_grammar_does_not_allow_fails_the_request_alone(make_lo
     assert end_of(loop)[0] == ANSWER
 
 
+@pytest.mark.full
 def test_a_wrong_result_costs_steps_and_the_grammar_goes_on_behind_it(make_loop: MakeLoop) -> None:
     loop = make_loop()
     left = [2]

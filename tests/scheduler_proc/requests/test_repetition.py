@@ -23,6 +23,7 @@ def repeats(tokens: list[int], detection: RepetitionDetection) -> bool:
     return False
 
 
+@pytest.mark.full
 @given(
     tokens=st.lists(st.integers(0, 2), max_size=60),
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),

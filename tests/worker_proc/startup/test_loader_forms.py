@@ -260,6 +260,7 @@ class TestExperts:
         assert "experts.down_proj is not part of the model" in _refused(folder)
 
 
+@pytest.mark.full
 class TestMxfp4:
     def test_numbers(self) -> None:
         blocks = torch.tensor([[[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2] * 2], dtype=torch.uint8)
