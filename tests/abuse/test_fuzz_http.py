@@ -1,9 +1,4 @@
-"""A short run of the fuzzer, the same cases each time; ``fuzz_http.py`` is the long one."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""A short run of the fuzzer, the same cases each time; ``tests/acceptance/fuzz_http.py`` is the long one."""
 
 import pytest
 from abuse import AbusedServer
@@ -35,13 +30,3 @@ def test_the_cases_differ_and_can_be_made_again() -> None:
     assert len({case.content for case in cases}) > 450
     assert {path for path, _ in RIGHT} == {case.path for case in cases}
     assert len({how for case in cases for how in case.how}) >= 10
-
-
-@pytest.mark.slow
-def test_the_program() -> None:
-    program = Path(__file__).with_name("fuzz_http.py")
-    command = [sys.executable, "-P", str(program), "--seconds", "20", "--seed", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert done.returncode == 0 and last["failure"] == "", last
-    assert last["requests"] > 100

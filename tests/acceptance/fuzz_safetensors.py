@@ -1,6 +1,6 @@
 """Random damage to a tiny checkpoint: refused in a line that names it, or opened; for hours if need be.
 
-    python -P tests/abuse/fuzz_safetensors.py --seconds 3600 --seed 1
+    python -P tests/acceptance/fuzz_safetensors.py --seconds 3600 --seed 1
 
 What fails is printed with what repeats it, and the exit status is 1. The last line is JSON.
 """

@@ -1,6 +1,6 @@
 """Random damage to real messages, in each direction of each link, by somebody who knows checksums; for hours if wanted.
 
-    python -P tests/abuse/fuzz_wire.py --seconds 3600 --seed 1
+    python -P tests/acceptance/fuzz_wire.py --seconds 3600 --seed 1
 
 What is refused must change nothing; what can be decoded is given to the real scheduler or worker, which must refuse or
 take it. After each round a request of somebody else must get the right tokens. A round that fails is printed with what

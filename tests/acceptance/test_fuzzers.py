@@ -32,3 +32,12 @@ def test_messages_in_all_directions() -> None:
 def test_checkpoints() -> None:
     told = fuzzed("fuzz_safetensors.py")
     assert told["refused"] > 20 and told["opened"]
+
+
+@pytest.mark.slow
+def test_requests() -> None:
+    command = [sys.executable, "-P", str(HERE / "fuzz_http.py"), "--seconds", "20", "--seed", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and last["failure"] == "", last
+    assert last["requests"] > 100

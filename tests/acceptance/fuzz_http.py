@@ -1,7 +1,7 @@
 """Mutated requests against a server of its own, for as long as one likes; the last line is JSON.
 
-python tests/abuse/fuzz_http.py --seconds 3600 --seed 1
-python tests/abuse/fuzz_http.py --case 1:4711         # one case again, as a failure names it
+python tests/acceptance/fuzz_http.py --seconds 3600 --seed 1
+python tests/acceptance/fuzz_http.py --case 1:4711         # one case again, as a failure names it
 """
 
 import argparse
