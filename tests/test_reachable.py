@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch")
 TOOLS = ("launch/bench/", "launch/demo/", "launch/measure/", "launch/replay/", "worker_proc/bench/")
-STRUCTS = ("protocol/wire/", "protocol/config.py", "protocol/settings.py", "protocol/model/kv_layout.py")
-STRUCTS += ("worker_proc/attention/backend.py",)
+STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_proc/attention/backend")
 KNOBS = {"programs", "min_piece"}  # by which tests make small cases behave like large ones
 OTHER = {"Statistics", "AttentionBackend"}  # given to users whole by LLM.statistics; an interface
 MOST_ROWS = 21
@@ -48,29 +48,25 @@ class Module:
 
 
 def modules() -> list[Module]:
-    packages = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch")
-    files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     read = (Module(file.relative_to(ROOT).as_posix(), file.read_text()) for file in files)
     return [module for module in read if not module.path.startswith(TOOLS)]
 
 
 def unreachable(of: list[Module]) -> set[str]:
     product = [module for module in of if not module.path.startswith("kernels/")]
-    kernels = [module for module in of if module.path.startswith("kernels/")]
-    defined = {(module.path, name): node for module in kernels for name, node in module.definitions.items()}
-    of_path = {module.path: module for module in kernels}
-    uses = {place: set(of_path[place[0]].uses(ast.walk(node))) for place, node in defined.items()}
+    kernels = {module.path: module for module in of if module not in product}
+    defined = {(path, name): node for path, module in kernels.items() for name, node in module.definitions.items()}
+    uses = {place: set(kernels[place[0]].uses(ast.walk(node))) for place, node in defined.items()}
     reached = closure((use for module in product for use in module.uses(module.nodes)), uses)
     doors = {place for place in defined if is_door(*place)}
     inner = {use for place in doors - reached for use in closure(uses[place], uses) - {place}}
-    launchers = [defined[place] for place in doors & reached]
-    launchers += [
-        node for module in product if module.path.endswith("group_tables.py") for node in module.definitions.values()
-    ]
     nodes = [node for module in product for node in module.nodes]
     calls = given([*nodes, *(node for place in reached for node in ast.walk(defined[place]))])
-    described = [node for m in product if m.path.startswith(STRUCTS) for node in m.definitions.values()]
-    structs = [node for node in described if isinstance(node, ast.ClassDef) and node.name not in OTHER]
+    others = [(module.path, node) for module in product for node in module.definitions.values()]
+    launchers = [defined[place] for place in doors & reached]
+    launchers += [node for path, node in others if path.endswith("group_tables.py")]
+    structs = [node for path, node in others if STRUCTS.match(path) and isinstance(node, ast.ClassDef)]
     lost = [*lost_parameters(launchers, calls), *lost_fields(structs, calls, nodes), *lost_kinds(product)]
     return {*lost, *(name for _, name in doors - reached - inner)}
 
@@ -121,7 +117,7 @@ def lost_fields(structs: list[ast.ClassDef], calls: Calls, nodes: list[ast.AST])
     read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
     read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     read |= {name for node in nodes if isinstance(node, ast.MatchClass) for name in node.kwd_attrs}
-    for struct in structs:
+    for struct in (struct for struct in structs if struct.name not in OTHER):
         targets = [node.target for node in struct.body if isinstance(node, ast.AnnAssign)]
         names = [target.id for target in targets if isinstance(target, ast.Name) and target.id[0] != "_"]
         heirs = (heir for heir in structs if struct.name in {getattr(base, "id", "") for base in heir.bases})
