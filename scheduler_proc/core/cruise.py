@@ -63,17 +63,18 @@ class Cruise:
         if request.handle >= self._sampled.shape[1]:
             self._widen(request.handle + 1)
         step = self.clock.sent
-        request.join_steady(self.clock)
         tokens_ahead = request.num_tokens + request.num_output_placeholders
         request.last_step = step + request.max_total_tokens - tokens_ahead
         request.leave_step = min(request.last_step, until)
         self._own_roster()[request.handle] = request
         self._expect(request, step + 1 + max(room, -request.num_computed_tokens % self.block_size))
+        request.join_steady(self.clock)
 
     def leave(self, request: Request) -> None:
         """Bring its tokens up to date; from now on they, and its counters, are the request's own."""
         self._settle((request,))
         del self._own_roster()[request.handle]
+        request.event_step = request.block_step = 0
         request.leave_steady()
 
     def share_roster(self) -> Roster:
@@ -93,7 +94,7 @@ class Cruise:
         """Members of whom ``step`` is the ``block_step`` or the ``leave_step``, in order of admission."""
         found = []
         for request in self.calendar.pop(step, ()):
-            if request.event_step == step and request.cruising:
+            if request.event_step == step:
                 request.event_step = 0  # it may stand in the list twice
                 found.append(request)
         found.sort(key=_by_order)

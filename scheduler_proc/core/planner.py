@@ -131,7 +131,7 @@ class Planner:
         plan.last = [r for r in due if r.last_step == plan.step]
         for request in [r for r in due if r.leave_step == plan.step < r.last_step]:
             table.unsettle(request)
-        due = [r for r in due if r.block_step == plan.step and r.cruising]
+        due = [r for r in due if r.block_step == plan.step]
         if not due:
             return
         if self.steady.can_begin(len(due)) and not any(r.num_tokens_to_compute <= 1 for r in table.unsteady.values()):

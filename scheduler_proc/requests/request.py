@@ -305,8 +305,11 @@ class Request:
     @property
     def needs_no_more_steps(self) -> bool:
         """The last token that its length allows is in flight, or there, even if no draft is accepted."""
-        samples = self.num_output_placeholders - self.num_drafts_in_flight
-        return self.num_tokens + samples >= self.max_total_tokens
+        if self._clock is None:  # called for each request of each step that is not in steady decode
+            known = len(self.tokens) + self._num_output_placeholders
+        else:
+            known = self.num_tokens + self.num_output_placeholders
+        return known - self.num_drafts_in_flight >= self.max_total_tokens
 
     def __repr__(self) -> str:
         return (
