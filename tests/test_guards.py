@@ -66,10 +66,10 @@ def batches_that_change() -> None:
         processors.check_changing_batch([], seed)
 
 
-def all_lengths(cruise: bool) -> None:
+def all_lengths(steady_decode: bool) -> None:
     for young in (1, 2, 3):
         for length in range(26, 30):
-            bugs.test_bug_06_scheduled_and_put_out_in_the_same_pass(length, young, cruise)
+            bugs.test_bug_06_scheduled_and_put_out_in_the_same_pass(length, young, steady_decode)
 
 
 NOTICED = (AssertionError, WorkerFault, KeyError, ValueError)

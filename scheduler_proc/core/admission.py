@@ -32,7 +32,7 @@ class Refusal(Exception):
 
 
 class Arriving(Protocol):
-    """What every arrival tells of its request."""
+    """What every arrival has."""
 
     @property
     def request_id(self) -> str: ...

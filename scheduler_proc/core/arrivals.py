@@ -78,7 +78,7 @@ class Arrivals:
             table.release(request)
         elif isinstance(event, Hold) and request in table.waiting and event.reason in HOLD_REASONS:
             table.hold(request, WaitReason(event.reason))
-            step = table.cruise.clock.sent + 1
+            step = table.steady_decode.clock.sent + 1
             self._decisions.note(Decision(step, "wait", request.request_id, request.wait_reason))
         else:
             self._stats.num_stray_messages += 1

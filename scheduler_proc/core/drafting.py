@@ -12,18 +12,18 @@ NEVER = 1 << 62
 """A step that does not come."""
 MAX_PROBE_INTERVAL = 1024
 LOOK_INTERVAL = 32
-"""Once in so many steps nobody has drafts, or all have half, by turns: else nothing tells what they cost."""
+"""Once in so many steps no request has drafts, or all have half, by turns: else nothing shows what they cost."""
 MIN_CHANCE = 1 / 16
 """A draft that is right less often is not worth its energy, however little time it takes."""
 MIN_GAIN = 1.005
-"""Drafts keep a request from cruising, which no step time shows."""
+"""Drafts keep a request out of steady decode, which no step time shows."""
 _REMEMBERED_TRIALS = 30.0
 _SHARED_TRIALS = 1000.0
 _REMEMBERED_STEPS = 256.0
 
 
 class DraftPolicy(Protocol):
-    """Decides the numbers; hears what came of them."""
+    """Decides the numbers, by what came of those before."""
 
     def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
         """The number of drafts for each of ``states`` in ``step``.
@@ -31,7 +31,7 @@ class DraftPolicy(Protocol):
         Asked for every step; what is decided does not depend on whether resting requests are among ``states``.
 
         Args:
-            num_decoding: requests that decode in the step, those that cruise included.
+            num_decoding: requests that decode in the step, those in steady decode included.
         """
         ...
 
@@ -48,9 +48,9 @@ class DraftPolicy(Protocol):
         ...
 
     def step_took(self, seconds: float, num_tokens: int, drafted: bool) -> None:
-        """A step's time (0 where it was not measured) for ``num_tokens``; ``drafted``: somebody might have drafts.
+        """A step's time (0 where it was not measured) for ``num_tokens``; ``drafted``: a request might have drafts.
 
-        Not told of steps with a prefill in them: their attention and their sizes are of another kind, and one of them
+        Not called for steps with a prefill in them: their attention and sizes are of another kind, and one of them
         would outweigh all that shows the cost of a draft.
         """
         ...
@@ -94,7 +94,7 @@ class DraftController:
     A draft is right with the request's chance p if all before it were, so the j-th brings p^j tokens. The batch makes
     E tokens in T seconds; one more draft raises E / T exactly while p^j is above (seconds per token) * E / T. That
     threshold is carried from step to step (Dinkelbach's iteration). Whether the batch as a whole gains, the fixed costs
-    of a step with drafts included, is asked afterwards; where it does not, everyone rests.
+    of a step with drafts included, is asked afterwards; where it does not, all requests rest.
     """
 
     def __init__(self, most: int) -> None:
@@ -105,7 +105,7 @@ class DraftController:
         self._drafting = False
 
     def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
-        if not self._drafting:  # nobody in the step before: begin from what a batch without any is worth
+        if not self._drafting:  # none in the step before: begin from what a batch without any is worth
             self._set_threshold(float(num_decoding), 0.0, num_decoding)
         numbers = [int(step >= state.probe_step) if state.resting else self._number(state) for state in states]
         gain, drafts = self._expected(states, numbers)
@@ -150,7 +150,7 @@ class DraftController:
     def _number(self, state: DraftState) -> int:
         """How many of its drafts are each worth their time; the first one as long as that is not ruled out.
 
-        For whoever rests learns hardly anything any more.
+        For a request that rests learns hardly anything any more.
         """
         acceptance = self._acceptance(state)
         if acceptance.hope <= self._threshold:
@@ -163,7 +163,7 @@ class DraftController:
         return number
 
     def _expected(self, states: Sequence[DraftState], numbers: Sequence[int]) -> tuple[float, float]:
-        """(tokens gained, drafts computed) by those who do not rest, where their proposer finds something."""
+        """(tokens gained, drafts computed) by requests that do not rest, where their proposer finds something."""
         gain = drafts = 0.0
         for state, number in zip(states, numbers, strict=True):
             if number and not state.resting:

@@ -26,7 +26,7 @@ class Endings(Protocol):
         ...
 
     def detail_of_bad(self, handle: int) -> str:
-        """What the client of a request with bad logits is told."""
+        """The error text for the client of a request with bad logits."""
         ...
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
-from quire.scheduler_proc.core.cruise import Roster
+from quire.scheduler_proc.core.steady_decode import SteadyBatch
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.request import Request
 
-NOBODY = np.zeros(0, np.int32)
+NO_HANDLES = np.zeros(0, np.int32)
 
 
 class WorkerFault(Exception):
@@ -48,7 +48,7 @@ class InFlightStep:
     num_tokens: int
     num_drafts: int = 0
     has_prefill: bool = False
-    steady: Roster = field(default_factory=dict)
+    steady: SteadyBatch = field(default_factory=dict)
     only_steady: bool = True
     awaits_inputs: bool = False
 
@@ -72,7 +72,7 @@ class InFlightStep:
 class Sampled:
     """A checked result. ``tokens`` has ``counts[i]`` entries for ``handles[i]``; ``counts`` None: one each.
 
-    ``last_tokens``: the last one of each. ``verified``: how many drafts each had; None: nobody had any.
+    ``last_tokens``: the last one of each. ``verified``: how many drafts each had; None: none had any.
     """
 
     handles: Int32
@@ -101,22 +101,22 @@ class Sampled:
 
 
 class StepsInFlight:
-    """The queue of steps in flight, and the order of the workers' rows as they last told it."""
+    """The queue of steps in flight, and the order of the workers' rows in their last result that gave it."""
 
     def __init__(self, vocab_size: int) -> None:
         self.records: deque[InFlightStep] = deque()
-        self.handles: Int32 = NOBODY
-        """Whose tokens a result holds that does not say: the same as the last one that did."""
+        self.handles: Int32 = NO_HANDLES
+        """The requests of a result that does not name them: the same as of the last one that did."""
         self._positions: dict[int, int] | None = {}
         self._vocab_size = vocab_size
-        self.verified: Roster | None = None
+        self.verified: SteadyBatch | None = None
         """The steady batch whose members alone sampled in the last result."""
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def tell_handles(self, handles: Int32) -> None:
-        """Results that do not say whose tokens they hold mean ``handles`` from now on."""
+    def set_handles(self, handles: Int32) -> None:
+        """Results that do not name their requests mean ``handles`` from now on."""
         self.handles, self._positions = handles, None
 
     def position_of(self, handle: int) -> int:
@@ -132,7 +132,7 @@ class StepsInFlight:
             WorkerFault: it cannot be the answer to the oldest step; then nothing has changed.
         """
         record = self.expected_step(output.step)
-        tokens = NOBODY if output.tokens is None else output.tokens
+        tokens = NO_HANDLES if output.tokens is None else output.tokens
         handles = self.handles if output.handles is None else output.handles
         self.check_handles(record, output, handles)
         check_counts(record, output, handles, tokens)
@@ -149,7 +149,7 @@ class StepsInFlight:
         if output.prompt_logprobs is not None:
             _raise(output, fault_of_prompts(record, output.prompt_logprobs, self._vocab_size))
         if output.handles is not None:
-            self.tell_handles(output.handles)
+            self.set_handles(output.handles)
         self.verified = record.steady if record.only_steady else None
         return record, Sampled.of(handles, tokens, output.counts, output.drafts)
 

@@ -24,7 +24,7 @@ class _ClientOutputs:
 
 
 class OutputCollector:
-    """Collects between two calls of ``take``; of a request it keeps only whose it is, by handle."""
+    """Collects between two calls of ``take``; of a request it keeps only its client, by handle."""
 
     def __init__(self) -> None:
         self._clients: dict[int, _ClientOutputs] = {}

@@ -51,9 +51,9 @@ class Planner:
     ) -> None:
         self.config = config
         self.table = table
-        self.cruise = table.cruise
+        self.steady_decode = table.steady_decode
         self.kv = kv
-        self.steady = SteadyBlocks(layout, kv)
+        self.decode_blocks = SteadyBlocks(layout, kv)
         self.tenants = TenantShares(table, kv)
         self._drafting = drafting
         self._decisions = decisions
@@ -70,7 +70,7 @@ class Planner:
         There are no phases: a request has so many positions to compute, one while decoding and more in a prefill.
 
         Args:
-            pause: not empty: nobody is let in.
+            pause: not empty: no request is admitted.
         """
         plan = StepPlan(step, self.config)
         # A waiting request may preempt one that has a row, so that no row is certain before the end.
@@ -89,18 +89,18 @@ class Planner:
     def _leave_alone(self, plan: StepPlan, suspect: Request) -> None:
         """Preempt every other request: this one may be what ends the workers."""
         for other in [request for request in self.table.running.values() if request is not suspect]:
-            self.table.unsettle(other)
+            self.table.leave_steady(other)
             if not other.needs_no_more_steps:
                 self.preemption.preempt(other, plan, suspect, PreemptReason.SUSPECT)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Decoding requests first, then partial prefills, both in order of admission (or all in that, by policy)."""
         evicted = self.kv.pool.num_evicted_blocks
-        if plan.budget < len(self.table.running):  # not a token for each: then the order decides, and nobody cruises
-            for request in list(self.cruise.roster.values()):
-                self.table.unsettle(request)
+        if plan.budget < len(self.table.running):  # not a token for each: then the order decides
+            for request in list(self.steady_decode.batch.values()):
+                self.table.leave_steady(request)
         self._serve_due(plan)
-        plan.budget -= len(self.cruise.roster)
+        plan.budget -= len(self.steady_decode.batch)
         prefills: list[Request] = []
         decodes: list[Request] = []
         if self.table.unsteady:
@@ -118,32 +118,34 @@ class Planner:
         self._schedule_prefills(plan, prefills)
 
     def _serve_due(self, plan: StepPlan) -> None:
-        """Who cruises and needs a block, gets one; whoever needs no more steps goes, and who has drafts to try leaves.
+        """Requests in steady decode that need a block get one, those with drafts to try leave, and those done go.
 
         The short way is taken where it cannot matter: blocks for all, and no other decode that might take one between.
-        Else whoever is due goes the long way, and cruises again after it.
+        Else those that are due go the long way, and join steady decode again after it.
         """
-        table, due = self.table, self.cruise.due(plan.step)
+        table, due = self.table, self.steady_decode.due(plan.step)
         for request in sorted((r for r in table.unsteady.values() if r.needs_no_more_steps), key=_by_order):
             table.let_go(request)  # length limits are known a step ahead (law 4)
         if not due:
             return
         plan.last = [r for r in due if r.last_step == plan.step]
         for request in [r for r in due if r.leave_step == plan.step < r.last_step]:
-            table.unsettle(request)
+            table.leave_steady(request)
         due = [r for r in due if r.block_step == plan.step]
         if not due:
             return
-        if self.steady.can_begin(len(due)) and not any(r.num_tokens_to_compute <= 1 for r in table.unsteady.values()):
-            plan.begun, plan.begun_blocks = due, self.steady.begin(due)
-            self.cruise.handled(due, plan.step)
+        if self.decode_blocks.can_begin(len(due)) and not any(
+            r.num_tokens_to_compute <= 1 for r in table.unsteady.values()
+        ):
+            plan.begun, plan.begun_blocks = due, self.decode_blocks.begin(due)
+            self.steady_decode.handled(due, plan.step)
         else:
             for request in due:
-                table.unsettle(request)
+                table.leave_steady(request)
 
     def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
-        """One token each; drafts from what that leaves of the budget, so that nobody goes without for them."""
-        num_decoding = len(self.cruise.roster) + len(decodes)
+        """One token each; drafts from what that leaves of the budget, so that none goes without for them."""
+        num_decoding = len(self.steady_decode.batch) + len(decodes)
         wanted = self._drafting.choose([request.draft_state for request in decodes], num_decoding, plan.step)
         if not decodes:
             return
@@ -165,7 +167,7 @@ class Planner:
         wanted = Counter({request.tenant: 0 for request in prefills})
         for request in prefills:
             wanted[request.tenant] += request.num_tokens_to_compute
-        if self.table.waiting and prefills:  # whoever is next may begin in this step
+        if self.table.waiting and prefills:  # the next may begin in this step
             first = self.table.waiting.peek_request()
             if first is not self._refused[0]:
                 wanted[first.tenant] += first.num_tokens
@@ -185,7 +187,7 @@ class Planner:
     def bound_prefill(self, plan: StepPlan) -> None:
         """While others decode, prefill gets a part of the step only, or their next token would wait for all of it."""
         plan.prefill_budget = plan.budget
-        if self.config.enable_chunked_prefill and (self.cruise.roster or plan.rows):
+        if self.config.enable_chunked_prefill and (self.steady_decode.batch or plan.rows):
             part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
             plan.prefill_budget = min(plan.budget, max(part, 1))
 
@@ -208,7 +210,7 @@ class Planner:
 
     def _cache_rows(self, plan: StepPlan) -> None:
         """Once no row can be taken back any more, for what is not written must not be found."""
-        self.steady.cache(plan.begun)
+        self.decode_blocks.cache(plan.begun)
         for row in plan.rows.values():
             if row.num_tokens > 1 or any(row.new_blocks or ()):
                 self._cache_written(row.request, row.num_tokens)
@@ -245,7 +247,7 @@ class Planner:
     def why_not(self, plan: StepPlan, request: Request) -> WaitReason | None:
         """The same as ``_admit``, which is not asked again while nothing that it goes by has changed.
 
-        Who is running can only change without the pool when somebody leaves, and then there are fewer.
+        The running requests can only change without the pool when one leaves, and then there are fewer.
         """
         state = (
             request,
@@ -271,7 +273,7 @@ class Planner:
         return reason
 
     def _admit_claimant(self, plan: StepPlan, head: Request, reason: WaitReason) -> bool:
-        """Whoever is next, but has its share already, lets those go before it that have less; whether somebody did."""
+        """A next request whose tenant has its share lets those of tenants with less go first; whether one did."""
         lacks_row = reason in (WaitReason.MAX_NUM_SEQS, WaitReason.RESULT_IN_FLIGHT)
         if not self.tenants.has_its_share(head, self.config if lacks_row else None):
             return False
@@ -286,7 +288,7 @@ class Planner:
         return False
 
     def _admit(self, plan: StepPlan, request: Request, *, has_the_pool: bool = False) -> WaitReason | None:
-        """Let one of the queue run, or say why not. ``has_the_pool``: everybody else was put out for it."""
+        """Admit a request of the queue, or return why not. ``has_the_pool``: all others were preempted for it."""
         if len(plan.preempted) > plan.num_claimed and not has_the_pool:
             return WaitReason.PREEMPTING
         if request.awaits_result:  # preempted a moment ago: its token in flight belongs to what is recomputed
@@ -308,7 +310,7 @@ class Planner:
             if not self.preemption.for_blocks(plan, request):
                 return reason
         self.note_evictions(plan, evicted, request)
-        self.table.begin_to_run(request)
+        self.table.admit(request)
         request.begin(num_hit_tokens)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_hit_tokens
@@ -329,7 +331,7 @@ class Planner:
     ) -> WaitReason | None:
         """Take the blocks for its first ``num_tokens`` positions after the hits, or say what is short.
 
-        There must be room for all its known tokens, or it would be put out again before its prefill is done, and so on.
+        There must be room for all its known tokens, or it would be preempted before its prefill is done, and so on.
         """
         kv = self.kv
         if self.config.reserve_full_sequence and not kv.can_fit_full_sequence(

@@ -39,7 +39,7 @@ class Preemption:
             victim.turn = -1
         whose = "" if beneficiary is None else beneficiary.request_id
         self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, whose))
-        self._table.put_out(victim)
+        self._table.preempt(victim)
         self._kv.free(victim)
         self._stats.num_preemptions += 1
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from quire.scheduler_proc.core.cruise import Cruise
 from quire.scheduler_proc.core.in_flight import StepsInFlight
+from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.handles import HandlePool
 from quire.scheduler_proc.requests.reasons import WaitReason
@@ -16,24 +16,25 @@ class RequestTable:
     """Owns the requests, their handles, and the lists that they stand in; knows nothing of blocks and clients.
 
     Invariants (``check``): a live request is in exactly one of ``waiting``, ``skipped_waiting``, ``running`` and
-    ``leaving``; who runs either cruises or is ``unsteady``; a handle is free only when nobody can mean it any more.
+    ``leaving``; a running one is either in steady decode or ``unsteady``; a handle is free only when no message can
+    mean it any more.
 
     Attributes:
-        skipped_waiting: by handle, requests that cannot start before something else happened; nobody waits behind them.
+        skipped_waiting: by handle, requests that cannot start before something else happened; none waits behind them.
         running: by handle, in order of admission.
-        unsteady: those of ``running`` that do not cruise.
-        leaving: requests whose last token is in flight: gone from the workers, but not yet ended.
+        unsteady: those of ``running`` that are not in steady decode.
+        leaving: requests with their last token in flight: gone from the workers, but not yet ended.
         rows: how many of ``running`` each tenant has, if any.
     """
 
-    def __init__(self, policy: str, cruise: Cruise, in_flight: StepsInFlight, vocab_size: int) -> None:
+    def __init__(self, policy: str, steady_decode: SteadyDecode, in_flight: StepsInFlight, vocab_size: int) -> None:
         self.requests: dict[tuple[int, str], Request] = {}
         self.waiting = RequestQueue(policy)
         self.skipped_waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
         self.unsteady: dict[int, Request] = {}
         self.leaving: dict[int, Request] = {}
-        self.cruise = cruise
+        self.steady_decode = steady_decode
         self._in_flight = in_flight
         self.stops = StopTable(vocab_size)
         self.handles = HandlePool()
@@ -45,7 +46,7 @@ class RequestTable:
 
     @property
     def num_tenants(self) -> int:
-        """Whose requests run or wait."""
+        """Tenants with requests that run or wait."""
         waiting = self.waiting.tenants
         return len(self.rows.keys() | waiting) if len(self.rows) + len(waiting) > 1 else len(self.rows) + len(waiting)
 
@@ -73,7 +74,7 @@ class RequestTable:
         request.wait_reason = WaitReason.QUEUED
         self.waiting.add_request(request)
 
-    def begin_to_run(self, request: Request) -> None:
+    def admit(self, request: Request) -> None:
         """It waited, and is admitted."""
         self.waiting.take_request(request)
         self.rows[request.tenant] += 1
@@ -81,18 +82,18 @@ class RequestTable:
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
 
-    def steady(self, request: Request, until: int, room: int) -> None:
+    def join_steady(self, request: Request, until: int, room: int) -> None:
         """After the newest step it only needs one more token in each, up to the one before ``until``.
 
-        ``room``: see ``Cruise.join``.
+        ``room``: see ``SteadyDecode.join``.
         """
         del self.unsteady[request.handle]
-        self.cruise.join(request, until, room)
+        self.steady_decode.join(request, until, room)
 
-    def unsettle(self, request: Request) -> None:
+    def leave_steady(self, request: Request) -> None:
         """Something else than one more token happens to it: its counters, and its rows in flight, are its own again."""
-        if request.cruising:
-            self.cruise.leave(request)
+        if request.is_steady:
+            self.steady_decode.leave(request)
             self.unsteady[request.handle] = request
             for record in self._in_flight.records:
                 if record.step > request.joined_step:
@@ -103,8 +104,8 @@ class RequestTable:
         self._leave_running(request)
         self.leaving[request.handle] = request
 
-    def put_out(self, request: Request) -> None:
-        """Whoever ran, or was leaving, waits again from the start of its computation."""
+    def preempt(self, request: Request) -> None:
+        """One that ran, or was leaving, waits again from the start of its computation."""
         if request.handle in self.leaving:
             del self.leaving[request.handle]
         else:
@@ -172,7 +173,7 @@ class RequestTable:
         self._removed, self._retired = removed.copy(), retired.copy()
 
     def _leave_running(self, request: Request) -> None:
-        self.unsettle(request)
+        self.leave_steady(request)
         del self.unsteady[request.handle], self.running[request.handle]
         if self.rows[request.tenant] > 1:
             self.rows[request.tenant] -= 1
@@ -185,7 +186,7 @@ class RequestTable:
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold. O(requests)."""
         self.waiting.check()
-        self.cruise.check()
+        self.steady_decode.check()
         self.stops.check(r.stop_tokens for r in self.requests.values())
         for request in self.requests.values():
             handle = request.handle
@@ -198,14 +199,14 @@ class RequestTable:
             assert sum(places) == 1, f"{request!r} is in {sum(places)} places"
             assert (request.status is RequestStatus.RUNNING) == (places[0] or places[3]), f"{request!r}: wrong place"
             if places[0]:
-                assert (handle in self.unsteady) != (handle in self.cruise.roster), f"{request!r}: steady or not?"
-                assert (handle in self.cruise.roster) == request.cruising
+                assert (handle in self.unsteady) != (handle in self.steady_decode.batch), f"{request!r}: steady or not?"
+                assert (handle in self.steady_decode.batch) == request.is_steady
         named = {request.handle: request for request in self.requests.values()}
         for record in self._in_flight.records:
             for handle, request in record.requests().items():
                 assert named.get(handle, request) is request, f"handle {handle} stands for two requests"
         assert len(self.requests) == len(self.running) + self.num_waiting + len(self.leaving)
-        assert len(self.running) == len(self.unsteady) + len(self.cruise)
+        assert len(self.running) == len(self.unsteady) + len(self.steady_decode)
         assert Counter(r.tenant for r in self.running.values()) == self.rows, "rows are miscounted"
         orders = [r.order for r in self.running.values()]
         assert orders == sorted(orders), "running is not in order of admission"

@@ -53,7 +53,7 @@ class Results:
         hooks: SchedulerHooks,
     ) -> None:
         self.table = table
-        self.cruise = table.cruise
+        self.steady_decode = table.steady_decode
         self.kv = kv
         self.in_flight = in_flight
         self.outputs = OutputCollector()
@@ -89,7 +89,7 @@ class Results:
             self.outputs.sampled(sampled, cut, output.logprobs)
 
     def is_stale(self, step: int) -> bool:
-        """Whether a result belongs to a step of before the epoch began. The first one after it tells the rows anew."""
+        """Whether a result belongs to a step of before the epoch. The first one after it names its requests."""
         if step > self.stale_until:
             return False
         self._stats.num_stray_messages += 1
@@ -106,11 +106,11 @@ class Results:
         faults = _Faults.of({handle: endings.detail_of_bad(handle) for handle in output.bad}, output.failed)
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
-                if handle in self.cruise.roster:
-                    self.table.unsettle(self.cruise.roster[handle])  # before its token can be taken for one
+                if handle in self.steady_decode.batch:
+                    self.table.leave_steady(self.steady_decode.batch[handle])  # before its token can be taken for one
             self._send_back_readers(record, faults.bad)
         self.in_flight.records.popleft()
-        latest = self.cruise.record(record.step, sampled.handles, sampled.last_tokens)
+        latest = self.steady_decode.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
         if not record.has_prefill:
             num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
@@ -123,10 +123,10 @@ class Results:
         self._pass_on_prompts(record, output)
         cut: dict[int, int] = {}
         for position, request in self._to_look_at(record, endings.candidates(sampled)):
-            if request.cruising:
+            if request.is_steady:
                 ending = endings.verdict(request, int(latest[request.handle]))
                 if ending is not None:
-                    self.table.unsettle(request)
+                    self.table.leave_steady(request)
                     self._end(request, ending)
                 continue
             count = sampled.count(position)
@@ -141,8 +141,8 @@ class Results:
         """(position in the result, request) of those that sampled out of steady decode, or that may end."""
         if not record.rows and not may_end:
             return []
-        found = {h: row.request for h, row in record.rows.items() if row.samples and not row.request.cruising}
-        found |= {handle: self.cruise.roster[handle] for handle in may_end if handle in self.cruise.roster}
+        found = {h: row.request for h, row in record.rows.items() if row.samples and not row.request.is_steady}
+        found |= {handle: self.steady_decode.batch[handle] for handle in may_end if handle in self.steady_decode.batch}
         if not found:
             return []
         position_of = self.in_flight.position_of
@@ -171,14 +171,14 @@ class Results:
             return 0
         if request.handle in bad and request.status is RequestStatus.PREEMPTED:
             # It computes all of it again, and may not be bad then. What is in flight came after a bad token.
-            request.deaf_until = self.cruise.clock.sent
-        if record.step <= request.deaf_until:
+            request.ignore_results_until = self.steady_decode.clock.sent
+        if record.step <= request.ignore_results_until:
             self._stats.dropped_tokens += len(tokens)
             return 0
         if request.handle in bad:
             self._finish_bad(request, bad[request.handle])
             return 0
-        if request.handle in faults.failed:  # what it wrote is right: nobody has to forget it
+        if request.handle in faults.failed:  # what it wrote is right: it stays findable
             self.finish(request, EndReason.ERROR, detail=faults.failed[request.handle])
             return 0
         if drafts:
@@ -199,13 +199,13 @@ class Results:
         self._drafting.verified(request.draft_state, verified, accepted)
 
     def _pass_on_prompts(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
-        """Log probabilities of prompts, to whoever is not gone, and does not compute them again."""
+        """Log probabilities of prompts, for requests that live and do not compute them again."""
         if output.prompt_logprobs is None:
             return
         live: dict[int, int] = {}
         for index, handle in enumerate(output.prompt_logprobs.handles):
             request = record.member(handle)
-            if request is not None and not request.status.is_finished and record.step > request.deaf_until:
+            if request is not None and not request.status.is_finished and record.step > request.ignore_results_until:
                 self.outputs.introduce(request)
                 live[index] = request.client
         self.outputs.prompts(live, output.prompt_logprobs)
@@ -214,7 +214,7 @@ class Results:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)
 
     def _send_back_readers(self, record: InFlightStep, bad: dict[int, str]) -> None:
-        """Whoever found a bad request's blocks in the prefix cache computes them itself (protocol law 6).
+        """Requests that found a bad request's blocks in the prefix cache compute them themselves (protocol law 6).
 
         What the bad one wrote is forgotten first. A reader may be bad in the same result, for no fault of its own.
         """
@@ -227,7 +227,7 @@ class Results:
             for reader in [*self.table.running.values(), *self.table.leaving.values()]:
                 if reader is not request and self._read_from(reader, request, own, reader.handle in bad):
                     self._decisions.note(Decision(record.step, "preempt", reader.request_id, PreemptReason.BAD_PREFIX))
-                    self.table.put_out(reader)
+                    self.table.preempt(reader)
                     self.kv.free(reader)
 
     def _first_own_block(self, request: Request) -> int:
@@ -252,7 +252,7 @@ class Results:
 
     def stop_at(self, request: Request, num_output_tokens: int) -> None:
         """The front end found a stop string; what came after it does not count."""
-        self.table.unsettle(request)
+        self.table.leave_steady(request)
         counted = max(0, min(num_output_tokens, request.num_output_tokens))
         self._stats.generation_tokens -= request.num_output_tokens - counted
         self.finish(request, EndReason.STOPPED, num_output_tokens=counted)
@@ -266,8 +266,8 @@ class Results:
         detail: str = "",
         num_output_tokens: int | None = None,
     ) -> None:
-        """The one way a request ends: its blocks go back, its client is told, its handle is given up."""
-        self.table.unsettle(request)
+        """The one way a request ends: its blocks go back, its client is sent the ending, its handle is given up."""
+        self.table.leave_steady(request)
         if request.status is RequestStatus.RUNNING:
             if reason is not EndReason.ERROR:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))

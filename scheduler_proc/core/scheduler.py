@@ -1,7 +1,7 @@
 """The scheduler: events in, decisions out. No socket, clock, disk or device is reachable from here.
 
 Reading order: ``consume`` here (what can happen), ``Planner.plan`` (what runs next), ``Results`` (what came of it).
-Requests that only ever need one more token cruise meanwhile (cruise.py).
+Requests that only ever need one more token are in steady decode meanwhile (steady_decode.py).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,6 @@ from quire.protocol.wire.front_end_messages import (
 )
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.arrivals import Arrivals
-from quire.scheduler_proc.core.cruise import Cruise
 from quire.scheduler_proc.core.drafting import check_drafts_fit, make_draft_policy
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
@@ -32,6 +31,7 @@ from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
 from quire.scheduler_proc.core.statistics import Counters, DecisionLog, make_statistics
+from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepPlan, build_diff
 from quire.scheduler_proc.core.suspects import CONDEMNED, Suspects
 from quire.scheduler_proc.kv.block_pool import BlockPool
@@ -57,7 +57,7 @@ class Scheduler:
         layout: KVLayout,
         num_blocks: int,
         *,
-        cruise: bool = True,
+        steady_decode: bool = True,
         hooks: SchedulerHooks = NO_HOOKS,
         kv_events: KVEventRecorder | None = None,
         planner_class: Callable[..., Planner] = Planner,
@@ -66,9 +66,9 @@ class Scheduler:
         """
         Args:
             num_blocks: blocks of the pool, the null block included.
-            cruise: False for the plain algorithm alone, which decides the same and costs more.
+            steady_decode: False for the plain algorithm alone, which decides the same and costs more.
             hooks: are called with what happens inside events and steps.
-            kv_events: is told which contents of blocks can be found; None: nobody asks.
+            kv_events: records which contents of blocks can be found; None: they are not published.
             planner_class, pool_class: what decides steps, and the order in which free blocks are reused; others than
                 the live engine's imitate another engine.
 
@@ -86,11 +86,11 @@ class Scheduler:
             pool_class=partial(pool_class or pool_class_for(config), events=kv_events),
         )
         self.in_flight = StepsInFlight(config.model.vocab_size)
-        self.cruise = Cruise(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
-        self.table = RequestTable(config.scheduling_policy, self.cruise, self.in_flight, config.model.vocab_size)
+        self.steady_decode = SteadyDecode(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
+        self.table = RequestTable(config.scheduling_policy, self.steady_decode, self.in_flight, config.model.vocab_size)
         self.suspects = Suspects()
         self.pause = ""
-        """Empty, ``pause_new`` (nobody is admitted) or ``pause`` (nothing runs)."""
+        """Empty, ``pause_new`` (no request is admitted) or ``pause`` (nothing runs)."""
         self.decisions = DecisionLog()
         self.stats = Counters()
         self._drafting = make_draft_policy(config)
@@ -99,7 +99,7 @@ class Scheduler:
         )
         self.kv.pool.share_by(self.planner.tenants.blocks)
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks)
-        self._cruising_allowed = cruise
+        self._steady_allowed = steady_decode
         self.arrivals = Arrivals(config, self.table, self.kv, self.results, self.stats, self.decisions, hooks)
 
     @property
@@ -157,14 +157,14 @@ class Scheduler:
             self.results.finish(request, EndReason.ERROR, detail=detail)
 
     def begin_epoch(self, *, fresh: bool = False) -> bool:
-        """What the workers hold is not to be trusted: everyone that runs waits again with its tokens.
+        """What the workers hold is not to be trusted: all that run wait again with their tokens.
 
         Nothing in flight will be applied, and no content of the pool is found again (protocol law 6).
 
         Args:
-            fresh: the workers are others, which hold nothing: those before died, or were ended for what they did. Who
-                was in a step in flight is suspected of it (suspects.py). Else they are told to drop the rows that they
-                may still have.
+            fresh: the workers are others, which hold nothing: those before died, or were ended for what they did. A
+                request in a step in flight is suspected of it (suspects.py). Else they drop the rows that they may
+                still have.
 
         Returns whether a request was found to be why they died, and has ended.
         """
@@ -174,13 +174,13 @@ class Scheduler:
             self.suspects.died_in(self.in_flight.records, self.stats.generation_tokens)
         for request in [*self.table.leaving.values(), *self.table.running.values()]:
             self.decisions.note(Decision(step + 1, "preempt", request.request_id, PreemptReason.NEW_EPOCH))
-            self.table.put_out(request)
+            self.table.preempt(request)
             self.kv.free(request)
         for request in self.table.requests.values():
             request.forget_in_flight()
         for record in self.in_flight.drop_all():
             self.table.retire_later(record.retired)
-        self.cruise.clock.acknowledged = step
+        self.steady_decode.clock.acknowledged = step
         self.kv.reset_prefix_cache()
         if not fresh:
             return False
@@ -248,12 +248,12 @@ class Scheduler:
             return None
         self.kv.pool.now = now
         plan = self.planner.plan(self.last_step + 1, self.pause)
-        return self._commit(plan) if plan.rows or self.cruise.roster else None
+        return self._commit(plan) if plan.rows or self.steady_decode.batch else None
 
     @property
     def last_step(self) -> int:
         """The number of the newest step."""
-        return self.cruise.clock.sent
+        return self.steady_decode.clock.sent
 
     @property
     def is_idle(self) -> bool:
@@ -262,7 +262,7 @@ class Scheduler:
 
     def go_on_after(self, step: int) -> None:
         """While it is idle: ``step`` is the last one that was decided, and answered."""
-        self.cruise.clock.sent = self.cruise.clock.acknowledged = step
+        self.steady_decode.clock.sent = self.steady_decode.clock.acknowledged = step
 
     @property
     def awaited(self) -> InFlightStep | None:
@@ -275,7 +275,7 @@ class Scheduler:
         table, step = self.table, plan.step
         diff = build_diff(plan, table.unsteady.values(), table.take_removed(), self.kv)
         record = InFlightStep(step, plan.rows, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
-        self.cruise.clock.sent = step
+        self.steady_decode.clock.sent = step
         for row in plan.rows.values():
             request = row.request
             record.has_prefill |= row.is_prefill
@@ -286,23 +286,23 @@ class Scheduler:
                 record.num_drafts += row.num_drafts
                 self._drafting.asked(request.draft_state, step)
             until = self._drafting.wakes(request.draft_state)
-            if until > step + 1 and self._may_cruise(request):
-                table.steady(request, until, self.planner.steady.room(request))
+            if until > step + 1 and self._may_be_steady(request):
+                table.join_steady(request, until, self.planner.decode_blocks.room(request))
             else:
                 record.only_steady = False
                 record.awaits_inputs |= request.has_grammar
         if record.awaits_inputs:
             diff = msgspec.structs.replace(diff, awaits_sample_inputs=True)
-        record.steady = self.cruise.share_roster()
+        record.steady = self.steady_decode.share_batch()
         self.in_flight.records.append(record)
         for request in plan.last:
-            table.unsettle(request)  # its last result ends it
+            table.leave_steady(request)  # its last result ends it
         self.stats.num_steps += 1
         return diff
 
-    def _may_cruise(self, request: Request) -> bool:
+    def _may_be_steady(self, request: Request) -> bool:
         return (
-            self._cruising_allowed
+            self._steady_allowed
             and not request.num_drafts_in_flight
             and not request.needs_no_more_steps
             and not request.is_watched

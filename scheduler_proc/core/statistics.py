@@ -31,7 +31,7 @@ class Counters:
 
 
 class DecisionLog:
-    """The newest decisions with their reasons, until somebody takes them; and totals that outlive them."""
+    """The newest decisions with their reasons, until they are taken; and totals that outlive them."""
 
     def __init__(self, max_kept: int = 4096) -> None:
         self._decisions: deque[Decision] = deque(maxlen=max_kept)

@@ -19,7 +19,7 @@ class StepRow:
     The workers may find fewer drafts, and then compute fewer positions.
 
     Attributes:
-        new_blocks: for a request that the workers hold already; None when they are to be told everything.
+        new_blocks: for a request that the workers hold already; None when they are to be sent everything.
         is_prefill: it counts towards prefill's part of the step.
         samples: the result has a token of it. Set when the step is sent.
     """
@@ -36,15 +36,15 @@ class StepPlan:
     """Decisions of one call of ``schedule()``. Nothing here has touched a request's progress yet, so a row can be
     taken back as long as the plan is open.
 
-    Invariant: the rows' tokens, one for each request that cruises, and ``budget`` add up to the step's budget.
+    Invariant: the rows' tokens, one for each request in steady decode, and ``budget`` add up to the step's budget.
 
     Attributes:
         step: the number that the step will have.
         config: the limits that it is decided under.
         budget: tokens that are left.
         prefill_budget: of these, what prefill may have.
-        begun: cruising requests that got a new block, in order, and ``begun_blocks`` its ids.
-        last: cruising requests that get their last token of this step.
+        begun: requests in steady decode that got a new block, in order, and ``begun_blocks`` its ids.
+        last: requests in steady decode that get their last token of this step.
     """
 
     def __init__(self, step: int, config: EngineConfig) -> None:
@@ -54,7 +54,7 @@ class StepPlan:
         self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
         self.num_claimed = 0
-        """Of these, who was over its tenant's share, and made way for another's: more may be let in all the same."""
+        """Of these, those over their tenant's share, which made way for another's: more may still be admitted."""
         self.begun: list[Request] = []
         self.begun_blocks: list[int] = []
         self.last: list[Request] = []
@@ -72,7 +72,7 @@ class StepPlan:
             self.budget += row.num_tokens
             if row.is_prefill:
                 self.prefill_budget += row.num_tokens
-        elif request.cruising:
+        elif request.is_steady:
             self.budget += 1
         if request in self.begun:
             at = self.begun.index(request)
@@ -82,11 +82,11 @@ class StepPlan:
 def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], kv: KVCacheManager) -> SchedulerOutput:
     """The diff from what the workers hold to what ``plan`` wants; marks requests as the workers will hold them.
 
-    ``unsteady``: everyone who runs and does not cruise; those without a row are parked.
+    ``unsteady``: all that run and are not in steady decode; those without a row are parked.
     """
     handles = [request.handle for request in plan.begun]
     block_ids = plan.begun_blocks
-    if not plan.rows and not removed:  # everyone cruises, or is parked already
+    if not plan.rows and not removed:  # all are in steady decode, or parked already
         return SchedulerOutput(
             step=plan.step,
             parked=_park_the_rest(plan, unsteady),

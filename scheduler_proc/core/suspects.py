@@ -25,8 +25,8 @@ class _Entry(NamedTuple):
     Attributes:
         num_deaths: so often were the workers' last moments its own, since it last got a token.
         num_tokens: that it had then.
-        in_a_row: nobody at all got a token between them.
-        num_alone: how many of them were with nobody beside it.
+        in_a_row: no request at all got a token between them.
+        num_alone: how many of them were with no other request in a step.
     """
 
     request: Request
@@ -57,7 +57,7 @@ class Suspects:
         present = [request for request in found.values() if not request.status.is_finished]
         alone = self.alone if len(present) == 1 else None
         quiet, self._total = total == self._total, total
-        # Who was not in a step is as it was: its turn to be run alone may not have come yet.
+        # A request that was not in a step is as it was: its turn to be run alone may not have come yet.
         self._entries = {handle: entry for handle, entry in self._entries.items() if self._is_due(entry)}
         for request in present:
             entry = self._entries.get(request.handle)

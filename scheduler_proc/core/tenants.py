@@ -1,4 +1,4 @@
-"""What each tenant has of rows and blocks, and who gives some up for whom."""
+"""What each tenant has of rows and blocks, and which request gives some up for another tenant's."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,11 +10,11 @@ from quire.scheduler_proc.requests.request import Request
 
 
 class TenantShares:
-    """Knows who has too much; changes nothing. A tenant is *active* while requests of it run or wait.
+    """Knows which tenants have too much; changes nothing. A tenant is *active* while requests of it run or wait.
 
-    A fair share is an equal part of what there is for each active tenant. Nobody is held to it: rows and blocks that
-    are free go to whoever comes. But where none are left, one who has less than its share may claim them from one who
-    has more. After a claim neither side may claim them back, so requests do not take turns in being put out.
+    A fair share is an equal part of what there is for each active tenant. It is no limit: rows and blocks that
+    are free go to the next request. But where none are left, a tenant with less than its share may claim them from one
+    with more. After a claim neither side may claim them back, so requests do not preempt each other by turns.
 
     A tenant's earliest request is never given up for another tenant's: of each tenant, something gets on.
     """
@@ -37,7 +37,7 @@ class TenantShares:
         return self.blocks()[request.tenant] > self._share(self._kv.pool.num_usable_blocks)
 
     def can_claim_row(self, request: Request, config: EngineConfig) -> Request | None:
-        """Whom ``request``, which finds no row, may put out for one; None: nobody."""
+        """The victim that ``request``, which finds no row, may preempt for one, or None."""
         rows, share = self._table.rows, self._share(config.max_num_seqs)
         if (len(rows) < 2 and request.tenant in rows) or rows[request.tenant] >= share:
             return None

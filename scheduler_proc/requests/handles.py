@@ -26,7 +26,7 @@ class HandlePool:
     def restore(self, taken: Collection[int]) -> None:
         """None is taken but ``taken``. Raises ValueError where one is no handle, or there twice."""
         if len(set(taken)) < len(taken) or any(not 0 <= handle < MAX_HANDLES for handle in taken):
-            raise ValueError("what is taken are no handles")
+            raise ValueError("invalid or duplicate handles")
         self._next = max(taken, default=-1) + 1
         self._free = sorted(set(range(self._next)) - set(taken))
 

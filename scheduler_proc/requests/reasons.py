@@ -18,7 +18,7 @@ class WaitReason(enum.StrEnum):
     FULL_SEQUENCE = "full_sequence"
     """The pool has no room for all that it may grow to (``reserve_full_sequence``)."""
     PREEMPTING = "preempting"
-    """Somebody was put out in this very step; letting others in would put out more."""
+    """A request was preempted in this step; admitting more would cause further preemption."""
     RESULT_IN_FLIGHT = "result_in_flight"
     PAUSED = "paused"
     SUSPECT = "suspect"
@@ -29,7 +29,7 @@ class WaitReason(enum.StrEnum):
 
 
 class PreemptReason(enum.StrEnum):
-    """Why a running request was put out."""
+    """Why a running request was preempted."""
 
     YOUNGEST = "youngest"
     """Another needed a block; this one was admitted last."""
@@ -37,7 +37,7 @@ class PreemptReason(enum.StrEnum):
     OVER_SHARE = "over_share"
     """Another tenant lacked a row or blocks, and this one's has the most of them."""
     ITSELF = "itself"
-    """It needed a block, and nobody was left to give one up for it."""
+    """It needed a block, and no other request was left to give one up."""
     BAD_PREFIX = "bad_prefix"
     """It read blocks of a request whose logits are not finite."""
     SUSPECT = "suspect"
@@ -50,7 +50,7 @@ HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
 
 
 class Decision(NamedTuple):
-    """``kind``: wait, preempt or evict. ``beneficiary``: for whose blocks; empty when for nobody in particular."""
+    """``kind``: wait, preempt or evict. ``beneficiary``: the request that it was for; empty for none in particular."""
 
     step: int
     kind: str

@@ -42,7 +42,7 @@ class Request:
 
     Two counts of progress (protocol law 2): ``num_computed_tokens`` counts positions of every step *sent*;
     ``num_tokens`` and ``num_acknowledged_tokens`` grow only with results *applied*; ``num_output_placeholders`` are
-    samples in between. In steady decode (``cruising``) the request itself is not touched: the counters follow from the
+    samples in between. In steady decode (``is_steady``) the request itself is not touched: the counters follow from the
     steps that were sent and answered since, whenever they are read. Only ``tokens`` may lack the newest ones then.
 
     Attributes:
@@ -51,21 +51,21 @@ class Request:
         handle: the small integer that stands for it on every wire; -1 before the scheduler gives it one.
         client: index of the front end that it came from.
         tenant: whose it is; those who wait take turns by it, and share rows and blocks (tenants.py).
-        turn: what its tenant had been served when it was first let in; -1 before, and once it has lost its place.
+        turn: what its tenant had been served when it was first admitted; -1 before, and once it has lost its place.
         stop_tokens: ids that end it.
         max_total_tokens: prompt and output together can never be more.
-        deaf_until: step up to which results are not this request's any more.
+        ignore_results_until: step up to which results are not this request's any more.
         num_cached_tokens: of the prompt, found in the prefix cache when first scheduled; -1 before.
         num_drafts_in_flight: drafts that it may have in the steps in flight; each is a placeholder that may come to
             nothing.
         draft_state: what its drafts have taught.
-        repetition: looks at each token of its answer; None where nobody asked.
+        repetition: looks at each token of its answer; None where it is not wanted.
         on_worker, parked: what the workers hold of it, as of the last step sent.
         wait_reason: why it waits, while it does.
         skip_reading_prefix_cache: it needs something of each position that a cache hit does not give.
         joined_step: in steady decode, the last step before it.
         synced_step: in steady decode, the step whose token is the last in ``tokens``.
-        event_step, last_step, leave_step, block_step: for the Cruise alone.
+        event_step, last_step, leave_step, block_step: for the SteadyDecode alone.
     """
 
     __slots__ = (
@@ -77,10 +77,10 @@ class Request:
         "arrival",
         "block_step",
         "client",
-        "deaf_until",
         "draft_state",
         "event_step",
         "handle",
+        "ignore_results_until",
         "introduced",
         "joined_step",
         "last_step",
@@ -146,7 +146,7 @@ class Request:
         self._num_output_placeholders = 0
         self._num_in_flight = 0
         self.num_cached_tokens = -1
-        self.deaf_until = -1
+        self.ignore_results_until = -1
         self.num_preemptions = 0
         self.num_drafts_in_flight = 0
         self.draft_state = DraftState()
@@ -162,7 +162,7 @@ class Request:
     # ---- progress
 
     @property
-    def cruising(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether it is in steady decode."""
         return self._clock is not None
 
@@ -293,7 +293,7 @@ class Request:
 
     @property
     def is_watched(self) -> bool:
-        """Somebody looks at each of its tokens as it comes, so that it cannot cruise."""
+        """Each of its tokens is looked at as it comes, so that it cannot be in steady decode."""
         return self.has_grammar or self.sampling.repetition_detection is not None
 
     @property

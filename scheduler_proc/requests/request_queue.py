@@ -1,4 +1,4 @@
-"""Who waits, in which order they are taken."""
+"""The requests that wait, and the order in which they are taken."""
 
 import heapq
 from collections.abc import Iterator, KeysView
@@ -36,7 +36,7 @@ class RankedSet:
             self._tidy()
 
     def first(self) -> tuple[_Key, int]:
-        """The smallest rank, and whose it is. Raises IndexError when there is none."""
+        """The smallest rank, and its member. Raises IndexError when there is none."""
         heap = self._heap
         while self._entries.get(heap[0][1]) is not heap[0]:
             heapq.heappop(heap)
@@ -84,10 +84,10 @@ class RequestQueue:
 
     Among first requests of equal priority (under fcfs: all) it is the turn of the tenant that has been served least:
     the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024), in which start-time
-    fair queueing counts tokens. Positions of a prompt that are computed count when it is let in, tokens of an answer
-    OUTPUT_WEIGHT times when it ends. Whoever had nothing to wait for is not given credit for it: a tenant that comes
-    to wait counts as served as much as the least of those that waited when the last request was let in. A request that
-    was put out keeps the count that it was let in with, and so its place.
+    fair queueing counts tokens. Positions of a prompt that are computed count when it is admitted, tokens of an answer
+    OUTPUT_WEIGHT times when it ends. A tenant gets no credit for the time without requests: one that comes to wait
+    counts as served as much as the least of those that waited when the last request was admitted. A request that was
+    preempted keeps the count that it was admitted with, and so its place.
 
     Each operation costs O(log n). With no request alive, all counts are forgotten (``forget_service``).
     """
@@ -99,7 +99,7 @@ class RequestQueue:
         self._lines: dict[int, _Line] = {}
         self._num_waiting = 0
         self._turns = RankedSet()
-        """Tenants that wait, by their first request's rank; empty where there is one, who needs none."""
+        """Tenants that wait, by their first request's rank; empty where there is one, which needs none."""
         self._least = RankedSet()
         """The same, by what they were served."""
         self._served: dict[int, int] = {}
@@ -134,7 +134,7 @@ class RequestQueue:
                 self._take_turn(each)
 
     def peek_request(self) -> Request:
-        """Who is next. Raises IndexError when nobody waits."""
+        """The next request. Raises IndexError when none waits."""
         if len(self._lines) == 1:
             return next(iter(self._lines.values())).head
         return self._lines[self._turns.first()[1]].head
@@ -158,7 +158,7 @@ class RequestQueue:
             self._take_turn(tenant)
 
     def take_request(self, request: Request) -> None:
-        """It is let in: ``remove_request``, and its place is kept for when it comes back."""
+        """It is admitted: ``remove_request``, and its place is kept for when it comes back."""
         least = int(self._least.first()[0][0]) if self._least else self._served[request.tenant]
         self._floor = max(self._floor, least)
         if request.turn < 0:
@@ -172,7 +172,7 @@ class RequestQueue:
             self._take_turn(tenant)
 
     def forget_service(self) -> None:
-        """For a queue in which nobody waits, and no request lives: nobody has been served anything."""
+        """For an empty queue, when no request lives: no tenant has been served anything."""
         self._served.clear()
         self._floor = 0
 
@@ -201,8 +201,10 @@ class RequestQueue:
             yield from sorted(line.requests.values(), key=self.key)
 
     def check(self) -> None:
-        """Raise AssertionError unless everyone who waits can be found, once, and each tenant has its right turn."""
-        assert sum(len(line.requests) for line in self._lines.values()) == self._num_waiting, "who waits is miscounted"
+        """Raise AssertionError unless each request can be found, once, and each tenant has its right turn."""
+        assert sum(len(line.requests) for line in self._lines.values()) == self._num_waiting, (
+            "waiting requests are miscounted"
+        )
         self._turns.check()
         self._least.check()
         several = self._lines.keys() if len(self._lines) > 1 else set()

@@ -28,7 +28,7 @@ class StopTable:
                 self._stops[token] = False
 
     def positions(self, tokens: Int32) -> list[int]:
-        """Where in ``tokens``, all of them valid ids, one stands that ends somebody."""
+        """Indices of ``tokens``, all of them valid ids, that are a stop token of some request."""
         if not self._counts:
             return []
         found: list[int] = np.flatnonzero(self._stops[tokens]).tolist()

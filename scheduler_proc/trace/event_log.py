@@ -53,9 +53,11 @@ class TraceHeader(msgspec.Struct, frozen=True):
     num_blocks: int
 
     def make_scheduler(
-        self, *, cruise: bool = True, hooks: SchedulerHooks = NO_HOOKS, kv_events: KVEventRecorder | None = None
+        self, *, steady_decode: bool = True, hooks: SchedulerHooks = NO_HOOKS, kv_events: KVEventRecorder | None = None
     ) -> Scheduler:
-        return Scheduler(self.config, self.kv_layout, self.num_blocks, cruise=cruise, hooks=hooks, kv_events=kv_events)
+        return Scheduler(
+            self.config, self.kv_layout, self.num_blocks, steady_decode=steady_decode, hooks=hooks, kv_events=kv_events
+        )
 
 
 class EventLog:

@@ -79,7 +79,7 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
     scheduler.config = msgspec.structs.replace(config, max_num_batched_tokens=state.max_num_batched_tokens)
     scheduler.pause = state.pause
     scheduler.results.stale_until = state.stale_until
-    scheduler.in_flight.tell_handles(np.array(state.rows, np.int32))
+    scheduler.in_flight.set_handles(np.array(state.rows, np.int32))
     scheduler.table.restore(state.removed, state.retired)
     scheduler.kv.pool.restore(state.free_blocks, state.cached, state.tenants)
     scheduler.go_on_after(state.step)

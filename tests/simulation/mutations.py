@@ -117,13 +117,13 @@ def _bad_results_pass() -> Iterator[None]:
 @contextlib.contextmanager
 def resumed_without_answer() -> Iterator[None]:
     """A request that is put out forgets that its answer is known."""
-    real = request_table.RequestTable.put_out
+    real = request_table.RequestTable.preempt
 
-    def put_out(self: Any, request: Any) -> None:
+    def preempt(self: Any, request: Any) -> None:
         real(self, request)
         request.tokens = type(request.tokens)(request.tokens.array()[: request.num_prompt_tokens].copy(), None)
 
-    with mock.patch.object(request_table.RequestTable, "put_out", put_out):
+    with mock.patch.object(request_table.RequestTable, "preempt", preempt):
         yield
 
 

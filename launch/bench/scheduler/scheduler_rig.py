@@ -174,7 +174,7 @@ class Rig:
             async_scheduling=async_scheduling,
         )
         layout = kv_layout(_MODEL, BLOCK_SIZE, "bfloat16")
-        self.scheduler = Scheduler(self.config, layout, num_blocks, cruise=cruise)
+        self.scheduler = Scheduler(self.config, layout, num_blocks, steady_decode=cruise)
         self.worker = BatchWorker(max_num_seqs)
         self._steps: Codec[Any] = Codec(WorkerToScheduler)
         self._replies: Codec[Any] = Codec(SchedulerToFrontEnd)

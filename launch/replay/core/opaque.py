@@ -1,4 +1,4 @@
-"""Requests of which a trace does not tell the tokens: arrivals, results, and what is known of their text."""
+"""Requests of which a trace has no tokens: arrivals, results, and what is known of their text."""
 
 from collections.abc import Callable, Sequence
 

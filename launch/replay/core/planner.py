@@ -40,10 +40,10 @@ class ImitatingPlanner(Planner):
         ``first``: the place of the earliest prefill. A request in steady decode that comes after it may get nothing,
         and so leaves steady decode.
         """
-        later = [r for r in self.cruise.roster.values() if r.order > first and r not in plan.begun]
+        later = [r for r in self.steady_decode.batch.values() if r.order > first and r not in plan.begun]
         plan.budget += len(later)
         for request in later:
-            self.table.unsettle(request)
+            self.table.leave_steady(request)
         self.bound_prefill(plan)
         for request in sorted(self.table.unsteady.values(), key=_by_order):
             if request.num_tokens_to_compute > 1:

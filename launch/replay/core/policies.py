@@ -15,13 +15,13 @@ class Policies:
     """Each is a key of ``--set`` in a replay. The defaults are the live engine's.
 
     Attributes:
-        decodes_first: who decodes gets its token of a step before any prefill gets on. False: running requests share
-            the budget in order of admission, whatever they do, so that prefills which run side by side (under a
+        decodes_first: decoding requests get their token of a step before any prefill gets on. False: running requests
+            share the budget in order of admission, whatever they do, so that prefills which run side by side (under a
             ``long_prefill_token_threshold``) may keep a later decode waiting.
-        priority_preempts: under the priority policy a waiting request puts out a running one of a worse number. False:
-            it waits for room; only who runs already puts others out.
-        admit_whole_prompts: nobody is let in before there are blocks for all its known tokens. False: blocks for its
-            first chunk are enough.
+        priority_preempts: under the priority policy a waiting request preempts a running one of a worse number. False:
+            it waits for room; only running requests preempt others.
+        admit_whole_prompts: no request is admitted before there are blocks for all its known tokens. False: blocks for
+            its first chunk are enough.
         uncached_blocks_first: a freed block without a content to be found is reused before all others ("engine-u").
             False: freed blocks are reused in the order in which they were freed, a request's last one first
             ("engine").
@@ -61,7 +61,7 @@ PRESETS: Mapping[str, Preset] = {
     # Whole steps for prefill, one queue in order of admission, first-in first-out blocks, and (new in this version)
     # room for the whole prompt. A preempted request waits in front of all others, which under fcfs is its old place.
     "vllm-0.19": Preset(_VLLM, _VLLM_SETTINGS | {"async_scheduling": True}),
-    # As far back as 0.11: chunks were let in as soon as they fitted, and steps were not decided ahead.
+    # As far back as 0.11: chunks were admitted as soon as they fitted, and steps were not decided ahead.
     "vllm-0.11": Preset(
         replace(_VLLM, admit_whole_prompts=False),
         _VLLM_SETTINGS | {"async_scheduling": False},

@@ -31,7 +31,7 @@ class ReplayScheduler(Scheduler):
         layout: KVLayout,
         num_blocks: int,
         *,
-        cruise: bool = True,
+        steady_decode: bool = True,
         hooks: SchedulerHooks = NO_HOOKS,
         policies: Policies = QUIRE,
     ) -> None:
@@ -39,7 +39,7 @@ class ReplayScheduler(Scheduler):
             config,
             layout,
             num_blocks,
-            cruise=cruise,
+            steady_decode=steady_decode,
             hooks=hooks,
             planner_class=partial(ImitatingPlanner, policies=policies),
             pool_class=None if policies.uncached_blocks_first else FifoBlockPool,
@@ -94,7 +94,7 @@ class ReplayScheduler(Scheduler):
     @property
     def num_quiet_steps(self) -> int:
         """How many of the next steps need no deciding: all requests are in steady decode, and none is due in them."""
-        config, batch, table = self.config, self.cruise.roster, self.table
+        config, batch, table = self.config, self.steady_decode.batch, self.table
         if table.unsteady or table.waiting or table.leaving or any(table.leftovers):
             return 0
         if not 0 < len(batch) <= config.max_num_batched_tokens or self.pause == "pause":
@@ -103,7 +103,7 @@ class ReplayScheduler(Scheduler):
             return 0
         if self.in_flight.verified is not batch or not all(_is_only(step, batch) for step in self.in_flight.records):
             return 0
-        return min(self.cruise.calendar, default=self.last_step + 1) - self.last_step - 1
+        return min(self.steady_decode.calendar, default=self.last_step + 1) - self.last_step - 1
 
     def fast_forward(self, count: int, now: float) -> None:
         """As ``count`` times a result without tokens of the oldest step, and then ``schedule``.
@@ -115,7 +115,7 @@ class ReplayScheduler(Scheduler):
             now: when the last of the steps is decided.
         """
         self.kv.pool.now = now
-        clock, records = self.cruise.clock, self.in_flight.records
+        clock, records = self.steady_decode.clock, self.in_flight.records
         newest = records[-1]
         for step in range(newest.step + 1, newest.step + count + 1):
             records.append(InFlightStep(step, {}, [], newest.num_tokens, steady=newest.steady))
@@ -123,7 +123,7 @@ class ReplayScheduler(Scheduler):
         clock.sent += count
         clock.acknowledged += count
         self.stats.num_steps += count
-        self.stats.generation_tokens += count * len(self.cruise.roster)
+        self.stats.generation_tokens += count * len(self.steady_decode.batch)
 
 
 def _is_only(step: InFlightStep, batch: dict[int, Request]) -> bool:

@@ -114,7 +114,7 @@ def test_check_fails_when_it_should(damage: str) -> None:
     if damage == "place":
         scheduler.table.waiting.add_request(request)
     elif damage == "placeholder":
-        scheduler.table.unsettle(request)
+        scheduler.table.leave_steady(request)
         request.sampled(9)  # drafts that it never had
     elif damage == "blocks":
         scheduler.kv.free(request)

@@ -23,7 +23,7 @@ def probes_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain_driver(**settings: Any) -> Driver:
     """Nobody cruises, and whoever waits is looked at again in each step."""
-    driver = Driver(cruise=False, **settings)
+    driver = Driver(steady_decode=False, **settings)
     planner = driver.scheduler.planner
     planner._why_not = planner._admit  # type: ignore[method-assign]
     return driver

@@ -388,7 +388,7 @@ def test_random_runs_of_several_tenants(seed: int) -> None:
     """Cruising or not, every decision is the same; every answer is right; a replay without tokens decides the same."""
     rng = random.Random(seed)
     chosen = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 1) | {"num_tenants": seed % 4}
-    drivers = Driver(**chosen), Driver(cruise=False, **chosen)
+    drivers = Driver(**chosen), Driver(steady_decode=False, **chosen)
     load = Load(rng, *drivers)
     load.num_tenants, load.fixed_budget = 3, True
     while len(drivers[0].diffs) < 60:

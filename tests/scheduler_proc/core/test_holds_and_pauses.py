@@ -156,13 +156,13 @@ def test_a_pause_stops_those_that_cruise_and_resume_takes_them_up() -> None:
         driver.add(f"r{index}", [index], max_tokens=40)
     for _ in range(4):
         driver.step()
-    assert len(driver.scheduler.cruise) == 3
+    assert len(driver.scheduler.steady_decode) == 3
     driver.control("pause")
     quiet(driver)
     sent = len(driver.diffs)
     for _ in range(3):
         driver.step()
-    assert len(driver.diffs) == sent and len(driver.scheduler.cruise) == 3
+    assert len(driver.diffs) == sent and len(driver.scheduler.steady_decode) == 3
     driver.control("resume")
     driver.run()
     driver.check_drained()

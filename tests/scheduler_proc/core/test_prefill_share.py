@@ -30,10 +30,10 @@ def one_step(driver: Driver) -> dict[str, int]:
     return told
 
 
-@pytest.mark.parametrize("cruise", [True, False])
+@pytest.mark.parametrize("steady_decode", [True, False])
 @pytest.mark.parametrize(("share", "tokens"), [(0.25, 8), (0.5, 16), (0.1, 3), (1.0, 31), (0.0, 1), (0.001, 1)])
-def test_a_long_prompt_gets_its_part_and_at_least_a_token(share: float, tokens: int, cruise: bool) -> None:
-    driver = decoding(share, cruise=cruise)
+def test_a_long_prompt_gets_its_part_and_at_least_a_token(share: float, tokens: int, steady_decode: bool) -> None:
+    driver = decoding(share, steady_decode=steady_decode)
     driver.add("long", prompt_of(70), max_tokens=2)
     assert one_step(driver) == {"decodes": 1, "long": tokens}
     assert one_step(driver) == {"decodes": 1, "long": tokens}
@@ -93,7 +93,7 @@ def test_it_is_a_bound_on_every_step_while_others_decode(asynchronous: bool) -> 
         driver.add(f"r{index}", prompt_of(1 + 7 * index % 40, index), max_tokens=3 + index % 9)
     while driver.scheduler.table.requests:
         table = driver.scheduler.table
-        decoding = {r.handle for r in table.running.values() if r.cruising}
+        decoding = {r.handle for r in table.running.values() if r.is_steady}
         diff = driver.schedule()
         if diff is not None and decoding - set(diff.removed) and not diff.parked:
             fresh = {n.handle for n in diff.new_requests}

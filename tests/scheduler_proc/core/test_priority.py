@@ -162,7 +162,7 @@ def test_a_cruising_victim_takes_no_more_of_the_budget() -> None:
     driver.step()
     driver.add("high", [1, 2, 3, 4, 5, 6], max_tokens=1, priority=0)
     assert driver.counts(driver.schedule()) == {"mid": 1, "high": 2}, "what prefill may have was fixed before"
-    assert len(driver.scheduler.cruise) == 1
+    assert len(driver.scheduler.steady_decode) == 1
     driver.execute()
     driver.deliver()
     finish(driver)

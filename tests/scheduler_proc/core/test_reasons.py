@@ -162,7 +162,7 @@ def test_who_waits_behind_the_first_waits_for_what_it_waits_for() -> None:
     assert waits(driver, "third") == []
 
 
-def put_out(policy: str, worse: int = 0) -> Driver:
+def preempt(policy: str, worse: int = 0) -> Driver:
     driver = Driver(num_blocks=9, enable_prefix_caching=False, scheduling_policy=policy)
     driver.add("old", [1] * 7, max_tokens=13, priority=worse)
     driver.add("young", [2] * 7, max_tokens=13)
@@ -226,8 +226,8 @@ def over_share() -> Driver:
 
 
 PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
-    PreemptReason.YOUNGEST: (lambda: put_out("fcfs", 5), "young", "old"),
-    PreemptReason.LOWEST_PRIORITY: (lambda: put_out("priority", 5), "old", "young"),
+    PreemptReason.YOUNGEST: (lambda: preempt("fcfs", 5), "young", "old"),
+    PreemptReason.LOWEST_PRIORITY: (lambda: preempt("priority", 5), "old", "young"),
     PreemptReason.ITSELF: (itself, "young", "young"),
     PreemptReason.BAD_PREFIX: (read_from_a_bad_one, "reader", ""),
     PreemptReason.NEW_EPOCH: (new_epoch, "first", ""),

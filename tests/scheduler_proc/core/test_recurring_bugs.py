@@ -166,12 +166,14 @@ def test_bug_05_blocks_freed_while_a_step_is_in_flight(end: str) -> None:
     finish(driver)  # the worker runs all in order, and reads what it wrote
 
 
-@pytest.mark.parametrize("cruise", [True, False])
+@pytest.mark.parametrize("steady_decode", [True, False])
 @pytest.mark.parametrize("young", [1, 2, 3])
 @pytest.mark.parametrize("length", thinned(range(22, 30), keep=3))
-def test_bug_06_scheduled_and_put_out_in_the_same_pass(length: int, young: int, cruise: bool) -> None:
+def test_bug_06_scheduled_and_put_out_in_the_same_pass(length: int, young: int, steady_decode: bool) -> None:
     """#23347: of a share or a block that was taken back, nothing is left in the diff."""
-    driver = Driver(num_blocks=9, cruise=cruise, long_prefill_token_threshold=7, enable_prefix_caching=False)
+    driver = Driver(
+        num_blocks=9, steady_decode=steady_decode, long_prefill_token_threshold=7, enable_prefix_caching=False
+    )
     prompt = list(range(50, 50 + young))
     driver.add("old", list(range(length)), max_tokens=3)
     driver.add("young", prompt, max_tokens=25 - young)
@@ -204,8 +206,8 @@ def test_bug_07_equals_do_not_take_turns(policy: str) -> None:
         driver.add(f"r{index}", [index] * 7, max_tokens=13)
     finish(driver)
     decisions = driver.scheduler.decisions.take()
-    put_out = Counter(d.request_id for d in decisions if d.kind == "preempt")
-    assert put_out["r0"] == 0 and max(put_out.values()) <= 3, put_out
+    preempt = Counter(d.request_id for d in decisions if d.kind == "preempt")
+    assert preempt["r0"] == 0 and max(preempt.values()) <= 3, preempt
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -222,16 +224,16 @@ def test_bug_08_a_long_prefill_does_not_come_and_go(policy: str, reserve: bool) 
     )
     driver.add("old", list(range(8)), max_tokens=30)
     driver.add("long", list(range(50, 82)), max_tokens=4)
-    put_out: list[int] = []
+    preempt: list[int] = []
     while driver.scheduler.table.requests:
         running = driver.answers["old"].ended is None
         before = len(driver.answers["old"].tokens)
         driver.step()
         assert not running or len(driver.answers["old"].tokens) == before + 1
         decisions = [d for d in driver.scheduler.decisions.take() if d.kind == "preempt"]
-        put_out += [d.step for d in decisions]
+        preempt += [d.step for d in decisions]
     driver.check_drained()
-    assert len(put_out) <= 1
+    assert len(preempt) <= 1
 
 
 def test_bug_11_the_null_block_is_nobodys() -> None:

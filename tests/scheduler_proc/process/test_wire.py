@@ -22,7 +22,7 @@ def steady(prompt_lengths: list[int], steps: int) -> list[int]:
     )
     for index, length in enumerate(prompt_lengths):
         driver.add(f"r{index}", [(index + i) % 1000 for i in range(length)], max_tokens=100, ignore_eos=True)
-    while driver.scheduler.table.waiting or len(driver.scheduler.cruise) < REQUESTS:
+    while driver.scheduler.table.waiting or len(driver.scheduler.steady_decode) < REQUESTS:
         driver.step()
     del driver.sizes[:]
     for _ in range(steps):

@@ -128,7 +128,7 @@ class Driver:
         self,
         num_blocks: int = 33,
         *,
-        cruise: bool = True,
+        steady_decode: bool = True,
         layout: KVLayout | None = None,
         policies: Policies = QUIRE,
         **settings: Any,
@@ -137,9 +137,9 @@ class Driver:
         self.config = config = make_config(**settings)
         layout = layout or make_layout(config)
         self.header = TraceHeader(config, layout, num_blocks)
-        self.scheduler = self.header.make_scheduler(cruise=cruise)
+        self.scheduler = self.header.make_scheduler(steady_decode=steady_decode)
         if policies != QUIRE:
-            self.scheduler = ReplayScheduler(config, layout, num_blocks, cruise=cruise, policies=policies)
+            self.scheduler = ReplayScheduler(config, layout, num_blocks, steady_decode=steady_decode, policies=policies)
         self.worker = FakeWorker(
             num_blocks,
             config.block_size,
@@ -240,7 +240,7 @@ class Driver:
             return None
         diff = self.scheduler.schedule()
         self.scheduler.check()
-        self.num_cruising += len(self.scheduler.cruise)
+        self.num_cruising += len(self.scheduler.steady_decode)
         if diff is None:
             self.log.tick(0.0)
             return None

@@ -234,7 +234,7 @@ def queueing_of_the_released() -> Iterator[None]:
 
     def release(self: Any, request: Any) -> None:
         real(self, request)
-        self.begin_to_run(request)
+        self.admit(request)
 
     with mock.patch.object(request_table.RequestTable, "release", release):
         yield

@@ -11,7 +11,7 @@ from quire.launch.replay.core.policies import PRESETS, QUIRE, Policies, find_pre
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.requests.reasons import WaitReason
 
-both = pytest.mark.parametrize("cruise", [True, False])
+both = pytest.mark.parametrize("steady_decode", [True, False])
 
 
 def prompt_of(n: int, first: int = 0) -> list[int]:
@@ -29,10 +29,10 @@ def one_step(driver: Driver) -> dict[str, int]:
 class TestOrder:
     """A long prefill, then a decode, then a long prefill, then more decodes than a step has room for besides."""
 
-    def crowd(self, policies: Policies, cruise: bool) -> Driver:
+    def crowd(self, policies: Policies, steady_decode: bool) -> Driver:
         driver = Driver(
             policies=policies,
-            cruise=cruise,
+            steady_decode=steady_decode,
             max_num_batched_tokens=8,
             long_prefill_token_threshold=4,
             enable_prefix_caching=False,
@@ -45,20 +45,20 @@ class TestOrder:
         return driver
 
     @both
-    def test_decodes_go_first_here(self, cruise: bool) -> None:
-        driver = self.crowd(QUIRE, cruise)
+    def test_decodes_go_first_here(self, steady_decode: bool) -> None:
+        driver = self.crowd(QUIRE, steady_decode)
         assert one_step(driver) == {"a": 4, "b": 1, "c": 3}
         driver.run()
         driver.check_drained()
 
     @both
-    def test_a_decode_may_have_to_wait_behind_prefills_that_were_let_in_before_it(self, cruise: bool) -> None:
+    def test_a_decode_may_have_to_wait_behind_prefills_that_were_let_in_before_it(self, steady_decode: bool) -> None:
         """With a budget of 8 and chunks of 4, two prefills leave nothing for who comes after them."""
         seen = {}
         for name, policies in (("quire", QUIRE), ("in order", Policies(decodes_first=False))):
             driver = Driver(
                 policies=policies,
-                cruise=cruise,
+                steady_decode=steady_decode,
                 max_num_batched_tokens=8,
                 long_prefill_token_threshold=3,
                 enable_prefix_caching=False,
@@ -130,7 +130,7 @@ def test_under_all_of_them_everyone_gets_the_same_answer(seed: int) -> None:
     driver = Driver(
         rng.choice((12, 16, 40)),
         policies=policies,
-        cruise=rng.random() < 0.7,
+        steady_decode=rng.random() < 0.7,
         async_scheduling=rng.random() < 0.7,
         max_num_batched_tokens=rng.choice((8, 13)),
         long_prefill_token_threshold=rng.choice((0, 3, 5)),

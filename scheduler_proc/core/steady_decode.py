@@ -1,6 +1,6 @@
 """Requests that need exactly one more token per step, kept at no cost per request and step.
 
-While a request cruises, each step computes one position of it and samples one token. So it need not be touched: its
+In steady decode each step computes one position of a request and samples one token. So it need not be touched: its
 counters follow from two step numbers, the last one sent and the last one answered. Its tokens wait in a table
 with one row per step, into which a whole result goes at once. Only when something is due is the request looked at:
 its next block, its last token, or a draft to try. A calendar says who is due when.
@@ -15,14 +15,14 @@ from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.step_clock import StepClock
 
-Roster = dict[int, Request]
-"""Who cruises, by handle. Never changed once a step in flight refers to it."""
+SteadyBatch = dict[int, Request]
+"""Requests in steady decode, by handle. Never changed once a step in flight refers to it."""
 
 _by_order = attrgetter("order")
 
 
-class Cruise:
-    """Who cruises, since when, and what was sampled for them.
+class SteadyDecode:
+    """The requests in steady decode, and what was sampled for them.
 
     Invariants (``check``): a member was scheduled, and sampled, in every step since it joined; at most
     ``block_size + depth + num_drafts`` of its tokens are in the table only; its next event lies ahead, and in the
@@ -37,11 +37,11 @@ class Cruise:
         Args:
             block_size: positions between two blocks, of the group with the smallest.
             depth: of the pipeline.
-            num_drafts: most drafts of a request in a step: who joins may hold blocks for so many more positions.
+            num_drafts: most drafts of a request in a step: one that joins may hold blocks for so many more positions.
         """
         self.block_size = block_size
         self.clock = StepClock()
-        self.roster: Roster = {}
+        self.batch: SteadyBatch = {}
         self._shared = False
         self.calendar: dict[int, list[Request]] = {}
         # A token stays here from its result to the member's next block, so a quarter of the rows would do; with more,
@@ -49,7 +49,7 @@ class Cruise:
         self._sampled = np.zeros((4 * (block_size + depth + 1 + num_drafts), 64), "<i4")
 
     def __len__(self) -> int:
-        return len(self.roster)
+        return len(self.batch)
 
     # ---- coming and going
 
@@ -66,32 +66,32 @@ class Cruise:
         tokens_ahead = request.num_tokens + request.num_output_placeholders
         request.last_step = step + request.max_total_tokens - tokens_ahead
         request.leave_step = min(request.last_step, until)
-        self._own_roster()[request.handle] = request
+        self._own_batch()[request.handle] = request
         self._expect(request, step + 1 + max(room, -request.num_computed_tokens % self.block_size))
         request.join_steady(self.clock)
 
     def leave(self, request: Request) -> None:
         """Bring its tokens up to date; from now on they, and its counters, are the request's own."""
         self._settle((request,))
-        del self._own_roster()[request.handle]
+        del self._own_batch()[request.handle]
         request.event_step = request.block_step = 0
         request.leave_steady()
 
-    def share_roster(self) -> Roster:
+    def share_batch(self) -> SteadyBatch:
         """The members now, for a record that keeps them: they are copied before they change."""
         self._shared = True
-        return self.roster
+        return self.batch
 
-    def _own_roster(self) -> Roster:
+    def _own_batch(self) -> SteadyBatch:
         if self._shared:
-            self.roster = dict(self.roster)
+            self.batch = dict(self.batch)
             self._shared = False
-        return self.roster
+        return self.batch
 
     # ---- what is due
 
     def due(self, step: int) -> list[Request]:
-        """Members of whom ``step`` is the ``block_step`` or the ``leave_step``, in order of admission."""
+        """Members with ``step`` as the ``block_step`` or the ``leave_step``, in order of admission."""
         found = []
         for request in self.calendar.pop(step, ()):
             if request.event_step == step:
@@ -101,7 +101,7 @@ class Cruise:
         return found
 
     def handled(self, requests: Sequence[Request], step: int) -> None:
-        """They got their blocks for ``step`` and cruise on; what was sampled for them is with them now."""
+        """They got their blocks for ``step`` and go on; what was sampled for them is with them now."""
         self._settle(requests)
         following = step + self.block_size
         bucket = self.calendar.setdefault(following, [])
@@ -161,8 +161,8 @@ class Cruise:
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
         clock = self.clock
-        for handle, request in self.roster.items():
-            assert request.handle == handle and request.cruising
+        for handle, request in self.batch.items():
+            assert request.handle == handle and request.is_steady
             assert request.joined_step <= clock.sent < request.event_step, f"{request!r}: its event was missed"
             assert request in self.calendar[request.event_step], f"{request!r} is not in the calendar"
             unsettled = clock.acknowledged - request.synced_step
