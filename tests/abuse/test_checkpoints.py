@@ -307,6 +307,7 @@ def test_pickled_weights_are_never_opened(folder: Path, tmp_path: Path, suffix: 
 
 # ---- config.json
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [1.0] * 2}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "heads of 2**31": ({"num_attention_heads": 2**31}, "num_attention_heads"),
     "no heads": ({"num_attention_heads": 0}, "num_attention_heads"),
@@ -342,28 +343,19 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a rope of a list": ({"rope_scaling": [1]}, "rope_scaling"),
     "a rope without a factor that is one": ({"rope_scaling": {"rope_type": "linear", "factor": math.nan}}, "factor"),
     "a longrope from one position": (
-        {
-            "rope_scaling": {
-                "rope_type": "longrope",
-                "factor": 4.0,
-                "original_max_position_embeddings": 1,
-                "short_factor": [1.0] * 2,
-                "long_factor": [1.0] * 2,
-            }
-        },
+        {"rope_scaling": {**LONGROPE, "factor": 4.0, "original_max_position_embeddings": 1}},
         "original_max_position_embeddings",
     ),
-    "endless divisors": (
-        {"rope_scaling": {"rope_type": "longrope", "short_factor": [math.inf] * 2, "long_factor": [1.0] * 2}},
-        "short_factor",
-    ),
+    "endless divisors": ({"rope_scaling": {**LONGROPE, "short_factor": [math.inf] * 2}}, "short_factor"),
     "an unknown activation": ({"hidden_act": "evil"}, "hidden_act"),
     "an activation without end": ({"hidden_act": "x" * 100_000}, "hidden_act"),
     "an unknown dtype": ({"torch_dtype": "float8"}, "dtype"),
     "an end past the vocabulary": ({"eos_token_id": VOCAB}, "eos_token_id 24"),
     "an end of 2**31": ({"eos_token_id": [2, 2**31]}, "eos_token_id 2147483648"),
     "a negative end": ({"eos_token_id": -1}, "eos_token_id"),
-    "an end in words": ({"eos_token_id": "</s>"}, "eos_token_id"),
+    "an end in words": ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+    "an end that is true": ({"eos_token_id": True}, "eos_token_id must be a token id"),
+    "an end in a float": ({"eos_token_id": [1.5]}, "eos_token_id must be a token id"),
     "an unknown architecture": ({"architectures": ["Evil\x1b[2J\nForCausalLM"]}, "is not supported"),
     "no architecture": ({"architectures": []}, "is not supported"),
     "architectures of numbers": ({"architectures": 7}, "is not supported"),

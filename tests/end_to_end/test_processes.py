@@ -64,14 +64,6 @@ class TestOffline:
         assert llm.reset_prefix_cache()
         assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
 
-    def test_samples_and_seeds(self, llm: LLM) -> None:
-        params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=8, ignore_eos=True)
-        first, again = (llm.generate([8, 9], params)[0] for _ in range(2))
-        assert [o.token_ids for o in first.outputs] == [o.token_ids for o in again.outputs]
-        assert len({tuple(o.token_ids) for o in first.outputs}) == 3
-        one = llm.generate([8, 9], SamplingParams(temperature=1.0, seed=11, max_tokens=8, ignore_eos=True))[0]
-        assert one.outputs[0].token_ids == first.outputs[0].token_ids
-
     def test_logprobs(self, llm: LLM) -> None:
         output = llm.generate([3, 5, 8], SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))[0].outputs[0]
         assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)

@@ -25,30 +25,12 @@ def ids(*values: int) -> Any:
 
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
-    *[("prompt", {"prompt_token_ids": ids(5, value, 6)}) for value in (VOCAB, VOCAB + 1, -1, -(2**31), 2**31 - 1)],
-    *[("prompt", {"output_token_ids": ids(5, value)}) for value in (VOCAB, -1, -2, 2**31 - 1)],
+    # Tokens, lengths, ids and reserved fields: test_refusals.py.
     *[("prompt", {"prompt_token_ids": ids(*[5] * length)}) for length in (0, CONTEXT, CONTEXT + 1, 100_000)],
     *[("request_id", {"request_id": value}) for value in ("", "x" * 257, "é" * 10_000)],
-    *[("seed", {"seed": value}) for value in (-1, -(2**63), 2**64 - 1 + 1) if -(2**63) <= value < 2**64],
     *[("priority", {"priority": value}) for value in (2**31, -(2**31) - 1, 2**40, 2**63, -(2**63))],
     *[("cache_salt", {"cache_salt": value}) for value in ("x" * (MAX_SALT_LENGTH + 1), "é" * 10**6)],
     *[("arrival", {"arrival": value}) for value in (float("nan"), float("inf"), float("-inf"))],
-    *[("", {name: value}) for name, value in (("job_id", "x"), ("lora", "../x"), ("mm_features", [b"x"]))],
-    *[("", {name: value}) for name, value in (("kv_transfer", b"x"), ("is_last_step", False), ("resumable", True))],
-    *[
-        (name, {"sampling": SamplingParams(max_tokens=4, **{name: value})})  # type: ignore[arg-type]
-        for name, value in (
-            ("stop_token_ids", [5, VOCAB]),
-            ("stop_token_ids", [2**31 - 1]),
-            ("allowed_token_ids", [VOCAB]),
-            ("allowed_token_ids", [3, 2**31 - 1]),
-            ("logit_bias", {VOCAB: 1.0}),
-            ("logit_bias", {5: 1.0, 2**31 - 1: -1.0}),
-            ("bad_words_token_ids", [[5], [6, VOCAB]]),
-            ("bad_words_token_ids", [[2**31 - 1]]),
-            ("thinking_token_budget", 4),
-        )
-    ],
 ]
 
 
