@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_child import no_calls
+from memory_channel import memory_pair
 from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
 
 from quire.protocol.config import FIRST_EPOCH
@@ -25,7 +26,6 @@ from quire.protocol.wire.worker_messages import (
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.loop import WorkerLoop
 from quire.worker_proc.parallel.group import Alone
-from tests.support.common.memory_channel import memory_pair
 
 WORDS = -(-MODEL.vocab_size // 32)
 BLOCKS = [1, 2, 3, 4, 5, 6]

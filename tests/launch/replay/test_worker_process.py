@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_child import no_calls
+from memory_channel import memory_pair
 from scheduler_driver import make_config, make_layout, make_request
 
 from quire.launch.replay.costs.cost import ConstantCost, StepShape
@@ -32,7 +33,6 @@ from quire.protocol.wire.worker_messages import (
     WorkerToScheduler,
 )
 from quire.scheduler_proc.core.scheduler import Scheduler
-from tests.support.common.memory_channel import memory_pair
 
 CONFIG = make_config(eos=[7, 8], num_blocks_override=32)
 WORDS = -(-CONFIG.model.vocab_size // 32)

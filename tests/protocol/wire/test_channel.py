@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
+from memory_channel import memory_pair
 
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import Abort, FrontEndToScheduler
 from quire.protocol.wire.link_messages import Heartbeat
 from quire.protocol.wire.worker_messages import SchedulerToWorker, Shutdown, WorkerToScheduler
-from tests.support.common.memory_channel import memory_pair
 
 
 def sent(count: int, epoch: int = 0) -> list[Any]:

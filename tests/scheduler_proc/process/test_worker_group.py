@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from memory_channel import MemoryChannel, memory_pair
 
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.worker_messages import (
@@ -15,7 +16,6 @@ from quire.protocol.wire.worker_messages import (
     WorkerToScheduler,
 )
 from quire.scheduler_proc.process.worker_group import WorkerGroup
-from tests.support.common.memory_channel import MemoryChannel, memory_pair
 
 PLAN = MemoryPlan("cpu", 0, 0, 0, 0, 33, 4)
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
+from memory_channel import memory_pair
 
 from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
@@ -43,7 +44,6 @@ from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
 from quire.scheduler_proc.trace.recorder import record_log
-from tests.support.common.memory_channel import memory_pair
 
 VOCAB_SIZE = 1000
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from memory_channel import memory_pair
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
@@ -19,7 +20,6 @@ from quire.scheduler_proc.core.events import Hold
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.worker_proc.startup.setup import make_runner
-from tests.support.common.memory_channel import memory_pair
 
 
 @dataclass
