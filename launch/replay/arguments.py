@@ -5,10 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-FORMATS = (
-    *("auto", "quire", "sched-trace", "mooncake", "agentic", "agent-text", "azure", "servegen", "measured", "vidur"),
-    "synthetic",
-)
+FORMATS = ("auto", "quire", "sched-trace", "mooncake", "agentic", "agent-text", "azure", "synthetic")
 OVERLONG = ("refuse", "clip", "drop")
 
 
@@ -34,12 +31,8 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--start", type=_seconds, metavar="S", help="leave out what came before second S")
     group.add_argument("--duration", type=_positive, metavar="S", help="only S seconds of it")
     group.add_argument("--stagger", type=_seconds, metavar="S", help="between the beginnings of conversations (60)")
-    arrivals = "of traces that have lengths only: poisson:RATE, gamma:RATE:CV, constant:RATE (all come at once)"
-    group.add_argument("--arrivals", metavar="PROCESS", help=arrivals)
     join = "in a closed loop, the turn after a sub-agent waits for it"
     group.add_argument("--join-subagents", action="store_true", help=join)
-    queued = "of a measured run, the times at which the engine had the requests, not those that were planned"
-    group.add_argument("--queued", action="store_true", help=queued)
     group.add_argument("--seed", type=_whole, metavar="N", help="of arrivals and lengths that are drawn (0)")
     group.add_argument("--tokenizer", type=Path, metavar="DIR", help="counts the tokens of traces that have text only")
     overlong = "prompts beyond --max-model-len: count as rejected, are cut, or are left out (refuse)"

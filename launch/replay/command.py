@@ -52,8 +52,8 @@ def _replay(args: argparse.Namespace) -> Result:
 
 
 WORKLOAD_FLAGS = (
-    *("concurrency", "closed_loop", "rate", "limit", "start", "duration", "stagger", "arrivals", "seed"),
-    *("join_subagents", "queued", "tokenizer", "overlong", "reuse_answers"),
+    *("concurrency", "closed_loop", "rate", "limit", "start", "duration", "stagger", "seed"),
+    *("join_subagents", "tokenizer", "overlong", "reuse_answers"),
 )
 ENGINE_FLAGS = ("set", "sweep", "compare", "cost", "jobs", "reuse_answers")
 SERVER_FLAGS = ("model", "api_key", "vocab_size", "max_prompt_tokens")

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measured_runs import COMMON, SETTINGS, measured_workload
 
-from quire.launch.replay.formats.detect import load_workload
-from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.launch.replay.simulate.whatif import prepare, run_workload
 
@@ -32,7 +31,7 @@ REPLAYED: dict[str, Callable[[RequestRun], float]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["rtxpro6000_llama31-8b", "rtx4090_llama31-8b"])
+@pytest.fixture(scope="module", params=SETTINGS)
 def folder(request: pytest.FixtureRequest) -> Path:
     traces = os.environ.get("QUIRE_TRACES")
     if not traces:
@@ -42,8 +41,8 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def record(folder: Path) -> RunRecord:
-    workload = load_workload(folder, "auto", LoadOptions())
-    setup, cost = prepare(workload, {}, None)
+    workload = measured_workload(folder)
+    setup, cost = prepare(workload, COMMON | SETTINGS[folder.name], f"table:{folder}")
     assert setup.shown["like"] == "vllm-0.19.0" and "profiled layers" in cost.describe()
     return run_workload(workload, setup, cost)
 

@@ -4,10 +4,11 @@ import math
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from measured_runs import measured_workload
 
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
@@ -43,11 +44,15 @@ def percentile(values: list[int], share: float) -> int:
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
-def load(name: str, **options: Any) -> Workload:
+def traces() -> Path:
     folder = os.environ.get("QUIRE_TRACES")
     if not folder:
         pytest.skip("QUIRE_TRACES does not name the folder of traces")
-    return load_workload(Path(folder) / name, "auto", LoadOptions(**options))
+    return Path(folder)
+
+
+def load(name: str) -> Workload:
+    return load_workload(traces() / name, "auto", LoadOptions())
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,6 @@ def half_hour() -> Workload:
             (2040.8, 1454, 5177, 7436, 7437),
             (27.5, 13, 54, 248, 1899),
         ),
-        ("vidur", (2588.1, 2730, 3702, 3934, 4054), (291.4, 167, 372, 3273, 4056)),
     ],
 )
 def test_lengths(name: str, inputs: tuple[float, ...], outputs: tuple[float, ...]) -> None:
@@ -160,18 +164,6 @@ def test_agent_text(name: str, count: int, sessions: int) -> None:
 
 @pytest.mark.parametrize("name", ["rtx4090_llama31-8b", "rtxpro6000_llama31-8b"])
 def test_measured(name: str) -> None:
-    workload = load(f"measured_vllm/{name}")
-    found = infinite_cache(workload.calls, 16)
-    assert found.hit_blocks * 16 == 19_520
-    assert sum(call.num_prompt_tokens for call in workload.calls) == 257_239
-    assert workload.settings["max_num_batched_tokens"] == 2048
-    if name.startswith("rtx4090"):
-        assert workload.settings["num_usable_blocks"] == 2587
-
-
-@pytest.mark.parametrize("name", ["language_m-small", "reason_deepseek-r1"])
-def test_servegen(name: str) -> None:
-    workload = load(f"servegen/{name}", start=36_000.0, duration=1200.0, rate=0.5)
-    twice = load(f"servegen/{name}", start=36_000.0, duration=1200.0)
-    assert len(twice.calls) == pytest.approx(2 * len(workload.calls), abs=8)
-    assert all(0 <= call.arrival < 1200 for call in workload.calls)
+    calls = measured_workload(traces() / "measured_vllm" / name).calls
+    assert infinite_cache(calls, 16).hit_blocks * 16 == 19_520
+    assert sum(call.num_prompt_tokens for call in calls) == 257_239

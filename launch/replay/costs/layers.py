@@ -1,9 +1,9 @@
 """Steps from a profile of single layers, taken on the machine itself: kernel times by tokens, rows and contexts.
 
-The layout is that of the folders in ``measured_vllm``: ``profile_dense.csv`` (layer, tokens, time_us),
-``profile_per_sequence.csv`` (layer, sequences, time_us) and ``profile_attention.csv`` (prefill_chunk, kv_prefill,
-n_decode, kv_decode, time_us); of a model with experts also ``profile_moe.csv`` (tokens, activated_experts, time_us).
-A step is
+A folder has what LLMServingSim's profiler writes, for one rank: ``profile_meta.yaml`` (model, gpu, and optionally
+skew_fit and engine_effective), ``profile_dense.csv`` (layer, tokens, time_us), ``profile_per_sequence.csv`` (layer,
+sequences, time_us) and ``profile_attention.csv`` (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us); of a model
+with experts also ``profile_moe.csv`` (tokens, activated_experts, time_us). A step is
 
     embedding + layers x (dense layers + attention) + final norm + head and sampler,
 
@@ -12,16 +12,17 @@ step while the last one runs) and the gaps between kernels (a captured graph has
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from quire.launch.replay.costs.cost import StepShape
-from quire.launch.replay.costs.csv_table import find_file, read_points, read_table
+from quire.launch.replay.costs.csv_table import find_file, read_points, read_table, read_text
 from quire.launch.replay.costs.grid import Curve, Grid
-from quire.launch.replay.costs.link import Link
+from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import DTYPE_BYTES
 from quire.protocol.model.model_config import ModelConfig
 
 DENSE, PER_SEQUENCE, ATTENTION = "profile_dense.csv", "profile_per_sequence.csv", "profile_attention.csv"
@@ -42,49 +43,31 @@ _TOP = 16_384
 """Tokens up to which sums are ready."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProfiledMachine:
-    """What a profile alone does not tell.
-
-    Attributes:
-        model: for the number of layers, and the width of what ranks exchange.
-        name: of the chip.
-        num_ranks: that the profiled layers were cut among.
-        captured: batch sizes of captured graphs, ascending: a smaller step is padded to the next. Empty: none are.
-        link: between ranks.
-        skew: how far a batch of decodes with unequal contexts is from the time of one that has the mean, towards that
-            of one that has the longest: 0 for not at all. The profile of attention has equal contexts only.
-        kv_bytes: as ``CostModel`` has it.
-    """
-
-    model: ModelConfig
-    name: str
-    num_ranks: int = 1
-    captured: Sequence[int] = ()
-    link: Link | None = None
-    skew: float = 0.0
-    kv_bytes: int = 0
-
-
 class LayerProfileCost:
     """Looks a step up: one sum for what goes by tokens, one for what goes by requests, and attention on its grid."""
 
-    def __init__(self, folder: Path, machine: ProfiledMachine) -> None:
+    kv_bytes = 0
+
+    def __init__(
+        self, folder: Path, model: ModelConfig, name: str, captured: Sequence[int] = (), skew: float = 0.0
+    ) -> None:
         """
+        Args:
+            model: for the number of layers.
+            name: of the chip.
+            captured: batch sizes of captured graphs, ascending: a smaller step is padded to the next. Empty: none are.
+            skew: how far a batch of decodes with unequal contexts is from the time of one that has the mean, towards
+                that of one that has the longest: 0 for not at all. The profile of attention has equal contexts only.
+
         Raises:
             ConfigError: a table is missing, or broken: names file and line.
         """
-        self._folder = folder
-        self._machine = machine
-        self._by_tokens = _padded(_token_times(folder, machine.model), machine)
+        self._told = f"profiled layers of {model.num_layers} on {name}, from {folder}"
+        self._by_tokens = _padded(_token_times(folder, model), captured)
         sequences = _layer_points(_table(folder, PER_SEQUENCE), "sequences", frozenset({"lm_head"}))
         self._by_sequences = Curve(_sum(sequences, dict.fromkeys(sequences, 1)), _TOP)
-        self._attention = AttentionGrids(_table(folder, ATTENTION), machine.skew)
-        self._layer_seconds = machine.model.num_layers * 1e-6
-
-    @property
-    def kv_bytes(self) -> int:
-        return self._machine.kv_bytes
+        self._attention = AttentionGrids(_table(folder, ATTENTION), skew)
+        self._layer_seconds = model.num_layers * 1e-6
 
     def seconds(self, step: StepShape) -> float:
         micros = self._by_tokens.at(step.num_tokens)
@@ -92,9 +75,50 @@ class LayerProfileCost:
         return micros * 1e-6 + self._attention.micros(step) * self._layer_seconds
 
     def describe(self) -> str:
-        machine = self._machine
-        ranks = f" x {machine.num_ranks}" if machine.num_ranks > 1 else ""
-        return f"table: profiled layers of {machine.model.num_layers} on {machine.name}{ranks}, from {self._folder}"
+        return f"table: {self._told}"
+
+
+def is_layer_profile(folder: Path) -> bool:
+    return find_file(folder, DENSE) is not None
+
+
+def load_layer_profile(folder: Path, model: ModelConfig | None, tensor_parallel_size: int) -> LayerProfileCost:
+    """
+    Args:
+        model: None: the one that ``profile_meta.yaml`` names.
+
+    Raises:
+        ConfigError: a file is missing or broken, the model is not known, or there is more than one rank.
+    """
+    if tensor_parallel_size > 1:
+        raise ConfigError(f"{folder}: its layers are of 1 rank (got {tensor_parallel_size}): use roofline:CONFIG,CHIP")
+    meta = _meta(folder)
+    if model is None:
+        if not isinstance(meta.get("model"), str):
+            raise ConfigError(f"{folder}: no profile_meta.yaml names the model: use table:DIR,CONFIG")
+        model = find_model(meta["model"])
+    most = _part(meta, "engine_effective").get("max_num_seqs", 256)
+    captured = captured_sizes(min(2 * most, 512) if isinstance(most, int) else 512)
+    fit = _part(meta, "skew_fit")
+    skew = (_part(_part(fit, "per_tp"), 1) or fit).get("alpha_default")
+    skew = float(skew) if isinstance(skew, int | float) and 0 <= skew <= 1 else 0.0
+    return LayerProfileCost(folder, model, str(meta.get("gpu", folder.name)), captured, skew)
+
+
+def _meta(folder: Path) -> dict[Any, Any]:
+    path = find_file(folder, "profile_meta.yaml")
+    try:
+        meta = yaml.safe_load(read_text(path)) if path is not None else {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(meta, dict):
+        raise ConfigError(f"{path}: must be a mapping")
+    return meta
+
+
+def _part(whole: dict[Any, Any], key: object) -> dict[Any, Any]:
+    part = whole.get(key)
+    return part if isinstance(part, dict) else {}
 
 
 class AttentionGrids:
@@ -105,7 +129,7 @@ class AttentionGrids:
     """
 
     def __init__(self, path: Path, skew: float = 0.0) -> None:
-        """``skew``: see ProfiledMachine."""
+        """``skew``: see LayerProfileCost."""
         self._skew = skew
         points = read_points(path, ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode"), "time_us")
         decodes = {p[2:]: t for p, t in points.items() if p[0] == 0 and p[2] > 0}
@@ -157,17 +181,11 @@ def captured_sizes(most_tokens: int) -> list[int]:
     return [size for size in sizes if size <= most_tokens]
 
 
-def _padded(micros: Mapping[int, float], machine: ProfiledMachine) -> Curve:
-    """By tokens, with what ranks exchange, and a step that fits a captured graph as long as that graph is."""
+def _padded(micros: Mapping[int, float], captured: Sequence[int]) -> Curve:
+    """By tokens; a step that fits a captured graph is as long as that graph is."""
     curve = Curve(micros, _TOP)
-    model, link = machine.model, machine.link
-    if link is not None and machine.num_ranks > 1:
-        token_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
-        for tokens in range(1, len(curve.values)):
-            exchange = link.all_reduce(tokens * token_bytes, machine.num_ranks)
-            curve.values[tokens] += 2 * model.num_layers * exchange * 1e6
     below = 0
-    for size in machine.captured:
+    for size in captured:
         for tokens in range(below + 1, size):
             curve.values[tokens] = curve.values[size]
         below = size

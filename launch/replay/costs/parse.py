@@ -7,7 +7,7 @@ from quire.launch.replay.costs.cost import ConstantCost, CostModel
 from quire.launch.replay.costs.csv_table import positive
 from quire.launch.replay.costs.fitted import fit
 from quire.launch.replay.costs.kernel_tables import KernelTableCost, is_kernel_tables
-from quire.launch.replay.costs.measured import is_layer_profile, load_layer_profile
+from quire.launch.replay.costs.layers import is_layer_profile, load_layer_profile
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.roofline import Roofline
 from quire.launch.replay.workload.workload import Workload
@@ -63,20 +63,16 @@ def config_of(spec: str) -> str:
 
 
 def default_cost(workload: Workload, *, tensor_parallel_size: int = 1, model: ModelConfig | None = None) -> CostModel:
-    """Where nobody says one: the trace's own timed steps, a measured run's profile of layers, else an H200.
+    """Where nobody says one: the trace's own timed steps, else an H200.
 
     Args:
         model: what the H200 runs; None: an 8B model.
 
     Raises:
-        ConfigError: the profile is broken, or of another number of ranks; the trace has too few timed steps.
+        ConfigError: the trace has too few timed steps.
     """
-    path = Path(workload.source)
     if workload.format == "quire":
-        return fit(path)
-    folder = path if path.is_dir() else path.parent
-    if workload.format == "measured" and is_layer_profile(folder):
-        return load_layer_profile(folder, tensor_parallel_size=tensor_parallel_size)
+        return fit(Path(workload.source))
     return Roofline(model or find_model(DEFAULT_MODEL), find_chip(DEFAULT_CHIP), tensor_parallel_size)
 
 
@@ -92,7 +88,7 @@ def _table(rest: str, ranks: int, model: ModelConfig | None) -> CostModel:
     folder, named = _folder_and_config(rest)
     shape = find_model(named) if named else None
     if is_layer_profile(folder):  # of its own model, not of one that is asked about
-        return load_layer_profile(folder, shape, ranks if ranks > 1 else None)
+        return load_layer_profile(folder, shape, ranks)
     if is_kernel_tables(folder):
         return KernelTableCost(folder, shape or model or find_model(DEFAULT_MODEL), ranks)
     raise ConfigError(f"{folder}: neither tables of kernels (gemm*.csv, ...) nor a profile of layers (profile_*.csv)")

@@ -13,13 +13,10 @@ from quire.launch.replay.formats import (
     agent_text,
     agentic,
     azure,
-    measured,
     mooncake,
     quire,
     sched_trace,
-    servegen,
     synthetic,
-    vidur,
 )
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import Faults, files_of, read_lines
@@ -35,9 +32,6 @@ _LOADERS: Mapping[str, Loader] = {
     "agentic": agentic.load,
     "agent-text": agent_text.load,
     "azure": azure.load,
-    "servegen": servegen.load,
-    "measured": measured.load,
-    "vidur": vidur.load,
 }
 FORMATS = (*_LOADERS, "synthetic")
 """What ``--format`` takes, besides auto."""
@@ -46,10 +40,8 @@ _MARKS = {
     "mooncake": ("timestamp", "input_length", "hash_ids"),
     "agentic": ("block_size", "requests"),
     "agent-text": ("session_id", "input", "output"),
-    "measured": ("input_toks", "output_toks"),
 }
 _LOOK_AHEAD = 20
-_HEADERS = {"azure": azure.COLUMNS, "vidur": vidur.COLUMNS}
 
 
 def load_workload(path: Path, format: str, options: LoadOptions) -> Workload:
@@ -81,8 +73,6 @@ def detect_format(path: Path) -> str:
         return _of_folder(path)
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder")
-    if servegen.FILE_NAME.fullmatch(path.name):
-        return "servegen"
     found = _of_file(path)
     if found is None:
         raise ConfigError(f"{path}: this is none of the formats that are known: {_known()}")
@@ -94,10 +84,6 @@ def _known() -> str:
 
 
 def _of_folder(folder: Path) -> str:
-    if any(servegen.FILE_NAME.fullmatch(entry.name) for entry in folder.iterdir()):
-        return "servegen"
-    if measured.find(folder, "workload.jsonl") is not None:
-        return "measured"
     found = {file.name: _of_file(file) or "unknown" for file in files_of(folder)}
     formats = set(found.values())
     if formats == {"unknown"}:
@@ -120,8 +106,7 @@ def _of_file(file: Path) -> str | None:
         # A scheduler's trace may begin with records of other kinds.
         rest = islice(lines, _LOOK_AHEAD if found is None else 0)
         return next((kind for kind in (found, *(_of_record(file, *each) for each in rest)) if kind), None)
-    header = fields_of(line)
-    return next((name for name, columns in _HEADERS.items() if set(columns) <= set(header)), None)
+    return "azure" if set(azure.COLUMNS) <= set(fields_of(line)) else None
 
 
 def _of_record(file: Path, number: int, line: bytes) -> str | None:

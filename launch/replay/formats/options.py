@@ -17,12 +17,9 @@ class LoadOptions:
         lenient: leave bad lines out and count them, rather than refuse the file.
         limit: the first so many calls; None for all.
         stagger: seconds between the starts of conversations, where the trace has no common clock (agentic).
-        seed: of all that is drawn: arrivals, lengths.
+        seed: of a synthetic workload's arrivals and lengths.
         start, duration: only calls that come in this window; ``duration`` None: to the end.
         join_subagents: in a closed loop, the request after a sub-agent waits for it (agentic).
-        queued: times at which a measured engine had the requests in its queue, not those the load generator had
-            planned (measured).
-        arrivals: arrival process for a trace without times, as in ``synthetic:``; empty: all come at once.
         tokenizer: folder of the checkpoint whose tokenizer cuts text; None for the demo model's.
         block_size: tokens per content id where the trace has tokens or text rather than ids.
     """
@@ -35,8 +32,6 @@ class LoadOptions:
     start: float = 0.0
     duration: float | None = None
     join_subagents: bool = False
-    queued: bool = False
-    arrivals: str = ""
     tokenizer: Path | None = None
     block_size: int = 16
 

@@ -114,11 +114,6 @@ def _physical_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
         yield number, last
 
 
-def read_whole(path: Path) -> bytes:
-    """Raises: ConfigError: it cannot be opened or decompressed."""
-    return b"\n".join(line for _, line in read_lines(path, Faults(False)))
-
-
 def decode(decoder: msgspec.json.Decoder[T], path: Path, number: int, line: bytes, faults: Faults) -> T | None:
     """One JSON line, or None after it was counted as bad."""
     try:
@@ -175,13 +170,10 @@ def shift_times(calls: list[Call], rate: float) -> None:
         call.arrival = start / rate + (call.arrival - start)
 
 
-def finish(workload: Workload, options: LoadOptions, faults: Faults, *, scale: bool = True) -> Workload:
+def finish(workload: Workload, options: LoadOptions, faults: Faults) -> Workload:
     """Cut to the window and the limit, scale, put in order of arrival (equal times as they stand) and number.
 
     ``call.number`` and ``call.after`` may be any numbers that are unique among the calls.
-
-    Args:
-        scale: false where the rate is already in the times.
 
     Raises:
         ConfigError: no call is left.
@@ -193,9 +185,8 @@ def finish(workload: Workload, options: LoadOptions, faults: Faults, *, scale: b
         calls = [call for call in calls if options.start <= call.arrival < end]
         for call in calls:
             call.arrival -= options.start
-    if scale:
-        shift_times(calls, options.rate)
-        calls.sort(key=lambda call: call.arrival)
+    shift_times(calls, options.rate)
+    calls.sort(key=lambda call: call.arrival)
     del calls[options.limit or len(calls) :]
     workload.notes += faults.notes()
     if not calls:
@@ -207,7 +198,7 @@ def finish(workload: Workload, options: LoadOptions, faults: Faults, *, scale: b
     for call in calls:
         call.number = numbers[call.number]
         call.after = None if call.after is None else numbers.get(call.after)
-    if scale and options.rate != 1:
+    if options.rate != 1:
         workload.notes.append(f"starts come {options.rate:g} times as fast; pauses inside a conversation are unchanged")
     workload.calls = calls
     return workload

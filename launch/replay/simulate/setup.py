@@ -130,9 +130,8 @@ def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
     told = {key: value for key, value in workload.settings.items() if key not in INERT}
     for key in told.keys() - types.keys():
         raise ConfigError(f"{workload.source}: setting {key!r} is not known{did_you_mean(key, types)}")
-    like = wanted.get("like", told.get("like"))
-    preset = dict(find_preset(like).settings) if like else {}
-    values = told | preset | wanted if "like" in wanted else preset | told | wanted
+    preset = find_preset(wanted["like"]).settings if "like" in wanted else {}
+    values = told | dict(preset) | wanted
     _drop_other_sizes(values, wanted)
     return values
 

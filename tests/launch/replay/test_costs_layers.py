@@ -1,9 +1,9 @@
 """Profiles of layers as a cost: what a step adds up to, on an excerpt of a real profile, and broken tables."""
 
 import csv
-import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,16 +15,14 @@ from quire.launch.replay.costs.layers import (
     EXPERTS,
     PER_SEQUENCE,
     LayerProfileCost,
-    ProfiledMachine,
     as_one,
     captured_sizes,
+    load_layer_profile,
 )
-from quire.launch.replay.costs.link import Link
-from quire.launch.replay.costs.measured import load_layer_profile
 from quire.protocol.errors import ConfigError
 
 EXCERPT = Path(__file__).parents[2] / "data" / "layer_profile_excerpt"
-MACHINE = ProfiledMachine(SHAPES["llama-3.1-8b"], "test")
+LLAMA = SHAPES["llama-3.1-8b"]
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -41,8 +39,8 @@ def expected(tokens: int, requests: int, attention: str) -> float:
     return (total + 32 * float(found["time_us"])) * 1e-6
 
 
-def machine(**changes: object) -> LayerProfileCost:
-    return LayerProfileCost(EXCERPT, dataclasses.replace(MACHINE, **changes))  # type: ignore[arg-type]
+def machine(**options: Any) -> LayerProfileCost:
+    return LayerProfileCost(EXCERPT, LLAMA, "test", **options)
 
 
 def decodes(n: int, context: int, longest: int = 0) -> StepShape:
@@ -121,19 +119,6 @@ class TestCaptured:
         assert captured_sizes(512)[-2:] == [496, 512] and len(captured_sizes(512)) == 51
 
 
-class TestRanks:
-    def test_they_exchange_twice_per_layer(self) -> None:
-        link = Link(bandwidth=1e9, latency=1e-5)
-        more = machine(num_ranks=2, link=link).seconds(decodes(64, 256)) - machine().seconds(decodes(64, 256))
-        assert more == pytest.approx(64 * link.all_reduce(64 * 4096 * 2, 2))
-
-    def test_an_all_reduce_is_bound_by_latency_or_by_bytes(self) -> None:
-        link = Link(bandwidth=1e9, latency=1e-5)
-        assert link.all_reduce(1000, 1) == 0
-        assert link.all_reduce(0, 8) == pytest.approx(1e-5)
-        assert link.all_reduce(1e9, 4) == pytest.approx(6 * (1e-5 + 0.25))
-
-
 class TestExperts:
     def test_they_take_the_place_of_feed_forward_layers(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
@@ -142,15 +127,14 @@ class TestExperts:
             line for line in (folder / DENSE).read_text().splitlines() if "gate_up" not in line and "down" not in line
         ]
         (folder / DENSE).write_text("\n".join(few))
-        without = dataclasses.replace(MACHINE, model=model)
         with pytest.raises(ConfigError, match=EXPERTS):
-            LayerProfileCost(folder, without)
+            LayerProfileCost(folder, model, "test")
         seconds = {}
         for each in (10, 20):  # microseconds per expert that is read
             table = ["tokens,activated_experts,time_us"]
             table += [f"{t},{n},{each * n}" for t in (1, 64, 2048) for n in (8, 64, 128)]
             (folder / EXPERTS).write_text("\n".join(table))
-            cost = LayerProfileCost(folder, without)
+            cost = LayerProfileCost(folder, model, "test")
             seconds[each] = [cost.seconds(decodes(1, 256)), cost.seconds(StepShape([(2048, 0)], 0, 0, 1))]
         assert seconds[20][0] - seconds[10][0] == pytest.approx(48 * 8 * 10e-6)
         assert seconds[20][1] - seconds[10][1] == pytest.approx(48 * 128 * 10e-6)
@@ -162,33 +146,18 @@ def copy(folder: Path) -> Path:
 
 class TestFolder:
     def test_it_names_its_model_and_chip(self) -> None:
-        cost = load_layer_profile(EXCERPT)
+        cost = load_layer_profile(EXCERPT, None, 1)
         assert "RTX 4090" in cost.describe() and "32" in cost.describe()
         assert cost.seconds(decodes(64, 1024)) == pytest.approx(expected(64, 64, "0,0,64,1024"))
         assert cost.kv_bytes == 0  # nothing here tells
 
-    def test_what_the_run_tells_goes_before_rules(self, tmp_path: Path) -> None:
+    def test_its_profiler_tells_the_skew_and_the_largest_batch(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
-        (folder / "meta.json").write_text(
-            '{"model": "meta-llama/Llama-3.1-8B-Instruct", "engine_kwargs": {"tensor_parallel_size": 2, '
-            '"enforce_eager": true}, "kv_cache": {"num_gpu_blocks": 100, "block_size": 16}}'
-        )
-        (folder / "config.json").write_text('{"link_bw": 1, "link_latency": 10000}')
-        (folder / "profile_meta.yaml").write_text("gpu: X\nskew_fit: {per_tp: {2: {alpha_default: 0.5}}}")
-        cost = load_layer_profile(folder)
-        assert cost.kv_bytes == 100 * 16 * 131072
-        assert " x 2" in cost.describe()
-        wanted = machine(num_ranks=2, skew=0.5, link=Link(1e9, 1e-5))
-        step = decodes(60, 1000, longest=3000)
-        assert cost.seconds(step) == pytest.approx(wanted.seconds(step))
-        with pytest.raises(ConfigError, match=r"as cut for 2 ranks; tensor_parallel_size=4"):
-            load_layer_profile(folder, tensor_parallel_size=4)
-
-    def test_the_chip_tells_the_room_where_the_run_does_not(self, tmp_path: Path) -> None:
-        folder = copy(tmp_path)
-        (folder / "config.json").write_text('{"nodes": [{"instances": [{"npu_mem": {"mem_size": 24}}]}]}')
-        left = load_layer_profile(folder).kv_bytes
-        assert 4e9 < left < 6.5e9  # of 24 GiB at 0.9, less 16 GB of weights and what a step takes
+        told = "{engine_effective: {max_num_seqs: 10}, skew_fit: {per_tp: {1: {alpha_default: 0.5}}}}"
+        (folder / "profile_meta.yaml").write_text(told)
+        wanted = machine(skew=0.5, captured=captured_sizes(20))
+        for step in (decodes(13, 1000, longest=3000), decodes(60, 1000, longest=3000)):
+            assert load_layer_profile(folder, LLAMA, 1).seconds(step) == wanted.seconds(step)
 
     @pytest.mark.parametrize(
         ("name", "text", "message"),
@@ -210,25 +179,25 @@ class TestFolder:
             (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,-1,3", "must not be negative"),
             (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,1,3", "no row has prefills alone"),
             ("profile_meta.yaml", "a: [", r"profile_meta.yaml: "),
-            ("profile_meta.yaml", "gpu: X", r"neither meta.json nor profile_meta.yaml names the model"),
+            ("profile_meta.yaml", "gpu: X", r"no profile_meta.yaml names the model"),
             ("profile_meta.yaml", "model: acme/llama-3.1-9b", r"did you mean llama-3.1-8b"),
-            ("meta.json", "[]", r"meta.json: must be a mapping"),
+            ("profile_meta.yaml", "[]", r"profile_meta.yaml: must be a mapping"),
         ],
     )
     def test_what_is_broken_is_named_with_its_line(self, tmp_path: Path, name: str, text: str, message: str) -> None:
         folder = copy(tmp_path)
         (folder / name).write_text(text)
         with pytest.raises(ConfigError, match=message):
-            load_layer_profile(folder)
+            load_layer_profile(folder, None, 1)
 
     def test_a_missing_table(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
         (folder / PER_SEQUENCE).unlink()
         with pytest.raises(ConfigError, match=r"no profile_per_sequence.csv"):
-            load_layer_profile(folder)
+            load_layer_profile(folder, None, 1)
 
     def test_a_file_that_is_not_compressed_as_its_name_says(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
         (folder / DENSE).rename(folder / f"{DENSE}.gz")
         with pytest.raises(ConfigError, match=r"profile_dense.csv.gz: cannot be read"):
-            load_layer_profile(folder)
+            load_layer_profile(folder, None, 1)

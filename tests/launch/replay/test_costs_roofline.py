@@ -9,6 +9,7 @@ from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.chips import CHIPS
 from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.kernel_tables import KernelTableCost
+from quire.launch.replay.costs.link import Link
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.launch.replay.costs.roofline import Roofline
@@ -45,6 +46,13 @@ class TestPairs:
         assert decode_pairs(0, 0) == 0
         assert decode_pairs(4, 400) == decode_pairs(4, 400, 100) == 400
         assert decode_pairs(4, 400, 30) == 120
+
+
+def test_an_all_reduce_is_bound_by_latency_or_by_bytes() -> None:
+    link = Link(bandwidth=1e9, latency=1e-5)
+    assert link.all_reduce(1000, 1) == 0
+    assert link.all_reduce(0, 8) == pytest.approx(1e-5)
+    assert link.all_reduce(1e9, 4) == pytest.approx(6 * (1e-5 + 0.25))
 
 
 class TestRoofline:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import lzma
-from array import array
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ EXCERPTS = {
     "agentic": "agentic_excerpt.jsonl",
     "agent-text": "taubench_excerpt.jsonl",
     "azure": "azure_excerpt.csv",
-    "vidur": "vidur_excerpt.csv",
 }
 
 
@@ -288,68 +286,3 @@ class TestTables:
         (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + "\n".join(rows).encode())
         told = [(c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in load(tmp_path / "a").calls]
         assert told == [(0, 7, 5), (1.5, 8, 6)]
-
-    def test_vidur(self) -> None:
-        workload = load(DATA / EXCERPTS["vidur"])
-        assert len(workload.calls) == 30 and workload.calls[-1].arrival == 0
-        assert (workload.calls[0].num_prompt_tokens, workload.calls[0].num_output_tokens) == (3772, 54)
-        timed = load(DATA / EXCERPTS["vidur"], arrivals="constant:2")
-        assert [call.arrival for call in timed.calls] == [i / 2 for i in range(30)]
-        assert any("constant:2" in note for note in timed.notes)
-
-
-class TestMeasured:
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        prompts = [list(range(100)), list(range(40)), list(range(100, 140))]
-        write(
-            tmp_path / "workload.jsonl",
-            *(
-                {
-                    "input_toks": len(ids),
-                    "output_toks": 8,
-                    "arrival_time_ns": i * 10**9,
-                    "input_tok_ids": ids,
-                    "output_tok_ids": list(range(8)),
-                }
-                for i, ids in enumerate(prompts)
-            ),
-        )
-        write(
-            tmp_path / "requests.jsonl",
-            *({"input_toks": len(ids), "queued_ts": 50 + 1.25 * i} for i, ids in enumerate(prompts)),
-        )
-        meta = {
-            "engine_kwargs": {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": None},
-            "kv_cache": {"num_gpu_blocks": 100, "block_size": 32, "enable_prefix_caching": True},
-            "resolved_config": {"scheduler_config": {"max_num_batched_tokens": 1024}},
-        }
-        (tmp_path / "meta.json").write_text(json.dumps(meta, indent=2))
-        return tmp_path
-
-    def test_settings_are_what_the_engine_had_resolved(self, folder: Path) -> None:
-        workload = load(folder)
-        assert workload.format == "measured"
-        assert workload.settings == {
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 1024,
-            "block_size": 32,
-            "enable_prefix_caching": True,
-            "num_usable_blocks": 99,
-        }
-        assert "the run does not tell max_model_len, tensor_parallel_size" in workload.notes
-
-    def test_contents_are_the_tokens(self, folder: Path) -> None:
-        first, second, third = load(folder / "workload.jsonl").calls
-        assert first.tokens == array("i", range(100))
-        assert (shared(first, second, 16), shared(first, third, 16)) == (2, 0)
-        assert second.answer is not None and len(second.answer.ids) == 3, "48 tokens, of which 8 are the answer's"
-
-    def test_arrivals_as_planned_or_as_they_came(self, folder: Path) -> None:
-        planned = load(folder)
-        assert [call.arrival for call in planned.calls] == [0, 1, 2]
-        assert any("up to 0.500 s apart" in note for note in planned.notes)
-        assert [call.arrival for call in load(folder, queued=True).calls] == [0, 1.25, 2.5]
-        (folder / "requests.jsonl").unlink()
-        with pytest.raises(Exception, match=r"no requests\.jsonl"):
-            load(folder, queued=True)

@@ -1,4 +1,4 @@
-"""What is drawn: arrival processes, length distributions, ServeGen's clients, synthetic workloads."""
+"""What is drawn: arrival processes, length distributions, synthetic workloads."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,6 @@ import pytest
 from quire.launch.replay.formats.arrivals import draw_gaps, parse_arrivals, parse_lengths
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.servegen import Window, draw_times, parse_histogram
 from quire.launch.replay.workload.workload import Workload, block_names
 from quire.protocol.errors import ConfigError
 
@@ -85,91 +84,6 @@ class TestLengths:
             parse_lengths(spec, "input", 100)
 
 
-@pytest.fixture
-def servegen(tmp_path: Path) -> Path:
-    """Client 2 is idle at first, and then wild; client 10 goes on all the time."""
-    (tmp_path / "chunk-2-trace.csv").write_text("0,0,0,,0,0\n600,0,0,,0,0\n1200,0.5,4.0,Weibull,0.4,0.1\n")
-    (tmp_path / "chunk-10-trace.csv").write_text("0,0.1,1.0,Gamma,1,10\n600,0.2,1.0,Gamma,1,5\n1200,0.1,1,Gamma,1,5\n")
-    (tmp_path / "chunk-2-dataset.json").write_text(
-        '{"0": {"input_tokens": "{5: 1.0}", "output_tokens": "{6: 0.5, 0: 0.5}"}}'
-    )
-    (tmp_path / "chunk-10-dataset.json").write_text(
-        '{\n"0": {"input_tokens": "{100: 0.25, 200: 0.75}", "output_tokens": "{7: 1}", "reason_ratio": "{0.1: 1.0}"},\n'
-        '"600": {"input_tokens": "{300: 1.0}", "output_tokens": "{8: 2.0}"}}'
-    )
-    return tmp_path
-
-
-class TestServeGen:
-    def test_each_window_has_its_mean_number_of_requests(self, servegen: Path) -> None:
-        workload = load(servegen)
-        counts = np.histogram([call.arrival for call in workload.calls], [0, 600, 1200, 1800, 3600])[0]
-        assert counts.tolist() == [60, 120, 360, 0]
-        assert {c.num_prompt_tokens for c in workload.calls if c.arrival < 600} == {100, 200}
-        assert {c.num_prompt_tokens for c in workload.calls if 600 <= c.arrival < 1200} == {300}
-        assert {c.num_output_tokens for c in workload.calls if c.num_prompt_tokens == 5} == {1, 6}
-        assert any("2 clients drawn with seed 0" in note for note in workload.notes)
-
-    def test_the_draw_depends_on_the_seed_and_not_on_the_window(self, servegen: Path) -> None:
-        every = load(servegen)
-        told = [(call.request_id, call.num_prompt_tokens) for call in every.calls if 700 <= call.arrival < 1300]
-        cut = load(servegen, start=700.0, duration=600.0)
-        assert [(call.request_id, call.num_prompt_tokens) for call in cut.calls] == told
-        assert all(0 <= call.arrival < 600 for call in cut.calls)
-        assert [c.arrival for c in load(servegen).calls] == [c.arrival for c in every.calls]
-        assert [c.arrival for c in load(servegen, seed=1).calls] != [c.arrival for c in every.calls]
-
-    def test_rate_multiplies_each_window_s(self, servegen: Path) -> None:
-        workload = load(servegen, rate=2.5)
-        counts = np.histogram([call.arrival for call in workload.calls], [0, 600, 1200, 1800])[0]
-        assert counts.tolist() == [150, 300, 900]
-
-    def test_one_file_is_its_client(self, servegen: Path) -> None:
-        for name in ("chunk-10-trace.csv", "chunk-10-dataset.json"):
-            assert len(load(servegen / name).calls) == 60 + 120 + 60
-
-    def test_windows_are_as_bursty_as_they_say(self) -> None:
-        times = draw_times(Window(600, 100.0, 2.0, "gamma"), 1.0, np.random.default_rng(0))
-        gaps = np.diff(times)
-        assert len(times) == 60_000 and times[0] >= 600 and times[-1] < 1200
-        assert gaps.std() / gaps.mean() == pytest.approx(2, rel=0.05)
-        wildest = draw_times(Window(0, 1 / 600, 1000.0, "gamma"), 1.0, np.random.default_rng(5))
-        assert len(wildest) == 1 and 0 <= wildest[0] <= 600
-
-    def test_histograms(self) -> None:
-        histogram = parse_histogram("{3: 0.0, 5: 1.0, 9: 3.0}", "x")
-        drawn = histogram.draw(40_000, np.random.default_rng(0)).tolist()
-        assert set(drawn) == {5, 9}
-        assert drawn.count(9) / len(drawn) == pytest.approx(0.75, abs=0.01)
-        for bad in ("", "{}", "{5}", "{5: nan}", "{-1: 1.0}", "{5: -1.0}", "{5: 0.0}", "{99999999999: 1.0}", "{a: 1}"):
-            with pytest.raises(ConfigError, match="where"):
-                parse_histogram(bad, "where")
-
-    def test_bad_files(self, servegen: Path) -> None:
-        trace = servegen / "chunk-2-trace.csv"
-        for line, said in (
-            ("600,1,1,Normal,1,1", "must be Gamma or Weibull"),
-            ("600,1,0,Gamma,1,1", "must be Gamma or Weibull"),
-            ("600,-1,1,Gamma,1,1", "`rate` must be a number"),
-            ("600,nan,1,Gamma,1,1", "`rate` must be a number"),
-            ("600,1,1", "3 fields"),
-            ("0,1,1,Gamma,1,1", "does not come after"),
-        ):
-            trace.write_text(f"0,0.5,1,Gamma,1,1\n{line}\n")
-            message = refusal(servegen)
-            assert message.startswith(f"{trace}:2: ") and said in message
-            assert len(load(trace, lenient=True).calls) == 300
-        trace.write_text("1200,0.5,1,Gamma,1,1\n")
-        assert "the first is at 1200 s" in refusal(trace, duration=600.0)
-        assert "take a shorter duration or a lower rate" in refusal(trace, rate=1e6)
-        (servegen / "chunk-2-dataset.json").write_text('{"0": {"input_tokens": "{5: 1.0}"}}')
-        assert "`output_tokens` is missing" in refusal(trace)
-        (servegen / "chunk-2-dataset.json").write_text('{"0": ')
-        assert str(servegen / "chunk-2-dataset.json") in refusal(trace)
-        (servegen / "chunk-2-dataset.json").unlink()
-        assert "chunk-2-dataset.json is missing" in refusal(servegen)
-
-
 class TestSynthetic:
     def test_what_is_asked_for_is_drawn_and_said(self) -> None:
         spec = "synthetic:requests=50,arrivals=constant:5,input=uniform:10:20,output=3"
@@ -190,7 +104,7 @@ class TestSynthetic:
         assert len({block_names(call, 8)[5 * 16 : 6 * 16] for call in calls}) == 60
 
     def test_lengths_of_another_trace(self) -> None:
-        excerpt = DATA / "vidur_excerpt.csv"
+        excerpt = DATA / "azure_excerpt.csv"
         pairs = {(call.num_prompt_tokens, call.num_output_tokens) for call in load(excerpt).calls}
         calls = load(f"synthetic:requests=200,input=file:{excerpt},output=file:{excerpt}").calls
         assert {(call.num_prompt_tokens, call.num_output_tokens) for call in calls} <= pairs

@@ -1,0 +1,27 @@
+"""The runs of vLLM that LLMServingSim's authors measured: requests with tokens, and what the engine ran by."""
+
+import gzip
+import json
+from array import array
+from pathlib import Path
+
+from quire.launch.replay.formats.content import chain_ids
+from quire.launch.replay.workload.workload import Call, Content, Workload
+
+SETTINGS = {
+    "rtxpro6000_llama31-8b": {"max_num_seqs": "128", "num_usable_blocks": "36115"},
+    "rtx4090_llama31-8b": {"max_num_seqs": "256", "num_usable_blocks": "2587", "max_model_len": "32768"},
+}
+"""As each folder's meta.json has it; the first one's blocks are what 90 % of its memory leave."""
+COMMON = {"like": "vllm-0.19.0", "max_num_batched_tokens": "2048", "block_size": "16"}
+
+
+def measured_workload(folder: Path) -> Workload:
+    """Arrivals are as the load generator planned them."""
+    calls = []
+    with gzip.open(folder / "workload.jsonl.gz", "rt", encoding="utf-8") as file:
+        for number, line in enumerate(map(json.loads, file)):
+            content = Content(chain_ids(array("i", line["input_tok_ids"]), 16), 16)
+            times = line["arrival_time_ns"] / 1e9
+            calls.append(Call(number, f"{number}", times, line["input_toks"], line["output_toks"], content))
+    return Workload("measured", str(folder), calls)
