@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.launch.bench.engine import QUIET_CORES, OthersClock, default_threads
+from quire.launch.bench.peers import in_checkout
 from quire.launch.measure.report import Report, Table, rounded
 from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError, EngineError
@@ -89,6 +90,8 @@ def _measure(args: argparse.Namespace, found: Found, sections: str, seconds: flo
     command += ["--quick"] if args.quick else []
     command += ["--dry-run"] if args.dry_run else []
     command += ["--time-limit", f"{seconds:.1f}"] if args.time_limit else []
+    rivals = in_checkout("attention.py")
+    command += ["--rivals", str(rivals)] if rivals.is_file() else []
     shapes = msgspec.json.encode({name: find_shape(name) for name in MODELS})
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(args)) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -70,13 +70,18 @@ class Peer:
         return PeerFailed(_last_words(self._stderr.read(), status))
 
 
+def in_checkout(name: str) -> Path:
+    """Where this driver is if Quire runs from a checkout."""
+    return Path(__file__).resolve().parents[2] / "tools" / "peers" / name
+
+
 def find_driver(given: Path | None, name: str) -> Path:
     """The file that ``--peer-driver`` names, else the checkout's ``tools/peers/NAME``.
 
     Raises:
         ConfigError: it is not there.
     """
-    driver = given or Path(__file__).resolve().parents[2] / "tools" / "peers" / name
+    driver = given or in_checkout(name)
     if driver.is_file():
         return driver
     if given is not None:

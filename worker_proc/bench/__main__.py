@@ -6,6 +6,7 @@ that what ends this process takes no more than one with it. A device that fails 
 
 import argparse
 import faulthandler
+import importlib.util
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ import torch
 
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.bench.limits import measure_limits
-from quire.worker_proc.bench.record import Bench, OutOfTime, Row, Size, describe, free_memory
+from quire.worker_proc.bench.record import Bench, OutOfTime, Rivals, Row, Size, describe, free_memory
 from quire.worker_proc.bench.sections import Section, choose
 from quire.worker_proc.bench.timing import Clock
 
@@ -46,9 +47,10 @@ def main() -> None:
         clock = Clock(device, _FIGURE_S[size])
         limits, rows = measure_limits(device, clock, size)
         _say(out, {"plan": [section.name for section in sections], "device": facts(device), "limits": _dicts(rows)})
+        rivals = load_rivals(args.rivals) if args.rivals else {}
         deadline = begun + args.time_limit if args.time_limit else float("inf")
         for section in sections:
-            bench = Bench(device, clock, size, models, limits, deadline)
+            bench = Bench(device, clock, size, models, limits, deadline, rivals)
             _say(out, {"section": section.name, "title": section.title, **run_section(section, bench)})
             if _lost(device):
                 sys.exit(DEVICE_LOST)
@@ -78,6 +80,16 @@ def pick_device(wanted: str, size: Size) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def load_rivals(path: str) -> Rivals:
+    """What ``rivals()`` of this file returns."""
+    spec = importlib.util.spec_from_file_location("rivals", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Rivals = module.rivals()
+    return found
+
+
 def devices_of(device: torch.device, size: Size) -> set[str]:
     """Whose sections run: in a trial all, the GPU's in Triton's interpreter."""
     return {"cpu", "cuda"} if size == "dry" else {device.type}
@@ -103,6 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--time-limit", type=float, default=0.0)
+    parser.add_argument("--rivals", metavar="FILE")
     return parser.parse_args()
 
 

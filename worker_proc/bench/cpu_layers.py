@@ -1,6 +1,7 @@
 """A decoder's products and element-wise steps on a CPU, in the shapes of smollm2-135m."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -14,7 +15,6 @@ from quire.worker_proc.bench.timing import Call
 from quire.worker_proc.models.ops import TorchOps
 
 Product = Callable[[torch.Tensor], object]
-Packed = Callable[..., object]
 
 ROWS = (1, 8, 32, 256)
 
@@ -36,28 +36,22 @@ def cpu_linear(bench: Bench) -> None:
     head = bench.pick(full=model.vocab_size, quick=model.vocab_size, dry=96)
     stacks = {"one layer": layer_shapes(model), "output head": [(head, model.hidden_size)]}
     for name, shapes in stacks.items():
+        size = sum(a * b for a, b in shapes)
         # As many layers as the caches cannot hold: a step finds none of its weights in them.
-        copies = min(30, bench.clock.copies(sum(a * b for a, b in shapes) * 2))
+        copies = min(30, bench.clock.copies(size * 2))
         weights = [[torch.randn(shape).mul_(0.02) for shape in shapes] for _ in range(copies)]
         ways = {
-            "ours, bfloat16": _native(weights, torch.bfloat16),
-            "ours, float32": _native(weights, torch.float32),
-            "oneDNN packed, bfloat16": _packed(weights),
-            "F.linear, bfloat16": _plain(weights, torch.bfloat16),
-            "F.linear, float32": _plain(weights, torch.float32),
+            (way, dtype): [[prepare(weight.to(dtype)) for weight in layer] for layer in weights]
+            for way, dtype, prepare in _ways()
         }
         for rows in bench.pick(full=ROWS, quick=(1, 32), dry=(2,)):
-            for way, layers in ways.items():
-                dtype = torch.bfloat16 if way.endswith("bfloat16") else torch.float32
-                wide = torch.float32 if way.startswith("ours") else dtype
+            for (way, dtype), layers in ways.items():
+                wide = torch.float32 if way == "ours" else dtype
                 inputs = [torch.randn(rows, shape[1]).to(wide) for shape in shapes]
                 calls = [partial(_all_products, layer, inputs) for layer in layers]
-                if not calls:
-                    continue
-                size = sum(a * b for a, b in shapes)
                 bench.measure(
                     f"{name}, {rows} rows",
-                    way,
+                    f"{way}, {str(dtype).removeprefix('torch.')}",
                     partial(list, calls),
                     read=size * dtype.itemsize,
                     flops=2 * rows * size,
@@ -70,35 +64,27 @@ def _all_products(layer: Sequence[Product], inputs: Sequence[torch.Tensor]) -> N
         product(x)
 
 
-def _native(weights: list[list[torch.Tensor]], dtype: torch.dtype) -> list[list[Product]]:
+def _ways() -> Iterator[tuple[str, torch.dtype, Callable[[torch.Tensor], Product]]]:
+    """(name, dtype of the weights, what makes a product of a weight) of each that this machine has."""
     native = load_native()
-    if native is None:
-        return []
-    return [[PackedLinear(native, weight.to(dtype)) for weight in layer] for layer in weights]
+    if native is not None:
+        yield "ours", torch.bfloat16, partial(PackedLinear, native)
+        yield "ours", torch.float32, partial(PackedLinear, native)
+    with suppress(AttributeError, RuntimeError):
+        _packed(torch.zeros(16, 16, dtype=torch.bfloat16))(torch.zeros(1, 16, dtype=torch.bfloat16))
+        yield "oneDNN packed", torch.bfloat16, _packed
+    yield "F.linear", torch.bfloat16, _plain
+    yield "F.linear", torch.float32, _plain
 
 
-def _packed(weights: list[list[torch.Tensor]]) -> list[list[Product]]:
-    """By torch's private operators, where this release has them."""
-    try:
-        reorder, product = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
-        layers = [[reorder(weight.bfloat16()) for weight in layer] for layer in weights]
-        for weight in layers[0]:
-            product(torch.zeros(1, weight.shape[1], dtype=torch.bfloat16), weight, None, "none", [], "")
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return []
-    return [[partial(_apply_packed, product, weight) for weight in layer] for layer in layers]
+def _packed(weight: torch.Tensor) -> Product:
+    """By torch's private operators, which not every release has."""
+    reordered, product = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
+    return lambda x: product(x, reordered, None, "none", [], "")
 
 
-def _apply_packed(product: Packed, weight: torch.Tensor, x: torch.Tensor) -> object:
-    return product(x, weight, None, "none", [], "")
-
-
-def _plain(weights: list[list[torch.Tensor]], dtype: torch.dtype) -> list[list[Product]]:
-    return [[partial(_apply_plain, weight.to(dtype)) for weight in layer] for layer in weights]
-
-
-def _apply_plain(weight: torch.Tensor, x: torch.Tensor) -> object:
-    return F.linear(x, weight)
+def _plain(weight: torch.Tensor) -> Product:
+    return lambda x: F.linear(x, weight)
 
 
 def cpu_ops(bench: Bench) -> None:

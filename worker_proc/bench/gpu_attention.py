@@ -11,7 +11,6 @@ from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.kernels.attention.paged_attention import paged_attention
 from quire.worker_proc.bench.paged_case import Heads, PagedCase, make_case
 from quire.worker_proc.bench.record import Bench, free_memory
-from quire.worker_proc.bench.rivals import RIVALS
 from quire.worker_proc.bench.timing import Call
 
 LLAMA = Heads(32, 8, 128)
@@ -81,7 +80,7 @@ def decode_attention(bench: Bench) -> None:
         num_bytes = heads.key_bytes(rows * length, bench.dtype)
         case = _decode_case(bench, [length] * rows, heads)
         name = f"{rows} x {length:,}, {heads}, blocks of {heads.block_size}"
-        for way, make in ({"ours": decode, "SDPA, dense": dense_decode} | RIVALS).items():
+        for way, make in ({"ours": decode, "SDPA, dense": dense_decode} | bench.rivals).items():
             bench.measure(name, way, partial(make, case), read=num_bytes)
         del case
         free_memory(bench.device)

@@ -1,5 +1,6 @@
 """Whole decode steps on a GPU: against their floor, launched one kernel at a time, and over a static cache."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -7,9 +8,11 @@ import torch
 
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
-from quire.worker_proc.bench.record import Bench, Limits, OutOfTime, describe, free_memory
+from quire.worker_proc.bench.cpu_layers import layer_shapes
+from quire.worker_proc.bench.record import Bench, Limits, describe, free_memory
 from quire.worker_proc.bench.static_step import static_step
-from quire.worker_proc.bench.step_driver import BLOCK_SIZE, StepDriver, dummy_model, sized
+from quire.worker_proc.bench.step_driver import BLOCK_SIZE, StepDriver, StepTimes, dummy_model, sized
+from quire.worker_proc.bench.timing import elapsed
 from quire.worker_proc.models.decoder import Decoder
 
 OURS, EAGER, STATIC = "ours", "ours, eager", "static cache, one graph"
@@ -30,40 +33,43 @@ class Steps:
 
 def decode_step(bench: Bench) -> None:
     """llama-3.1-8b at 1,024 tokens."""
-    model_config = sized(bench.models["llama-3.1-8b"], bench.size)
     batches = bench.pick(full=(1, 32, 128), quick=(1, 128), dry=(2,))
     length, steps = bench.pick(full=(1024, Steps(8, 48, 32)), quick=(1024, Steps(4, 24, 16)), dry=(12, Steps(1, 1, 1)))
-    model = dummy_model(model_config, bench.dtype, bench.device, length + steps.room)
-    driver = StepDriver(model, bench.dtype, bench.device, max(batches), length + steps.room)
-    for graphs in (False, True):
-        if graphs:
-            driver.empty()
-            driver.runner.warm_up(lambda text: None)
-        for rows in batches:
-            _require_time(bench)
-            driver.fill(rows, length)
-            driver.steady(steps.warm_up)
-            times = driver.steady(steps.timed)
-            floor = floor_s(model_config, rows, length + steps.room // 2, bench.dtype, bench.limits)
-            name = f"{rows} x {length:,}"
-            if not graphs:
-                bench.note(name, EAGER, times.wall, cpu_us=times.cpu * 1e6)
-                continue
-            figures = {"of_floor": floor / times.wall, "floor_us": floor * 1e6, "cpu_us": times.cpu * 1e6}
-            bench.note(name, OURS, times.wall, **figures, **_device_figures(driver, rows, steps.replays))
+    model, driver = _make("llama-3.1-8b", bench, max(batches), length + steps.room)
+    for name, _, times, _ in _timed(bench, model, driver, batches, length, steps):
+        bench.note(name, EAGER, times.wall, cpu_us=times.cpu * 1e6)
+    driver.empty()
+    driver.runner.warm_up(lambda text: None)
+    for name, rows, times, floor in _timed(bench, model, driver, batches, length, steps):
+        figures = {"of_floor": floor / times.wall, "floor_us": floor * 1e6, "cpu_us": times.cpu * 1e6}
+        bench.note(name, OURS, times.wall, **figures, **_device_figures(driver, rows, steps.replays))
     driver.empty()
     del driver
     free_memory(bench.device)
-    _static_steps(bench, model, batches, length + steps.room // 2, length)
-
-
-def _static_steps(bench: Bench, model: Decoder, batches: tuple[int, ...], length: int, called: int) -> None:
-    """``length``: what ours had in the middle of its steps; ``called``: as its rows are named."""
     for rows in batches:
-        _require_time(bench)
-        make = partial(static_step, model, rows, length, bench.dtype, bench.device)
-        bench.measure(f"{rows} x {called:,}", STATIC, make)
+        bench.require_time()
+        # As long as ours in the middle of its steps.
+        make = partial(static_step, model, rows, length + steps.room // 2, bench.dtype, bench.device)
+        bench.measure(f"{rows} x {length:,}", STATIC, make)
         free_memory(bench.device)
+
+
+def _make(name: str, bench: Bench, max_rows: int, max_len: int) -> tuple[Decoder, StepDriver]:
+    model = dummy_model(sized(bench.models[name], bench.size), bench.dtype, bench.device, max_len)
+    return model, StepDriver(model, bench.dtype, bench.device, max_rows, max_len)
+
+
+def _timed(
+    bench: Bench, model: Decoder, driver: StepDriver, batches: tuple[int, ...], length: int, steps: Steps
+) -> Iterator[tuple[str, int, StepTimes, float]]:
+    """(case, rows, a step's times, its floor in seconds) of each batch, which is left in the driver."""
+    for rows in batches:
+        bench.require_time()
+        driver.fill(rows, length)
+        driver.steady(steps.warm_up)
+        times = driver.steady(steps.timed)
+        floor = floor_s(model.config, rows, length + steps.room // 2, bench.dtype, bench.limits)
+        yield f"{rows} x {length:,}", rows, times, floor
 
 
 def _device_figures(driver: StepDriver, rows: int, replays: int) -> dict[str, float]:
@@ -71,27 +77,20 @@ def _device_figures(driver: StepDriver, rows: int, replays: int) -> dict[str, fl
     steady = driver.runner.steady
     if steady is None or not driver.has_graphs:
         return {}
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    begun.record()
-    for _ in range(replays):
-        steady.graphs.run(rows, sampling=True)
-    ended.record()
-    ended.synchronize()
-    return {"graph_us": float(begun.elapsed_time(ended)) * 1000 / replays}
+    graphs = steady.graphs
+
+    def replay() -> None:
+        for _ in range(replays):
+            graphs.run(rows, sampling=True)
+
+    return {"graph_us": elapsed(replay) * 1e6 / replays}
 
 
 def floor_s(model: ModelConfig, rows: int, length: int, dtype: torch.dtype, limits: Limits) -> float:
     """What no step can beat: each weight read once, or multiplied at the matrix rate where that takes longer; and
     each row's keys and values read once. The two are different kernels, and add."""
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    layer = [
-        model.hidden_size * heads,
-        model.num_heads * model.head_dim * model.hidden_size,
-        2 * model.hidden_size * model.intermediate_size,
-        model.hidden_size * model.intermediate_size,
-    ]
-    sizes = layer * model.num_layers + [model.hidden_size * model.vocab_size]
+    sizes = [outputs * inputs for outputs, inputs in layer_shapes(model)] * model.num_layers
+    sizes.append(model.hidden_size * model.vocab_size)
     rate = max(limits.matmul.values())
     products = sum(max(size * dtype.itemsize / limits.read, 2 * size * rows / rate) for size in sizes)
     layout = kv_layout(model, BLOCK_SIZE, str(dtype).removeprefix("torch."))
@@ -101,24 +100,16 @@ def floor_s(model: ModelConfig, rows: int, length: int, dtype: torch.dtype, limi
 
 def steady_step(bench: Bench) -> None:
     """The worker's CPU time per step, which a model's size does not change, and how much of the time the GPU works."""
-    model_config = sized(bench.models["qwen3-0.6b"], bench.size)
     batches = bench.pick(full=(1, 64, 256), quick=(1, 256), dry=(2,))
     length, steps = bench.pick(full=(512, Steps(8, 96, 32)), quick=(512, Steps(4, 32, 16)), dry=(8, Steps(1, 1, 1)))
-    model = dummy_model(model_config, bench.dtype, bench.device, length + steps.room)
-    driver = StepDriver(model, bench.dtype, bench.device, max(batches), length + steps.room)
+    model, driver = _make("qwen3-0.6b", bench, max(batches), length + steps.room)
     driver.runner.warm_up(lambda text: None)
-    for rows in batches:
-        _require_time(bench)
-        driver.fill(rows, length)
-        driver.steady(steps.warm_up)
-        times = driver.steady(steps.timed)
-        figures = {"cpu_us": times.cpu * 1e6}
-        floor = floor_s(model_config, rows, length + steps.room // 2, bench.dtype, bench.limits)
-        figures |= {"of_floor": floor / times.wall}
+    for name, rows, times, floor in _timed(bench, model, driver, batches, length, steps):
+        figures = {"cpu_us": times.cpu * 1e6, "of_floor": floor / times.wall}
         if bench.device.type == "cuda":
             figures |= _busy_figures(driver, steps)
         figures |= _device_figures(driver, rows, steps.replays)
-        bench.note(f"{rows} x {length:,}", OURS, times.wall, **figures)
+        bench.note(name, OURS, times.wall, **figures)
 
 
 def _busy_figures(driver: StepDriver, steps: Steps) -> dict[str, float]:
@@ -145,8 +136,3 @@ def covered_share(spans: list[tuple[float, float]]) -> float:
         covered += max(0.0, ended - max(begun, reached))
         reached = max(reached, ended)
     return covered / max(reached - spans[0][0], 1e-9)
-
-
-def _require_time(bench: Bench) -> None:
-    if bench.out_of_time:
-        raise OutOfTime

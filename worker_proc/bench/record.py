@@ -9,10 +9,12 @@ from typing import Literal, TypeVar
 import torch
 
 from quire.protocol.model.model_config import ModelConfig
+from quire.worker_proc.bench.paged_case import PagedCase
 from quire.worker_proc.bench.timing import Call, Clock
 
 Size = Literal["full", "quick", "dry"]
 T = TypeVar("T")
+Rivals = dict[str, Callable[[PagedCase], list[Call]]]
 
 
 class OutOfTime(Exception):
@@ -62,6 +64,8 @@ class Bench:
     models: Mapping[str, ModelConfig]
     limits: Limits
     deadline: float
+    rivals: Rivals = field(default_factory=dict)
+    """Attention of other libraries, by the name of its column."""
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -69,9 +73,10 @@ class Bench:
         """Of weights and caches on a GPU; Triton's interpreter computes bfloat16 wrongly."""
         return torch.float32 if self.size == "dry" else torch.bfloat16
 
-    @property
-    def out_of_time(self) -> bool:
-        return time.monotonic() > self.deadline
+    def require_time(self) -> None:
+        """Raises OutOfTime."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
 
     def pick(self, *, full: T, quick: T, dry: T) -> T:
         return full if self.size == "full" else quick if self.size == "quick" else dry
@@ -98,8 +103,7 @@ class Bench:
         Raises:
             OutOfTime: nothing was measured any more.
         """
-        if self.out_of_time:
-            raise OutOfTime
+        self.require_time()
         row = Row(case, way)
         self.rows.append(row)
         try:

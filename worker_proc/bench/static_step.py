@@ -10,31 +10,22 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.cache.fused_cache_write import fused_cache_write
-from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary
+from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.bench.timing import Call
 from quire.worker_proc.models.decoder import Decoder
 
 
-class StaticBackend:
-    """``AttentionBackend`` over a cache ``[2, num_rows, length, num_kv_heads, head_dim]``, all of it always read.
+class StaticBackend(TritonBackend):
+    """Attends over a cache ``[2, num_rows, length, num_kv_heads, head_dim]``, all of it always read.
 
     A plan is the slots that the step's tokens are written to.
     """
 
     name = "static"
-    needs_host_lengths = False
-
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, num_kv_heads, head_dim)
-
-    def plan(self, batch: StepBatch) -> torch.Tensor:
-        return batch.slot_mapping
-
-    def plan_decode(self, batch: StepBatch) -> torch.Tensor:
-        return batch.slot_mapping
 
     def attend(
-        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: torch.Tensor, spec: AttentionSpec, rotary: Rotary | None
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
         query = fused_cache_write(
             qkv,
@@ -47,17 +38,6 @@ class StaticBackend:
             rotary_table=None if rotary is None else rotary.table,
             positions=None if rotary is None else rotary.positions,
         )
-        return self.forward(query, None, None, kv_cache, plan, spec)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: Any,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
         keys, values = kv_cache.transpose(2, 3)
         grouped = query.view(len(query), spec.num_kv_heads, -1, spec.head_dim)
         return F.scaled_dot_product_attention(grouped, keys, values, scale=spec.scale).flatten(1, 2)

@@ -2,12 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.kernels.common.triton_runtime import require_launchable
@@ -130,22 +129,10 @@ class StepDriver:
             self.runner.steady.leave()
             self.runner.steady.graphs.step.columns.refresh(batch)
 
-    def _execute(
-        self,
-        removed: Sequence[int] = (),
-        new_requests: Sequence[NewRequestData] = (),
-        token_ids: npt.NDArray[np.int32] | None = None,
-        block_ids: npt.NDArray[np.int32] | None = None,
-    ) -> PendingResult:
+    def _execute(self, **fields: Any) -> PendingResult:
+        """Run a step whose diff has these fields."""
         self._step += 1
-        diff = SchedulerOutput(
-            self._step,
-            removed=list(removed),
-            new_requests=list(new_requests),
-            token_ids=token_ids,
-            block_ids=block_ids,
-        )
-        return self.runner.execute(diff)
+        return self.runner.execute(SchedulerOutput(self._step, **fields))
 
 
 def _require_tokens(pending: PendingResult) -> None:

@@ -81,7 +81,7 @@ class Clock:
     def _device_rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
         for _ in range(_WARM_UPS):
             calls[0]()
-        once = _elapsed(calls[0])
+        once = elapsed(calls[0])
         count = max(len(calls), min(_MOST_CALLS, int(_GRAPH_S / once) + 1))
 
         def all_calls() -> None:
@@ -98,11 +98,11 @@ class Clock:
         taken: list[float] = []
         end = time.perf_counter() + self._figure_s
         while len(taken) < _LEAST_ROUNDS or time.perf_counter() < end:
-            taken.append(_elapsed(run) / count)
+            taken.append(elapsed(run) / count)
         return taken
 
 
-def _elapsed(run: Call) -> float:
+def elapsed(run: Call) -> float:
     """Seconds on the device."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()

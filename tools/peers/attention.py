@@ -1,4 +1,4 @@
-"""Attention of other libraries over the same cache, where they can be imported; none is ever required."""
+"""Attention of other libraries over the same cache, for ``quire bench kernels``: each where it can be imported."""
 
 import importlib.util
 from collections.abc import Callable
@@ -94,13 +94,11 @@ def _vllm_kernel() -> Any:
     raise ImportError("this vllm has no unified_attention where it was looked for")
 
 
-def _found() -> dict[str, Callable[[PagedCase], list[Call]]]:
-    all_of_them = {
+def rivals() -> dict[str, Callable[[PagedCase], list[Call]]]:
+    """By the name of its column, what makes the calls of a case."""
+    known = {
         "flashinfer": ("FlashInfer", flashinfer_decode),
         "flash_attn": ("flash_attn, dense", flash_attn_decode),
         "vllm": ("vLLM Triton", vllm_decode),
     }
-    return {way: make for module, (way, make) in all_of_them.items() if importlib.util.find_spec(module)}
-
-
-RIVALS = _found()
+    return {way: make for module, (way, make) in known.items() if importlib.util.find_spec(module)}
