@@ -240,20 +240,10 @@ def _report(args: argparse.Namespace, config: EngineConfig, threads: int, contes
     for found in results.values():
         if "tokens_per_s" in found:
             found["ours_by_this"] = ours / found["tokens_per_s"]
-    settings = {
-        "model": args.shape or "checkpoint",
-        "num_requests": args.num_requests,
-        "input_len": args.input_len,
-        "output_len": args.output_len,
-        "rounds": args.rounds,
-        "threads": threads,
-        "dtype": config.dtype,
-        "device": config.device,
-        "async_scheduling": config.async_scheduling,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "block_size": config.block_size,
-    }
+    asked = ("num_requests", "input_len", "output_len", "rounds")
+    configured = ("dtype", "device", "async_scheduling", "max_num_seqs", "max_num_batched_tokens", "block_size")
+    settings = {"model": args.shape or "checkpoint"} | {name: getattr(args, name) for name in asked}
+    settings |= {"threads": threads} | {name: getattr(config, name) for name in configured}
     report = Report("engine", settings, rounded(results, 3))
     columns = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "ready_s", "ours_by_this")
     title = f"{settings['model']}, {args.num_requests} requests, {args.input_len} + {args.output_len} tokens"

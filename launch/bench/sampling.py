@@ -21,7 +21,7 @@ import numpy as np
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.launch.measure.report import Report, Table, rounded
+from quire.launch.measure.report import Report, Table, flat, rounded
 from quire.launch.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM
 from quire.launch.supervision.supervisor import WORKER_ENVIRONMENT
@@ -66,15 +66,8 @@ def run(args: argparse.Namespace) -> None:
     settings = {"rows": args.rows, "vocab_size": args.vocab_size, "repeats": args.repeats, "model": args.model}
     report = Report("sampling", settings, rounded(results, 4))
     for name, found in results.items():
-        report.tables.append(Table(name, ["figure"], [(key, [value]) for key, value in _flat(found)]))
+        report.tables.append(Table(name, ["figure"], [(key, [value]) for key, value in flat(found, " ").items()]))
     report.publish(args.json)
-
-
-def _flat(found: dict[str, Any], prefix: str = "") -> list[tuple[str, float | str | None]]:
-    lines: list[tuple[str, float | str | None]] = []
-    for key, value in found.items():
-        lines += _flat(value, f"{prefix}{key} ") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return lines
 
 
 def worker(args: argparse.Namespace) -> dict[str, Any]:

@@ -211,19 +211,10 @@ def _totals_table(totals: dict[str, Any], num_failed: int) -> Table:
 
 
 def _settings(args: argparse.Namespace, context: int, num_prompts: int, num_cut: int) -> dict[str, Any]:
-    return {
-        "dataset": args.dataset.name,
-        "num_prompts": num_prompts,
-        "num_cut": num_cut,
-        "max_model_len": context,
-        "concurrency": args.concurrency if args.rate is None else None,
-        "rate": args.rate,
-        "max_tokens": args.max_tokens,
-        "temperature": args.temperature,
-        "seed": args.seed,
-        "chat": args.chat,
-        "ignore_eos": args.ignore_eos,
-    }
+    load = {"concurrency": args.concurrency if args.rate is None else None, "rate": args.rate}
+    asked = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed", "chat", "ignore_eos")}
+    found = {"num_prompts": num_prompts, "num_cut": num_cut, "max_model_len": context}
+    return {"dataset": args.dataset.name} | found | load | asked
 
 
 async def _settled_metrics(client: ServerClient) -> dict[str, float]:

@@ -121,6 +121,17 @@ def rounded(value: Any, digits: int = 6) -> Any:
     return value
 
 
+def flat(tree: Mapping[str, Any], separator: str = ".", above: str = "") -> dict[str, Any]:
+    """Every leaf by its path, ``key.key.key``."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = (
+            flat(value, separator, f"{above}{key}{separator}") if isinstance(value, Mapping) else {above + key: value}
+        )
+        found |= inner
+    return found
+
+
 def machine_facts() -> dict[str, Any]:
     """What a figure depends on. No path and no host name: reports are meant to be shown."""
     return {

@@ -16,22 +16,16 @@ from quire.worker_proc.bench.timing import Call
 LLAMA = Heads(32, 8, 128)
 TINY = Heads(4, 2, 32)
 
+_LLAMA_LENGTHS = {
+    1: (1024, 8192, 32768, 131072),
+    8: (1024, 8192, 32768),
+    32: (1024, 8192),
+    64: (1024, 8192),
+    128: (1024, 8192),
+    256: (1024,),
+}
 # (rows, tokens of each, heads)
-DECODE: list[tuple[int, int, Heads]] = [
-    (1, 1024, LLAMA),
-    (1, 8192, LLAMA),
-    (1, 32768, LLAMA),
-    (1, 131072, LLAMA),
-    (8, 1024, LLAMA),
-    (8, 8192, LLAMA),
-    (8, 32768, LLAMA),
-    (32, 1024, LLAMA),
-    (32, 8192, LLAMA),
-    (64, 1024, LLAMA),
-    (64, 8192, LLAMA),
-    (128, 1024, LLAMA),
-    (128, 8192, LLAMA),
-    (256, 1024, LLAMA),
+DECODE = [(rows, length, LLAMA) for rows, lengths in _LLAMA_LENGTHS.items() for length in lengths] + [
     (32, 8192, Heads(32, 8, 128, 32)),
     (32, 8192, Heads(32, 8, 128, 64)),
     (64, 1024, Heads(16, 8, 128)),

@@ -13,7 +13,7 @@ from quire.launch.bench.peers import PeerFailed, run_json
 from quire.launch.bench.scheduler.scheduler_churn import load_churn_trace
 from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, Tree, median_of, one_core, ratio_of
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS
-from quire.launch.measure.report import Report, Table
+from quire.launch.measure.report import Report, Table, flat
 from quire.protocol.errors import ConfigError, EngineError, did_you_mean
 
 CHILD = "quire.launch.bench.scheduler.scheduler_sections"
@@ -143,18 +143,8 @@ def make_table(section: str, ours: Tree, theirs: Tree | None) -> Table:
     peer = {} if theirs is None else flat(theirs.get(section, {}))
     rows: list[tuple[str, list[float | str | None]]] = []
     for path, value in flat(ours).items():
-        if any(fnmatchcase(path, pattern) for pattern in SHOWN[section]):
+        shown = isinstance(value, int | float) and any(fnmatchcase(path, pattern) for pattern in SHOWN[section])
+        if shown:
             other = peer.get(path)
             rows.append((path, [value] if theirs is None else [value, other, ratio_of(value, other)]))
     return Table(section, ("ours",) if theirs is None else ("ours", "peer", "peer / ours"), rows)
-
-
-def flat(tree: Tree, above: str = "") -> dict[str, float]:
-    """Every figure by its path, ``key.key.key``."""
-    found: dict[str, float] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{above}{key}.")
-        elif isinstance(value, int | float):
-            found[above + key] = value
-    return found

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from quire.launch.bench.scheduler.churn_trace import churn_trace
 from quire.launch.bench.scheduler.scheduler_rig import Rig, now_ns, summary
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.process.collect import Collector
 
-OWN_TRACE = Path(__file__).with_name("churn_trace.py")
 SEED = 11
 
 ChurnTrace = Callable[..., list[list[tuple[list[int], int]]]]
@@ -46,12 +46,12 @@ def measure_churn(sizes: ChurnSizes, cruise: bool = True) -> dict[str, Any]:
     if sizes.trace_from:
         trace = load_churn_trace(Path(sizes.trace_from))(SEED, usual.steps, usual.rate)
     else:
-        trace = load_churn_trace(OWN_TRACE)(SEED, usual.steps, usual.rate, usual.initial)
+        trace = churn_trace(SEED, usual.steps, usual.rate, usual.initial)
     out = {
         name: run_churn(trace, usual, async_scheduling, cruise)
         for name, async_scheduling in (("sync", False), ("async", True))
     }
-    trace = load_churn_trace(OWN_TRACE)(SEED, large.steps, large.rate, large.initial)
+    trace = churn_trace(SEED, large.steps, large.rate, large.initial)
     out[f"async_{large.max_num_seqs}"] = run_churn(trace, large, True, cruise)
     return out
 
