@@ -125,10 +125,8 @@ def flat(tree: Mapping[str, Any], separator: str = ".", above: str = "") -> dict
     """Every leaf by its path, ``key.key.key``."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        inner = (
-            flat(value, separator, f"{above}{key}{separator}") if isinstance(value, Mapping) else {above + key: value}
-        )
-        found |= inner
+        nested = isinstance(value, Mapping)
+        found |= flat(value, separator, f"{above}{key}{separator}") if nested else {above + key: value}
     return found
 
 

@@ -21,7 +21,6 @@ from quire.scheduler_proc.trace.translate import (
     event_line,
     hit_line,
     keyframe_line,
-    make_header,
     result_line,
     snapshot_line,
     tick_line,
@@ -141,13 +140,6 @@ class TraceRecorder:
         self._reasons.clear()
         tap.hits.clear()
         tap.hashes.clear()
-
-
-def record_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> list[Line]:
-    """The lines of a log: what a recorder would have made of the run, header included."""
-    log = list(records)
-    first = make_header(header, prompts=prompts, complete=not begins_at_keyframe(log))
-    return [first, *lines_of_log(header, log, prompts=prompts)]
 
 
 def begins_at_keyframe(records: Sequence[Record]) -> bool:

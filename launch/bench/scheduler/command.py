@@ -143,8 +143,8 @@ def make_table(section: str, ours: Tree, theirs: Tree | None) -> Table:
     peer = {} if theirs is None else flat(theirs.get(section, {}))
     rows: list[tuple[str, list[float | str | None]]] = []
     for path, value in flat(ours).items():
-        shown = isinstance(value, int | float) and any(fnmatchcase(path, pattern) for pattern in SHOWN[section])
-        if shown:
+        named = any(fnmatchcase(path, pattern) for pattern in SHOWN[section])
+        if named and isinstance(value, int | float):
             other = peer.get(path)
             rows.append((path, [value] if theirs is None else [value, other, ratio_of(value, other)]))
     return Table(section, ("ours",) if theirs is None else ("ours", "peer", "peer / ours"), rows)

@@ -1,7 +1,7 @@
 """Reads the lines of a trace: whole, rotated, packed or cut short. What is wrong is said with file and line."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -196,12 +196,6 @@ def _of_folder(folder: Path) -> list[Path]:
     if len(firsts) > 1:
         raise ConfigError(f"{folder} holds {len(firsts)} traces, of which {firsts[0].name} is one: name it")
     return sorted(files, key=lambda file: headers[file].part)
-
-
-def numbered(told: Iterable[AnyLine], file: str = "") -> Iterator[TraceLine]:
-    """Lines that are in memory, as a reader gives them."""
-    for number, line in enumerate(told, 1):
-        yield TraceLine(line, number, file)
 
 
 def _say(error: Exception) -> str:

@@ -13,6 +13,7 @@ import pytest
 import zmq
 from keyframed_runs import dump_of, keyframe_of, long_lived
 from kv_cases import full, layout_of, sliding
+from lines_in_memory import numbered, record_log
 from log_replay import replay
 from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
@@ -20,7 +21,7 @@ from scheduler_load import Load, random_settings
 from tiers import thinned
 
 from quire.launch.replay.recorded.exact import replay_lines
-from quire.launch.replay.recorded.reader import TraceReader, numbered
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
 from quire.protocol.process.child import Command
@@ -38,7 +39,6 @@ from quire.scheduler_proc.trace.lines import (
     decode_line,
     encode_line,
 )
-from quire.scheduler_proc.trace.recorder import record_log
 
 SEEDS = range(24)
 EVENTS = 22

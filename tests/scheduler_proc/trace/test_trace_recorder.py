@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from kv_cases import full, layout_of, sliding
+from lines_in_memory import record_log
 from scheduler_driver import Driver, expected_tokens, make_config, make_layout, make_request
 
 from quire.protocol.request.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ from quire.scheduler_proc.trace.lines import (
     StepSnapshot,
     encode_line,
 )
-from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once, record_log
+from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once
 from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import event_line
 

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import numpy as np
 from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
+from lines_in_memory import numbered, record_log
 from memory_channel import memory_pair
 
 from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.launch.replay.recorded.difference import Difference
 from quire.launch.replay.recorded.exact import replay_lines
-from quire.launch.replay.recorded.reader import numbered
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
@@ -43,7 +43,6 @@ from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
-from quire.scheduler_proc.trace.recorder import record_log
 
 VOCAB_SIZE = 1000
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from lines_in_memory import record_log
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.trace.lines import Line, encode_line
-from quire.scheduler_proc.trace.recorder import record_log
 
 STEP_SECONDS = 0.001
 

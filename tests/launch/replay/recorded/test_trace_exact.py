@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lines_in_memory import numbered
 from scheduler_driver import Driver, change
 from tiers import thinned
 from traced_runs import encoded, random_run, traced, write_trace
 
 from quire.launch.replay.recorded.difference import Difference
 from quire.launch.replay.recorded.exact import replay_lines
-from quire.launch.replay.recorded.reader import TraceReader, numbered
+from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError, InvalidRequest
 from quire.protocol.wire.front_end_messages import Abort, EndReason, Stop
 from quire.scheduler_proc.trace.lines import (

@@ -1,0 +1,22 @@
+"""The lines of a trace without its file: of a log in memory, and as a reader gives them."""
+
+from collections.abc import Iterable, Iterator
+
+from quire.launch.replay.recorded.reader import AnyLine, TraceLine
+from quire.scheduler_proc.trace.event_log import Record, TraceHeader
+from quire.scheduler_proc.trace.lines import Line
+from quire.scheduler_proc.trace.recorder import begins_at_keyframe, lines_of_log
+from quire.scheduler_proc.trace.translate import make_header
+
+
+def record_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> list[Line]:
+    """The lines of a log: what a recorder would have made of the run, header included."""
+    log = list(records)
+    first = make_header(header, prompts=prompts, complete=not begins_at_keyframe(log))
+    return [first, *lines_of_log(header, log, prompts=prompts)]
+
+
+def numbered(told: Iterable[AnyLine], file: str = "") -> Iterator[TraceLine]:
+    """As a reader gives them."""
+    for number, line in enumerate(told, 1):
+        yield TraceLine(line, number, file)
