@@ -19,7 +19,6 @@ from served import QUIRE
 from tiers import thinned
 
 from quire.launch.http.schema.errors import as_api_error
-from quire.launch.http.serving.metrics import Metrics
 
 COMPLETIONS = "/v1/completions"
 WAIT_S = 60.0
@@ -81,22 +80,6 @@ class TestInjection:
         for record in caplog.records:
             text = logging.Formatter().format(record)
             assert all(line.isprintable() for line in text.split("\n")) and "all is" not in text.split("\n")[0]
-
-    @pytest.mark.parametrize("name", ['a"b', "a\nb", "a\\b", 'x"} 1\nquire:fake{a="', "\n# HELP x", "é\u2028", "}"])
-    def test_a_models_name_stays_in_its_label(self, name: str) -> None:
-        """A folder may be called anything; every line of the metrics must still be one of ours."""
-        metrics = Metrics(name)
-        metrics.ended("stop")
-        metrics.rejected("queue_full")
-        text = front_end_metrics(metrics)
-        assert all(line.startswith(("# HELP quire:", "# TYPE quire:", "quire:")) for line in text.split("\n")[:-1])
-        assert text.count("quire:request_success_total{") == 1
-
-
-def front_end_metrics(metrics: Metrics) -> str:
-    import asyncio
-
-    return asyncio.run(metrics.render(EndlessEngine())).decode()
 
 
 def full_disk(port: int, folder: Path) -> subprocess.Popen[bytes]:

@@ -8,10 +8,9 @@ import httpx
 import pytest
 from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused
 from abused_app import AbusedApp
+from front_end import EndlessEngine
 
 from quire.launch.http.serving.metrics import Metrics
-from quire.protocol.errors import EngineError
-from quire.protocol.wire.front_end_messages import Statistics
 
 MODELS = (
     *("../../etc", "..\\..\\x", "/", "//", "quire-demo ", " quire-demo", "Quire-Demo", "quire-demo\n"),
@@ -86,21 +85,8 @@ def test_nobody_elses_request_can_be_named(app: AbusedApp) -> None:
 
 HOSTILE = (
     *('a"b', "a\nb", "a\\b", 'x"} 1\nquire:forged{a="', "\\", "\\n", '"', "{}", "é😀", "a\rb", "#", " ", "a,b=c"),
-    "\x1b[31m",
+    *("\x1b[31m", "\n# HELP x", "é\u2028", "}", "{", "a\tb", "quire:x 1"),
 )
-
-
-class NoEngine:
-    """Has no figures to give."""
-
-    state, max_model_len, vocab_size = "failed", 1, 1
-    seconds_without_progress = 0.0
-
-    async def add(self, *args: Any) -> Any:
-        raise EngineError("gone")
-
-    async def statistics(self) -> Statistics:
-        raise EngineError("gone")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -108,7 +94,7 @@ def test_a_models_name_is_one_label(name: str) -> None:
     """The page of metrics has a line per sample whatever the model is called."""
     metrics = Metrics(name)
     metrics.rejected("invalid_value")
-    page = asyncio.run(metrics.render(NoEngine())).decode()
+    page = asyncio.run(metrics.render(EndlessEngine())).decode()
     lines = [line for line in page.split("\n") if line and not line.startswith("#")]
     assert len(lines) > 10
     for line in lines:

@@ -94,12 +94,7 @@ def test_the_result_before_is_sent_before_masks_are_waited_for() -> None:
     seen = run(plain, SchedulerOutput(2, awaits_sample_inputs=True), SampleInputs(2, [4], [1], only(9)))
     kinds = [type(message).__name__ for message in seen]
     assert kinds == [
-        "SchedulerOutput",
-        "ModelRunnerOutput",
-        "SchedulerOutput",
-        "SampleInputs",
-        "ModelRunnerOutput",
-        "Shutdown",
+        *("SchedulerOutput", "ModelRunnerOutput", "SchedulerOutput", "SampleInputs", "ModelRunnerOutput", "Shutdown"),
     ]
     assert results(seen)[1].tokens.tolist() == [9]  # type: ignore[union-attr]
 

@@ -4,24 +4,15 @@ import sys
 from typing import Any
 
 import pytest
+from scheduler_driver import make_config
 
 from quire.launch.cli import main
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import parse_options
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.model_config import ModelConfig
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=64,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-)
+MODEL = make_config().model
 
 
 def config_of(**options: Any) -> EngineConfig:

@@ -17,17 +17,8 @@ from quire.worker_proc.batch.input_batch import Column, InputBatch
 
 MAX_ROWS, MAX_LEN = 6, 12
 COLUMNS = (
-    "handles",
-    "num_computed",
-    "num_known",
-    "num_prompt",
-    "active",
-    "seed",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "num_logprobs",
+    *("handles", "num_computed", "num_known", "num_prompt", "active", "seed", "temperature", "top_k", "top_p"),
+    *("min_p", "num_logprobs"),
 )
 
 
