@@ -15,7 +15,7 @@ from typing import Any
 from quire.launch.measure.http_client import RequestSettings, ServerClient, Timing, Transport
 from quire.launch.replay.live_prompts import PromptMaker
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
-from quire.launch.replay.workload.sources import NEVER, ClosedLoop, Concurrency, OpenLoop, Source
+from quire.launch.replay.workload.sources import NEVER, Source, source_of
 from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 
@@ -88,15 +88,8 @@ def run_live(
     Raises:
         ConfigError: there is no server, or none that completes text.
     """
-    return asyncio.run(
-        _run(workload, target, _source(workload, concurrency, closed_loop), overlong, progress, transport)
-    )
-
-
-def _source(workload: Workload, concurrency: int | None, closed_loop: bool) -> Source:
-    if concurrency is not None:
-        return Concurrency(workload.calls, concurrency)
-    return ClosedLoop(workload.calls) if closed_loop else OpenLoop(workload.calls)
+    source = source_of(workload.calls, concurrency, closed_loop)
+    return asyncio.run(_run(workload, target, source, overlong, progress, transport))
 
 
 async def _run(

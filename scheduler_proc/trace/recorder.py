@@ -147,7 +147,9 @@ def begins_at_keyframe(records: Sequence[Record]) -> bool:
 
 
 def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> Iterator[Line]:
-    """The same without the header, one record after the other. Keyframes are told where it begins with one only.
+    """Yield the lines that a recorder would have made of the run, without the header.
+
+    A keyframe has a line where the log begins with it only.
 
     Feeds a fresh Scheduler what the recorded one consumed, for hashes and endings are not in the log.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quire.launch.replay.costs.chips import CHIPS, Chip
 from quire.launch.replay.costs.cost import StepShape
-from quire.launch.replay.costs.csv_table import read_points, read_table
+from quire.launch.replay.costs.csv_table import read_measured, read_points
 from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.roofline import UTILIZATION, check_cut
 from quire.launch.replay.costs.sizes import room_for_kv
@@ -124,7 +124,8 @@ class _Exchange:
     def __init__(self, path: Path, num_ranks: int) -> None:
         points: dict[int, float] = {}
         found: set[str] = set()
-        for (ranks, size, backend), millis in read_table(path, ("num_gpus", "message_size", "backend"), "latency"):
+        keys = ("num_gpus", "message_size", "backend")
+        for _, (ranks, size, backend), millis in read_measured(path, keys, "latency"):
             found.add(ranks)
             if ranks == str(num_ranks) and not backend.endswith("eager"):  # as in a captured step
                 points[int(size)] = millis

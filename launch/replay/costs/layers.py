@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from quire.launch.replay.costs.cost import StepShape
-from quire.launch.replay.costs.csv_table import find_file, read_points, read_table, read_text
+from quire.launch.replay.costs.csv_table import find_file, read_measured, read_points, read_text
 from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read
@@ -223,7 +223,7 @@ def _table(folder: Path, name: str) -> Path:
 def _layer_points(path: Path, key: str, needed: frozenset[str]) -> dict[str, dict[int, float]]:
     """Microseconds by layer and number."""
     points: dict[str, dict[int, float]] = {}
-    for line, ((layer, number), micros) in enumerate(read_table(path, ("layer", key), "time_us"), 2):
+    for line, (layer, number), micros in read_measured(path, ("layer", key), "time_us"):
         if not number.isdecimal() or int(number) < 1:
             raise ConfigError(f"{path}:{line}: {key} must be a whole number from 1, not {number!r}")
         points.setdefault(layer, {})[int(number)] = micros

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from quire.launch.replay.costs.chips import find_chip
 from quire.launch.replay.costs.cost import ConstantCost, CostModel
-from quire.launch.replay.costs.csv_table import positive
 from quire.launch.replay.costs.fitted import fit
 from quire.launch.replay.costs.kernel_tables import KernelTableCost, is_kernel_tables
 from quire.launch.replay.costs.layers import is_layer_profile, load_layer_profile
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.roofline import Roofline
+from quire.launch.replay.formats.arrivals import positive
 from quire.launch.replay.workload.workload import Workload
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.model_config import ModelConfig

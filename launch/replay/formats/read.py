@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -11,13 +9,12 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.recorded.unpack import Damaged, open_unpacked
+from quire.launch.replay.recorded.unpack import BROKEN, open_unpacked
 from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 
 MAX_TOKENS = 2**31 - 1
 MAX_LINE_BYTES = 2**28
-_CHUNK = 2**20
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".log", ".txt")
 PromptLength = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 AnswerLength = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -48,17 +45,6 @@ class Faults:
         return [f"{lines} left out; the first: {self._first}"]
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
-    """Unpacked, by what the file begins with and not by its name; what came before a break in it is given."""
-    with open_unpacked(path) as file:
-        while piece := file.read1(_CHUNK):  # type: ignore[attr-defined]
-            yield piece
-
-
-def _is_broken_compression(error: Exception) -> bool:
-    return isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | Damaged)
-
-
 def read_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
     """Number, from 1, and bytes of each line that is not blank. A file that begins with a brace alone on its line is
     one JSON object over many lines, and given as one.
@@ -84,51 +70,28 @@ def _physical_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
         ConfigError: the file cannot be opened or decompressed (lenient: what came before the break is given), or one
             line is absurdly long.
     """
-    number, pieces, size = 1, list[bytes](), 0
+    number = 1
     try:
-        for chunk in _chunks(path):
-            first, *rest = chunk.split(b"\n")
-            pieces.append(first)
-            size += len(first)
-            if size > MAX_LINE_BYTES:
-                raise ConfigError(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES} bytes")
-            if not rest:
-                continue
-            for line in (b"".join(pieces), *rest[:-1]):
-                if line and not line.isspace():
+        with open_unpacked(path) as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES} bytes")
+                if not line.isspace():
                     yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 number += 1
-            pieces, size = [rest[-1]], len(rest[-1])
-    except OSError as error:
-        if not _is_broken_compression(error):
-            raise ConfigError(f"{path}: {error.strerror or 'cannot be read'}") from None
+    except BROKEN as error:
         faults.add(path, number, f"the compressed file is cut short or damaged here ({error})")
-        return
-    except Exception as error:
-        if not _is_broken_compression(error):
-            raise
-        faults.add(path, number, f"the compressed file is cut short or damaged here ({error})")
-        return
-    last = b"".join(pieces)
-    if last and not last.isspace():
-        yield number, last
-
-
-def decode(decoder: msgspec.json.Decoder[T], path: Path, number: int, line: bytes, faults: Faults) -> T | None:
-    """One JSON line, or None after it was counted as bad."""
-    try:
-        return decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        faults.add(path, number, _plain(str(error)))
-        return None
 
 
 def records(path: Path, type_: type[T], faults: Faults) -> Iterator[tuple[int, T]]:
-    """Line number and value of every good line of a file of JSON lines."""
+    """Line number and value of every good line of a file of JSON lines; others are counted as bad."""
     decoder = msgspec.json.Decoder(type_)
     for number, line in read_lines(path, faults):
-        value = decode(decoder, path, number, line, faults)
-        if value is not None:
+        try:
+            value = decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            faults.add(path, number, _plain(str(error)))
+        else:
             yield number, value
 
 

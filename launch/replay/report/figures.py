@@ -1,7 +1,9 @@
 """Figures that all reports share, so that they agree: percentiles, latencies, counts."""
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
@@ -26,23 +28,6 @@ class Latency(NamedTuple):
     queue: float | None = None
 
 
-def percentile(sorted_values: Sequence[float], q: float) -> float:
-    """Return the nearest-rank percentile: the smallest value that at least ``q`` percent of all do not exceed.
-
-    Args:
-        sorted_values: ascending.
-        q: 0 to 100; 0 gives the smallest.
-
-    Raises:
-        ValueError: there are no values.
-    """
-    if not sorted_values:
-        raise ValueError("no percentile of nothing")
-    # The product can lie a rounding error above a whole number, which would be the next rank.
-    rank = math.ceil(round(q * len(sorted_values) / 100, 9))
-    return sorted_values[max(rank, 1) - 1]
-
-
 def latency(run: RequestRun) -> Latency:
     """Return the latencies of a request, all None if it was rejected, failed, aborted or had not ended."""
     if run.finish in UNSUCCESSFUL or run.first_token < 0:
@@ -56,14 +41,9 @@ def latency(run: RequestRun) -> Latency:
     )
 
 
-def latencies(record: RunRecord) -> list[Latency]:
-    """Return one latency per request, in the order of the record."""
-    return [latency(run) for run in record.requests]
-
-
 def sorted_latencies(record: RunRecord) -> dict[str, list[float]]:
     """Return ttft, tpot, e2e and queue in milliseconds, ascending, of all requests that have them."""
-    found = latencies(record)
+    found = [latency(run) for run in record.requests]
     return {
         name: sorted(value for value in (each[i] for each in found) if value is not None)
         for i, name in enumerate(Latency._fields)
@@ -72,10 +52,7 @@ def sorted_latencies(record: RunRecord) -> dict[str, list[float]]:
 
 def spread(sorted_values: Sequence[float]) -> dict[str, float | None]:
     """Return mean, p50, p90 and p99, all None if there are no values."""
-    if not sorted_values:
-        return dict.fromkeys(("mean", "p50", "p90", "p99"))
-    mean = math.fsum(sorted_values) / len(sorted_values)
-    return {"mean": mean, **{f"p{q}": percentile(sorted_values, q) for q in (50, 90, 99)}}
+    return weighted_spread([(value, 1) for value in sorted_values])
 
 
 class PrefixCache(NamedTuple):
@@ -103,27 +80,21 @@ def prefix_cache(record: RunRecord) -> PrefixCache:
 
 
 def weighted_percentile(sorted_counts: Sequence[tuple[float, int]], q: float) -> float:
-    """As ``percentile``, of values given as (value, how often), ascending.
+    """Return the nearest-rank percentile: the smallest value that at least ``q`` percent of all do not exceed.
 
-    Raises:
-        ValueError: there are none.
+    Args:
+        sorted_counts: (value, how often), ascending, and at least one.
+        q: 0 to 100; 0 gives the smallest.
     """
-    rank = max(math.ceil(round(q * _total(sorted_counts) / 100, 9)), 1)
-    for value, count in sorted_counts:
-        rank -= count
-        if rank <= 0:
-            return value
-    raise ValueError("no percentile of nothing")
+    counts = list(accumulate(count for _, count in sorted_counts))
+    # The product can lie a rounding error above a whole number, which would be the next rank.
+    rank = math.ceil(round(q * counts[-1] / 100, 9))
+    return sorted_counts[bisect_left(counts, max(rank, 1))][0]
 
 
 def weighted_spread(sorted_counts: Sequence[tuple[float, int]]) -> dict[str, float | None]:
     """As ``spread``, of values given as (value, how often), ascending."""
-    count = _total(sorted_counts)
-    if not count:
-        return spread(())
-    mean = sum(value * times for value, times in sorted_counts) / count
+    if not sorted_counts:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"))
+    mean = math.fsum(value * count for value, count in sorted_counts) / sum(count for _, count in sorted_counts)
     return {"mean": mean, **{f"p{q}": weighted_percentile(sorted_counts, q) for q in (50, 90, 99)}}
-
-
-def _total(counts: Iterable[tuple[float, int]]) -> int:
-    return sum(count for _, count in counts)

@@ -26,7 +26,6 @@ DEFAULT_KV_BYTES = 52 * 2**30
 MAX_USABLE_BLOCKS = 2**26
 """Each block is an object of the simulation: more would take more than 10 GiB."""
 
-OWN_KEYS = ("num_usable_blocks", "like")
 INERT = {
     "load_format": "a simulated worker has no weights",
     "attention_backend": "the cost model decides how long attention takes",
@@ -103,11 +102,6 @@ def settle_model(workload: Workload, given: Mapping[str, str]) -> tuple[ModelCon
     values = _typed(given, workload)
     longest = max((call.num_prompt_tokens + call.num_output_tokens for call in workload.calls), default=2)
     return _model(values.pop("model", None), longest, values)[0], values.get("tensor_parallel_size", 1)
-
-
-def setting_keys() -> list[str]:
-    """All that ``--set`` may name."""
-    return [name for name in EngineOptions.__struct_fields__ if name not in INERT] + [*OWN_KEYS, *_policy_fields()]
 
 
 def _policy_fields() -> list[str]:

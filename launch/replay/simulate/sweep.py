@@ -59,14 +59,14 @@ def sweep(
     """All combinations of the axes' values, the last axis changing fastest, whichever ends first.
 
     Args:
-        axes: key of ``--set`` and the texts of its values.
+        axes: key of ``--set``, each once, and the texts of its values.
         jobs: processes at a time; None: one per core.
         progress: told of the runs that have ended, and of how many there are.
 
     Raises:
-        ConfigError: no axis, or more runs than anyone can want. What is wrong with one run is in its row.
+        ConfigError: more runs than anyone can want. What is wrong with one run is in its row.
     """
-    points = _points(task, axes)
+    points = _points(axes)
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(points), MOST_PROCESSES)
     others = set(multiprocessing.active_children())
     with _pool(jobs) as pool:
@@ -96,13 +96,8 @@ def run_point(task: SweepTask, values: Mapping[str, str]) -> SweepRow:
         return SweepRow(dict(values), None, f"{type(error).__name__}: {error}")
 
 
-def _points(task: SweepTask, axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
+def _points(axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
     keys = [key for key, _ in axes]
-    if not axes:
-        raise ConfigError("a sweep needs at least one KEY=V1,V2")
-    for key in keys:
-        if keys.count(key) > 1 or key in task.settings:
-            raise ConfigError(f"--sweep {key}: it is given twice")
     points = [dict(zip(keys, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
     if len(points) > MOST_RUNS:
         raise ConfigError(f"--sweep: {len(points)} combinations; at most {MOST_RUNS} can be run at once")

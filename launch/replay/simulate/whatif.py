@@ -11,13 +11,12 @@ from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.simulate.setup import Setup, make_setup, settle_model
 from quire.launch.replay.simulate.simulator import Simulator
-from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
+from quire.launch.replay.workload.sources import source_of
 from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
 
 DEFAULT_STEP_MS = 10.0
-OVERLONG = ("refuse", "clip", "drop")
 
 
 def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> tuple[Setup, CostModel]:
@@ -79,12 +78,7 @@ def run_workload(
             their prompt (clip), or are left out (drop).
         reuse_answers: blocks of answers can be found by the next turn, where the trace tells that it contains them.
         progress: told now and then of the virtual time and the number of ended calls.
-
-    Raises:
-        ConfigError: arguments that contradict each other, or are out of range.
     """
-    if overlong not in OVERLONG:
-        raise ConfigError(f"--overlong must be one of {', '.join(OVERLONG)}, not {overlong!r}")
     limit = setup.config.max_model_len
     calls = [call for call in workload.calls if call.num_prompt_tokens + call.num_output_tokens > limit]
     kept = _without_overlong(workload.calls, limit, overlong)
@@ -104,13 +98,12 @@ def run_workload(
     record.extra["generated"] = generated = _generated(kept, setup.config.block_size, reuse_answers)
     if generated["other_bound_tokens"]:
         record.notes.append(_say_generated(reuse_answers, generated["other_bound_tokens"]))
-    source = _source(kept, concurrency, closed_loop)
     simulator = Simulator(
         setup.config,
         setup.layout,
         setup.num_usable_blocks,
         cost,
-        source,
+        source_of(kept, concurrency, closed_loop),
         record,
         policies=setup.policies,
         reuse_answers=reuse_answers,
@@ -126,16 +119,6 @@ def _pace(concurrency: int | None, closed_loop: bool) -> str:
     if concurrency is not None:
         return f"{concurrency} at a time"
     return "closed loop" if closed_loop else "open loop"
-
-
-def _source(calls: Sequence[Call], concurrency: int | None, closed_loop: bool) -> Source:
-    if concurrency is None:
-        return ClosedLoop(calls) if closed_loop else OpenLoop(calls)
-    if closed_loop:
-        raise ConfigError("--concurrency and --closed-loop both say when a call comes: choose one")
-    if concurrency < 1:
-        raise ConfigError(f"--concurrency must be at least 1, not {concurrency}")
-    return Concurrency(calls, concurrency)
 
 
 def _without_overlong(calls: Sequence[Call], limit: int, policy: str) -> list[Call]:

@@ -10,6 +10,13 @@ from quire.launch.replay.workload.workload import Call
 NEVER = float("inf")
 
 
+def source_of(calls: Sequence[Call], concurrency: int | None, closed_loop: bool) -> "Source":
+    """``concurrency``: so many calls at a time, whatever else is said; None: by their times."""
+    if concurrency is not None:
+        return Concurrency(calls, concurrency)
+    return ClosedLoop(calls) if closed_loop else OpenLoop(calls)
+
+
 class Source(Protocol):
     """Hands out calls on a virtual clock."""
 

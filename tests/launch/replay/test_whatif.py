@@ -44,12 +44,6 @@ def test_three_paces() -> None:
     one = run(turns(), concurrency=1)
     assert one.requests[1].arrival == one.requests[0].end
     assert one.title == "test: 1 at a time"
-    with pytest.raises(ConfigError, match="choose one"):
-        run(turns(), concurrency=1, closed_loop=True)
-    with pytest.raises(ConfigError, match="at least 1"):
-        run(turns(), concurrency=0)
-    with pytest.raises(ConfigError, match="refuse, clip, drop"):
-        run(turns(), overlong="cut")
 
 
 def test_both_bounds_of_what_answers_are_worth() -> None:
