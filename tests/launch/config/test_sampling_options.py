@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduler_driver import make_config
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import quire
@@ -18,19 +19,9 @@ from quire.launch.offline.terminal import _sampling
 from quire.launch.supervision.child_process import python_path
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.logits_processors import LogitsProcessor
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=64,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-)
+MODEL = make_config(vocab_size=64).model
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 

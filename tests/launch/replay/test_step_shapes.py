@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import pytest
+from scheduler_driver import make_config
 
 from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.costs.cost import StepShape
@@ -13,18 +14,8 @@ from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
-from quire.protocol.model.model_config import ModelConfig
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=100,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-)
+MODEL = make_config(vocab_size=100).model
 LAYOUT = KVLayout([KVGroup("full_attention", 4, [0, 1])], num_kv_heads=1, head_dim=4, dtype="float32")
 
 

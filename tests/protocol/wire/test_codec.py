@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_driver import make_config
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
-from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Float32, Int32
 from quire.protocol.wire.codec import INLINE_BYTES, MAX_FRAMES, Codec, ProtocolError
@@ -28,24 +28,9 @@ from quire.protocol.wire.worker_messages import (
 )
 from quire.scheduler_proc.core.events import Consumed
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=9,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-)
+MODEL = make_config(vocab_size=9).model
 CONFIG = EngineConfig(model=MODEL, model_path="/x", max_model_len=16)
-UNIONS = (
-    FrontEndToScheduler,
-    SchedulerToFrontEnd,
-    SchedulerToWorker,
-    WorkerToScheduler,
-    Consumed,
-)
+UNIONS = (FrontEndToScheduler, SchedulerToFrontEnd, SchedulerToWorker, WorkerToScheduler, Consumed)
 EVERY_MESSAGE = sorted({t for union in UNIONS for t in typing.get_args(union)}, key=lambda t: t.__name__)
 
 # Arrays on both sides of the length from which ids below 65,536 travel narrow.
