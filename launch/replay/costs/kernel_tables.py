@@ -13,10 +13,8 @@ from quire.launch.replay.costs.chips import CHIPS, Chip
 from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.csv_table import read_measured, read_points
 from quire.launch.replay.costs.grid import Curve, Grid
-from quire.launch.replay.costs.roofline import UTILIZATION, check_cut
-from quire.launch.replay.costs.sizes import room_for_kv
+from quire.launch.replay.costs.roofline import OnChips
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import DTYPE_BYTES
 from quire.protocol.model.model_config import ModelConfig
 
 _TOP = 16_384
@@ -24,7 +22,7 @@ _HEAD_TOP = 512
 """Tokens, and rows of the head, up to which sums are ready."""
 
 
-class KernelTableCost:
+class KernelTableCost(OnChips):
     """A dense model, put together from kernels of its shapes; between measured shapes, linear.
 
     A prefill after cached context takes what the whole would, less what the cached part would: the products of the two
@@ -39,14 +37,12 @@ class KernelTableCost:
         Raises:
             ConfigError: a table is missing or broken, or lacks the model's heads; names file and line.
         """
-        check_cut(model, tensor_parallel_size)
+        super().__init__(model, chip or CHIPS["h200"], tensor_parallel_size)
         if model.moe is not None:
             raise ConfigError(f"{folder}: the tables have no experts; use roofline:CONFIG,CHIP for such models")
         if model.head_dim != 128:
             raise ConfigError(f"{folder}: the tables are of heads of 128, not {model.head_dim}; use roofline")
-        self._folder, self._model, self._ranks = folder, model, tensor_parallel_size
-        self._chip = chip or CHIPS["h200"]
-        self._bytes = DTYPE_BYTES[model.dtype]
+        self._folder = folder
         self._by_tokens = self._token_curve(folder)
         self._by_samples = self._head_curve(folder)
         heads = (model.num_heads // self._ranks, max(model.num_kv_heads // self._ranks, 1))
@@ -55,15 +51,10 @@ class KernelTableCost:
         self._longest = max(self._prefill)
         self._prefill_curve = Curve(self._prefill, self._longest)
 
-    @property
-    def kv_bytes(self) -> int:
-        return room_for_kv(self._model, self._chip.memory_bytes * UTILIZATION, self._ranks)
-
     def describe(self) -> str:
-        ranks = f" x {self._ranks}" if self._ranks > 1 else ""
         return (
-            f"table: kernels for {self._model.architecture} of {self._model.num_layers} layers on "
-            f"{self._chip.name}{ranks}, from {self._folder} (no gaps between kernels, no scheduling)"
+            f"table: kernels for {self._model.architecture} of {self._model.num_layers} layers {self._on}, "
+            f"from {self._folder} (no gaps between kernels, no scheduling)"
         )
 
     def seconds(self, step: StepShape) -> float:
@@ -102,7 +93,7 @@ class KernelTableCost:
         curve = Curve({m: millis * model.num_layers for m, millis in once.items()}, _TOP)
         passed = 8 * model.hidden_size + 3 * inner + 2 * queries + 2 * keys
         streamed = passed * model.num_layers * self._bytes / (self._chip.bandwidth * self._chip.memory_efficiency)
-        exchange = self._exchange(folder) if ranks > 1 else None
+        exchange = _exchange(_file(folder, "custom_allreduce"), ranks) if ranks > 1 else None
         for tokens in range(1, len(curve.values)):
             curve.values[tokens] += tokens * streamed * 1e3
             if exchange is not None:
@@ -114,27 +105,18 @@ class KernelTableCost:
         rows = [m for m in self._rows if m <= _HEAD_TOP]
         return Curve({m: self._grid.at(columns, self._model.hidden_size, m) for m in rows}, _HEAD_TOP)
 
-    def _exchange(self, folder: Path) -> "_Exchange":
-        return _Exchange(_file(folder, "custom_allreduce"), self._ranks)
 
-
-class _Exchange:
+def _exchange(path: Path, num_ranks: int) -> Grid:
     """Milliseconds of an all-reduce by its numbers (``message_size`` counts numbers of 16 bits)."""
-
-    def __init__(self, path: Path, num_ranks: int) -> None:
-        points: dict[int, float] = {}
-        found: set[str] = set()
-        keys = ("num_gpus", "message_size", "backend")
-        for _, (ranks, size, backend), millis in read_measured(path, keys, "latency"):
-            found.add(ranks)
-            if ranks == str(num_ranks) and not backend.endswith("eager"):  # as in a captured step
-                points[int(size)] = millis
-        if not points:
-            raise ConfigError(f"{path}: no rows for {num_ranks} ranks; it has {', '.join(sorted(found))}")
-        self._grid = Grid({(size,): millis for size, millis in points.items()})
-
-    def at(self, numbers: float) -> float:
-        return self._grid.at(numbers)
+    points: dict[tuple[int, ...], float] = {}
+    found: set[str] = set()
+    for _, (ranks, size, backend), millis in read_measured(path, ("num_gpus", "message_size", "backend"), "latency"):
+        found.add(ranks)
+        if ranks == str(num_ranks) and not backend.endswith("eager"):  # as in a captured step
+            points[int(size),] = millis
+    if not points:
+        raise ConfigError(f"{path}: no rows for {num_ranks} ranks; it has {', '.join(sorted(found))}")
+    return Grid(points)
 
 
 def is_kernel_tables(folder: Path) -> bool:

@@ -14,8 +14,23 @@ UTILIZATION = 0.9
 """Of a chip's memory, what an engine uses."""
 
 
-class Roofline:
-    """A model on one chip, or cut among several: heads and widths are, hidden states are not.
+class OnChips:
+    """A model on one chip, or cut among several."""
+
+    def __init__(self, model: ModelConfig, chip: Chip, tensor_parallel_size: int) -> None:
+        """Raises ConfigError where the model cannot be cut so."""
+        check_cut(model, tensor_parallel_size)
+        self._model, self._chip, self._ranks = model, chip, tensor_parallel_size
+        self._bytes = DTYPE_BYTES[model.dtype]
+        self._on = f"on {chip.name}" + (f" x {tensor_parallel_size}" if tensor_parallel_size > 1 else "")
+
+    @property
+    def kv_bytes(self) -> int:
+        return room_for_kv(self._model, self._chip.memory_bytes * UTILIZATION, self._ranks)
+
+
+class Roofline(OnChips):
+    """Heads and widths are cut among the ranks, hidden states are not.
 
     Products and bytes of weights, KV and hidden states are counted; two sums over all ranks per layer. Experts: each
     token goes to its own choice, evenly, so that few tokens read few experts. Windows bound contexts (of decodes by
@@ -27,26 +42,17 @@ class Roofline:
         Raises:
             ConfigError: the model cannot be cut so, or the chip does not know its dtype.
         """
-        check_cut(model, tensor_parallel_size)
-        self._model = model
-        self._chip = chip
-        self._ranks = tensor_parallel_size
-        self._bytes = DTYPE_BYTES[model.dtype]
+        super().__init__(model, chip, tensor_parallel_size)
         self._flops = chip.flops_of(model.dtype)
         self._streamed = chip.bandwidth * chip.memory_efficiency
         self._windows = Counter(model.window(layer) for layer in range(model.num_layers))
         self._by_tokens: dict[int, float] = {}
         self._by_samples: dict[int, float] = {}
 
-    @property
-    def kv_bytes(self) -> int:
-        return room_for_kv(self._model, self._chip.memory_bytes * UTILIZATION, self._ranks)
-
     def describe(self) -> str:
-        ranks = f" x {self._ranks}" if self._ranks > 1 else ""
+        model = self._model
         return (
-            f"roofline: {self._model.architecture} of {self._model.num_layers} layers, hidden size "
-            f"{self._model.hidden_size}, on {self._chip.name}{ranks}"
+            f"roofline: {model.architecture} of {model.num_layers} layers, hidden size {model.hidden_size}, {self._on}"
         )
 
     def seconds(self, step: StepShape) -> float:

@@ -79,50 +79,53 @@ class Comparison:
     only_first: list[str]
     only_second: list[str]
 
+    @property
+    def slower(self) -> list[RequestDelta]:
+        """The requests that took longer in the second run, the longest first."""
+        return [delta for delta in self.deltas if delta.e2e > 0]
+
+    @property
+    def num_faster(self) -> int:
+        return sum(delta.e2e < 0 for delta in self.deltas)
+
     def as_dict(self) -> dict[str, Any]:
         """Return JSON's types only."""
-        ranked = [delta for delta in self.deltas if delta.e2e > 0]
         return {
             "runs": list(self.titles),
             "settings": {key: list(values) for key, values in self.settings.items()},
             "requests": len(self.deltas),
-            "slower": len(ranked),
-            "faster": sum(delta.e2e < 0 for delta in self.deltas),
+            "slower": len(self.slower),
+            "faster": self.num_faster,
             "mean_change_ms": {name: _mean(self.deltas, name) for name in ("ttft", "e2e", "queue")},
             "seconds_by_reason": {part.what: list(part.seconds) for part in self.parts},
             "only_first": self.only_first,
             "only_second": self.only_second,
-            "most_delayed": [_delta_dict(delta) for delta in ranked[:MOST_SHOWN]],
+            "most_delayed": [_delta_dict(delta) for delta in self.slower[:MOST_SHOWN]],
         }
 
     def tables(self) -> list[Table]:
         """Return the comparison as tables."""
-        means: list[tuple[str, list[float | str | None]]] = [
-            (name, [_mean(self.deltas, name)]) for name in ("ttft", "queue", "e2e")
-        ]
-        parts: list[tuple[str, list[float | str | None]]] = [
-            (part.what, [part.seconds[0], part.seconds[1], part.change]) for part in self.parts
-        ]
-        ranked = [delta for delta in self.deltas if delta.e2e > 0][:MOST_SHOWN]
-        rows: list[tuple[str, list[float | str | None]]] = [
-            (d.request_id, [d.ttft, d.queue, d.e2e, d.blame]) for d in ranked
-        ]
         made = [
-            Table("change, ms", ("mean",), means),
-            Table("seconds of all requests", ("first", "second", "change"), parts),
+            Table("change, ms", ("mean",), [(name, [_mean(self.deltas, name)]) for name in ("ttft", "queue", "e2e")]),
+            Table(
+                "seconds of all requests",
+                ("first", "second", "change"),
+                [(part.what, [*part.seconds, part.change]) for part in self.parts],
+            ),
         ]
-        return [*made, Table("waited longer, ms", ("ttft", "queue", "e2e", "why"), rows)] if rows else made
+        if shown := self.slower[:MOST_SHOWN]:
+            rows = [(each.request_id, (each.ttft, each.queue, each.e2e, each.blame)) for each in shown]
+            made.append(Table("waited longer, ms", ("ttft", "queue", "e2e", "why"), rows))
+        return made
 
     def text(self) -> str:
         """Return the tables below the titles and the settings that differ."""
-        faster = sum(delta.e2e < 0 for delta in self.deltas)
-        slower = sum(delta.e2e > 0 for delta in self.deltas)
         lines = [
             f"first:  {self.titles[0]}",
             f"second: {self.titles[1]}",
             *(f"  {key}: {first} -> {second}" for key, (first, second) in self.settings.items()),
-            f"{len(self.deltas)} requests ended in both: {slower} later in the second, {faster} earlier; "
-            f"{len(self.only_first)} in the first only, {len(self.only_second)} in the second only",
+            f"{len(self.deltas)} requests ended in both: {len(self.slower)} later in the second, {self.num_faster} "
+            f"earlier; {len(self.only_first)} in the first only, {len(self.only_second)} in the second only",
         ]
         return "\n\n".join(["\n".join(lines), *(table.text() for table in self.tables())])
 
@@ -200,7 +203,7 @@ def _ranked(seconds: Mapping[str, tuple[float, float]]) -> list[Part]:
 
 
 def _mean(deltas: Sequence[RequestDelta], name: str) -> float | None:
-    values = [{"ttft": delta.ttft, "e2e": delta.e2e, "queue": delta.queue}[name] for delta in deltas]
+    values: list[float] = [getattr(delta, name) for delta in deltas]
     return sum(values) / len(values) if values else None
 
 

@@ -72,15 +72,15 @@ def _run(record: RunRecord, latency: dict[str, list[float]], end: float, num_run
 
 def _comparison(found: Comparison) -> dict[str, Any]:
     """Milliseconds. ``seconds``: (what, in the first run, in the second) of all requests together."""
-    slower = [delta for delta in found.deltas if delta.e2e > 0]
     return {
         "both": len(found.deltas),
-        "slower": len(slower),
-        "faster": sum(delta.e2e < 0 for delta in found.deltas),
+        "slower": len(found.slower),
+        "faster": found.num_faster,
         "only": [len(found.only_first), len(found.only_second)],
         "seconds": [(cut(part.what), *part.seconds) for part in found.parts],
         "delayed": [
-            [cut(each.request_id), each.ttft, each.queue, each.e2e, cut(each.blame)] for each in slower[:MAX_DELAYED]
+            [cut(each.request_id), each.ttft, each.queue, each.e2e, cut(each.blame)]
+            for each in found.slower[:MAX_DELAYED]
         ],
     }
 

@@ -111,12 +111,14 @@ def sweep_cells(found: Mapping[str, Any] | None) -> list[float | str | None]:
 def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
     cache, throughput = found["prefix_cache"], found["throughput"]
     hits = f"{cache['hit_tokens']:,} of {cache['input_tokens']:,} ({cache['hit_rate']:.2%})"
-    totals: list[tuple[str, float | str | None]] = [
+    totals = [
         ("requests", found["requests"]),
         ("rejected", found["rejected"]),
+        *((f"  {reason}", count) for reason, count in found["rejected_reasons"].items()),
         ("prompt tokens from the prefix cache", hits),
         ("requests with a hit", cache["requests_with_hit"]),
         ("preemptions", found["preemptions"]),
+        *((f"  {reason}", count) for reason, count in found["preemptions_by_reason"].items()),
         ("requests/s", throughput["requests_per_s"]),
         ("output tokens/s", throughput["output_tokens_per_s"]),
         ("seconds of the run", found["virtual_s"]),
@@ -125,10 +127,6 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
         totals.append(("steps", found["steps"]))
         totals.append(("seconds that the replay took", found["wall_s"]))
         totals.append(("times as fast as real", found["speedup"]))
-    counted = [(f"  {reason}", count) for reason, count in found["preemptions_by_reason"].items()]
-    at = next(i for i, (label, _) in enumerate(totals) if label == "preemptions")
-    totals[at + 1 : at + 1] = counted
-    totals[2:2] = [(f"  {reason}", count) for reason, count in found["rejected_reasons"].items()]
     return totals
 
 
