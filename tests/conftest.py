@@ -28,7 +28,7 @@ ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 LONG_FILES = (
     *("kernels/test_triton.py", "worker_proc/execute/test_gpu_step.py", "scheduler_proc/core/test_state_machine.py"),
     *("end_to_end/test_recovery.py", "end_to_end/test_tensor_parallel.py", "gpu/test_check.py"),
-    *("simulation/test_slice.py", "simulation/test_mutations.py", "scheduler_proc/core/test_cruise_equals_plain.py"),
+    *("simulation/test_slice.py", "simulation/test_mutations.py", "scheduler_proc/core/test_steady_equals_plain.py"),
 )
 """The longest ones, in the order to begin them in several processes: begun last, one would run on beside idle cores."""
 

@@ -237,7 +237,7 @@ class Planner:
     def schedule_alone(self, plan: StepPlan, pause: str, suspect: Request) -> None:
         """Admit the suspect and no other request."""
         if suspect in self.table.waiting:
-            reason = WaitReason.PAUSED if pause else self._admit(plan, suspect, has_the_pool=True)
+            reason = WaitReason.PAUSED if pause else self.admit(plan, suspect, has_the_pool=True)
             if reason is not None:
                 self._waits_for(plan, suspect, reason)
         first = self.table.waiting.peek_request() if self.table.waiting else None
@@ -245,7 +245,7 @@ class Planner:
             self._waits_for(plan, first, WaitReason.SUSPECT)
 
     def why_not(self, plan: StepPlan, request: Request) -> WaitReason | None:
-        """The same as ``_admit``, which is not asked again while nothing that it goes by has changed.
+        """The same as ``admit``, which is not asked again while nothing that it goes by has changed.
 
         The running requests can only change without the pool when one leaves, and then there are fewer.
         """
@@ -263,7 +263,7 @@ class Planner:
         )
         if state == self._refused:
             return self._refusal
-        reason = self._admit(plan, request)
+        reason = self.admit(plan, request)
         if reason not in _LASTING and reason is not WaitReason.RESULT_IN_FLIGHT:
             return reason
         if self.table.num_tenants > 1 and self._admit_claimant(plan, request, reason):
@@ -283,11 +283,11 @@ class Planner:
                     victim = self.tenants.can_claim_row(request, self.config)
                 else:
                     victim = self.tenants.can_claim_blocks(request, self.kv.num_blocks_for(request.num_tokens))
-                if victim is not None and self._admit(plan, request) is None:
+                if victim is not None and self.admit(plan, request) is None:
                     return True
         return False
 
-    def _admit(self, plan: StepPlan, request: Request, *, has_the_pool: bool = False) -> WaitReason | None:
+    def admit(self, plan: StepPlan, request: Request, *, has_the_pool: bool = False) -> WaitReason | None:
         """Admit a request of the queue, or return why not. ``has_the_pool``: all others were preempted for it."""
         if len(plan.preempted) > plan.num_claimed and not has_the_pool:
             return WaitReason.PREEMPTING
