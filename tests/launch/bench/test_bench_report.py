@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,17 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import parse_model_config
 
 
-class TestDistribution:
-    def test_nearest_rank(self) -> None:
-        found = distribution(range(100, 0, -1))
-        assert found == {"mean": 50.5, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+@pytest.mark.parametrize(
+    ("values", "figures"),
+    [(range(100, 0, -1), (50.5, 50, 90, 99, 100)), ([7.0], (7.0,) * 5), ([1, 2], (1.5, 1, 2, 2, 2))],
+)
+def test_a_distribution_by_nearest_rank(values: Sequence[float], figures: tuple[float, ...]) -> None:
+    assert tuple(distribution(values)[name] for name in ("mean", "p50", "p90", "p99", "max")) == figures
 
-    def test_one_value(self) -> None:
-        assert distribution([7.0]) == {"mean": 7.0, "p50": 7.0, "p90": 7.0, "p99": 7.0, "max": 7.0}
 
-    def test_few_values_never_rank_below_the_first(self) -> None:
-        assert distribution([1, 2])["p50"] == 1
-        assert distribution([1, 2])["p90"] == 2
-
-    def test_nothing_has_no_figures(self) -> None:
-        assert distribution([]) == {}
-        assert distribution_row("x", {}) == ("x", [None] * 5)
+def test_nothing_has_no_figures() -> None:
+    assert distribution([]) == {}
+    assert distribution_row("x", {}) == ("x", [None] * 5)
 
 
 class TestText:

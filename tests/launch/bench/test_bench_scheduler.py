@@ -13,16 +13,14 @@ import pytest
 
 from quire.launch.bench.peers import PeerFailed, run_json
 from quire.launch.bench.scheduler.churn_trace import churn_trace
-from quire.launch.bench.scheduler.command import SHOWN, make_table, parse_sections, run
+from quire.launch.bench.scheduler.command import SHOWN, parse_sections, run
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
 from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, median_of, one_core, ratio_of
-from quire.launch.bench.scheduler.scheduler_rig import BatchWorker, Rig, summary
+from quire.launch.bench.scheduler.scheduler_rig import Rig, summary
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS, Sizes, measure
 from quire.launch.bench.scheduler.scheduler_trace import TraceSizes
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError
-from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 
 LOAD = Load(steps=40, rate=0.5, initial=12, num_blocks=400, max_num_seqs=8)
 TINY = Sizes(
@@ -62,24 +60,16 @@ class TestSections:
     def test_steady(self) -> None:
         found = section("steady")
         assert set(found) == {"sync_N1", "sync_N4", "async_N1", "async_N4"}
-        for one in found.values():
-            assert set(one) == {"schedule", "update_from_output", "both"}
-            assert all(set(part) == A_SUMMARY and part["n"] == 6 for part in one.values())
+        assert all(set(part) == A_SUMMARY and part["n"] == 6 for one in found.values() for part in one.values())
 
     @pytest.mark.full
     def test_admission(self) -> None:
-        found = section("admission")
-        cases = {f"busy{busy}_hit{hit}": 48 if hit else 0 for busy in (0, 3) for hit in (0, 100)}
-        assert set(found) == {*cases, "lookup_100k", "next_turn_100k"}
-        for name, hit_tokens in cases.items():
-            assert set(found[name]) == {"build_and_add", "schedule", "update_from_output", "hit_tokens"}
-            assert found[name]["hit_tokens"] == hit_tokens
-        assert found["lookup_100k"]["hit_tokens"] == 1584
+        hits = {name: one.get("hit_tokens") for name, one in section("admission").items()}
+        assert hits.pop("next_turn_100k", 0) != 0 and hits.pop("lookup_100k") == 1584
+        assert hits == {f"busy{busy}_hit{hit}": 48 if hit else 0 for busy in (0, 3) for hit in (0, 100)}
 
     def test_hashing(self) -> None:
-        found = section("hashing")
-        assert {"sha256_64tok", "sha256_8192tok", "request_8192_build_and_hash"} <= set(found)
-        assert found["sha256_64tok"]["us_per_1k_tokens"] > 0
+        assert section("hashing")["sha256_64tok"]["us_per_1k_tokens"] > 0
 
     @pytest.mark.full
     def test_churn(self) -> None:
@@ -90,7 +80,6 @@ class TestSections:
             assert one["requests_added"] == arrivals
             assert 0 < one["mean_running"] <= LOAD.max_num_seqs
             assert one["steps_per_s_incl_request_build"] > 0 and set(one["both"]) == A_SUMMARY
-            assert set(one["gc"]) == {"max_pause_ms", "total_ms", "collections"}
 
     @pytest.mark.full
     def test_wire_and_outputs(self) -> None:
@@ -108,43 +97,13 @@ class TestSections:
     @pytest.mark.full
     def test_trace(self) -> None:
         found = section("trace")["trace.jsonl"]
-        assert {"by_difference_us", "loop_thread_us", "writer_thread_us", "step_without_us"} <= set(found)
-        assert 150 < found["line_bytes"] < 500 and found["lost_lines"] == 0
+        assert found["step_without_us"] > 0 and 150 < found["line_bytes"] < 500 and found["lost_lines"] == 0
 
     def test_each_section_has_its_table(self) -> None:
         assert set(SHOWN) == set(SECTIONS)
 
 
-def diff(step: int, **fields: Any) -> SchedulerOutput:
-    return SchedulerOutput(step, **fields)
-
-
-def row(handle: int, num_tokens: int) -> NewRequestData:
-    return NewRequestData(handle, f"r{handle}", num_tokens, num_tokens, 0, [1], SamplingParams(), 0)
-
-
 class TestWorker:
-    def test_rows_stay_dense_as_the_real_worker_keeps_them(self) -> None:
-        worker = BatchWorker(8)
-        first = worker.execute(diff(1, new_requests=[row(h, 4) for h in range(5)], counts=[(h, 4) for h in range(5)]))
-        assert first.handles is not None and first.handles.tolist() == [0, 1, 2, 3, 4]
-        assert worker.execute(diff(2)).handles is None
-        moved = worker.execute(diff(3, removed=[1])).handles
-        assert moved is not None and moved.tolist() == [0, 4, 2, 3]
-        replaced = worker.execute(diff(4, removed=[4, 0], new_requests=[row(7, 3)], counts=[(7, 3)])).handles
-        assert replaced is not None and replaced.tolist() == [7, 3, 2]
-
-    def test_who_samples(self) -> None:
-        worker = BatchWorker(4)
-        begun = worker.execute(diff(1, new_requests=[row(0, 2), row(1, 5)], counts=[(0, 2), (1, 3)]))
-        assert begun.handles is not None and begun.handles.tolist() == [0]
-        assert (worker.num_active, worker.num_tokens) == (2, 5)
-        parked = worker.execute(diff(2, parked=[0], counts=[(1, 2)]))
-        assert parked.handles is not None and parked.handles.tolist() == [1]
-        both = worker.execute(diff(3, unparked=[0]))
-        assert both.handles is not None and both.handles.tolist() == [0, 1]
-        assert both.tokens is not None and both.tokens.dtype == np.int32 and len(both.tokens) == 2
-
     @pytest.mark.parametrize("async_scheduling", [False, True])
     def test_the_scheduler_believes_it(self, async_scheduling: bool) -> None:
         rig = Rig(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=32, async_scheduling=async_scheduling)
@@ -302,10 +261,6 @@ class TestCommand:
     def test_a_child_that_cannot_start(self, tmp_path: Path) -> None:
         with pytest.raises(PeerFailed, match="No such file"):
             run_json([str(tmp_path / "none")])
-
-    def test_alone_the_table_has_one_column(self) -> None:
-        table = make_table("outputs", {"bytes": 5.0, "encode": {"mean_us": 2.0, "max_us": 3.0}, "x": True}, None)
-        assert table.columns == ("ours",) and table.rows == [("bytes", [5.0]), ("encode.mean_us", [2.0])]
 
     def test_one_core_and_back(self) -> None:
         before = os.sched_getaffinity(0)

@@ -35,14 +35,6 @@ class TestDataset:
         assert read_prompts(path) == ["first", "second", "third"]
         assert read_prompts(path, 2) == ["first", "second"]
 
-    def test_an_excerpt_of_a_real_trace(self) -> None:
-        import os
-
-        folder = os.environ.get("QUIRE_TRACES")
-        if not folder:
-            pytest.skip("QUIRE_TRACES does not name the folder of traces")
-        assert len(read_prompts(Path(folder) / "agent_text" / "taubench.jsonl.xz")) == 249
-
     @pytest.mark.parametrize(
         ("text", "reason"),
         [

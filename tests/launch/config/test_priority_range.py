@@ -1,21 +1,15 @@
 """Which priorities a server allows: a key does not buy a place before everybody else's."""
 
 import pytest
-from scheduler_driver import Driver, expected_tokens, make_config
+from configs import config_of
+from scheduler_driver import Driver, expected_tokens
 from tiers import thinned
 
-from quire.launch.config.engine_config import make_engine_config, with_keys
-from quire.launch.config.options import parse_options
+from quire.launch.config.engine_config import with_keys
 from quire.launch.http.schema.errors import as_api_error
-from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, InvalidRequest
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
-MODEL = make_config().model
-
-
-def config_of(**options: str) -> EngineConfig:
-    return make_engine_config(parse_options(options, "LLM"), MODEL)
 
 
 GOOD = {

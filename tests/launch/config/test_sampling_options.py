@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_driver import make_config
+from configs import MODEL, config_of
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import quire
@@ -21,12 +21,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.logits_processors import LogitsProcessor
 
-MODEL = make_config(vocab_size=64).model
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-
-
-def config_of(**options: Any) -> EngineConfig:
-    return make_engine_config(parse_options(options, "LLM"), MODEL)
 
 
 class TestSpeculative:
@@ -104,7 +99,9 @@ class TestSpeculative:
         assert config.speculative.method == "draft_model"
         assert config.speculative.model == config.model
         assert config.speculative.model_path == str(folder)
-        with pytest.raises(ConfigError, match=rf"vocabulary of {config.model.vocab_size} tokens, the model one of 64"):
+        with pytest.raises(
+            ConfigError, match=f"of {config.model.vocab_size} tokens, the model one of {MODEL.vocab_size}"
+        ):
             config_of(speculative_config=given)
 
     def test_on_the_command_line_and_in_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,22 +1,13 @@
 """The scheduler's settings, from what a user types to what the scheduler is given."""
 
 import sys
-from typing import Any
 
 import pytest
-from scheduler_driver import make_config
+from configs import MODEL, config_of
 
 from quire.launch.cli import main
-from quire.launch.config.engine_config import make_engine_config
-from quire.launch.config.options import parse_options
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-
-MODEL = make_config().model
-
-
-def config_of(**options: Any) -> EngineConfig:
-    return make_engine_config(parse_options(options, "LLM"), MODEL)
 
 
 def test_what_is_given_reaches_the_scheduler() -> None:
@@ -41,29 +32,6 @@ def test_the_defaults_are_the_engines_own() -> None:
 
 def test_dashes_and_whole_numbers_do_in_a_config_file() -> None:
     assert config_of(**{"max-prefill-share": 1, "watermark": 0}).max_prefill_share == 1.0
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "span"),
-    [
-        ("--max-num-queued-reqs", "-1", "from 0 to 1048576"),
-        ("--max-num-queued-reqs", "1048577", "from 0 to 1048576"),
-        ("--max-prefill-share", "0", "from 0.01 to 1.0"),
-        ("--max-prefill-share", "1.01", "from 0.01 to 1.0"),
-        ("--max-prefill-share", "nan", "from 0.01 to 1.0"),
-        ("--watermark", "-0.1", "from 0 to 0.5"),
-        ("--watermark", "0.6", "from 0 to 0.5"),
-        ("--watermark", "inf", "from 0 to 0.5"),
-    ],
-)
-def test_a_value_out_of_range_is_named_with_the_range(
-    flag: str, value: str, span: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", flag, value])
-    assert ended.value.code == 78
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and flag in said and span in said, said
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The settings of ``quire serve``: on the command line and in a file, refused before a process starts."""
+"""The settings of ``quire serve`` and their ranges: by flags and by a file, refused before a process starts."""
 
 from pathlib import Path
 
@@ -15,6 +15,14 @@ OUTSIDE = [
     ("api-server-count", "0", "from 1 to 64, not 0"),
     ("api-server-count", "65", "from 1 to 64, not 65"),
     ("max-num-queued-reqs-per-key", "-1", "from 0 to 2147483647, not -1"),
+    ("max-num-queued-reqs", "-1", "from 0 to 1048576"),
+    ("max-num-queued-reqs", "1048577", "from 0 to 1048576"),
+    ("max-prefill-share", "0", "from 0.01 to 1.0"),
+    ("max-prefill-share", "1.01", "from 0.01 to 1.0"),
+    ("max-prefill-share", "nan", "from 0.01 to 1.0"),
+    ("watermark", "-0.1", "from 0 to 0.5"),
+    ("watermark", "0.6", "from 0 to 0.5"),
+    ("watermark", "inf", "from 0 to 0.5"),
 ]
 
 
@@ -32,7 +40,7 @@ def test_a_value_out_of_range_is_named_with_the_range(
     name: str, value: str, span: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text(f"{name}: {'.nan' if value == 'nan' else value}\n")
+    file.write_text(f"{name}: {'.' * (value in ('nan', 'inf'))}{value}\n")
     for words in ([f"--{name}={value}"], ["--config", str(file)]):
         assert f"--{name} must be {span}" in refusal(capsys, *words)
 

@@ -1,6 +1,5 @@
 """``quire replay`` as a user types it: kinds of replay, what is written where, contradictions, bad input."""
 
-import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 from scheduler_driver import Driver
-from tiers import thinned
 
 from quire.launch.cli import main
 from quire.scheduler_proc.trace.lines import StepDecision, decode_line, encode_line
@@ -133,12 +131,6 @@ class TestWhatIf:
             del first[clock], again[clock]
         assert first == again
 
-    def test_compressed_and_limited(self, replay: Replay, mooncake: Path) -> None:
-        packed = mooncake.with_name("t.gz")
-        packed.write_bytes(gzip.compress(mooncake.read_bytes()))
-        _, out, _ = replay(packed, *self.FLAGS, "--limit", 3, "--rate", 2, "--json", "-")
-        assert read_json(out)["requests"] == 3
-
     def test_over_long_prompts(self, replay: Replay, mooncake: Path) -> None:
         flags = (*self.FLAGS, "--set", "max_model_len=709", "--json", "-")
         refused = read_json(replay(mooncake, *flags)[1])
@@ -175,12 +167,9 @@ class TestBadInput:
         [
             (b"", "the file is empty"),
             (b"\x00\x01\x02\xff" * 50, "none of the formats that are known"),
-            (b"hello\nworld\n", "none of the formats that are known"),
             (b'{"timestamp": 0, "input_len', "begins like JSON lines, but"),
-            (b'{"a": 1}\n', "none of the formats that are known"),
             (b"\x1f\x8b\x08\x00broken", "cut short or damaged"),
             (b'{"timestamp": 0, "input_length": -3, "output_length": 1, "hash_ids": []}\n', ":1: "),
-            (b'{"timestamp": 0, "input_length": 3, "hash_ids": []}\n', "output_length"),
         ],
     )
     def test_files(self, replay: Replay, tmp_path: Path, content: bytes, reason: str) -> None:
@@ -195,32 +184,16 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("words", "reason"),
-        thinned(
-            [
-                (["--set", "block_siz=16"], "did you mean block_size?"),
-                (["--set", "block_size=many"], "block_size"),
-                (["--set", "block_size=0"], "--block-size must be"),
-                (["--set", "num_usable_blocks=0"], "num_usable_blocks must be from 1"),
-                (["--set", "scheduling_policy=best"], "scheduling_policy"),
-                (["--compare", "block_siz=16"], "did you mean block_size?"),
-                (["--cost", "guess:1"], "guess"),
-                (["--cost", "constant:fast"], "constant"),
-                (["--cost", "constant:-1"], "constant"),
-                (["--cost", "table:none"], "none"),
-                (["--cost", "fitted:none"], "none"),
-                (["--format", "azure"], ""),
-                (["--start", "1000"], "none of its 8 requests is in the window"),
-                (["--closed-loop", "--limit", "2", "--cost", "roofline:none,h200"], "none"),
-            ],
-            keep=5,
-        ),
+        [
+            (["--set", "block_size=many"], "block_size"),
+            (["--compare", "block_siz=16"], "did you mean block_size?"),
+            (["--cost", "constant:fast"], "constant"),
+            (["--cost", "fitted:none"], "none"),
+            (["--start", "1000"], "none of its 8 requests is in the window"),
+        ],
     )
     def test_settings(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
         self.refuse(replay, reason, mooncake, *words)
-
-    @pytest.mark.slow
-    def test_a_sweep_of_nothing(self, replay: Replay, mooncake: Path) -> None:
-        self.refuse(replay, "did you mean block_size?", mooncake, "--sweep", "block_siz=16,32")
 
     def test_no_server(self, replay: Replay, mooncake: Path) -> None:
         self.refuse(replay, "cannot be reached", mooncake, "--against", "http://127.0.0.1:9")
@@ -264,7 +237,15 @@ class TestExact:
         status, out, err = replay(trace, "--json", "-")
         found = read_json(out)
         assert (status, found["decisions_equal"]) == (1, False)
-        assert found["first_difference"]["step"] == line.step and found["first_difference"]["line"] == at + 1
+        told = found["first_difference"]
+        assert (told["file"], told["line"], told["step"], told["kind"]) == (
+            trace.name,
+            at + 1,
+            line.step,
+            "step_decision",
+        )
+        assert told["recorded"] == told["decided"] + 1 and told["field"].startswith("appended")
+        assert found["steps"] < line.step and "up to the first difference" in found["notes"][0]
         assert f"decisions differ first at step {line.step}: step_decision appended" in err and err.count("\n") == 1
 
     def test_any_setting_makes_it_a_what_if(self, replay: Replay, trace: Path) -> None:

@@ -14,8 +14,7 @@ from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop
-from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
+from quire.protocol.wire.worker_messages import SchedulerOutput
 
 
 @dataclass
@@ -81,31 +80,3 @@ def test_shapes_and_samplers_are_those_of_a_model_that_looks_at_every_row(seed: 
         num_blocks = rng.randrange(8, 60)
         record = Simulator(config, layout, num_blocks, AffineCost(), source, RunRecord(), fast_forward=False).run()
     assert steps == len(record.steps)
-
-
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=25)
-def test_fast_forward_rows_are_where_empty_diffs_would_have_brought_them(seed: int) -> None:
-    rng = random.Random(seed)
-    one, other = SimulatedRows(), SimulatedRows()
-    new = [_new(handle, rng.randrange(1, 30)) for handle in range(rng.randrange(1, 6))]
-    for rows in (one, other):
-        counts = [(each.handle, each.num_tokens) for each in new if each.num_tokens > 1]
-        rows.apply(SchedulerOutput(1, new_requests=new, counts=counts))
-        rows.take_handles()
-    count = rng.randrange(1, 20)
-    shape = one.steady_shape()
-    for step in range(count):
-        stepped = other.apply(SchedulerOutput(2 + step))
-        if not step:
-            assert stepped == shape
-    one.fast_forward(count)
-    assert one.take_handles() is None and other.take_handles() is None
-    assert one.steady_shape() == other.steady_shape()
-    ended = SchedulerOutput(30, removed=[0])
-    assert one.apply(ended) == other.apply(ended)
-    assert one.handles == other.handles
-
-
-def _new(handle: int, num_tokens: int) -> NewRequestData:
-    return NewRequestData(handle, f"{handle}", num_tokens, num_tokens, 0, [1], SamplingParams(), 0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_config, make_layout
 
+from quire.launch.replay.core.policies import Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.launch.replay.costs.cost import ConstantCost, StepShape
 from quire.launch.replay.run.run_record import RunRecord
@@ -95,8 +96,9 @@ def test_an_arrival_ends_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
 class PlainEngine:
     """One call at a time in a pool of blocks: which of them it finds, and how long its steps take."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+    def __init__(self, config: EngineConfig, num_blocks: int, *, uncached_first: bool) -> None:
         self.config = config
+        self.uncached_first = uncached_first
         self.free: list[bytes | None] = [None] * num_blocks
         self.now = 0.0
 
@@ -117,8 +119,8 @@ class PlainEngine:
             full = self.config.enable_prefix_caching and (at + 1) * size <= total - 1
             kept.append(names[at] if full else None)
         first = self._steps(call, hits * size)
-        loose = [name for name in kept if name is None]
-        self.free = loose + self.free + [name for name in reversed(kept) if name is not None]
+        loose = [name for name in kept if name is None and self.uncached_first]
+        self.free = loose + self.free + [name for name in reversed(kept) if name is not None or not loose]
         return hits * size, first, self.now
 
     def _steps(self, call: Call, computed: int) -> float:
@@ -144,8 +146,9 @@ def test_one_at_a_time_is_as_plain_arithmetic_has_it(seed: int) -> None:
     calls = random_calls(rng, rng.randrange(1, 16))
     config = random_config(rng, async_scheduling=rng.random() < 0.5, max_num_queued_reqs=0)
     num_blocks = -(-120 // config.block_size) + rng.randrange(30)
-    record, _ = simulate(calls, config, num_blocks, Concurrency(calls, 1))
-    plain = PlainEngine(config, num_blocks)
+    policies = Policies(uncached_blocks_first=rng.random() < 0.7)
+    record, _ = simulate(calls, config, num_blocks, Concurrency(calls, 1), policies=policies)
+    plain = PlainEngine(config, num_blocks, uncached_first=policies.uncached_blocks_first)
     for call, run in zip(calls, record.requests, strict=True):
         cached, first, end = plain.run(call)
         assert (run.request_id, run.finish, run.num_output_tokens) == (

@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 import pytest
-from scheduler_driver import make_config
+from scheduler_driver import make_config, make_layout
 
 from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.costs.cost import StepShape
@@ -12,11 +12,6 @@ from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call
-from quire.protocol.config import EngineConfig
-from quire.protocol.model.kv_layout import KVGroup, KVLayout
-
-MODEL = make_config(vocab_size=100).model
-LAYOUT = KVLayout([KVGroup("full_attention", 4, [0, 1])], num_kv_heads=1, head_dim=4, dtype="float32")
 
 
 class Seen:
@@ -36,11 +31,9 @@ class Seen:
 
 
 def run(calls: list[Call], cost: Seen, *, policies: Policies = QUIRE, blocks: int = 400, **options: bool) -> RunRecord:
-    config = EngineConfig(
-        model=MODEL, model_path="", max_model_len=400, max_num_batched_tokens=64, max_num_seqs=8, block_size=4
-    )
+    config = make_config(max_model_len=400, max_num_batched_tokens=64, max_num_seqs=8)
     source, record = OpenLoop(calls), RunRecord()
-    return Simulator(config, LAYOUT, blocks, cost, source, record, policies=policies, **options).run()
+    return Simulator(config, make_layout(config), blocks, cost, source, record, policies=policies, **options).run()
 
 
 class TestLongest:

@@ -5,16 +5,9 @@ from typing import Any
 import pytest
 from scheduler_driver import change, make_config, make_layout
 
-from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueTokens
+from quire.launch.replay.core.opaque import OpaqueRequest
 from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.protocol.request.sampling_params import SamplingParams
-
-
-def test_opaque_tokens_know_only_length_and_given_hashes() -> None:
-    tokens = OpaqueTokens(5, 4, [b"x"])
-    tokens.append(7)
-    assert len(tokens) == 6 and tokens.block_hashes == [b"x"]
-    assert tokens.array().tolist() == [0] * 6
 
 
 @pytest.mark.parametrize(

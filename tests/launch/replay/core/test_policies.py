@@ -11,8 +11,6 @@ from quire.launch.replay.core.policies import PRESETS, QUIRE, Policies, find_pre
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.requests.reasons import WaitReason
 
-both = pytest.mark.parametrize("steady_decode", [True, False])
-
 
 def prompt_of(n: int, first: int = 0) -> list[int]:
     return list(range(first, first + n))
@@ -26,52 +24,27 @@ def one_step(driver: Driver) -> dict[str, int]:
     return told
 
 
-class TestOrder:
-    """A long prefill, then a decode, then a long prefill, then more decodes than a step has room for besides."""
-
-    def crowd(self, policies: Policies, steady_decode: bool) -> Driver:
+@pytest.mark.parametrize("steady_decode", [True, False])
+def test_a_decode_may_have_to_wait_behind_prefills_that_were_let_in_before_it(steady_decode: bool) -> None:
+    """With a budget of 8 and chunks of 4, two prefills leave nothing for who comes after them."""
+    seen = {}
+    for name, policies in (("quire", QUIRE), ("in order", Policies(decodes_first=False))):
         driver = Driver(
             policies=policies,
             steady_decode=steady_decode,
             max_num_batched_tokens=8,
-            long_prefill_token_threshold=4,
+            long_prefill_token_threshold=3,
             enable_prefix_caching=False,
         )
-        driver.add("a", prompt_of(40), max_tokens=2)
-        driver.add("b", prompt_of(4, 100), max_tokens=30)
-        assert one_step(driver) == {"a": 4, "b": 4}
-        driver.add("c", prompt_of(40, 200), max_tokens=2)
-        assert one_step(driver) == {"a": 4, "b": 1, "c": 3}
-        return driver
-
-    @both
-    def test_decodes_go_first_here(self, steady_decode: bool) -> None:
-        driver = self.crowd(QUIRE, steady_decode)
-        assert one_step(driver) == {"a": 4, "b": 1, "c": 3}
+        for number, length in enumerate((31, 31, 2)):
+            driver.add(f"r{number}", prompt_of(length, 100 * number), max_tokens=20)
+        assert one_step(driver) == {"r0": 3, "r1": 3, "r2": 2}
+        driver.scheduler.config = msgspec.structs.replace(driver.config, long_prefill_token_threshold=4)
+        seen[name] = one_step(driver)
         driver.run()
         driver.check_drained()
-
-    @both
-    def test_a_decode_may_have_to_wait_behind_prefills_that_were_let_in_before_it(self, steady_decode: bool) -> None:
-        """With a budget of 8 and chunks of 4, two prefills leave nothing for who comes after them."""
-        seen = {}
-        for name, policies in (("quire", QUIRE), ("in order", Policies(decodes_first=False))):
-            driver = Driver(
-                policies=policies,
-                steady_decode=steady_decode,
-                max_num_batched_tokens=8,
-                long_prefill_token_threshold=3,
-                enable_prefix_caching=False,
-            )
-            for number, length in enumerate((31, 31, 2)):
-                driver.add(f"r{number}", prompt_of(length, 100 * number), max_tokens=20)
-            assert one_step(driver) == {"r0": 3, "r1": 3, "r2": 2}
-            driver.scheduler.config = msgspec.structs.replace(driver.config, long_prefill_token_threshold=4)
-            seen[name] = one_step(driver)
-            driver.run()
-            driver.check_drained()
-            assert driver.answers["r2"].tokens == expected_tokens(prompt_of(2, 200), 20)
-        assert seen == {"quire": {"r0": 4, "r1": 3, "r2": 1}, "in order": {"r0": 4, "r1": 4}}
+        assert driver.answers["r2"].tokens == expected_tokens(prompt_of(2, 200), 20)
+    assert seen == {"quire": {"r0": 4, "r1": 3, "r2": 1}, "in order": {"r0": 4, "r1": 4}}
 
 
 class TestPriority:

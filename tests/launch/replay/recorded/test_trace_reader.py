@@ -208,15 +208,6 @@ def test_every_byte_at_which_a_file_can_end(tmp_path: Path) -> None:
                 list(TraceReader(path))
 
 
-def test_cut_packed_data_is_named(tmp_path: Path) -> None:
-    packed = gzip.compress(joined(raw_lines() * 40))
-    path = written(tmp_path, packed[: len(packed) - 500])
-    with pytest.raises(ConfigError, match=r":\d+: the packed data is damaged or cut short"):
-        list(TraceReader(path))
-    reader = TraceReader(path, lenient=True)
-    assert list(reader) and reader.num_left_out == 1
-
-
 def test_an_end_is_missed(tmp_path: Path) -> None:
     lines = [line for line in some_lines() if not isinstance(line, End)]
     reader = TraceReader(write_trace(tmp_path / "trace", lines))

@@ -1,0 +1,64 @@
+"""The flags that name places, for cache events, traces and crash dumps: made absolute, or refused at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configs import config_of
+from curve_files import make_keys
+
+from quire.launch.config.trace_options import crash_dump_dir
+from quire.protocol.errors import ConfigError
+from quire.version import __version__
+
+
+def test_places_of_cache_events_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_keys(tmp_path / "keys")
+    monkeypatch.chdir(tmp_path)
+    events, replay = f"ipc://{tmp_path}/events", "tcp://127.0.0.1:5558"
+    config = config_of(kv_events_endpoint=events, kv_events_replay_endpoint=replay, kv_events_curve_dir=keys.name)
+    assert (config.kv_events_endpoint, config.kv_events_replay_endpoint) == (events, replay)
+    assert config.kv_events_curve_dir == str(keys), "the scheduler's process is told no relative place"
+    assert config_of().kv_events_endpoint == ""
+
+
+def test_places_of_traces_and_dumps_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"trace": "t.jsonl", "trace-prompts": True, "trace_max_bytes": 2**20, "crash-dump-dir": "dumps"}
+    config = config_of(**given)
+    assert (config.trace, config.trace_prompts, config.trace_max_bytes) == (str(tmp_path / "t.jsonl"), True, 2**20)
+    assert config.crash_dump_dir == str(tmp_path / "dumps") and config.version == __version__
+    assert not list(tmp_path.iterdir())
+    assert config_of().trace == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kv_events_endpoint": "tcp://*:5557"}, "--kv-events-endpoint must be"),
+        ({"kv_events_replay_endpoint": "tcp://127.0.0.1:5557"}, "needs --kv-events-endpoint"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:5557"}, "TCP needs keys, which --kv-events-curve-dir names"),
+        ({"kv_events_curve_dir": "/nowhere"}, "--kv-events-curve-dir is for tcp:// endpoints"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:5557", "kv_events_curve_dir": "/nowhere"}, "there is no /nowhere"),
+        ({"trace": "/no/such/folder/t.jsonl"}, "--trace /no/such/folder/t.jsonl cannot be written: /no/such/folder"),
+        ({"trace": "t", "trace_max_bytes": 100}, "--trace-max-bytes must be 0 .* or at least 65536, not 100"),
+        ({"trace": "t", "trace_max_bytes": -1}, "--trace-max-bytes must be"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        config_of(**settings)
+
+
+def test_events_of_no_cache_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--enable-prefix-caching"):
+        config_of(kv_events_endpoint=f"ipc://{tmp_path}/events", enable_prefix_caching=False)
+
+
+def test_dumps_go_where_such_things_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
+    assert crash_dump_dir(None) == "/somewhere/quire/crash-dumps"
+    assert crash_dump_dir("") == ""
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert crash_dump_dir(None) == "/home/me/.local/state/quire/crash-dumps"

@@ -1,0 +1,15 @@
+"""Engine configurations as they follow from what a user types."""
+
+from typing import Any
+
+from scheduler_driver import make_config
+
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import parse_options
+from quire.protocol.config import EngineConfig
+
+MODEL = make_config().model
+
+
+def config_of(**options: Any) -> EngineConfig:
+    return make_engine_config(parse_options(options, "LLM"), MODEL)
