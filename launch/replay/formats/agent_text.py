@@ -12,15 +12,7 @@ from tokenizers import Tokenizer
 from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.replay.formats.content import chain_ids, tell_answers
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import (
-    Faults,
-    at_least_one_token,
-    empty_notes,
-    files_of,
-    finish,
-    order_notes,
-    records,
-)
+from quire.launch.replay.formats.read import Faults, files_of, finish, records
 from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.launch.text.text_in import NO_TOKENIZER, TextIn
 from quire.protocol.errors import ConfigError
@@ -51,18 +43,17 @@ def load(path: Path, options: LoadOptions) -> Workload:
                 faults.add(file, number, f"`timestamp` cannot be {line.timestamp}")
             else:
                 lines.append(line)
-    num_unsorted = sum(b.timestamp < a.timestamp for a, b in pairwise(lines))
+    faults.num_earlier = sum(b.timestamp < a.timestamp for a, b in pairwise(lines))
     lines.sort(key=lambda line: line.timestamp)
     folder = options.tokenizer or DEMO_MODEL
-    empty_prompts, empty_answers = [0], [0]
     calls: list[Call] = []
     for line, tokens, num_output_tokens in _tokenize(lines, folder):
         call = Call(
             len(calls),
             f"{len(calls)}",
             (line.timestamp - lines[0].timestamp) / 1e6,
-            at_least_one_token(len(tokens), empty_prompts),
-            at_least_one_token(num_output_tokens, empty_answers),
+            faults.at_least_one_token(len(tokens), "prompt"),
+            faults.at_least_one_token(num_output_tokens),
             Content(chain_ids(tokens, options.block_size), options.block_size),
             line.session_id,
             tokens=tokens or array("i", [0]),
@@ -71,8 +62,6 @@ def load(path: Path, options: LoadOptions) -> Workload:
         calls.append(call)
     _chain(calls)
     notes = [f"text is cut by the tokenizer of {'the demo model' if options.tokenizer is None else folder}"]
-    notes += empty_notes(empty_prompts, "prompt") + empty_notes(empty_answers)
-    notes += order_notes(num_unsorted)
     notes.append("times are when requests were logged: a pause in a conversation has the original answer's time in it")
     return finish(Workload("agent-text", str(path), calls, notes=notes), options, faults)
 

@@ -11,17 +11,7 @@ import msgspec
 
 from quire.launch.replay.formats.content import tell_answers
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import (
-    AnswerLength,
-    Faults,
-    PromptLength,
-    Seconds,
-    at_least_one_token,
-    empty_notes,
-    files_of,
-    finish,
-    records,
-)
+from quire.launch.replay.formats.read import AnswerLength, Faults, PromptLength, Seconds, files_of, finish, records
 from quire.launch.replay.workload.workload import Call, Content, Workload
 
 
@@ -73,7 +63,6 @@ def load(path: Path, options: LoadOptions) -> Workload:
     workload = Workload("agentic", str(path), [])
     labels: dict[str, int] = {}
     space = num_subagents = 0
-    empty = [0]
     for file in files_of(path):
         for number, conversation in records(file, _Conversation, faults):
             builder = _Builder(conversation, _label(conversation.id, labels), space, len(workload.calls), options)
@@ -84,8 +73,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
                 continue
             space += 1
             num_subagents += builder.num_subagents
-            empty[0] += builder.empty[0]
-    workload.notes += empty_notes(empty)
+            faults.empty["answer"] += builder.num_empty
     if num_subagents:
         waits = "waits for the last of them" if options.join_subagents else "does not wait for them"
         workload.notes.append(f"{num_subagents} sub-agents: in a closed loop the conversation {waits}")
@@ -106,8 +94,7 @@ class _Builder:
     """Makes calls of one conversation, numbered from ``first`` as they stand in the file."""
 
     def __init__(self, conversation: _Conversation, label: str, space: int, first: int, options: LoadOptions) -> None:
-        self.num_subagents = 0
-        self.empty = [0]
+        self.num_subagents = self.num_empty = 0
         self._conversation = conversation
         self._label = label
         self._space = space
@@ -170,11 +157,12 @@ class _Builder:
             f"{self._label}/{name}",
             self._start + start + request.t,
             request.num_prompt_tokens,
-            at_least_one_token(request.num_output_tokens, self.empty),
+            request.num_output_tokens or 1,
             Content(ids, unit, self._space),
             self._label,
             is_last_step=request.stop != "tool_use",
         )
+        self.num_empty += not request.num_output_tokens
         self._ends[call.number] = call.arrival + (request.api_time or 0.0)
         self._calls.append(call)
         return call

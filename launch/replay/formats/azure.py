@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import Faults, at_least_one_token, empty_notes, files_of, finish, order_notes
+from quire.launch.replay.formats.read import Faults, files_of, finish
 from quire.launch.replay.formats.table import read_table, token_count
 from quire.launch.replay.workload.workload import Call, Workload
 
@@ -22,16 +22,14 @@ def load(path: Path, options: LoadOptions) -> Workload:
         ConfigError: a line is bad, or times decrease (lenient: they are sorted).
     """
     faults = Faults(options.lenient)
-    empty, unsorted = [0], [0]
-    rows = [row for file in files_of(path) for row in _rows(file, faults, empty, unsorted)]
+    rows = [row for file in files_of(path) for row in _rows(file, faults)]
     first = min((when for when, _, _ in rows), default=0)
     calls = [Call(i, f"{i}", (when - first) / 1e9, n_in, n_out) for i, (when, n_in, n_out) in enumerate(rows)]
-    notes = ["the trace does not tell contents: no prompt shares a prefix with another", *empty_notes(empty)]
-    notes += order_notes(unsorted[0])
+    notes = ["the trace does not tell contents: no prompt shares a prefix with another"]
     return finish(Workload("azure", str(path), calls, notes=notes), options, faults)
 
 
-def _rows(file: Path, faults: Faults, empty: list[int], unsorted: list[int]) -> Iterator[tuple[int, int, int]]:
+def _rows(file: Path, faults: Faults) -> Iterator[tuple[int, int, int]]:
     """Nanoseconds since 1970, prompt tokens, answer tokens."""
     last = 0
     for number, (time, prompt, answer) in read_table(file, COLUMNS, faults):
@@ -41,11 +39,9 @@ def _rows(file: Path, faults: Faults, empty: list[int], unsorted: list[int]) -> 
             faults.add(file, number, str(error))
             continue
         if when < last:
-            unsorted[0] += 1
-            if not faults.lenient:
-                faults.add(file, number, f"`TIMESTAMP` {time} is earlier than in the line before")
+            faults.add_earlier(file, number, f"`TIMESTAMP` {time} is earlier than in the line before")
         last = max(last, when)
-        yield when, n_in, at_least_one_token(n_out, empty)
+        yield when, n_in, faults.at_least_one_token(n_out)
 
 
 def _nanoseconds(text: str) -> int:

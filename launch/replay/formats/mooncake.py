@@ -8,18 +8,7 @@ from pathlib import Path
 import msgspec
 
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import (
-    AnswerLength,
-    Faults,
-    PromptLength,
-    Seconds,
-    at_least_one_token,
-    empty_notes,
-    files_of,
-    finish,
-    order_notes,
-    records,
-)
+from quire.launch.replay.formats.read import AnswerLength, Faults, PromptLength, Seconds, files_of, finish, records
 from quire.launch.replay.workload.workload import Call, Content, Workload
 
 UNIT = 512
@@ -42,8 +31,6 @@ def load(path: Path, options: LoadOptions) -> Workload:
     """
     faults = Faults(options.lenient)
     workload = Workload("mooncake", str(path), [])
-    empty = [0]
-    unsorted = 0
     for space, file in enumerate(files_of(path)):
         last = 0.0
         for number, line in records(file, _Line, faults):
@@ -51,9 +38,8 @@ def load(path: Path, options: LoadOptions) -> Workload:
             if ids is None:
                 continue
             if line.timestamp < last:
-                unsorted += 1
-                if not options.lenient:
-                    faults.add(file, number, f"timestamp {line.timestamp:g} is less than {last:g} in the line before")
+                what = f"timestamp {line.timestamp:g} is less than {last:g} in the line before"
+                faults.add_earlier(file, number, what)
             last = max(last, line.timestamp)
             workload.calls.append(
                 Call(
@@ -61,11 +47,10 @@ def load(path: Path, options: LoadOptions) -> Workload:
                     f"{space}-{number}",
                     line.timestamp / 1e3,
                     line.input_length,
-                    at_least_one_token(line.output_length, empty),
+                    faults.at_least_one_token(line.output_length),
                     Content(ids, UNIT, space),
                 )
             )
-    workload.notes += empty_notes(empty) + order_notes(unsorted)
     return finish(workload, options, faults)
 
 

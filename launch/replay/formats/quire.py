@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.read import Faults, at_least_one_token, empty_notes, finish
+from quire.launch.replay.formats.read import Faults, finish
 from quire.launch.replay.recorded.answers import Answer, Answers
 from quire.launch.replay.recorded.reader import TraceLine, TraceReader
 from quire.launch.replay.recorded.workload_of import recorded_settings
@@ -45,13 +45,12 @@ def load(path: Path, options: LoadOptions) -> Workload:
     answers.close()
     workload = Workload("quire", str(path), [], {**recorded_settings(header), "model": header.config.model})
     workload.notes += [*reader.notes, *_notes(header, answers, lost, has_keyframe)]
-    empty = [0]
+    faults = Faults(options.lenient)
     last = 0.0
     for number, answer in enumerate(each for each in answers.all if each.ending != "rejected"):
         last = max(last, answer.arrival.now - header.now)
-        workload.calls.append(_call(number, last, answer, header, empty))
-    workload.notes += empty_notes(empty)
-    return finish(workload, options, Faults(options.lenient))
+        workload.calls.append(_call(number, last, answer, header, faults))
+    return finish(workload, options, faults)
 
 
 def _check_place(told: TraceLine, header: Header) -> None:
@@ -60,7 +59,7 @@ def _check_place(told: TraceLine, header: Header) -> None:
         raise ConfigError(f"{told.file}:{told.number}: a keyframe stands here, which only begins a trace")
 
 
-def _call(number: int, arrival: float, answer: Answer, header: Header, empty: list[int]) -> Call:
+def _call(number: int, arrival: float, answer: Answer, header: Header, faults: Faults) -> Call:
     """What its client had got before it arrived, it brings with its prompt."""
     line = answer.arrival
     num_prompt_tokens = line.num_prompt_tokens + line.num_output_tokens
@@ -72,7 +71,7 @@ def _call(number: int, arrival: float, answer: Answer, header: Header, empty: li
         line.req_id,
         arrival,
         num_prompt_tokens,
-        at_least_one_token(max(answer.num_tokens - line.num_output_tokens, 0), empty),
+        faults.at_least_one_token(max(answer.num_tokens - line.num_output_tokens, 0)),
         Content(ids[: num_prompt_tokens // unit], unit),
         priority=line.priority,
         tokens=line.prompt_token_ids if not line.num_output_tokens else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -23,11 +24,16 @@ T = TypeVar("T")
 
 
 class Faults:
-    """Bad lines of one load: the first is raised, or each is left out and counted where the user is lenient."""
+    """Bad lines of one load: the first is raised, or each is left out and counted where the user is lenient.
+
+    Attributes:
+        empty: how many prompts or answers had no token. ``num_earlier``: lines that were out of order.
+    """
 
     def __init__(self, lenient: bool) -> None:
         self.lenient = lenient
-        self.count = 0
+        self.count = self.num_earlier = 0
+        self.empty: Counter[str] = Counter()
         self._first = ""
 
     def add(self, path: Path, line: int, what: str) -> None:
@@ -38,11 +44,33 @@ class Faults:
         self.count += 1
         self._first = self._first or said
 
+    def add_earlier(self, path: Path, line: int, what: str) -> None:
+        """A line's time is less than in the line before: lenient, it is counted, and is no bad line.
+
+        Raises:
+            ConfigError: unless lenient.
+        """
+        self.num_earlier += 1
+        if not self.lenient:
+            self.add(path, line, what)
+
+    def at_least_one_token(self, num_tokens: int, what: str = "answer") -> int:
+        """A prompt or an answer of no tokens cannot be run: it is counted, and has one."""
+        self.empty[what] += not num_tokens
+        return num_tokens or 1
+
     def notes(self) -> list[str]:
-        if not self.count:
-            return []
-        lines = "1 bad line was" if self.count == 1 else f"{self.count} bad lines were"
-        return [f"{lines} left out; the first: {self._first}"]
+        notes = []
+        if self.count:
+            lines = "1 bad line was" if self.count == 1 else f"{self.count} bad lines were"
+            notes.append(f"{lines} left out; the first: {self._first}")
+        for what, count in self.empty.items():
+            if count:
+                notes.append(f"{count} empty {what}{'s are' if count > 1 else ' is'} taken as one token")
+        if self.num_earlier:
+            lines = f"{self.num_earlier} line{'s are' if self.num_earlier > 1 else ' is'}"
+            notes.append(f"{lines} earlier than the one before: all were sorted by time")
+        return notes
 
 
 def read_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
@@ -165,23 +193,3 @@ def finish(workload: Workload, options: LoadOptions, faults: Faults) -> Workload
         workload.notes.append(f"starts come {options.rate:g} times as fast; pauses inside a conversation are unchanged")
     workload.calls = calls
     return workload
-
-
-def at_least_one_token(num_output_tokens: int, empty: list[int]) -> int:
-    """An answer of no tokens cannot be run: one is generated. ``empty[0]`` counts them."""
-    if num_output_tokens:
-        return num_output_tokens
-    empty[0] += 1
-    return 1
-
-
-def empty_notes(empty: list[int], what: str = "answer") -> list[str]:
-    if not empty[0]:
-        return []
-    return [f"{empty[0]} empty {what}{'s are' if empty[0] > 1 else ' is'} taken as one token"]
-
-
-def order_notes(unsorted: int) -> list[str]:
-    if not unsorted:
-        return []
-    return [f"{unsorted} line{'s are' if unsorted > 1 else ' is'} earlier than the one before: all were sorted by time"]
