@@ -252,7 +252,7 @@ class TestTheEnd:
 
             answers = asyncio.run(disturbed(server.port, [asking(2000)] * 4, insist, 10))
             assert all(answer.error for answer in answers)
-            assert asyncio.run(until(lambda: server.leftovers() == [], within(2)))
+            assert wait_until(lambda: server.leftovers() == [], within(2)) is not None
 
     @pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow, id="at-start"), False])
     def test_workers_that_never_live_end_the_engine(self, first: bool) -> None:
