@@ -7,25 +7,14 @@ import pytest
 
 from quire.launch.bench.engine import Contestant, default_threads, make_prompts, run
 from quire.launch.bench.peers import Peer, PeerFailed, find_driver, write_checkpoint
+from quire.launch.cli import parse
 from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError
 
 
 def arguments(**changed: object) -> argparse.Namespace:
-    fine = {
-        "shape": "tiny",
-        "num_requests": 2,
-        "input_len": 4,
-        "output_len": 4,
-        "rounds": 1,
-        "prompt_seed": 0,
-        "threads": 1,
-        "peer": None,
-        "peer_driver": None,
-        "peer_dtype": "auto",
-        "json": None,
-    }
-    return argparse.Namespace(**(fine | changed))
+    flags = ["--shape", "tiny", "--num-requests", "2", "--input-len", "4", "--output-len", "4", "--threads", "1"]
+    return argparse.Namespace(**(vars(parse(["bench", "engine", *flags])) | changed))
 
 
 def test_prompts_repeat_by_seed_and_differ_by_round() -> None:

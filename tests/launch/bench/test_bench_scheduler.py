@@ -194,10 +194,6 @@ class TestCommand:
     def test_sections(self) -> None:
         assert parse_sections(None) == list(SECTIONS)
         assert parse_sections("wire, steady,wire") == ["wire", "steady"]
-        with pytest.raises(
-            ConfigError, match=r"unknown section 'stedy'; did you mean steady\?.*known: steady, admission"
-        ):
-            parse_sections("steady,stedy")
 
     def test_repeats(self) -> None:
         with pytest.raises(ConfigError, match="--repeats must be from 1"):
@@ -215,9 +211,11 @@ class TestCommand:
 
     def test_an_unknown_section_ends_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
-            main(["bench", "scheduler", "--sections", "nonsense"])
+            main(["bench", "scheduler", "--sections", "steady,stedy"])
         assert ended.value.code == 78
-        assert "known: steady, admission, hashing, churn, wire, outputs, memory" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "unknown section 'stedy'; did you mean steady?" in said
+        assert "known: steady, admission, hashing, churn, wire, outputs, memory" in said
 
     def test_beside_a_peer(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A real child process of ours, a peer that knows its figures by heart."""

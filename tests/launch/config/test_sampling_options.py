@@ -19,7 +19,7 @@ from quire.launch.offline.terminal import _sampling
 from quire.launch.supervision.child_process import python_path
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.request.logits_processors import LogitsProcessor
+from quire.protocol.request.logits_processors import AdapterLogitsProcessor, LogitsProcessor
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -117,24 +117,13 @@ class TestSpeculative:
             assert "num_speculative_tokens must be from 1 to 32, not 99" in capsys.readouterr().err
 
 
-class Nothing(LogitsProcessor):
-    def __init__(self, config: Any, device: Any, is_pin_memory: bool) -> None:
-        pass
-
-    def apply(self, logits: Any) -> Any:
-        return logits
-
-    def is_argmax_invariant(self) -> bool:
-        return True
-
-    def update_state(self, batch_update: Any) -> None:
-        pass
-
-
 class TestProcessors:
     def test_classes_become_names(self) -> None:
-        config = config_of(logits_processors=[Nothing, "json:JSONDecoder"])
-        assert config.logits_processors == [f"{__name__}:Nothing", "json:JSONDecoder"]
+        config = config_of(logits_processors=[AdapterLogitsProcessor, "json:JSONDecoder"])
+        assert config.logits_processors == [
+            "quire.protocol.request.logits_processors:AdapterLogitsProcessor",
+            "json:JSONDecoder",
+        ]
         assert config_of().logits_processors == []
 
     @pytest.mark.parametrize(
@@ -143,7 +132,7 @@ class TestProcessors:
             ("json", "must be module:Class, not 'json'"),
             (":Class", "must be module:Class, not ':Class'"),
             ("no_such_module:Class", "no module no_such_module; the current directory .* PYTHONPATH"),
-            (Nothing.apply, "must hold classes or module:Class"),
+            (LogitsProcessor.apply, "must hold classes or module:Class"),
         ],
     )
     def test_what_is_refused(self, given: Any, says: str) -> None:
@@ -151,7 +140,7 @@ class TestProcessors:
             config_of(logits_processors=[given])
 
     def test_a_class_that_no_other_process_could_import(self) -> None:
-        class Local(Nothing):
+        class Local(AdapterLogitsProcessor):
             pass
 
         with pytest.raises(ConfigError, match="Local must be importable by the engine's processes"):

@@ -1,7 +1,6 @@
 """What a record says of requests of several clients that are aborted, fail, or lose their workers on the way."""
 
 import numpy as np
-import pytest
 from scheduler_driver import make_config, make_layout
 
 from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueResult
@@ -125,17 +124,3 @@ def test_drafts_come_together_with_another_token() -> None:
     bench.step()
     bench.collector.answered(2.5, 99, 2.0, 2.5, np.array([0], np.int32), num_accepted=2)
     assert bench.finish() == {0.0: 2, 500.0: 1, 1000.0: 1}
-
-
-def test_columns_are_of_equal_length_and_say_what_steps_computed() -> None:
-    bench = Bench()
-    bench.arrive("a", num_output_tokens=4)
-    while bench.scheduler.can_schedule:
-        bench.step()
-    steps = bench.record.steps
-    lengths = {len(getattr(steps, name)) for name in type(steps).__slots__}
-    assert lengths == {len(steps)}
-    assert list(steps.prefill_tokens) == [4, 0, 0, 0]
-    assert list(steps.decode_tokens) == [0, 1, 1, 1]
-    assert [h + c + f for h, c, f in zip(steps.held, steps.cached, steps.free, strict=True)] == [32] * 4
-    assert sum(steps.end) - sum(steps.begin) == pytest.approx(4.0)

@@ -321,7 +321,7 @@ class TestSeveralRuns:
     def test_a_sweep_has_a_row_for_each_combination_and_says_what_failed(
         self, replay: Replay, mooncake: Path, tmp_path: Path
     ) -> None:
-        axes = ("--sweep", "num_usable_blocks=2,10", "--sweep", "max_num_seqs=1,8,0", "--jobs", 1)
+        axes = ("--sweep", "num_usable_blocks=2,10", "--sweep", "max_num_seqs=1,8,0", "--jobs", 2)
         status, out, _ = replay(mooncake, *self.FLAGS, *axes, "--json", tmp_path / "rows.json")
         rows = read_json((tmp_path / "rows.json").read_text())
         values = [(row["set"]["num_usable_blocks"], row["set"]["max_num_seqs"]) for row in rows]

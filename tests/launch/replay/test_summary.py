@@ -1,10 +1,12 @@
 """The JSON of a run: the contract's keys, and figures that can be worked out by hand."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
+from quire.launch.replay.report.figures import weighted_percentile
 from quire.launch.replay.report.summary import summary, tables
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
@@ -59,6 +61,8 @@ def test_the_contract(record: RunRecord) -> None:
     assert (found["virtual_s"], found["wall_s"], found["speedup"]) == (10.0, 0.5, 20.0)
     assert found["decisions_equal"] is None and found["first_difference"] is None
     assert found["rejected_reasons"] == {"it needs N KV blocks; the pool has N": 2}
+    rates = {"requests_per_s": 0.2, "output_tokens_per_s": 0.8, "total_tokens_per_s": 30.8}
+    assert found["throughput"] == rates, "of what was answered"
     assert found["finish_reasons"] == {"abort": 1, "length": 2, "rejected": 2}
 
 
@@ -70,14 +74,6 @@ def test_latencies_are_of_those_that_ended_well(record: RunRecord) -> None:
     assert found["queue"]["mean"] == 500.0
     assert found["itl"] == {"mean": 132.5, "p50": 10.0, "p90": 500.0, "p99": 500.0}
     assert summary(record)["step_ms"]["p50"] == 250.0
-
-
-def test_throughput_counts_what_was_answered(record: RunRecord) -> None:
-    assert summary(record)["throughput"] == {
-        "requests_per_s": 0.2,
-        "output_tokens_per_s": 0.8,
-        "total_tokens_per_s": 30.8,
-    }
 
 
 def test_an_empty_run_is_json_without_nan() -> None:
@@ -105,3 +101,23 @@ def test_tables_say_the_same(record: RunRecord) -> None:
     assert figures["prompt tokens from the prefix cache"] == "32 of 11,300 (0.28%)"
     assert run.index("rejected") < run.index("it needs N KV blocks") < run.index("prompt tokens")
     assert run.index("preemptions") < run.index("out of blocks") < run.index("steps")
+
+
+def percentile(values: Iterable[float], q: float) -> float:
+    return weighted_percentile([(value, 1) for value in values], q)
+
+
+@pytest.mark.parametrize(("q", "value"), [(0, 1), (1, 1), (50, 5), (51, 6), (90, 9), (99, 10), (100, 10)])
+def test_percentile_is_the_nearest_rank(q: float, value: float) -> None:
+    assert percentile(range(1, 11), q) == value
+
+
+def test_a_rank_that_is_whole_is_not_rounded_up() -> None:
+    assert [percentile(range(1, n + 1), 99) for n in (100, 200, 700)] == [99, 198, 693]
+    assert percentile(range(1, 1001), 99.9) == 999
+
+
+@pytest.mark.parametrize("q", [0, 10, 50, 75, 76, 99, 100])
+def test_weights_are_repetitions(q: float) -> None:
+    repeated = [1.0, 1.0, 1.0, 2.5, 4.0, 4.0, 4.0, 4.0]
+    assert weighted_percentile([(1.0, 3), (2.5, 1), (4.0, 4)], q) == percentile(repeated, q)

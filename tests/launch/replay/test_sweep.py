@@ -15,26 +15,6 @@ def task(**settings: str) -> SweepTask:
     return SweepTask(EXCERPT, "mooncake", LoadOptions(limit=12), settings, "constant:10", {"concurrency": 2})
 
 
-@pytest.mark.slow
-def test_all_combinations_come_back_in_order_and_failures_in_their_places() -> None:
-    heard: list[tuple[int, int]] = []
-    axes = [("block_size", ["512", "9999", "64"]), ("max_num_seqs", ["4", "2"])]
-    rows = sweep(task(num_usable_blocks="4000"), axes, 2, lambda *told: heard.append(told))
-    values = [(row.values["block_size"], row.values["max_num_seqs"]) for row in rows]
-    assert values == [("512", "4"), ("512", "2"), ("9999", "4"), ("9999", "2"), ("64", "4"), ("64", "2")]
-    assert heard == [(n, 6) for n in range(1, 7)]
-    for row in rows:
-        if row.values["block_size"] == "9999":
-            assert row.figures is None and "--block-size must be from 1 to 1024" in row.error
-            continue
-        alone = run_point(task(num_usable_blocks="4000"), row.values)
-        assert row.figures is not None and alone.figures is not None
-        assert row.figures["settings"]["block_size"] == int(row.values["block_size"])
-        for told in (row.figures, alone.figures):
-            del told["wall_s"], told["speedup"]
-        assert row == alone
-
-
 def test_one_point_takes_the_common_settings_and_its_own() -> None:
     row = run_point(task(max_num_seqs="3", num_usable_blocks="900"), {"block_size": "128"})
     assert row.error == "" and row.figures is not None

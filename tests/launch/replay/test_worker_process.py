@@ -169,22 +169,21 @@ class TestHandshake:
 
 
 class TestPool:
-    def test_a_cost_model_says_how_much_memory_there_is(self) -> None:
-        config = make_config()
-        layout = make_layout(config)
-        assert plan_pool(config, layout, PerToken(kv_bytes=100 * layout.block_bytes), 1).num_blocks == 100
-        assert plan_pool(config, layout, PerToken(kv_bytes=2**50), 1).num_blocks == MOST_BLOCKS
+    @pytest.mark.parametrize(
+        ("cost_blocks", "flag_blocks", "num_blocks"),
+        [(100, None, 100), (2**40, None, MOST_BLOCKS), (0, 50, 50), (0, None, 8 * 128 // 4 + 1)],
+        ids=["the cost's memory", "more than is shown", "bytes by flag", "a full batch"],
+    )
+    def test_its_size(self, cost_blocks: int, flag_blocks: int | None, num_blocks: int) -> None:
+        block = make_layout(make_config()).block_bytes
+        config = make_config(kv_cache_memory_bytes=flag_blocks and flag_blocks * block)
+        assert plan_pool(config, make_layout(config), PerToken(cost_blocks * block), 1).num_blocks == num_blocks
 
     def test_bytes_by_flag_are_those_of_one_rank(self) -> None:
-        config = make_config(kv_cache_memory_bytes=make_layout(make_config()).block_bytes * 50)
-        layout = make_layout(config)
-        assert plan_pool(config, layout, PerToken(), 1).num_blocks == 50
+        layout = make_layout(make_config())
+        config = make_config(kv_cache_memory_bytes=layout.block_bytes * 50)
         halved = type(layout)(layout.groups, 2 * layout.num_kv_heads, layout.head_dim, layout.dtype)
         assert plan_pool(config, halved, PerToken(), 2).num_blocks == 50
-
-    def test_else_a_full_batch_fits(self) -> None:
-        plan = plan_pool(make_config(), make_layout(make_config()), PerToken(), 1)
-        assert plan.num_blocks == 8 * 128 // 4 + 1
 
     def test_too_little_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="memory does not suffice"):

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -195,19 +195,33 @@ def test_a_changed_count_of_a_decision_names_step_field_and_request() -> None:
     assert str(found).startswith(f"line {at + 1}: step_decision (step {found.step}), counts[0] of 'r0'")
 
 
-def test_a_changed_block_names_its_request() -> None:
-    lines = small()
-    at = where(lines, StepDecision, lambda line: len(line.new) == 1 and line.new[0].req_id == "r1")
-    found = replayed(altered(lines, at, block_ids=[*lines[at].block_ids[:-1], 99]))
-    assert found is not None and found.field == "block_ids[1]" and found.req_id == "r1" and found.recorded == 99
+def ending(**fields: Any) -> Callable[[Any], dict[str, Any]]:
+    return lambda line: {"ended": [msgspec.structs.replace(line.ended[0], **fields)]}
 
 
-def test_a_missing_removal_is_said_as_nothing() -> None:
+@pytest.mark.parametrize(
+    ("kind", "has", "fields", "told"),
+    [
+        (StepDecision, "block_ids", lambda line: {"block_ids": [*line.block_ids[:-1], 99]}, {"recorded": 99}),
+        (StepDecision, "removed", lambda line: {"removed": []}, {"field": "removed[0]", "recorded": "nothing"}),
+        (Result, "handles", lambda line: {"handles": [*line.handles, 77]}, {"field": "handles"}),
+        (Result, "handles", lambda line: {"step": line.step + 1}, {"field": "step"}),
+        (Result, "handles", lambda line: {"counts": [3] * len(line.handles)}, {"field": "counts"}),
+        (Result, "handles", lambda line: {"drafts": [3] * len(line.handles)}, {"field": "drafts"}),
+        (Result, "handles", lambda line: {"bad": [77]}, {"field": "bad"}),
+        (Result, "step", lambda line: {"hashes": [(55, bytes(8))]}, {"field": "hashes", "recorded": 55}),
+        (Result, "ended", ending(num_output_tokens=8), {}),
+        (Result, "ended", ending(handle=77), {}),
+        (Result, "ended", ending(reason=99), {}),
+        (Result, "ended", lambda line: {"ended": []}, {"field": "ended[0]", "recorded": "nothing"}),
+    ],
+)
+def test_a_changed_line_is_a_difference(kind: type, has: str, fields: Any, told: dict[str, Any]) -> None:
     lines = small()
-    at = where(lines, StepDecision, lambda line: line.removed)
-    found = replayed(altered(lines, at, removed=[]))
+    at = where(lines, kind, lambda line: getattr(line, has))
+    found = replayed(altered(lines, at, **fields(lines[at])))
     assert found is not None and found.line == at + 1
-    assert (found.field, found.recorded, found.decided) == ("removed[0]", "nothing", lines[at].removed[0])
+    assert {name: getattr(found, name) for name in told} == told
 
 
 def test_another_priority_is_noticed_where_it_is_let_in() -> None:
@@ -227,46 +241,15 @@ def test_another_count_of_a_result_is_noticed(by: int) -> None:
     assert found is not None and found.line >= at + 1
 
 
-def test_a_result_that_cannot_be_is_a_difference() -> None:
+def test_an_ending_at_a_length_that_is_not_reached_is_a_difference() -> None:
     lines = small()
-    at = where(lines, Result, lambda line: line.handles)
-    for fields, field in (
-        ({"handles": [*lines[at].handles, 77]}, "handles"),
-        ({"step": lines[at].step + 1}, "step"),
-        ({"counts": [3] * len(lines[at].handles)}, "counts"),
-        ({"drafts": [3] * len(lines[at].handles)}, "drafts"),
-        ({"bad": [77]}, "bad"),
-    ):
-        found = replayed(altered(lines, at, **fields))
-        assert found is not None and (found.line, found.kind, found.field) == (at + 1, "result", field)
-
-
-def test_another_ending_is_a_difference() -> None:
-    lines = small()
-    at = where(lines, Result, lambda line: line.ended)
-    (ended,) = lines[at].ended
-    for other in (
-        msgspec.structs.replace(ended, num_output_tokens=ended.num_output_tokens - 1),
-        msgspec.structs.replace(ended, handle=77),
-        msgspec.structs.replace(ended, reason=99),
-    ):
-        found = replayed(altered(lines, at, ended=[other]))
-        assert found is not None and (found.line, found.kind) == (at + 1, "result")
-    found = replayed(altered(lines, at, ended=[]))
-    assert found is not None and found.field == "ended[0]" and found.recorded == "nothing"
+    (ended,) = lines[where(lines, Result, lambda line: line.ended)].ended
     assert ended.reason == EndReason.LENGTH
-    early = where(lines, Result, lambda line: not line.ended and line.step > 3)
+    at = where(lines, Result, lambda line: not line.ended and line.step > 3)
     handle = lines[where(lines, Result, lambda line: line.handles)].handles[0]
     told = msgspec.structs.replace(ended, handle=handle, num_output_tokens=3)
-    found = replayed(altered(lines, early, ended=[told]))
-    assert found is not None and found.line == early + 1, "nobody can end at a length that it has not reached"
-
-
-def test_a_name_for_nobody_is_a_difference() -> None:
-    lines = small()
-    at = where(lines, Result)
-    found = replayed(altered(lines, at, hashes=[(55, bytes(8))]))
-    assert found is not None and (found.line, found.field, found.recorded) == (at + 1, "hashes", 55)
+    found = replayed(altered(lines, at, ended=[told]))
+    assert found is not None and found.line == at + 1
 
 
 def test_a_decision_where_there_was_none_and_the_other_way_round() -> None:
