@@ -298,6 +298,8 @@ class Load:
                 driver.deliver()
         if len(self.drivers) > 1:
             assert len({told_to_clients(driver) for driver in self.drivers}) == 1, "clients heard different things"
+            counters = [counters_of(driver) for driver in self.drivers]
+            assert all(each == counters[0] for each in counters), "other counters, in steady decode or out of it"
 
     def check_step(self, diff: SchedulerOutput) -> None:
         """I14: nobody is admitted before somebody who came earlier (or is worth more) and could have been."""
@@ -392,6 +394,21 @@ def prompt_logprobs_of(prompt: list[int]) -> dict[int, tuple[int, float]]:
     for token in prompt:
         contexts.append(extend_context(contexts[-1], token))
     return {at: (token, prompt_logprob(contexts[at + 1])) for at, token in enumerate(prompt) if at}
+
+
+def counters_of(driver: Driver) -> dict[tuple[int, str], tuple[int, ...]]:
+    """The progress of each live request."""
+    return {
+        key: (
+            request.num_tokens,
+            request.num_computed_tokens,
+            request.num_acknowledged_tokens,
+            request.num_output_placeholders,
+            request.num_in_flight,
+            request.num_tokens_to_compute,
+        )
+        for key, request in driver.scheduler.table.requests.items()
+    }
 
 
 def told_to_clients(driver: Driver) -> str:
