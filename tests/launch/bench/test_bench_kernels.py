@@ -30,10 +30,10 @@ def _bench(deadline: float = float("inf")) -> Bench:
     return Bench(CPU, Clock(CPU, 0.0), "dry", {}, LIMITS, deadline)
 
 
-def _dry_run(folder: Path, *flags: str) -> dict[str, Any]:
+def _dry_run(folder: Path) -> dict[str, Any]:
     file = folder / "found.json"
     command = [sys.executable, "-P", "-m", "quire.launch.cli", "bench", "kernels", "--dry-run", "--json", str(file)]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == json.loads(file.read_text())
     found: dict[str, Any] = json.loads(file.read_text())
@@ -57,12 +57,6 @@ def test_dry_run_of_everything(tmp_path: Path) -> None:
     assert {row["case"] for row in found["results"]["limits"]} >= {"read 0 MiB", "copy 0 MiB"}
 
 
-@pytest.mark.slow
-def test_only_the_sections_asked_for(tmp_path: Path) -> None:
-    found = _dry_run(tmp_path, "--sections", "cpu_prefill")
-    assert list(found["results"]["sections"]) == ["cpu_prefill"]
-
-
 @pytest.mark.full
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -77,6 +71,7 @@ def test_a_time_limit_of_nothing_is_refused() -> None:
 
 def test_sections_of_another_device_are_not_chosen() -> None:
     assert {section.device for section in choose([], {"cpu"})} == {"cpu"}
+    assert [section.name for section in choose(["cpu_prefill"], {"cpu"})] == ["cpu_prefill"]
     with pytest.raises(ValueError, match="no section 'decode_step'"):
         choose(["decode_step"], {"cpu"})
 

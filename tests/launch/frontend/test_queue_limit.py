@@ -176,12 +176,9 @@ class TestOverHttp:
         engine.check_drained()
         assert http.complete(prompt=[5, 6], n=2, max_tokens=9).status_code == 200
 
-    def test_the_same_when_it_is_the_first_that_is_refused(
-        self, connect_to: Callable[[Any], Any], text_in: TextIn
-    ) -> None:
+    def test_the_same_when_it_is_the_first_that_is_refused(self, connect_to: Callable[[Any], Any]) -> None:
         engine = ScheduledEngine(refuse_from=0, max_num_seqs=1)
-        http = connect_to(engine)
-        assert http.complete(prompt=[5, 6], n=3).status_code == 503
+        assert connect_to(engine).complete(prompt=[5, 6], n=3).status_code == 503
         assert engine.num_aborts == 0
         engine.check_drained()
 

@@ -220,39 +220,25 @@ def test_refusals_reach_their_reader() -> None:
         link.add("2"), link.add("2")
 
 
-class TestProgress:
-    """What /health goes by."""
-
-    @pytest.fixture
-    def now(self) -> list[float]:
-        return [100.0]
-
-    @pytest.fixture
-    def session(self, now: list[float]) -> Session:
-        session = Session(lambda message: None, 7, clock=lambda: now[0])
-        session.begin()
-        session.take(EngineState("ready"))
-        return session
-
-    def test_an_idle_engine_need_not_get_on(self, session: Session, now: list[float]) -> None:
-        now[0] += 1000
-        assert session.seconds_without_progress == 0
-
-    def test_from_the_first_request_on_a_token_is_due(self, session: Session, now: list[float]) -> None:
-        now[0] += 1000
-        session.add(AddRequest("1", np.array([1], np.int32), SamplingParams(), 0))
+def test_how_long_a_token_is_due_is_what_health_goes_by() -> None:
+    """An idle engine need not get on; from the first request on a token is due; a recovery counts from its start."""
+    now = [100.0]
+    session = Session(lambda message: None, 7, clock=lambda: now[0])
+    session.begin()
+    session.take(EngineState("ready"))
+    now[0] += 1000
+    assert session.seconds_without_progress == 0
+    for name in "12":
+        session.add(AddRequest(name, np.array([1], np.int32), SamplingParams(), 0))
         now[0] += 5
-        session.add(AddRequest("2", np.array([1], np.int32), SamplingParams(), 0))
-        now[0] += 5
-        assert session.seconds_without_progress == 10
-        session.take(StepOutputs([Introduced(0, "1", 0)], np.array([0], np.int32), np.array([3], np.int32), []))
-        assert session.seconds_without_progress == 0
-
-    def test_a_recovery_counts_from_its_beginning(self, session: Session, now: list[float]) -> None:
+    assert session.seconds_without_progress == 10
+    session.take(StepOutputs([Introduced(0, "1", 0)], np.array([0], np.int32), np.array([3], np.int32), []))
+    assert session.seconds_without_progress == 0
+    length = int(EndReason.LENGTH)
+    session.take(StepOutputs([Introduced(1, "2", 0)], None, None, [Ended(0, length, 1), Ended(1, length, 0)]))
+    for _ in range(2):
         session.take(EngineState("recovering"))
         now[0] += 7
-        session.take(EngineState("recovering"))
-        now[0] += 7
-        assert session.seconds_without_progress == 14
-        session.take(EngineState("ready"))
-        assert session.seconds_without_progress == 0
+    assert session.seconds_without_progress == 14
+    session.take(EngineState("ready"))
+    assert session.seconds_without_progress == 0

@@ -1,17 +1,17 @@
 """``quire replay`` as a user types it: kinds of replay, what is written where, contradictions, bad input."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from front_end import EndlessEngine, EndlessSequence, FrontEnd
 from scheduler_driver import Driver
 
 from quire.launch.cli import main
+from quire.protocol.errors import InvalidRequest
 from quire.scheduler_proc.trace.lines import StepDecision, decode_line, encode_line
 
 Replay = Callable[..., tuple[int, str, str]]
@@ -262,41 +262,21 @@ class TestExact:
         assert status == 0 and "note: " in out
 
 
-class _OneTokenServer(BaseHTTPRequestHandler):
-    """Answers with as many tokens as are asked for; prompts of 703 tokens fail."""
+class Busy(EndlessEngine):
+    """Refuses prompts of 703 tokens."""
 
-    def do_GET(self) -> None:
-        known = self.path == "/v1/models"
-        self._answer(200 if known else 404, json.dumps({"data": [{"id": "m", "max_model_len": 709}]}))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if len(body["prompt"]) == 703:
-            self._answer(503, "")
-            return
-        chunks: list[Any] = [{"choices": [{"text": "a", "finish_reason": "length"}]}] * body["max_tokens"]
-        chunks.append({"usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}})
-        self._answer(200, "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n")
-
-    def _answer(self, status: int, text: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: stderr is looked at."""
+    async def add(self, request_id: str, prompt_token_ids: Any, *rest: Any, **more: Any) -> EndlessSequence:
+        if len(prompt_token_ids) == 703:
+            raise InvalidRequest("too many wait", None, "queue_full")
+        return await super().add(request_id, prompt_token_ids, *rest, **more)
 
 
 class TestLive:
     @pytest.fixture
     def url(self) -> Iterator[str]:
-        with ThreadingHTTPServer(("127.0.0.1", 0), _OneTokenServer) as server:
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            yield f"http://127.0.0.1:{server.server_port}"
-            server.shutdown()
-            thread.join()
+        front_end = FrontEnd(Busy(max_model_len=709, vocab_size=1024))
+        yield f"http://127.0.0.1:{front_end.port}"
+        front_end.close()
 
     def test_the_same_outputs_as_of_a_simulation(
         self, replay: Replay, mooncake: Path, tmp_path: Path, url: str
@@ -304,13 +284,13 @@ class TestLive:
         page = tmp_path / "live.html"
         status, out, err = replay(mooncake, "--against", url, "--concurrency", 2, "--json", "-", "--html", page)
         found = read_json(out)
-        assert (status, err) == (1, "") and found["errors"] == {"http 503": 1}
+        assert (status, err) == (1, "") and found["errors"] == {"http 503 queue_full": 1}
         assert found["finish_reasons"] == {"error": 1, "length": 3, "rejected": 4}
         assert found["output_tokens"] == 3 + 4 + 5 and found["steps"] is None and page.stat().st_size > 1000
 
     def test_a_good_run_as_tables(self, replay: Replay, mooncake: Path, url: str) -> None:
         status, out, err = replay(mooncake, "--against", url, "--rate", 50, "--limit", 3, "--overlong", "drop")
-        assert (status, err) == (0, "") and "mooncake trace against m" in out and "end to end, ms" in out
+        assert (status, err) == (0, "") and "mooncake trace against endless" in out and "end to end, ms" in out
         assert "steps" not in out.split("\n\n")[2]
 
 

@@ -229,14 +229,11 @@ class TestAgentic:
 
 
 class TestAgentText:
-    def test_excerpt(self) -> None:
+    def test_excerpt_in_the_tokenizer_s_tokens(self) -> None:
         lines = [json.loads(line) for line in (DATA / EXCERPTS["agent-text"]).read_text().splitlines()]
-        text = {call.text for call in load(DATA / EXCERPTS["agent-text"]).calls}
-        assert text == {line["input"] for line in lines}
-
-    def test_tokens_are_the_tokenizer_s(self) -> None:
-        text_in = TextIn.load(DEMO_MODEL)
-        for call in load(DATA / EXCERPTS["agent-text"]).calls:
+        calls, text_in = load(DATA / EXCERPTS["agent-text"]).calls, TextIn.load(DEMO_MODEL)
+        assert {call.text for call in calls} == {line["input"] for line in lines}
+        for call in calls:
             assert call.text is not None and call.tokens is not None and call.content is not None
             assert list(call.tokens) == text_in.encode(call.text)
             assert len(call.tokens) == call.num_prompt_tokens

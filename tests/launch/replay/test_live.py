@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from starlette.applications import Starlette
 
 from quire.launch.replay.live import Target, run_live
 from quire.launch.replay.live_prompts import PromptMaker, invented_tokens
@@ -189,21 +188,6 @@ class TestWhatCameOfIt:
         told: list[int] = []
         Stub(context=24).run(workload(call(0), call(1, prompt=99)), progress=lambda _, ended: told.append(ended))
         assert sorted(told) == [1, 2]
-
-
-def test_against_our_own_server(app: Starlette, engine: Any) -> None:
-    """Its engine is invented, its routes are real: it takes the ids and the forced length."""
-    engine.reply = None
-    record = run_live(
-        workload(call(0, ids=(4,)), call(1, prompt=300)),
-        Target("http://test", model="tiny"),
-        transport=httpx.ASGITransport(app),
-    )
-    assert sorted(run.finish for run in record.requests) == ["length", "rejected"]
-    assert [len(sequence.prompt) for sequence in engine.added] == [1, 20]
-    assert (engine.added[1].params.max_tokens, engine.added[1].params.ignore_eos) == (4, True)
-    answered = next(run for run in record.requests if run.finish == "length")
-    assert (answered.num_output_tokens, answered.num_cached_tokens) == (4, 10)
 
 
 @pytest.mark.parametrize(
