@@ -30,6 +30,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     *[("request_id", {"request_id": value}) for value in ("", "x" * 257, "é" * 10_000)],
     *[("priority", {"priority": value}) for value in (2**31, -(2**31) - 1, 2**40, 2**63, -(2**63))],
     *[("cache_salt", {"cache_salt": value}) for value in ("x" * (MAX_SALT_LENGTH + 1), "é" * 10**6)],
+    *[("tenant", {"tenant": value}) for value in (-1, 2**31, 2**40, -(2**63))],
     *[("arrival", {"arrival": value}) for value in (float("nan"), float("inf"), float("-inf"))],
 ]
 

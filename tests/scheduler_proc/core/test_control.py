@@ -21,12 +21,10 @@ def test_a_pause_lets_nothing_new_out_and_loses_nothing() -> None:
     assert driver.control("pause").done
     assert not driver.scheduler.can_schedule and driver.schedule() is None
     driver.add("late", [5], max_tokens=2)
-    while driver.execute() or driver.deliver():
-        pass
+    driver.settle()
     assert not driver.scheduler.in_flight and len(driver.scheduler.table.requests) == 5
     driver.control("resume")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     for index in range(4):
         assert driver.answers[f"r{index}"].tokens == expected_tokens([index, 1, 2], 6)
 
@@ -50,18 +48,13 @@ def test_statistics_answer_the_query_and_count() -> None:
     assert (told.prompt_tokens, told.generation_tokens, told.num_steps) == (12, 24, len(driver.diffs))
 
 
-def test_an_unknown_control_says_that_it_did_nothing() -> None:
-    assert not Driver().control("dance").done
-
-
 def test_a_client_that_leaves_takes_its_requests_along_and_no_others() -> None:
     driver = busy(async_scheduling=True)
     driver.drop_client(1)
     assert {client for client, _ in driver.scheduler.table.requests} == {0}
     assert [driver.answers[r].reason for r in ("r1", "r3")] == [EndReason.ABORTED] * 2
     driver.drop_client(9)
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     for request_id, index in (("r0", 0), ("r2", 2)):
         assert driver.answers[request_id].tokens == expected_tokens([index, 1, 2], 6)
 

@@ -27,11 +27,6 @@ def always(driver: Driver, count: int) -> None:
     driver.worker.draft_rng.randint = lambda low, high: min(count, high)  # type: ignore[method-assign]
 
 
-def finish(driver: Driver) -> None:
-    driver.run()
-    driver.check_drained()
-
-
 def told(diffs: list[SchedulerOutput]) -> list[tuple[int, int]]:
     """(tokens, drafts) of handle 0 in each step."""
     return [(dict(d.counts).get(0, 1), dict(d.drafts).get(0, 0)) for d in diffs]
@@ -43,7 +38,7 @@ def test_the_stream_is_the_same_with_any_drafts(asynchronous: bool, quality: flo
     driver = drafting(asynchronous, quality)
     for index in range(4):
         driver.add(f"r{index}", [index, *PROMPT], max_tokens=20 + index)
-    finish(driver)
+    driver.finish()
     for index in range(4):
         assert end_of(driver, f"r{index}") == (EndReason.LENGTH, expected_tokens([index, *PROMPT], 20 + index))
     statistics = driver.scheduler.statistics()
@@ -57,15 +52,14 @@ def test_right_drafts_make_fewer_steps_and_their_tokens_come_packed() -> None:
     always(driver, 3)
     driver.add("a", PROMPT, max_tokens=9)
     driver.schedule()
-    driver.execute()
-    driver.deliver()
+    driver.answer()
     driver.schedule()
     driver.execute()
     result = driver.deliver()
     assert result is not None and result.counts is not None and result.counts.tolist() == [4]
     ((_, message),) = driver.heard
     assert message.handles.tolist() == [0] and message.counts.tolist() == [4] and len(message.tokens) == 4
-    finish(driver)
+    driver.finish()
     assert told(driver.diffs) == [(5, 0), (4, 3), (4, 3)]
 
 
@@ -74,7 +68,7 @@ def test_the_last_step_has_no_drafts_beyond_the_limit(asynchronous: bool) -> Non
     driver = drafting(asynchronous)
     always(driver, 3)
     driver.add("a", PROMPT, max_tokens=7)
-    finish(driver)
+    driver.finish()
     assert [d for _, d in told(driver.diffs)] == [0, 3, 1], "one token needs no draft: the step gives it anyway"
     assert len(driver.answers["a"].tokens) == 7
 
@@ -88,9 +82,8 @@ def test_drafts_are_trimmed_to_what_the_budget_leaves() -> None:
     driver.scheduler.config = change(driver.config, max_num_batched_tokens=6)
     diff = driver.schedule()
     assert diff is not None and diff.drafts == [(0, 3), (1, 1)] and diff.counts == [(0, 4), (1, 2)]
-    driver.execute()
-    driver.deliver()
-    finish(driver)
+    driver.answer()
+    driver.finish()
 
 
 @pytest.mark.parametrize(("budget", "drafts"), [(5, [(0, 2)]), (4, [(0, 1)]), (3, [])])
@@ -102,9 +95,8 @@ def test_nobody_goes_without_a_token_for_anothers_drafts(budget: int, drafts: li
     driver.scheduler.config = change(driver.config, max_num_batched_tokens=budget)
     diff = driver.schedule()
     assert diff is not None and diff.drafts == drafts and not diff.parked
-    driver.execute()
-    driver.deliver()
-    finish(driver)
+    driver.answer()
+    driver.finish()
 
 
 def test_nobody_is_put_out_for_a_draft() -> None:
@@ -115,7 +107,7 @@ def test_nobody_is_put_out_for_a_draft() -> None:
     driver.step()
     diff = driver.schedule()
     assert diff is not None and diff.drafts == [(0, 1)], "b has one position left in its blocks, and a got the last one"
-    finish(driver)
+    driver.finish()
     assert driver.scheduler.statistics().num_preemptions == 0
 
 
@@ -124,7 +116,7 @@ def test_a_worker_that_finds_no_drafts_computes_one_token(asynchronous: bool) ->
     driver = drafting(asynchronous)
     always(driver, 0)
     driver.add("a", PROMPT, max_tokens=7)
-    finish(driver)
+    driver.finish()
     assert sum(d for _, d in told(driver.diffs)) > 3, "they may have some each time, as far as the limit lets them"
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 7)
     statistics = driver.scheduler.statistics()
@@ -137,7 +129,7 @@ def test_fewer_drafts_than_asked_for_are_clawed_back(asynchronous: bool, there: 
     driver = drafting(asynchronous)
     always(driver, there)
     driver.add("a", PROMPT, max_tokens=30)
-    finish(driver)
+    driver.finish()
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 30)
     statistics = driver.scheduler.statistics()
     assert statistics.num_draft_tokens == statistics.num_accepted_tokens > 0
@@ -151,11 +143,10 @@ def test_rejected_drafts_are_clawed_back() -> None:
     driver.schedule()
     request = driver.request("a")
     assert (request.num_computed_tokens, request.num_output_placeholders, request.num_drafts_in_flight) == (9, 4, 3)
-    driver.execute()
-    driver.deliver()
+    driver.answer()
     assert (request.num_computed_tokens, request.num_output_placeholders, request.num_drafts_in_flight) == (6, 0, 0)
     assert request.num_acknowledged_tokens == 6 and request.num_tokens == 7
-    finish(driver)
+    driver.finish()
 
 
 def test_one_step_ahead_the_worker_is_where_it_is_and_the_count_is_an_upper_bound() -> None:
@@ -166,12 +157,11 @@ def test_one_step_ahead_the_worker_is_where_it_is_and_the_count_is_an_upper_boun
     request = driver.request("a")
     assert (request.num_computed_tokens, request.num_output_placeholders) == (9, 5)
     for _ in range(6):
-        driver.execute()
-        driver.deliver()
+        driver.answer()
         driver.schedule()
         assert request.num_tokens + request.num_output_placeholders - request.num_computed_tokens == 1
         assert driver.worker.rows[0].num_computed <= request.num_computed_tokens
-    finish(driver)
+    driver.finish()
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 30)
 
 
@@ -183,7 +173,7 @@ def test_a_stop_token_among_accepted_drafts_drops_the_later_ones(asynchronous: b
     always(driver, 3)
     driver.add("a", PROMPT, max_tokens=30, stop_token_ids=[want[2]])
     driver.add("b", [9], max_tokens=30)
-    finish(driver)
+    driver.finish()
     assert end_of(driver, "a") == (EndReason.STOPPED, want[:3])
     ended = driver.answers["a"].ended
     assert ended is not None and (ended.num_output_tokens, ended.stop_reason) == (3, want[2])
@@ -197,27 +187,13 @@ def test_aborted_with_drafts_in_flight(asynchronous: bool) -> None:
     driver = drafting(asynchronous)
     driver.add("a", PROMPT, max_tokens=30)
     driver.add("b", [9], max_tokens=12)
-    for _ in range(2):
-        driver.step()
+    driver.step(2)
     driver.schedule()
     driver.abort("a")
-    finish(driver)
+    driver.finish()
     assert driver.answers["a"].reason is EndReason.ABORTED
     assert driver.answers["b"].tokens == expected_tokens([9], 12)
     assert driver.scheduler.statistics().dropped_tokens > 0
-
-
-@BOTH
-@pytest.mark.parametrize("quality", [0.0, 0.6, 1.0])
-def test_preempted_with_drafts_in_flight(asynchronous: bool, quality: float) -> None:
-    """#48245 with drafts: what is accepted afterwards counts, no placeholder is left, all is computed again."""
-    driver = drafting(asynchronous, quality, num_blocks=11, enable_prefix_caching=False)
-    for index, name in enumerate(("old", "young")):
-        driver.add(name, [index] * 7, max_tokens=18)
-    finish(driver)
-    assert driver.scheduler.statistics().num_preemptions > 0
-    for index, name in enumerate(("old", "young")):
-        assert driver.answers[name].tokens == expected_tokens([index] * 7, 18)
 
 
 def test_who_may_be_done_if_all_drafts_are_right_waits_for_the_answer() -> None:
@@ -227,11 +203,10 @@ def test_who_may_be_done_if_all_drafts_are_right_waits_for_the_answer() -> None:
     driver.add("b", [9], max_tokens=40)
     driver.schedule()
     driver.schedule()
-    driver.execute()
-    driver.deliver()
+    driver.answer()
     diff = driver.schedule()
     assert diff is not None and diff.parked == [0] and not diff.removed
-    finish(driver)
+    driver.finish()
     assert [h for d in driver.diffs for h in d.unparked].count(0) > 0
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 5)
 
@@ -247,7 +222,7 @@ def test_a_step_has_room_for_all_drafts_of_all_requests() -> None:
 def test_nobody_cruises_while_there_are_drafts() -> None:
     driver = drafting(True)
     driver.add("a", PROMPT, max_tokens=20)
-    finish(driver)
+    driver.finish()
     assert driver.num_cruising == 0
 
 
@@ -258,7 +233,7 @@ def test_blocks_of_accepted_drafts_are_found_again(asynchronous: bool) -> None:
     driver.run()
     again = [*PROMPT, *driver.answers["a"].tokens]
     driver.add("b", again, max_tokens=3)
-    finish(driver)
+    driver.finish()
     assert driver.answers["b"].num_cached_tokens >= 20
     assert driver.answers["b"].tokens == expected_tokens(again, 3)
 
@@ -285,7 +260,7 @@ def test_results_whose_drafts_cannot_be_are_refused(damage: Any) -> None:
     driver.schedule()
     driver.execute()
     assert driver.deliver_damaged(damage)
-    finish(driver)
+    driver.finish()
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 20)
 
 
@@ -306,7 +281,7 @@ def adaptive(quality: float, asynchronous: bool) -> Driver:
     driver.worker.step_seconds = lambda tokens, drafts: 1.0 + 0.001 * tokens
     always(driver, 3)
     driver.add("a", PROMPT, max_tokens=380)
-    finish(driver)
+    driver.finish()
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 380)
     return driver
 

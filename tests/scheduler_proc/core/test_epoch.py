@@ -18,14 +18,12 @@ def busy(asynchronous: bool = True, **settings: Any) -> Driver:
     driver = Driver(**{"max_num_seqs": 2, "async_scheduling": asynchronous} | settings)
     for index, name in enumerate("abc"):
         driver.add(name, [index, 7, 8, 9, 10], max_tokens=12 + index, client=index % 2)
-    for _ in range(4):
-        driver.step()
+    driver.step(4)
     return driver
 
 
 def check_all(driver: Driver) -> None:
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     for index, name in enumerate("abc"):
         assert end_of(driver, name) == (
             EndReason.LENGTH,
@@ -37,8 +35,7 @@ def check_all(driver: Driver) -> None:
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
 def test_everything_is_computed_again_and_the_tokens_are_the_same(asynchronous: bool, in_flight: int) -> None:
     driver = busy(asynchronous)
-    while driver.execute() or driver.deliver() is not None:
-        pass
+    driver.settle()
     for _ in range(in_flight):
         driver.schedule()
     before = {name: list(answer.tokens) for name, answer in driver.answers.items()}
@@ -53,8 +50,7 @@ def test_everything_is_computed_again_and_the_tokens_are_the_same(asynchronous: 
 
 def test_late_results_are_ignored_and_counted() -> None:
     driver = busy()
-    while driver.schedule() is not None:
-        pass
+    driver.fill()
     late = len(driver.scheduler.in_flight)
     before = driver.scheduler.statistics()
     driver.begin_epoch()
@@ -70,8 +66,7 @@ def test_late_results_are_ignored_and_counted() -> None:
 
 def test_late_results_come_between_those_of_the_new_epoch_steps() -> None:
     driver = busy()
-    while driver.schedule() is not None:
-        pass
+    driver.fill()
     driver.begin_epoch()
     assert driver.schedule() is not None and driver.schedule() is not None
     assert not driver.scheduler.can_schedule, "the pipeline has room for two steps that count"
@@ -85,14 +80,12 @@ def test_one_whose_last_token_was_in_flight_gets_it_again() -> None:
     driver.add("b", [4], max_tokens=9)
     driver.schedule()
     driver.schedule()
-    driver.execute()
-    driver.deliver()
+    driver.answer()
     driver.schedule()
     assert list(driver.scheduler.table.leaving) == [0]
     driver.begin_epoch()
     assert not driver.scheduler.table.leaving
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert driver.answers["a"].tokens == expected_tokens([1, 2, 3], 2)
     assert driver.answers["b"].tokens == expected_tokens([4], 9)
 
@@ -148,8 +141,7 @@ def test_ends_between_the_epochs(asynchronous: bool) -> None:
     driver.begin_epoch()
     driver.abort("a")
     driver.stop("b", 1, client=1)
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert driver.answers["a"].reason is EndReason.ABORTED and driver.answers["b"].reason is EndReason.STOPPED
     assert driver.answers["c"].tokens == expected_tokens([2, 7, 8, 9, 10], 14)
 
@@ -164,8 +156,7 @@ def test_handles_of_before_are_not_given_out_while_the_workers_may_hold_them() -
     driver.run()
     driver.add("e", [1], max_tokens=1)
     assert driver.request("e").handle < 4
-    driver.run()
-    driver.check_drained()
+    driver.finish()
 
 
 @BOTH
@@ -180,8 +171,7 @@ def test_with_drafts_in_flight(asynchronous: bool, quality: float) -> None:
 
 def test_it_is_in_the_log_which_replays_with_and_without_tokens() -> None:
     driver = busy()
-    while driver.schedule() is not None:
-        pass
+    driver.fill()
     driver.begin_epoch()
     check_all(driver)
     assert replay(driver.header, driver.log, check=True) is None
@@ -193,5 +183,4 @@ def test_steps_are_not_halved_below_a_prompt_that_may_not_be_cut() -> None:
     assert driver.scheduler.halve_steps() and driver.scheduler.config.max_num_batched_tokens == 40
     assert not driver.scheduler.halve_steps()
     driver.add("a", list(range(39)), max_tokens=1)
-    driver.run()
-    driver.check_drained()
+    driver.finish()

@@ -1,23 +1,17 @@
 """Requests that end for a reason of their own: in the worker, or because their grammar came to nothing."""
 
-from typing import Any
-
-import numpy as np
 import pytest
 from log_replay import replay
-from scheduler_driver import Driver, change, end_of, expected_tokens
+from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.protocol.wire.worker_messages import ModelRunnerOutput
-from quire.scheduler_proc.core.scheduler import WorkerFault
 
 PROMPT = list(range(3, 20))
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 
 
 def finish(driver: Driver) -> None:
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert replay(driver.header, driver.log, check=True) is None
     assert driver.replay_lines() is None
 
@@ -42,8 +36,7 @@ def test_what_it_wrote_is_right_and_found_again() -> None:
     driver = Driver()
     driver.add("a", PROMPT, max_tokens=12)
     driver.worker.failed_at["a"] = 5
-    for _ in range(3):
-        driver.step()
+    driver.step(3)
     driver.add("reader", PROMPT, max_tokens=12)
     driver.run()
     driver.add("later", PROMPT, max_tokens=2)
@@ -60,8 +53,7 @@ def test_one_that_was_preempted_meanwhile_fails_too() -> None:
     driver.add("a", [7] * 5, max_tokens=15)
     for _ in range(60):
         if not driver.request("a").num_preemptions and driver.schedule() is None:
-            driver.execute()
-            driver.deliver()
+            driver.answer()
     request = driver.request("a")
     assert request.num_in_flight and request.num_preemptions
     driver.worker.failed_at["a"] = request.num_output_tokens
@@ -78,18 +70,6 @@ def test_failing_and_a_stop_token_at_once_is_a_failure() -> None:
     driver.add("a", PROMPT, max_tokens=12, stop_token_ids=[want[2]])
     finish(driver)
     assert end_of(driver, "a") == (EndReason.ERROR, want[:2])
-
-
-@pytest.mark.parametrize("failed", [[(5, "x")], [(0, "x"), (5, "x")]])
-def test_a_failed_request_that_did_not_sample_is_a_fault(failed: Any) -> None:
-    driver = Driver()
-    driver.add("a", PROMPT, max_tokens=3)
-    driver.schedule()
-    result = ModelRunnerOutput(1, np.array([1], np.int32), np.array([0], np.int32))
-    with pytest.raises(WorkerFault, match="failed rows that did not sample"):
-        driver.scheduler.consume(change(result, failed=failed))
-    assert len(driver.scheduler.in_flight) == 1
-    driver.run()
 
 
 def test_a_refused_grammar_is_a_rejection() -> None:
@@ -133,8 +113,7 @@ def test_who_had_begun_before_it_was_held_ends_with_an_error() -> None:
 def test_a_request_can_be_failed_from_within(asynchronous: bool) -> None:
     driver = Driver(async_scheduling=asynchronous)
     driver.add("a", PROMPT, max_tokens=12)
-    for _ in range(4):
-        driver.step()
+    driver.step(4)
     had = list(driver.answers["a"].tokens)
     driver.fail("a")
     driver.fail("a")

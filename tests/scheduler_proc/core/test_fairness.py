@@ -165,8 +165,7 @@ def test_an_arrival_goes_before_the_many_of_who_floods(policy: str, asynchronous
     driver = Driver(max_num_seqs=1, scheduling_policy=policy, async_scheduling=asynchronous)
     for i in range(60):
         driver.add(f"flood{i:02}", [1, 2, 3], max_tokens=2, tenant=1)
-    for _ in range(6):
-        driver.step()
+    driver.step(6)
     driver.add("late", [4, 5], max_tokens=2, tenant=2)
     order = admission_order(driver)
     assert order.index("late") <= 1, order[:4]
@@ -227,19 +226,15 @@ def test_long_answers_of_one_tenant_give_up_rows_for_another(policy: str, asynch
     )
     for i in range(9):
         driver.add(f"flood{i}", [i + 1] * 5, max_tokens=100, ignore_eos=True, tenant=1)
-    for _ in range(20):
-        driver.step()
+    driver.step(20)
     for i in range(5):
         driver.add(f"other{i}", [50 + i] * 3, max_tokens=20, ignore_eos=True, tenant=2)
-    for _ in range(12):
-        driver.step()
+    driver.step(12)
     assert driver.scheduler.table.rows == {1: 3, 2: 3}
-    for _ in range(50):
-        driver.step()
+    driver.step(50)
     assert all(driver.answers[f"other{i}"].ended for i in range(5))
     assert driver.scheduler.statistics().preemptions_by_reason["over_share"] <= 5
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     for i in range(9):
         assert driver.answers[f"flood{i}"].tokens == expected_tokens([i + 1] * 5, 100)
 
@@ -249,8 +244,7 @@ def test_what_was_claimed_is_not_claimed_back() -> None:
     for tenant in (1, 2):
         for i in range(6):
             driver.add(f"{tenant}:{i}", [tenant, i], max_tokens=30, ignore_eos=True, tenant=tenant)
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert driver.scheduler.statistics().num_preemptions == 0
 
 
@@ -260,15 +254,13 @@ def test_several_claim_rows_in_one_step(asynchronous: bool) -> None:
     driver = Driver(num_blocks=200, max_num_seqs=8, async_scheduling=asynchronous)
     for i in range(12):
         driver.add(f"flood{i}", [1, i], max_tokens=60, ignore_eos=True, tenant=1)
-    for _ in range(4):
-        driver.step()
+    driver.step(4)
     for i in range(4):
         driver.add(f"other{i}", [2, i], max_tokens=6, ignore_eos=True, tenant=2)
     driver.step()
     running = {request.request_id for request in driver.scheduler.table.running.values()}
     assert {f"other{i}" for i in range(4)} <= running
-    driver.run()
-    driver.check_drained()
+    driver.finish()
 
 
 def test_blocks_are_claimed_up_to_a_share() -> None:
@@ -278,42 +270,36 @@ def test_blocks_are_claimed_up_to_a_share() -> None:
     driver.step()
     assert driver.scheduler.kv.pool.num_free_blocks < 10
     driver.add("other", [9] * 40, max_tokens=4, ignore_eos=True, tenant=2)
-    driver.step()
-    driver.step()
+    driver.step(2)
     decisions = [d for d in driver.scheduler.decisions.take() if d.kind == "preempt"]
     assert {(d.reason, d.beneficiary) for d in decisions} == {(PreemptReason.OVER_SHARE, "other")}
     assert "flood0" not in {d.request_id for d in decisions}
-    driver.run()
-    driver.check_drained()
+    driver.finish()
 
 
 def test_the_only_request_of_a_tenant_is_not_put_out_for_others() -> None:
     """It has nearly the whole pool, and gets on although others come all the time."""
     driver = Driver(num_blocks=33, max_num_seqs=8, max_model_len=128, enable_prefix_caching=False)
     driver.add("giant", [7] * 100, max_tokens=20, ignore_eos=True, tenant=1)
-    for _ in range(4):
-        driver.step()
+    driver.step(4)
     for i in range(40):
         driver.add(f"small{i}", [i] * 12, max_tokens=6, ignore_eos=True, tenant=2)
         driver.step()
     assert driver.answers["giant"].ended is not None
-    driver.run()
-    driver.check_drained()
+    driver.finish()
 
 
 def test_a_long_prompt_of_one_tenant_leaves_a_part_of_each_step() -> None:
     driver = Driver(num_blocks=300, max_model_len=900, max_num_batched_tokens=20, max_num_seqs=4)
     driver.add("long", [1] * 800, max_tokens=1, tenant=1)
-    for _ in range(3):
-        driver.step()
+    driver.step(3)
     driver.add("short", [2] * 30, max_tokens=1, tenant=2)
     begun = len(driver.diffs)
     while driver.answers["short"].ended is None:
         driver.step()
     assert len(driver.diffs) - begun == 3, "ten tokens in each step"
     assert driver.counts(driver.diffs[-1])["long"] >= 10
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert len(driver.diffs) == (800 + 30) // 20 + 1, "none of a step was left unused"
 
 
@@ -358,8 +344,7 @@ def steps_of_victim(flood: bool, **settings: object) -> list[int]:
             for k in range(6):
                 size = (5, 60, 180)[(i + k) % 3]
                 driver.add(f"flood{i}:{k}", [i, k] * (size // 2), max_tokens=60, ignore_eos=True, tenant=1)
-        for _ in range(3):
-            driver.step()
+        driver.step(3)
         begun = len(driver.diffs)
         driver.add(f"good{i}", [100 + i] * 20, max_tokens=30, ignore_eos=True, tenant=2)
         while driver.answers[f"good{i}"].ended is None:

@@ -4,7 +4,6 @@ import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.requests.reasons import WaitReason
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 
@@ -30,8 +29,7 @@ def strays(driver: Driver) -> int:
 
 def quiet(driver: Driver) -> None:
     """All that was sent is answered."""
-    while driver.execute() or driver.deliver() is not None:
-        pass
+    driver.settle()
 
 
 # ---- holds
@@ -42,13 +40,11 @@ def test_nobody_waits_behind_a_held_one(policy: str) -> None:
     driver = three(scheduling_policy=policy)
     driver.hold("a")
     assert waiting(driver) == ["b", "c"] and driver.scheduler.table.num_waiting == 3
-    for _ in range(8):
-        driver.step()
+    driver.step(8)
     assert [driver.answers[n].reason for n in "abc"] == [None, EndReason.LENGTH, EndReason.LENGTH]
     assert driver.scheduler.schedule() is None
     driver.release("a")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert driver.answers["a"].tokens == expected_tokens([0, 9], 3)
 
 
@@ -61,17 +57,7 @@ def test_a_released_one_comes_back_at_its_place(policy: str) -> None:
     assert waiting(driver) == ["b", "c"]
     driver.release("a")
     assert waiting(driver) == ["a", "b", "c"]
-    driver.run()
-    driver.check_drained()
-
-
-@pytest.mark.parametrize("reason", [WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING])
-def test_the_reason_is_told(reason: WaitReason) -> None:
-    driver = three()
-    driver.hold("b", reason.value)
-    assert driver.scheduler.statistics().waiting_by_reason == {"queued": 2, reason.value: 1}
-    (decision,) = driver.scheduler.decisions.take()
-    assert (decision.kind, decision.request_id, decision.reason) == ("wait", "b", reason)
+    driver.finish()
 
 
 def test_holds_and_releases_of_the_wrong_ones_are_counted_and_ignored() -> None:
@@ -89,8 +75,7 @@ def test_holds_and_releases_of_the_wrong_ones_are_counted_and_ignored() -> None:
     assert strays(driver) == before + 7
     assert waiting(driver) == ["c"]
     driver.release("b")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
 
 
 def test_a_held_one_can_be_aborted_stopped_and_dropped() -> None:
@@ -118,8 +103,7 @@ def test_one_that_was_preempted_can_be_held_too_and_keeps_its_tokens() -> None:
         driver.step()
     assert len(driver.answers["young"].tokens) == known > 0
     driver.release("young")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert driver.answers["young"].tokens == expected_tokens([11, 12, 13, 14, 15, 16, 17], 13)
 
 
@@ -140,32 +124,27 @@ def test_a_pause_for_newcomers_lets_the_running_go_on(asynchronous: bool) -> Non
     driver = three(async_scheduling=asynchronous)
     driver.step()
     driver.control("pause_new")
-    for _ in range(8):
-        driver.step()
+    driver.step(8)
     assert driver.answers["a"].reason is EndReason.LENGTH and running(driver) == []
     assert waiting(driver) == ["b", "c"]
     assert driver.scheduler.statistics().waiting_by_reason == {"paused": 2}
     driver.control("resume")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
 
 
 def test_a_pause_stops_those_that_cruise_and_resume_takes_them_up() -> None:
     driver = Driver(async_scheduling=True)
     for index in range(3):
         driver.add(f"r{index}", [index], max_tokens=40)
-    for _ in range(4):
-        driver.step()
+    driver.step(4)
     assert len(driver.scheduler.steady_decode) == 3
     driver.control("pause")
     quiet(driver)
     sent = len(driver.diffs)
-    for _ in range(3):
-        driver.step()
+    driver.step(3)
     assert len(driver.diffs) == sent and len(driver.scheduler.steady_decode) == 3
     driver.control("resume")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     for index in range(3):
         assert driver.answers[f"r{index}"].tokens == expected_tokens([index], 40)
 
@@ -178,8 +157,7 @@ def test_one_pause_replaces_the_other_and_one_resume_ends_both() -> None:
     driver.control("pause")
     assert not driver.scheduler.can_schedule
     driver.control("resume")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
 
 
 def test_one_that_is_put_out_during_a_pause_for_newcomers_waits_for_its_end() -> None:
@@ -191,10 +169,8 @@ def test_one_that_is_put_out_during_a_pause_for_newcomers_waits_for_its_end() ->
     while driver.answers["old"].ended is None:
         driver.step()
     assert driver.scheduler.statistics().num_preemptions == 1
-    for _ in range(3):
-        driver.step()
+    driver.step(3)
     assert running(driver) == [] and waiting(driver) == ["young"]
     driver.control("resume")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert end_of(driver, "young") == (EndReason.LENGTH, expected_tokens([2] * 7, 13))

@@ -25,8 +25,7 @@ def one_step(driver: Driver) -> dict[str, int]:
     diff = driver.schedule()
     assert diff is not None
     told = driver.counts(diff)
-    driver.execute()
-    driver.deliver()
+    driver.answer()
     return told
 
 
@@ -37,8 +36,7 @@ def test_a_long_prompt_gets_its_part_and_at_least_a_token(share: float, tokens: 
     driver.add("long", prompt_of(70), max_tokens=2)
     assert one_step(driver) == {"decodes": 1, "long": tokens}
     assert one_step(driver) == {"decodes": 1, "long": tokens}
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert driver.answers["long"].tokens == expected_tokens(prompt_of(70), 2)
 
 
@@ -64,8 +62,7 @@ def test_several_prompts_share_the_part_in_order_of_admission() -> None:
     assert driver.scheduler.table.waiting.peek_request().wait_reason is WaitReason.PREFILL_SHARE
     assert one_step(driver) == {"decodes": 1, "one": 10, "two": 6}
     assert one_step(driver) == {"decodes": 1, "one": 5, "two": 10, "three": 1}
-    driver.run()
-    driver.check_drained()
+    driver.finish()
 
 
 def test_decodes_first_and_then_never_more_than_is_left() -> None:
@@ -99,8 +96,6 @@ def test_it_is_a_bound_on_every_step_while_others_decode(asynchronous: bool) -> 
             fresh = {n.handle for n in diff.new_requests}
             prefill = sum(count for _, count in diff.counts) + len(fresh - dict(diff.counts).keys())
             assert prefill <= 8
-        driver.execute()
-        driver.deliver()
-    while driver.execute() or driver.deliver() is not None:
-        pass
+        driver.answer()
+    driver.settle()
     driver.check_drained()

@@ -30,8 +30,7 @@ def test_each_client_gets_its_own_and_all_of_them(asynchronous: bool, budget: in
     driver.add("b", LONG[3:], client=1, prompt_logprobs=0, max_tokens=1)
     driver.add("c", LONG[5:], client=1, max_tokens=4)
     driver.add("d", [9], client=2, prompt_logprobs=1, max_tokens=2)
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     told = {name: answer.prompt_logprobs for name, answer in driver.answers.items()}
     assert told == {"a": prompt_logprobs_of(LONG), "b": prompt_logprobs_of(LONG[3:]), "c": {}, "d": {}}
     assert end_of(driver, "b") == (EndReason.LENGTH, expected_tokens(LONG[3:], 1))
@@ -41,8 +40,7 @@ def test_a_step_without_a_token_brings_them_and_introduces_the_request() -> None
     driver = Driver(max_num_batched_tokens=8)
     driver.add("a", LONG, prompt_logprobs=0)
     driver.schedule()
-    driver.execute()
-    driver.deliver()
+    driver.answer()
     ((_, message),) = driver.heard
     assert isinstance(message, StepOutputs) and message.handles is None and message.tokens is None
     assert [i.request_id for i in message.introduced] == ["a"]
@@ -66,8 +64,7 @@ def test_after_a_preemption_they_come_again() -> None:
     driver = Driver(num_blocks=9)
     driver.add("old", [1, 2, 3, 4], max_tokens=25)
     driver.add("a", LONG[:9], prompt_logprobs=1, max_tokens=12)
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert driver.scheduler.statistics().num_preemptions > 0
     assert driver.answers["a"].prompt_logprobs == prompt_logprobs_of(LONG[:9])
 
@@ -87,8 +84,7 @@ def test_who_asks_reads_no_cached_prefix(layout: KVLayout) -> None:
     driver.run()
     driver.add("again", [*LONG, 7], max_tokens=2, prompt_logprobs=0)
     driver.add("reader", [*LONG, 7], max_tokens=2)
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert driver.answers["again"].num_cached_tokens == 0 < driver.answers["reader"].num_cached_tokens
     assert driver.answers["again"].prompt_logprobs == prompt_logprobs_of([*LONG, 7])
 

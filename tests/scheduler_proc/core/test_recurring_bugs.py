@@ -18,7 +18,6 @@ from tiers import thinned
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 OLD, YOUNG = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]
@@ -32,30 +31,13 @@ def short_of_blocks(**settings: Any) -> Driver:
     return driver
 
 
-def until_preemption(driver: Driver) -> SchedulerOutput:
-    """The diff that takes a request away; nothing of it was executed."""
-    for _ in range(300):
-        diff = driver.schedule()
-        if diff is not None and driver.scheduler.statistics().num_preemptions:
-            return diff
-        if diff is None:
-            driver.execute()
-            driver.deliver()
-    raise AssertionError("nobody was preempted")
-
-
-def finish(driver: Driver) -> None:
-    driver.run()
-    driver.check_drained()
-
-
 def test_bug_01_resumed_with_all_its_tokens() -> None:
     """#26385: also with the token that came after it was put out."""
     driver = short_of_blocks()
-    until_preemption(driver)
+    driver.until_preemption()
     known = len(driver.answers["young"].tokens)
     sent = len(driver.diffs)
-    finish(driver)
+    driver.finish()
     (diff,) = [d for d in driver.diffs[sent:] if d.new_requests]
     assert diff.token_ids is not None
     tokens = diff.token_ids.tolist()
@@ -67,13 +49,11 @@ def test_bug_02_late_result_of_a_preempted_request(num_blocks: int) -> None:
     """#48245 (after #46066, #47900, #38624): its placeholder is settled once, and never below zero."""
     driver = short_of_blocks(num_blocks=num_blocks)
     while driver.scheduler.table.requests:
-        while driver.schedule() is not None:
-            pass
+        driver.fill()
         for request in driver.scheduler.table.waiting:
             assert request.num_output_placeholders == request.num_in_flight >= 0
-        driver.execute()
-        driver.deliver()
-    finish(driver)
+        driver.answer()
+    driver.finish()
     assert driver.answers["young"].tokens == expected_tokens(YOUNG, 13)
 
 
@@ -86,9 +66,8 @@ def test_bug_02_nobody_is_let_in_before_its_result(num_blocks: int, old: int, yo
     while driver.scheduler.table.requests:
         for _ in range(3):  # whatever arrives has a step decided again, in which nothing may run
             driver.schedule()
-        driver.execute()
-        driver.deliver()
-    finish(driver)
+        driver.answer()
+    driver.finish()
     assert driver.scheduler.statistics().num_preemptions > 0
     assert driver.answers["young"].tokens == expected_tokens(list(range(11, 11 + young)), 9)
 
@@ -98,13 +77,11 @@ def test_bug_02_late_result_of_one_that_is_gone() -> None:
     driver = Driver(async_scheduling=True)
     driver.add("gone", OLD, max_tokens=60)
     driver.add("stays", YOUNG, max_tokens=40)
-    for _ in range(4):
-        driver.step()
-    while driver.schedule() is not None:
-        pass
+    driver.step(4)
+    driver.fill()
     driver.abort("gone")
     driver.add("next", [9], max_tokens=10)
-    finish(driver)
+    driver.finish()
     assert driver.answers["stays"].tokens == expected_tokens(YOUNG, 40)
     assert driver.answers["next"].tokens == expected_tokens([9], 10)
 
@@ -122,7 +99,7 @@ def test_bug_03_chunked_prefills_side_by_side(budget: int) -> None:
             if request.num_tokens_to_compute > 1:
                 assert request.num_output_placeholders == 0
         driver.step()
-    finish(driver)
+    driver.finish()
     assert driver.scheduler.statistics().num_preemptions == 0
     for index in range(8):
         prompt = list(range(index, index + 5 * index + 3))
@@ -134,8 +111,8 @@ def test_bug_04_no_placeholder_reaches_the_model(quality: float) -> None:
     """#46899, #40768: what a resumed request is made of are its known tokens, and nothing for drafts in flight."""
     driver = short_of_blocks(num_speculative_tokens=3)
     driver.worker.draft_quality = quality
-    until_preemption(driver)
-    finish(driver)
+    driver.until_preemption()
+    driver.finish()
     for diff in driver.diffs:
         if diff.token_ids is not None:
             assert diff.token_ids.min() >= 0
@@ -152,10 +129,9 @@ def test_bug_05_blocks_freed_while_a_step_is_in_flight(end: str) -> None:
     young = driver.request("young").handle
     held = set(driver.scheduler.kv.block_ids(driver.request("young"))[0])
     if end == "preempt":
-        diff = until_preemption(driver)
+        diff = driver.until_preemption()
     else:
-        driver.execute()
-        driver.deliver()
+        driver.answer()
         (driver.abort("young") if end == "abort" else driver.stop("young", 1))
         driver.add("next", list(range(50, 70)), max_tokens=2)
         told = driver.schedule()
@@ -163,7 +139,7 @@ def test_bug_05_blocks_freed_while_a_step_is_in_flight(end: str) -> None:
         diff = told
         assert diff.block_ids is not None and held & set(diff.block_ids.tolist()), "a step that wrote them is in flight"
     assert young in diff.removed
-    finish(driver)  # the worker runs all in order, and reads what it wrote
+    driver.finish()  # the worker runs all in order, and reads what it wrote
 
 
 @pytest.mark.parametrize("steady_decode", [True, False])
@@ -177,7 +153,7 @@ def test_bug_06_scheduled_and_put_out_in_the_same_pass(length: int, young: int, 
     prompt = list(range(50, 50 + young))
     driver.add("old", list(range(length)), max_tokens=3)
     driver.add("young", prompt, max_tokens=25 - young)
-    finish(driver)
+    driver.finish()
     for diff in driver.diffs:
         named = {h for h, _ in diff.counts} | {h for h, _, _ in appended_blocks(diff)} | set(diff.unparked)
         assert not named & (set(diff.removed) - {n.handle for n in diff.new_requests})
@@ -188,13 +164,11 @@ def test_bug_07_a_better_one_does_not_wait_for_a_seat() -> None:
     """#41951, #51574: priority inversion at max_num_seqs."""
     driver = Driver(max_num_seqs=1, scheduling_policy="priority", async_scheduling=True)
     driver.add("worse", [1, 2], max_tokens=60, priority=1)
-    for _ in range(3):
-        driver.step()
+    driver.step(3)
     driver.add("better", [3, 4], max_tokens=3, priority=0)
-    for _ in range(8):
-        driver.step()
+    driver.step(8)
     assert driver.answers["better"].reason is EndReason.LENGTH and driver.answers["worse"].ended is None
-    finish(driver)
+    driver.finish()
     assert driver.answers["worse"].tokens == expected_tokens([1, 2], 60)
 
 
@@ -204,7 +178,7 @@ def test_bug_07_equals_do_not_take_turns(policy: str) -> None:
     driver = Driver(num_blocks=9, max_num_seqs=4, scheduling_policy=policy, enable_prefix_caching=False)
     for index in range(4):
         driver.add(f"r{index}", [index] * 7, max_tokens=13)
-    finish(driver)
+    driver.finish()
     decisions = driver.scheduler.decisions.take()
     preempt = Counter(d.request_id for d in decisions if d.kind == "preempt")
     assert preempt["r0"] == 0 and max(preempt.values()) <= 3, preempt
@@ -247,7 +221,7 @@ def test_bug_11_the_null_block_is_nobodys() -> None:
             driver.step()
             null = driver.scheduler.kv.pool.blocks[NULL_BLOCK_ID]
             assert null.ref_cnt == 0 and null.block_hash is None
-    finish(driver)
+    driver.finish()
     assert driver.answers["r3"].num_cached_tokens > 0
     assert NULL_BLOCK_ID not in [b.block_id for b in driver.scheduler.kv.pool.free_block_queue.blocks()]
 
@@ -260,7 +234,7 @@ def test_bug_12_shared_window_blocks_are_freed_once() -> None:
     driver.run()
     for name in ("a", "b", "c"):
         driver.add(name, [*prompt, ord(name)], max_tokens=20)
-    finish(driver)  # ``check`` finds a block that is free twice
+    driver.finish()  # ``check`` finds a block that is free twice
     assert [driver.answers[n].num_cached_tokens for n in "abc"] == [12, 12, 12]
     free = [b.block_id for b in driver.scheduler.kv.pool.free_block_queue.blocks()]
     assert len(set(free)) == len(free) == 29
@@ -276,7 +250,7 @@ def test_bug_14_no_hash_of_what_was_cut_off() -> None:
     driver.stop("a", 4)
     kept = [*prompt, *expected_tokens(prompt, 4)]
     driver.add("b", [*kept, 500, 501, 502, 503, 504, 505], max_tokens=8)
-    finish(driver)
+    driver.finish()
     assert driver.answers["b"].num_cached_tokens == 8
     assert driver.answers["b"].tokens == expected_tokens([*kept, 500, 501, 502, 503, 504, 505], 8)
 
@@ -289,7 +263,7 @@ def test_bug_16_a_bad_row_leaves_nothing_and_wakes_who_waits(layout: Any) -> Non
     driver.worker.bad_from["bad"] = 3
     driver.add("bad", prompt, max_tokens=12)
     driver.add("next", prompt, max_tokens=5)
-    finish(driver)
+    driver.finish()
     assert driver.answers["bad"].reason is EndReason.ERROR
     assert driver.answers["bad"].tokens == expected_tokens(prompt, 3)
     assert driver.answers["next"].num_cached_tokens == 0, "nothing that the bad row wrote is found"
@@ -302,11 +276,10 @@ def test_bug_19_a_held_head_does_not_park_the_queue() -> None:
     for name in "abc":
         driver.add(name, [ord(name)], max_tokens=2)
     driver.hold("a", "remote_kv")
-    for _ in range(6):
-        driver.step()
+    driver.step(6)
     assert [driver.answers[n].ended is None for n in "abc"] == [True, False, False]
     driver.release("a")
-    finish(driver)
+    driver.finish()
 
 
 @pytest.mark.parametrize(
@@ -327,7 +300,7 @@ def test_bug_19_whatever_was_accepted_can_run_alone(settings: dict[str, Any]) ->
     longest = min(driver.scheduler.kv.max_tokens, 40)
     driver.add("long", list(range(longest - 1)), max_tokens=None if longest < 40 else 3)
     driver.add("next", [1], max_tokens=2)
-    finish(driver)
+    driver.finish()
     assert [driver.answers[n].reason for n in ("long", "next")] == [EndReason.LENGTH, EndReason.LENGTH]
 
 
@@ -358,8 +331,7 @@ def test_bug_20_no_list_grows_from_step_to_step() -> None:
         for index in range(25):
             name = f"t{turn}r{index}"
             driver.add(name, [turn, index, 1, 2, 3], max_tokens=5 + index % 9, priority=index % 3, client=index % 2)
-            for _ in range(index % 4):
-                driver.step()
+            driver.step(index % 4)
             if index % 6 == 0:
                 driver.hold(name, client=index % 2)
                 driver.abort(name, client=index % 2)
@@ -388,7 +360,7 @@ def test_bug_21_hits_are_counted_when_they_are_taken() -> None:
     assert driver.scheduler.kv.get_computed_blocks(second)[1] == 8
     queries = driver.scheduler.statistics().prefix_cache_queries
     assert queries == 8 + 17, "a failed try asked nothing that counts"
-    finish(driver)
+    driver.finish()
     (new,) = [n for d in driver.diffs for n in d.new_requests if n.request_id == "second"]
     assert driver.answers["second"].num_cached_tokens == new.num_computed_tokens < 8
 
@@ -396,7 +368,7 @@ def test_bug_21_hits_are_counted_when_they_are_taken() -> None:
 def test_bug_21_a_resumed_request_is_counted_once() -> None:
     """What it finds of its own when it comes back is no hit that anybody gained by."""
     driver = short_of_blocks(enable_prefix_caching=True)
-    finish(driver)
+    driver.finish()
     statistics = driver.scheduler.statistics()
     assert statistics.num_preemptions > 0
     assert (statistics.prefix_cache_queries, statistics.prefix_cache_hit_tokens) == (14, 0)
@@ -415,7 +387,7 @@ def test_bug_22_released_but_no_blocks() -> None:
     driver.step()
     assert driver.request("remote").wait_reason is WaitReason.KV_BLOCKS
     assert driver.scheduler.kv.pool.num_free_blocks >= free - 1
-    finish(driver)
+    driver.finish()
     assert driver.answers["remote"].tokens == expected_tokens(list(range(12)), 3)
 
 
@@ -436,16 +408,15 @@ def test_bug_24_an_admission_that_fails_holds_nothing() -> None:
         [(b.block_id, b.ref_cnt) for b in pool.blocks],
         [b.block_id for b in pool.free_block_queue.blocks()],
     )
-    driver.execute()
-    driver.deliver()
-    finish(driver)
+    driver.answer()
+    driver.finish()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_bug_25_a_resumed_request_has_its_new_blocks_only(asynchronous: bool) -> None:
     """rbln#676: block ids that were meant for its first life are not sent in its second."""
     driver = short_of_blocks(async_scheduling=asynchronous)
-    until_preemption(driver)
+    driver.until_preemption()
     while "young" not in [r.request_id for r in driver.scheduler.table.running.values()]:
         driver.step()
     diff = next(d for d in reversed(driver.diffs) if d.new_requests)
@@ -455,4 +426,4 @@ def test_bug_25_a_resumed_request_has_its_new_blocks_only(asynchronous: bool) ->
     assert held[: len(diff.block_ids)] == diff.block_ids.tolist()
     sent = [block for handle, _, block in appended_blocks(diff) if handle == request.handle]
     assert sent == []
-    finish(driver)
+    driver.finish()

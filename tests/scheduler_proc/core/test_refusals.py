@@ -91,18 +91,6 @@ def test_reserved_fields_must_be_left_alone(reserved: dict[str, Any]) -> None:
     assert rejection(Driver(), [1], **reserved)[0] == "unsupported"
 
 
-def test_a_second_request_of_the_same_id_is_refused_and_the_first_lives_on() -> None:
-    driver = Driver()
-    driver.add("a", [1, 2], max_tokens=3)
-    driver.step()
-    driver.add("a", [9], max_tokens=1)
-    (refused,) = driver.refused
-    assert refused.code == "duplicate_request_id"
-    driver.run()
-    driver.check_drained()
-    assert driver.answers["a"].tokens == expected_tokens([1, 2], 3)
-
-
 def test_two_clients_may_use_the_same_id() -> None:
     driver = Driver()
     for client in (0, 1):

@@ -17,8 +17,7 @@ def steps_until_done(driver: Driver) -> list[dict[str, int]]:
     while driver.scheduler.table.requests:
         diff = driver.schedule()
         found.append(driver.counts(diff))
-        driver.execute()
-        driver.deliver()
+        driver.answer()
     driver.check_drained()
     return found
 
@@ -91,8 +90,7 @@ def test_a_prefill_gets_what_decodes_leave() -> None:
     driver.add("long", prompt_of(9, 50), max_tokens=1)
     steps = [driver.counts(driver.schedule())]
     for _ in range(4):
-        driver.execute()
-        driver.deliver()
+        driver.answer()
         steps.append(driver.counts(driver.schedule()))
     assert steps[:4] == [{"a": 1, "b": 1, "long": 2}] * 4 and steps[4] == {"a": 1, "b": 1, "long": 1}
 
@@ -106,8 +104,7 @@ def test_requests_without_a_share_are_parked_and_taken_up_again(asynchronous: bo
     driver.step()
     driver.scheduler.config = change(driver.config, max_num_batched_tokens=2)
     driver.worker.max_tokens = 2 if not asynchronous else 8
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert [h for diff in driver.diffs for h in diff.parked] == [2, 3]
     assert [h for diff in driver.diffs for h in diff.unparked] == [2, 3]
     for name in "abcd":
@@ -123,8 +120,7 @@ def test_a_parked_request_can_be_aborted() -> None:
     driver.step()
     assert driver.request("c").parked
     driver.abort("c")
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert not any(diff.unparked for diff in driver.diffs)
 
 
@@ -139,8 +135,7 @@ def test_a_steady_batch_costs_an_almost_empty_diff() -> None:
     driver = Driver(block_size=16, max_model_len=128)
     for index in range(8):
         driver.add(f"r{index}", [index], max_tokens=10)
-    driver.step()
-    driver.step()
+    driver.step(2)
     assert driver.schedule() == SchedulerOutput(3)
 
 
@@ -153,8 +148,7 @@ def test_as_many_steps_are_in_flight_as_may_be(asynchronous: bool) -> None:
         sent += 1
     assert sent == (2 if asynchronous else 1)
     assert not driver.scheduler.can_schedule
-    driver.execute()
-    driver.deliver()
+    driver.answer()
     assert driver.scheduler.can_schedule
 
 
@@ -187,5 +181,4 @@ def test_every_request_gets_on_within_bounded_steps() -> None:
         waiting = [int(r.request_id[1:]) for r in driver.scheduler.table.waiting]
         running = [int(r.request_id[1:]) for r in driver.scheduler.table.running.values()]
         assert not running or not waiting or max(running) < min(waiting)
-    driver.run()
-    driver.check_drained()
+    driver.finish()

@@ -49,8 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(2, 30))
     def step(self, count: int) -> None:
         """In order, as it mostly is."""
-        for _ in range(count):
-            self.load.driver.step()
+        self.load.driver.step(count)
 
     @precondition(lambda self: self.load.driver.scheduler.table.requests)
     @rule(seed=SEEDS, name=st.sampled_from(("abort", "stop", "leave", "fail")))

@@ -37,8 +37,7 @@ class Mortal(Driver):
 
 
 def check(driver: Mortal, names: str, poisoned: set[str], n: int) -> None:
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     for index, name in enumerate(names):
         prompt = [index, 7, 8, 9, 10]
         if name in poisoned:

@@ -1,7 +1,5 @@
 """The pool: who holds what, in which order blocks are reused, and how long contents can be found."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -77,14 +75,6 @@ def test_freeing_more_often_than_holding_is_refused() -> None:
     (again,) = pool.get_new_blocks(1)
     with pytest.raises(ValueError, match="more often"):
         pool.free_blocks([again, again])
-
-
-def test_the_null_block_may_be_freed_and_touched_without_effect() -> None:
-    pool = pool_of()
-    pool.free_blocks([pool.null_block])
-    pool.touch([pool.null_block])
-    assert pool.num_free_blocks == 6
-    pool.check([])
 
 
 def test_plain_blocks_are_reused_at_once_and_cached_ones_last() -> None:
@@ -210,21 +200,6 @@ def test_a_wrong_free_leaves_the_pool_whole() -> None:
     with pytest.raises(ValueError, match="more often"):
         pool.free_blocks([first, first, second])
     pool.check([[second]])
-
-
-class InOrderPool(BlockPool):
-    """Freed blocks are reused in the order in which they were freed, whatever they hold."""
-
-    def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
-        self.free_block_queue.append_n(freed)
-
-
-def test_a_double_can_change_the_order_of_reuse() -> None:
-    pool = InOrderPool(4, enable_caching=True)
-    blocks = pool.get_new_blocks(3)
-    pool.cache_full_blocks([blocks[1]], [b"a"])
-    pool.free_blocks(blocks)
-    assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
 
 
 def test_a_block_takes_one_hash_and_the_null_block_none() -> None:

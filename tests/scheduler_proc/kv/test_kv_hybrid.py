@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kv_cases import CacheCase, case, full, layout_of, picture, shape, sliding, step
+from kv_cases import CacheCase, case, full, layout_of, shape, sliding, step
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
@@ -129,52 +129,3 @@ def row(groups: Sequence[Sequence[int]]) -> str:
 
 def free_ids(kv: KVCacheManager) -> list[int]:
     return [b.block_id for b in kv.pool.free_block_queue.blocks()]
-
-
-def test_bug_11_the_null_block_is_never_freed_and_hashes_need_no_block_before() -> None:
-    """A window beside full attention: null entries were freed, and blocks behind them found no parent's hash."""
-    kv = manager_of(full(), sliding(8))
-    first = case(1, 41)
-    for _ in range(10):
-        step(kv, first, 4)
-    assert shape(kv, first, 1) == ".......###", "what is before is null, and what follows is cached all the same"
-    second = case(2, 41)
-    step(kv, second, 1)
-    assert shape(kv, second, 1) == "........###" and second.num_computed_tokens == 41
-    for request in (first, second):
-        kv.free(request)
-        kv.check()
-    assert kv.pool.null_block.ref_cnt == 0 and kv.pool.num_free_blocks == 40
-    assert kv.pool.null_block not in kv.pool.free_block_queue.blocks()
-
-
-def test_bug_12_a_block_let_go_of_by_the_window_is_not_freed_again() -> None:
-    kv = manager_of(sliding(5))
-    first, second = case(1, 41), case(2, 41)
-    for _ in range(4):
-        step(kv, first, 4)
-    step(kv, second, 4)
-    for request in (first, second):  # both hold what the hit shared, and let go of it one after the other
-        step(kv, request, 8)
-        step(kv, request, 4)
-        kv.free(request)
-        kv.free(request)
-        kv.check()
-    free = [b.block_id for b in kv.pool.free_block_queue.blocks()]
-    assert sorted(free) == list(range(1, 41))
-    (block,) = kv.pool.get_new_blocks(1)
-    with pytest.raises(ValueError, match="more often"):
-        kv.pool.free_blocks([block, block])
-
-
-def test_bug_21_a_try_that_failed_leaves_no_count_behind() -> None:
-    kv = filled(full(), sliding(6), num_tokens=17, usable=12)
-    late = case(2, 33)
-    hits, num_hits = kv.get_computed_blocks(late)
-    assert num_hits == 16
-    before = picture(kv)
-    assert kv.allocate_slots(late, 17, hits, num_hits) is None
-    assert picture(kv) == before and kv.block_ids(late) == [[], []]
-    kv.pool.free_blocks(kv.pool.get_new_blocks(12))  # all of the cache is reused meanwhile
-    assert kv.get_computed_blocks(late)[1] == 0, "what was found before is gone, and nothing remembers it"
-    assert step(kv, late, 4) is not None and late.num_computed_tokens == 4

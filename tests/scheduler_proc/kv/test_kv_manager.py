@@ -96,13 +96,6 @@ def test_a_hit_ends_at_the_first_block_that_differs_or_is_gone() -> None:
     assert kv.get_computed_blocks(request_of(3, list(range(13))))[1] == 0
 
 
-def test_salts_share_nothing() -> None:
-    kv = manager_of()
-    run(kv, request_of(1, list(range(9)), "mine"))
-    assert kv.get_computed_blocks(request_of(2, list(range(9)), "yours"))[1] == 0
-    assert kv.get_computed_blocks(request_of(3, list(range(9)), "mine"))[1] == 8
-
-
 def test_shared_blocks_are_held_by_each_and_freed_by_the_last() -> None:
     kv = manager_of()
     first, second = request_of(1, list(range(9))), request_of(2, list(range(9)))
@@ -133,21 +126,6 @@ def test_only_known_and_written_positions_are_findable() -> None:
     assert kv.get_computed_blocks(request_of(2, list(range(12))))[1] == 4
 
 
-def test_without_caching_nothing_is_ever_found() -> None:
-    kv = manager_of(caching=False)
-    run(kv, request_of(1, list(range(9))))
-    assert kv.get_computed_blocks(request_of(2, list(range(9))))[1] == 0
-
-
-def test_bad_content_is_forgotten_also_after_the_blocks_were_given_back() -> None:
-    kv, request = manager_of(), request_of(1, list(range(13)))
-    run(kv, request)
-    kv.free(request)
-    kv.forget_content(request, 4)
-    assert kv.get_computed_blocks(request_of(2, list(range(13))))[1] == 4
-    kv.check()
-
-
 def test_several_groups_get_blocks_together_or_not_at_all() -> None:
     kv = manager_of(7, caching=False, groups=2)
     request = request_of(1, list(range(9)))
@@ -163,14 +141,6 @@ def test_a_kind_that_nobody_knows_is_refused() -> None:
         ConfigError, match="kind 'telepathy' are not supported; supported: full_attention, sliding_window"
     ):
         KVCacheManager(layout_of("telepathy"), 9, True)
-
-
-def test_a_request_may_refuse_what_is_cached() -> None:
-    kv, second = manager_of(), case(2, 9)
-    run(kv, request_of(1, list(range(9))))
-    assert kv.get_computed_blocks(second)[1] == 8
-    second.skip_reading_prefix_cache = True
-    assert kv.get_computed_blocks(second) == (((),), 0)
 
 
 def test_blocks_kept_free_are_kept_free() -> None:
@@ -217,15 +187,6 @@ def test_whether_a_whole_sequence_fits_counts_what_is_shared() -> None:
     assert not kv.can_fit_full_sequence(late, 9, kv.coordinator.no_blocks)
     kv.free(first)
     assert kv.can_fit_full_sequence(late, 24) and not kv.can_fit_full_sequence(late, 25)
-
-
-def test_a_reset_needs_all_blocks_free() -> None:
-    kv, request = manager_of(), request_of(1, list(range(9)))
-    run(kv, request)
-    assert not kv.reset_prefix_cache()
-    kv.free(request)
-    assert kv.reset_prefix_cache()
-    assert kv.get_computed_blocks(request)[1] == 0
 
 
 def test_check_fails_when_a_block_has_another_number_of_holders() -> None:

@@ -25,8 +25,7 @@ def steady(prompt_lengths: list[int], steps: int) -> list[int]:
     while driver.scheduler.table.waiting or len(driver.scheduler.steady_decode) < REQUESTS:
         driver.step()
     del driver.sizes[:]
-    for _ in range(steps):
-        driver.step()
+    driver.step(steps)
     assert len(driver.scheduler.table.running) == REQUESTS
     return driver.sizes
 

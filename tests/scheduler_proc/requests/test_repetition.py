@@ -61,8 +61,7 @@ def test_it_ends_with_the_repeated_tokens_in_it(
     detection = RepetitionDetection(max_pattern_size=4, min_count=count)
     want = repeating(driver, pattern, 5, repetition_detection=detection)[: 5 + count * len(pattern)]
     driver.add("b", [9], max_tokens=40)
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert end_of(driver, "a") == (EndReason.REPETITION, want)
     ended = driver.answers["a"].ended
     assert ended is not None and (ended.stop_reason, ended.num_output_tokens) == (None, len(want))
@@ -110,8 +109,7 @@ def test_a_resubmission_goes_on_counting_where_it_was(delivered: int) -> None:
     for index in range(5, 60):
         driver.worker.forced["a", index] = (7, 8)[(index - 5) % 2]
     driver.add("a", PROMPT, answer[:delivered], max_tokens=50, repetition_detection=detection)
-    driver.run()
-    driver.check_drained()
+    driver.finish()
     assert end_of(driver, "a") == (EndReason.REPETITION, answer[delivered:])
 
 

@@ -1,6 +1,5 @@
 """The log of a live asynchronous run replays to the same decisions, with its tokens; and without them, as a trace."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 from log_replay import replay
-from scheduler_driver import Driver, change, expected_tokens
+from scheduler_driver import Driver, change
 from tiers import thinned
+from traced_runs import random_run
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.codec import Codec
@@ -17,60 +17,17 @@ from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
-from quire.scheduler_proc.trace.lines import Arrival, Result, encode_line
+from quire.scheduler_proc.trace.lines import Arrival, Result
 
 SECRET = [7, 77, 777]
 CONSUMED: Codec[Any] = Codec(Consumed)
 PRODUCED: Codec[Any] = Codec(SchedulerOutput)
 
 
-def live_run(seed: int, events: int = 60) -> Driver:
-    """All that a log can hold: refusals, resubmissions, aborts, stops, bad rows, clients lost."""
-    rng = random.Random(seed)
-    driver = Driver(num_blocks=10, async_scheduling=True, eos=list(range(0, 1000, 50)), max_num_batched_tokens=13)
-    prefix = SECRET * 3
-    for index in range(events):
-        name = f"r{index}"
-        prompt = (prefix if rng.random() < 0.6 else []) + [rng.randrange(1000) for _ in range(rng.randrange(1, 9))]
-        draw = rng.random()
-        if draw < 0.1:
-            driver.add(name, rng.choice(([], [5000], list(range(50)))))
-        elif draw < 0.2:
-            delivered = expected_tokens(prompt, rng.randrange(1, 6))
-            driver.add(name, prompt, delivered, max_tokens=rng.choice((1, 8)), client=rng.randrange(3))
-        else:
-            if draw < 0.3:
-                driver.worker.bad_from[name] = rng.randrange(4)
-            driver.add(name, prompt, max_tokens=rng.randrange(1, 20), client=rng.randrange(3))
-        for _ in range(rng.randrange(2, 22)):
-            driver.random_step(rng)
-        if draw > 0.75 and driver.scheduler.table.requests:
-            client, victim = rng.choice(list(driver.scheduler.table.requests))
-            if draw > 0.95:
-                driver.drop_client(client)
-            elif draw > 0.9:
-                driver.control("reset_prefix_cache")
-            elif draw > 0.85:
-                driver.add(victim, [1, 2, 3], client=client)  # a duplicate
-            elif client == 0:
-                (driver.stop(victim, 1) if draw > 0.8 else driver.abort(victim))
-    driver.run()
-    return driver
-
-
 def copied(driver: Driver) -> list[Record]:
     """As a trace file would hold it."""
     data = msgspec.msgpack.encode(list(driver.log))
     return msgspec.msgpack.decode(data, type=list[Record])
-
-
-@pytest.mark.parametrize("seed", thinned(range(6), keep=2))
-def test_a_replay_decides_the_same(seed: int) -> None:
-    driver = live_run(seed)
-    assert driver.scheduler.statistics().num_preemptions > 0
-    records = copied(driver)
-    assert sum(r.kind == RecordKind.PRODUCED for r in records) == len(driver.diffs)
-    assert replay(driver.header, records, check=True) is None
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -104,17 +61,6 @@ def another_time(event: Any) -> Any:
     return change(event, seconds=event.seconds * (30.0 if event.drafts is not None else 1.0))
 
 
-@pytest.mark.parametrize("seed", thinned(range(6), keep=1))
-def test_its_lines_replay_to_the_same_decisions(seed: int) -> None:
-    assert live_run(seed).replay_lines() is None
-
-
-def test_lines_hold_no_tokens() -> None:
-    for line in live_run(3).lines():
-        assert getattr(line, "prompt_token_ids", None) is None
-        assert b"7,77,777" not in encode_line(line)
-
-
 def test_lines_tell_lengths_hashes_and_endings() -> None:
     driver = Driver()
     driver.add("a", [1, 2, 3, 4, 5], max_tokens=4)
@@ -134,10 +80,10 @@ def changed(record: Record, codec: Codec[Any], edit: Callable[[Any], Any]) -> Re
 
 @pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
 def test_another_decision_is_located(position: float) -> None:
-    records = copied(live_run(1))
+    records = copied(random_run(1))
     index = [i for i, r in enumerate(records) if r.kind == RecordKind.PRODUCED][int(position * 50)]
     records[index] = changed(records[index], PRODUCED, lambda diff: change(diff, removed=[*diff.removed, 999]))
-    found = replay(live_run(1).header, records)
+    found = replay(random_run(1).header, records)
     assert found is not None and found.record == index
     assert found.step == PRODUCED.decode(records[index].frames).message.step
     assert "999" in found.recorded and "999" not in found.decided

@@ -1,10 +1,7 @@
 """What the recorder says of a run: enough to replay it, nothing of what users wrote, nothing of who is unchanged."""
 
-import random
 from typing import Any
 
-import pytest
-from kv_cases import full, layout_of, sliding
 from lines_in_memory import record_log
 from scheduler_driver import Driver, expected_tokens, make_config, make_layout, make_request
 
@@ -187,60 +184,3 @@ def test_times_are_those_of_the_loop() -> None:
     assert [line.now for line in lines if not isinstance(line, PrefixCacheEvent)] == [1.0, 2.0, 3.0, 3.0]
     assert lines[0].arrival == 0.5
     assert (lines[2].running, lines[2].waiting, lines[2].free_blocks) == (0, 1, 32)
-
-
-LAYOUTS = (
-    layout_of(full(4), sliding(8, 4)),
-    layout_of(full(8), sliding(8, 4)),
-    layout_of(sliding(8, 4)),
-    layout_of(full(16)),
-)
-
-
-def random_request(rng: random.Random, driver: Driver, name: str, prefix: list[int]) -> None:
-    extra: dict[str, Any] = {}
-    if rng.random() < 0.15:
-        extra["structured_outputs"] = StructuredOutputs(regex="a")
-    if rng.random() < 0.2:
-        extra["repetition_detection"] = RepetitionDetection(max_pattern_size=4, min_count=2)
-    if rng.random() < 0.1:
-        extra["prompt_logprobs"] = 1
-    if rng.random() < 0.1:
-        driver.worker.bad_from[name] = rng.randrange(4)
-    if rng.random() < 0.1:
-        driver.worker.failed_at[name] = rng.randrange(1, 6)
-    prompt = prefix[: rng.choice((0, 8, 20))] + [rng.randrange(1000) for _ in range(rng.randrange(1, 12))]
-    where = {"priority": rng.randrange(3), "client": rng.randrange(2)}
-    driver.add(name, prompt, max_tokens=rng.randrange(1, 30), **where, **extra)
-
-
-@pytest.mark.parametrize("seed", range(len(LAYOUTS)))
-def test_any_run_replays(seed: int) -> None:
-    """With blocks of several kinds and sizes, drafts whose number follows from times, and all that can go wrong."""
-    rng = random.Random(seed)
-    driver = Driver(
-        num_blocks=rng.choice((20, 40)),
-        layout=LAYOUTS[seed],
-        async_scheduling=True,
-        scheduling_policy=("fcfs", "priority")[seed % 2],
-        eos=list(range(0, 1000, 60)),
-        num_speculative_tokens=(0, 2)[seed // 2 % 2],
-        adaptive=True,
-        max_num_batched_tokens=32,
-    )
-    driver.worker.step_seconds = lambda tokens, drafts: 0.01 + 0.001 * tokens
-    driver.worker.draft_quality = 0.7
-    prefix = [rng.randrange(1000) for _ in range(20)]
-    for index in range(25):
-        random_request(rng, driver, f"r{index}", prefix)
-        for _ in range(rng.randrange(1, 20)):
-            driver.random_step(rng)
-        draw = rng.random()
-        if draw < 0.05:
-            driver.begin_epoch()
-        elif draw < 0.1:
-            driver.drop_client(1)
-        elif draw < 0.2:
-            driver.stop(f"r{index}", 1)
-    driver.run()
-    assert driver.replay_lines() is None

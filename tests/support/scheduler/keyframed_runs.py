@@ -30,8 +30,7 @@ def long_lived(max_bytes: int, bursts: int = 40) -> Driver:
             keyframe_of(driver)
         for index in range(6):
             driver.add(f"{burst}-{index}", [*prefix[: rng.randrange(10)], rng.randrange(99)], max_tokens=9)
-    for _ in range(5):
-        driver.step()
+    driver.step(5)
     return driver
 
 

@@ -292,12 +292,36 @@ class Driver:
             return True
         raise AssertionError("a result that cannot be was accepted")
 
-    def step(self) -> None:
-        """Fill the pipeline; then one step is run and answered."""
+    def answer(self) -> ModelRunnerOutput | None:
+        """The worker runs the oldest step that it has not run, and the oldest result arrives."""
+        self.execute()
+        return self.deliver()
+
+    def fill(self) -> None:
+        """Send as many steps as the pipeline takes."""
         while self.schedule() is not None:
             pass
-        self.execute()
-        self.deliver()
+
+    def settle(self) -> None:
+        """Run and answer all that was sent."""
+        while self.execute() or self.deliver() is not None:
+            pass
+
+    def step(self, times: int = 1) -> None:
+        """Fill the pipeline; then one step is run and answered."""
+        for _ in range(times):
+            self.fill()
+            self.answer()
+
+    def until_preemption(self) -> SchedulerOutput:
+        """Run up to the step that takes a request away, and return its diff, of which nothing was executed."""
+        for _ in range(300):
+            diff = self.schedule()
+            if diff is not None and self.scheduler.statistics().num_preemptions:
+                return diff
+            if diff is None:
+                self.answer()
+        raise AssertionError("no request was preempted")
 
     def run(self, max_steps: int = 2000) -> dict[str, Answer]:
         """Step until every request ended and nothing is in flight."""
@@ -306,6 +330,11 @@ class Driver:
                 return self.answers
             self.step()
         raise AssertionError(f"still there: {list(self.scheduler.table.requests.values())}")
+
+    def finish(self) -> None:
+        """Run until every request ended, and nothing of any is left."""
+        self.run()
+        self.check_drained()
 
     def random_step(self, rng: random.Random) -> None:
         """Any one thing that may happen next: results come as late as the pipeline allows."""

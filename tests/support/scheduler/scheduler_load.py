@@ -332,8 +332,7 @@ class Load:
                 idle = 0 if done > before else idle + 1
                 before = max(done, before)
                 assert idle < patience, f"nothing happens: {list(driver.scheduler.table.requests.values())}"
-            while driver.execute() or driver.deliver() is not None:  # results of an epoch before
-                pass
+            driver.settle()
 
     def check_answers(self) -> None:
         for driver in self.drivers:

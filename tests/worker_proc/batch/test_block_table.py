@@ -1,6 +1,5 @@
 """Block tables and slots: worked examples, bad ids refused, no stale id after any move, and a device that knows all."""
 
-import random
 from typing import Any
 
 import numpy as np
@@ -38,21 +37,6 @@ def test_slots_of_one_row_and_of_a_chunk_that_crosses_a_block() -> None:
     assert slots(table, [0, 0, 0], [6, 7, 8]) == [14, 15, 36]
 
 
-def test_slots_of_three_prompts_of_small_blocks() -> None:
-    table = table_of(block_size=2)
-    for row, ids in enumerate(([1, 2], [6, 7, 8], [11, 12])):
-        table.append_row(row, ids)
-    rows, positions = [0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
-    assert slots(table, rows, positions) == [2, 3, 12, 13, 14, 15, 16, 22, 23, 24]
-
-
-def test_slots_of_three_rows_in_the_middle_of_theirs() -> None:
-    table = table_of(block_size=4)
-    for row, ids in enumerate(([5, 8], [2, 3, 10], [12])):
-        table.append_row(row, ids)
-    assert slots(table, [0, 0, 1, 1, 1, 2], [3, 7, 2, 5, 9, 1]) == [23, 35, 10, 13, 41, 49]
-
-
 def test_slots_do_not_overflow_32_bits() -> None:
     table = table_of(block_size=16, num_blocks=2**30)
     table.append_row(0, [2**30 - 1])
@@ -87,14 +71,6 @@ def test_a_position_behind_a_full_table_is_refused() -> None:
         slots(table, [0], [32])
 
 
-def test_appending_goes_on_behind_what_is_there() -> None:
-    table = table_of()
-    table.append_row(1, [5])
-    table.append_row(1, [])
-    table.append_row(1, np.array([6, 7], np.int32))
-    assert view(table, [1], 16) == [[5, 6, 7, 0]]
-
-
 def test_a_move_leaves_no_stale_id_in_its_target() -> None:
     """The target was the longer one."""
     table = table_of()
@@ -104,35 +80,6 @@ def test_a_move_leaves_no_stale_id_in_its_target() -> None:
     assert view(table, [0], 32) == [[9, 0, 0, 0, 0, 0, 0, 0]]
 
 
-def test_a_cleared_row_holds_nothing() -> None:
-    table = table_of()
-    table.append_row(0, [1, 2, 3])
-    table.clear_row(0)
-    assert view(table, [0], 32) == [[0] * 8] and table.num_blocks_per_row[0] == 0
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_after_any_operations_a_table_equals_plain_lists(seed: int) -> None:
-    rng = random.Random(seed)
-    table, plain = table_of(max_rows=5), [[] for _ in range(5)]
-    for _ in range(300):
-        a, b = rng.randrange(5), rng.randrange(5)
-        match rng.randrange(3):
-            case 0 if len(plain[a]) < 7:
-                ids = [rng.randrange(1, 100) for _ in range(rng.randrange(3))][: 8 - len(plain[a])]
-                table.append_row(a, ids)
-                plain[a] += ids
-            case 1:
-                table.move_row(a, b)
-                plain[b] = list(plain[a])
-            case _:
-                table.clear_row(a)
-                plain[a] = []
-        table.check()
-        assert view(table, list(range(5)), 32) == [row + [0] * (8 - len(row)) for row in plain]
-        assert table.num_blocks_per_row.tolist() == [len(row) for row in plain]
-
-
 def test_kernels_get_the_chosen_rows_as_wide_as_the_longest() -> None:
     table = table_of()
     for row in range(4):
@@ -140,34 +87,6 @@ def test_kernels_get_the_chosen_rows_as_wide_as_the_longest() -> None:
     assert view(table, [1, 3], 5) == [[11, 12], [31, 32]]
     assert view(table, [0, 1], 4) == [[1], [11]]
     assert view(table, [2], 9) == [[21, 22, 23]]
-
-
-def test_groups_move_together() -> None:
-    groups = MultiGroupBlockTable([table_of(), table_of(block_size=8)])
-    groups.add_row(0, [np.array([1, 2], np.int32), np.array([3], np.int32)])
-    groups.add_row(1, [np.array([4], np.int32), np.array([5], np.int32)])
-    groups.append_rows(np.array([1]), np.array([1]), np.array([6]))
-    groups.move_row(1, 2)
-    groups.clear_row(1)
-    groups.commit()
-    assert [t.num_blocks_per_row[:3].tolist() for t in groups.tables] == [[2, 0, 1], [1, 0, 2]]
-    assert slots(groups.tables[1], [2], [9]) == [6 * 8 + 1]
-
-
-def test_setting_a_row_replaces_what_it_held() -> None:
-    groups = MultiGroupBlockTable([table_of()])
-    groups.add_row(0, [np.array([1, 2, 3], np.int32)])
-    groups.add_row(0, [np.array([9], np.int32)])
-    assert view(groups.tables[0], [0], 12) == [[9, 0, 0]]
-
-
-def test_many_rows_get_blocks_at_once() -> None:
-    table = table_of(max_len=12)
-    table.append_row(2, [9])
-    table.append_rows(np.array([2, 0, 2, 1]), np.array([5, 6, 7, 8]))
-    table.append_rows(np.array([], np.int64), np.array([], np.int64))
-    assert view(table, [0, 1, 2], 12) == [[6, 0, 0], [8, 0, 0], [9, 5, 7]]
-    assert table.num_blocks_per_row[:3].tolist() == [1, 1, 3]
 
 
 # ---- blocks that are larger where they are given out

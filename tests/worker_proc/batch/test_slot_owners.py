@@ -216,21 +216,6 @@ def test_a_row_gets_back_what_it_gave_up() -> None:
         rows.append(0, 0, [1])
 
 
-def test_null_blocks_are_nobodys() -> None:
-    rows = Rows(WINDOW, WINDOW)
-    for row in range(3):
-        rows.add(row, [0, 0, 3 * row + 1], [0, 0, 3 * row + 2], computed=8)
-        rows.append(row, 1, [0, 3 * row + 3])
-    rows.tables.check()
-
-
-def test_blocks_for_drafts_are_claimed_like_any() -> None:
-    rows = Rows(FULL)
-    rows.add(0, [1, 2, 3])  # one token known, the rest for drafts
-    with refused():
-        rows.add(1, [3])
-
-
 def test_check_finds_an_overlap() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2])
