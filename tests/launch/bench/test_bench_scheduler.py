@@ -16,11 +16,13 @@ from quire.launch.bench.scheduler.churn_trace import churn_trace
 from quire.launch.bench.scheduler.command import SHOWN, parse_sections, run
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
 from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, median_of, one_core, ratio_of
-from quire.launch.bench.scheduler.scheduler_rig import Rig, summary
+from quire.launch.bench.scheduler.scheduler_rig import BatchWorker, Rig, summary
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS, Sizes, measure
 from quire.launch.bench.scheduler.scheduler_trace import TraceSizes
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 
 LOAD = Load(steps=40, rate=0.5, initial=12, num_blocks=400, max_num_seqs=8)
 TINY = Sizes(
@@ -114,6 +116,13 @@ class TestWorker:
         known = rig.scheduler.statistics()
         assert known.generation_tokens == 9 * 30 and known.num_free_blocks == known.num_usable_blocks
         assert known.num_preemptions > 0
+
+    def test_parked_rows_wait(self) -> None:
+        worker = BatchWorker(4)
+        rows = [NewRequestData(handle, f"r{handle}", 2, 2, 0, [1], SamplingParams(), 0) for handle in range(2)]
+        worker.execute(SchedulerOutput(1, new_requests=rows, counts=[(0, 2), (1, 2)]))
+        told = [worker.execute(SchedulerOutput(2, parked=[0])), worker.execute(SchedulerOutput(3, unparked=[0]))]
+        assert [[] if each.handles is None else each.handles.tolist() for each in told] == [[1], [0, 1]]
 
     def test_a_refused_request_is_no_figure(self) -> None:
         with pytest.raises(RuntimeError, match="refused"):

@@ -190,25 +190,25 @@ class TestThinkingMarkers:
         assert thinking_markers(folder, "", "", 64) == ([], [])
         # Ids that the model has no logits for are none.
         assert thinking_markers(folder, None, None, 6) == ([], [])
-
-    def test_texts_of_any_tokens(self, folder: Path) -> None:
-        assert thinking_markers(folder, "<t>", "b</think>", 64) == ([0, 1, 2], [3, 6])
+        assert thinking_markers(folder, "<t>", "b</think>", 64) == ([0, 1, 2], [3, 6]), "texts of any tokens"
 
     def test_without_a_tokenizer(self, tmp_path: Path) -> None:
         assert thinking_markers(tmp_path, None, None, 64) == thinking_markers(None, None, None, 64) == ([], [])
         with pytest.raises(ConfigError, match="needs a tokenizer"):
             thinking_markers(tmp_path, "a", "b", 64)
 
-    @pytest.mark.parametrize(("start", "end"), [("<t>", None), (None, "<t>"), ("<t>", ""), ("", "<t>")])
-    def test_one_alone(self, folder: Path, start: str | None, end: str | None) -> None:
-        with pytest.raises(ConfigError, match="must be given together"):
-            thinking_markers(folder, start, end, 64)
-
-    def test_texts_that_are_too_long_or_beyond_the_model(self, folder: Path) -> None:
-        with pytest.raises(ConfigError, match="--reasoning-end-str must be 1 to 64"):
-            thinking_markers(folder, "<t>", "t" * 65, 64)
-        with pytest.raises(ConfigError, match="--reasoning-start-str must be 1 to 64"):
-            thinking_markers(folder, "<think>", "b", 5)
+    @pytest.mark.parametrize(
+        ("start", "end", "vocab_size", "says"),
+        [
+            *[(start, end, 64, "must be given together") for start, end in (("<t>", None), (None, "<t>"), ("<t>", ""))],
+            ("", "<t>", 64, "must be given together"),
+            ("<t>", "t" * 65, 64, "--reasoning-end-str must be 1 to 64"),
+            ("<think>", "b", 5, "--reasoning-start-str must be 1 to 64"),
+        ],
+    )
+    def test_refusals(self, folder: Path, start: str | None, end: str | None, vocab_size: int, says: str) -> None:
+        with pytest.raises(ConfigError, match=says):
+            thinking_markers(folder, start, end, vocab_size)
 
     def test_they_reach_the_engine(self) -> None:
         folder = DEMO_MODEL

@@ -190,6 +190,7 @@ class TestBadInput:
             (["--cost", "constant:fast"], "constant"),
             (["--cost", "fitted:none"], "none"),
             (["--start", "1000"], "none of its 8 requests is in the window"),
+            (["--closed-loop", "--limit", "2", "--cost", "roofline:none,h200"], "none"),
         ],
     )
     def test_settings(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:

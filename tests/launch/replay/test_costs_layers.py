@@ -203,3 +203,6 @@ class TestFolder:
         (folder / PER_SEQUENCE).unlink()
         with pytest.raises(ConfigError, match=r"no profile_per_sequence.csv"):
             load_layer_profile(folder, None, 1)
+        (folder / PER_SEQUENCE).write_bytes(b"\xff")
+        with pytest.raises(ConfigError, match=r"profile_per_sequence.csv: cannot be read: "):
+            load_layer_profile(folder, None, 1)

@@ -197,20 +197,14 @@ class TestWhatCameOfIt:
         (lambda request: httpx.Response(200, json={"data": []}), "the server has no model"),
         (lambda request: httpx.Response(404, text="no"), "answered 404"),
         (Stub(unknown_fields=("prompt",)), "refuses every prompt: unknown field"),
+        (
+            lambda request: Stub()(request) if request.url.path == "/v1/models" else httpx.Response(500, text="broken"),
+            "cannot complete a prompt: http 500: broken",
+        ),
     ],
 )
 def test_servers_that_are_none(handler: Callable[[httpx.Request], httpx.Response], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        run_live(workload(call(0)), Target("http://test"), transport=httpx.MockTransport(handler))
-
-
-def test_a_server_that_fails_at_once_is_no_server() -> None:
-    def handler(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
-        return httpx.Response(500, text="broken")
-
-    with pytest.raises(ConfigError, match="cannot complete a prompt: http 500: broken"):
         run_live(workload(call(0)), Target("http://test"), transport=httpx.MockTransport(handler))
 
 

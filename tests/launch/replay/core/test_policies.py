@@ -61,27 +61,21 @@ class TestPriority:
             driver.check_drained()
 
 
-class TestRoomForThePrompt:
-    def pool(self, policies: Policies) -> Driver:
-        """Ten blocks of four, six of them held by one that decodes."""
-        driver = Driver(11, policies=policies, max_num_batched_tokens=24, enable_prefix_caching=False)
-        driver.add("decodes", prompt_of(23), max_tokens=8)
-        driver.step()
-        driver.add("long", prompt_of(36, 100), max_tokens=1)
-        return driver
-
-    def test_here_there_must_be_blocks_for_all_of_it(self) -> None:
-        driver = self.pool(QUIRE)
-        assert one_step(driver) == {"decodes": 1}
+@pytest.mark.parametrize("whole", [True, False])
+def test_there_must_be_blocks_for_all_of_a_prompt_or_for_its_first_chunk(whole: bool) -> None:
+    """Ten blocks of four, six of them held by one that decodes."""
+    policies = Policies(admit_whole_prompts=whole)
+    driver = Driver(11, policies=policies, max_num_batched_tokens=24, enable_prefix_caching=False)
+    driver.add("decodes", prompt_of(23), max_tokens=8)
+    driver.step()
+    driver.add("long", prompt_of(36, 100), max_tokens=1)
+    driver.scheduler.config = msgspec.structs.replace(driver.config, long_prefill_token_threshold=8)
+    assert one_step(driver) == ({"decodes": 1} if whole else {"decodes": 1, "long": 8})
+    if whole:
         assert driver.request("long").wait_reason is WaitReason.KV_BLOCKS
-
-    def test_otherwise_for_its_first_chunk(self) -> None:
-        driver = self.pool(dataclasses.replace(QUIRE, admit_whole_prompts=False))
-        driver.scheduler.config = msgspec.structs.replace(driver.config, long_prefill_token_threshold=8)
-        assert one_step(driver) == {"decodes": 1, "long": 8}
-        driver.run()
-        driver.check_drained()
-        assert driver.answers["long"].tokens == expected_tokens(prompt_of(36, 100), 1)
+    driver.run()
+    driver.check_drained()
+    assert driver.answers["long"].tokens == expected_tokens(prompt_of(36, 100), 1)
 
 
 def test_freed_blocks_are_reused_in_the_order_of_their_freeing() -> None:

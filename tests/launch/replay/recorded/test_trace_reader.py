@@ -140,15 +140,12 @@ def test_a_folder_of_two_traces_or_none(tmp_path: Path) -> None:
     ("data", "text"),
     [
         (b"", "is empty"),
-        (b"\n", "1: the line is not the header"),
         (b"hello\n", "1: the line is not the header of a Quire trace .no header of one"),
         (b'{"kind":"tick","now":1.0}\n', "1: the line is not the header"),
         (b'{"kind":"header","format":"other","version":1}\n', "format 'other'"),
         (b'{"kind":"header","format":"quire-trace","version":9}\n', "has version 9 of the trace format; .* version 1"),
         (b'{"kind":"header","format":"quire-trace","version":1}\n', "1: the line is damaged: .*missing required field"),
-        (b"\x00\xff" * 100, "1: the line is not the header"),
         (b"\x1f\x8b\x00", "damaged or cut short"),
-        (b"[" * 100_000, "1: the line is not the header"),
     ],
 )
 @pytest.mark.parametrize("lenient", [False, True])
