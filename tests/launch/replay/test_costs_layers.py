@@ -198,11 +198,11 @@ class TestFolder:
         with pytest.raises(ConfigError, match=message):
             load_layer_profile(folder, None, 1)
 
-    def test_a_missing_table(self, tmp_path: Path) -> None:
+    def test_a_table_that_is_missing_and_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
         (folder / PER_SEQUENCE).unlink()
         with pytest.raises(ConfigError, match=r"no profile_per_sequence.csv"):
             load_layer_profile(folder, None, 1)
-        (folder / PER_SEQUENCE).write_bytes(b"\xff")
-        with pytest.raises(ConfigError, match=r"profile_per_sequence.csv: cannot be read: "):
+        (folder / "profile_meta.yaml").write_bytes(b"\xff")
+        with pytest.raises(ConfigError, match=r"profile_meta.yaml: cannot be read: "):
             load_layer_profile(folder, None, 1)
