@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES
+from checkpoints import FAMILIES, LLAMA3_ROPE
 from dense_attention import DenseBackend
 from model_steps import Rows
 from thread_ranks import ThreadRank, on_ranks
@@ -37,6 +37,18 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 
+LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-wide-heads": ("llama", {"head_dim": 24}),
+    "llama-groups-of-3": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "head_dim": 4}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3-wide-heads-tied": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in FAMILIES} | {
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-yarn-mscale": ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
@@ -97,14 +109,16 @@ def _assert_same(logits: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("variant", thinned(VARIANTS, keep=9))
+@pytest.mark.parametrize("variant", [*LLAMAS, *thinned(VARIANTS, keep=9)])
 def test_logits_equal_transformers_however_steps_are_cut(variant: str, checkpoint_factory: Factory) -> None:
-    family, overrides = VARIANTS[variant]
+    family, overrides = (LLAMAS | VARIANTS)[variant]
     folder, reference = checkpoint_factory(family, **overrides)
     model = _load(folder)
     prompts = _prompts(LENGTHS)
     expected = [reference(prompt[None]).logits[0] for prompt in prompts]
     for row, logits in Rows(model, LENGTHS, DenseBackend()).step(dict(enumerate(prompts))).items():
+        _assert_same(logits, expected[row])
+    for row, logits in Rows(model, LENGTHS, CpuBackend()).step(dict(enumerate(prompts))).items():
         _assert_same(logits, expected[row])
     for row, logits in enumerate(Rows(model, LENGTHS, CpuBackend(), seed=2).run_in_pieces(prompts)):
         _assert_same(logits, expected[row])
@@ -185,6 +199,10 @@ def test_prepacked_weights_give_the_same_logits(family: str, deterministic: bool
     folder, reference = checkpoint_factory(family)
     model = _load(folder)
     assert model.prepack(deterministic=deterministic) and model.prepack(deterministic=deterministic)
+    with pytest.raises(RuntimeError, match="prepacked"):
+        model.weight_slots()
+    assert model.layers[0].attention.qkv.weight.numel() == 0
+    assert model.logits(torch.empty(0, model.config.hidden_size)).shape == (0, 97)
     prompts = _prompts([20, 9])
     for row, logits in enumerate(Rows(model, [20, 9], DenseBackend()).run_in_pieces(prompts)):
         _assert_same(logits, reference(prompts[row][None]).logits[0])
