@@ -7,32 +7,17 @@ import fake_flash_attn
 import numpy as np
 import pytest
 import torch
-from cpu_attention_cases import OUTSIDE, Ask, Case, Rows, make_case
+from cpu_attention_cases import Ask, Case, Rows, make_case
 from dense_attention import DenseBackend
 from model_steps import Rows as SteppedRows
+from paged_backend_cases import ASKS, PLAIN, STEPS, check, check_attend, in_pages, on_gpu
 
 from quire.protocol.model.model_config import ModelConfig
-from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.flash_attn_backend import FlashAttn2, FlashAttn3, FlashAttnBackend
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.startup.loader import init_dummy_weights
 
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BLOCK_SIZE = {FlashAttn3: 4, FlashAttn2: 256}
-
-STEPS: dict[str, Rows] = {
-    "one decode": [(9, 1)],
-    "steady decode": [(20, 1), (300, 1), (0, 1), (22, 1)],
-    "whole prompts": [(0, 13), (0, 2), (0, 13)],
-    "mixed": [(40, 1), (0, 11), (12, 5), (270, 1), (0, 1), (256, 6)],
-}
-PLAIN = Ask()
-ASKS = {
-    "plain": PLAIN,
-    "window of one": Ask(window=1),
-    "wide window": Ask(window=260),
-    "window and cap": Ask(window=17, soft_cap=3.0),
-}
 HEADS = [(4, 4, 8), (6, 2, 16), (7, 1, 64)]
 
 
@@ -49,20 +34,7 @@ def block_size(backend: FlashAttnBackend) -> int:
 def step(
     backend: FlashAttnBackend, rows: Rows, heads: tuple[int, int, int] = (6, 2, 16), ask: Ask = PLAIN, **more: bool
 ) -> Case:
-    """A case with the cache as this backend lays it out, and what a window hides in a row's own first block written."""
-    case = make_case(rows, heads, block_size(backend), torch.float16, ask=ask, **more)
-    cache, batch = case.cache.transpose(2, 3).contiguous(), case.batch
-    for row, first in enumerate(batch.first_visible.tolist()):
-        cache[:, batch.block_table[row, first // batch.block_size], : first % batch.block_size] = 50.0
-    return dataclasses.replace(case, cache=cache)
-
-
-def check(backend: FlashAttnBackend, case: Case, plan_of: StepBatch | None = None) -> None:
-    plan = backend.plan(case.batch) if plan_of is None else backend.plan_decode(plan_of)
-    out = backend.forward(case.query, case.key, case.value, case.cache, plan, case.spec)
-    assert out.dtype is case.query.dtype and out.shape == case.query.shape
-    tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out.double().cpu(), case.expected, atol=tolerance, rtol=tolerance)
+    return in_pages(make_case(rows, heads, block_size(backend), torch.float16, ask=ask, **more))
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -85,7 +57,8 @@ def test_a_decode_step_is_planned_from_the_device_alone(backend: FlashAttnBacken
     assert not backend.needs_host_lengths
     case = step(backend, STEPS["steady decode"], ask=ASKS[ask])
     nothing = np.zeros(0, np.int32)
-    check(backend, case, dataclasses.replace(case.batch, query_lens_cpu=nothing, seq_lens_cpu=nothing))
+    bare = dataclasses.replace(case.batch, query_lens_cpu=nothing, seq_lens_cpu=nothing)
+    check(backend, case, backend.plan_decode(bare))
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -109,34 +82,7 @@ def test_padding_rows_of_a_decode_step_are_nobodys(backend: FlashAttnBackend, wi
 
 
 def test_attend_is_norms_rotation_write_and_attention(backend: FlashAttnBackend) -> None:
-    case = step(backend, STEPS["mixed"])
-    qkv, spec, rotary = projection(case)
-    caches = [case.cache.nan_to_num(0.0) for _ in range(2)]
-    out = backend.attend(qkv.clone(), caches[0], backend.plan(case.batch), spec, rotary)
-    dense = DenseBackend()
-    case.batch.block_table[case.batch.block_table == OUTSIDE] = 0
-    expected = dense.attend(qkv.clone(), caches[1], dense.plan(case.batch), spec, rotary)
-    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
-    torch.testing.assert_close(caches[0], caches[1], atol=4e-3, rtol=4e-3)
-    queries = backend.attend(qkv[:, : spec.num_heads].clone(), caches[0], backend.plan(case.batch), spec, rotary)
-    torch.testing.assert_close(queries, out)
-
-
-def projection(case: Case) -> tuple[torch.Tensor, AttentionSpec, Rotary]:
-    """What a layer with head norms and rotation hands to ``attend``."""
-    generator = torch.Generator().manual_seed(5)
-    spec, tokens = case.spec, len(case.query)
-    width = spec.num_heads + 2 * spec.num_kv_heads
-    qkv = torch.randn(tokens, width, spec.head_dim, generator=generator).half()
-    weights = [1 + 0.1 * torch.randn(spec.head_dim, generator=generator).half() for _ in range(2)]
-    angles = torch.randn(400, spec.head_dim // 2, generator=generator)
-    sines = torch.cat([-angles.sin(), angles.sin()], -1)
-    table = torch.stack([torch.cat([angles.cos(), angles.cos()], -1), sines]).half()
-    positions = torch.cat(
-        [torch.arange(int(total) - int(new), int(total)) for new, total in
-         zip(case.batch.query_lens_cpu, case.batch.seq_lens_cpu, strict=True)]
-    )  # fmt: skip
-    return qkv, dataclasses.replace(spec, q_norm=weights[0], k_norm=weights[1]), Rotary(table, positions)
+    check_attend(backend, step(backend, STEPS["mixed"]))
 
 
 def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(backend: FlashAttnBackend) -> None:
@@ -165,20 +111,8 @@ def test_the_library_equals_attention_row_by_row(
         backend = FlashAttnBackend(version())
     except ImportError as error:
         pytest.skip(str(error))
-    check(backend, on_gpu(step(backend, STEPS[name], (8, 2, 64), ASKS[ask])))
-
-
-def on_gpu(case: Case) -> Case:
-    """With numbers in slots that nobody wrote, and the null block where a table means nothing, as in the engine."""
-    batch = case.batch
-    batch.block_table[batch.block_table == OUTSIDE] = 0
-    fields = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-    moved = dataclasses.replace(batch, **{name: getattr(batch, name).cuda() for name in fields})
-    assert case.key is not None and case.value is not None
-    return dataclasses.replace(
-        case, batch=moved, cache=case.cache.nan_to_num(0.0).cuda(), query=case.query.cuda(), key=case.key.cuda(),
-        value=case.value.cuda(),
-    )  # fmt: skip
+    case = step(backend, STEPS[name], (8, 2, 64), ASKS[ask])
+    check(backend, on_gpu(dataclasses.replace(case, cache=case.cache.nan_to_num(0.0))))
 
 
 def test_a_model_with_windows_and_shared_caches_runs_through_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,30 +8,14 @@ import fake_flashinfer
 import numpy as np
 import pytest
 import torch
-from cpu_attention_cases import OUTSIDE, Ask, Case, Rows, make_case, raw
-from dense_attention import DenseBackend
+from cpu_attention_cases import Ask, Case, Rows, make_case
+from paged_backend_cases import ASKS, PLAIN, STEPS, check, check_attend, in_pages, on_gpu
 from tiers import thinned
 
-from quire.worker_proc.attention.backend import Rotary
 from quire.worker_proc.attention.flashinfer_backend import FlashInferBackend
 
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BLOCK_SIZE = 8
 CPU = torch.device("cpu")
-
-STEPS: dict[str, Rows] = {
-    "one decode": [(9, 1)],
-    "steady decode": [(20, 1), (300, 1), (0, 1), (23, 1)],
-    "whole prompts": [(0, 13), (0, 2), (0, 13)],
-    "mixed": [(40, 1), (0, 11), (11, 5), (270, 1), (0, 1), (256, 6)],
-}
-PLAIN = Ask()
-ASKS = {
-    "plain": PLAIN,
-    "window of one": Ask(window=1),
-    "wide window": Ask(window=260),
-    "window and cap": Ask(window=17, soft_cap=3.0),
-}
 HEADS = (6, 2, 64)
 
 
@@ -45,20 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def step(
     rows: Rows, ask: Ask = PLAIN, heads: tuple[int, int, int] = HEADS, cache_dtype: torch.dtype | None = None
 ) -> Case:
-    """A case with the cache as this backend lays it out, and what a window hides in a row's own first block written."""
-    case = make_case(rows, heads, BLOCK_SIZE, torch.float16, cache_dtype, ask=ask)
-    cache, batch = raw(case.cache).transpose(2, 3).contiguous(), case.batch
-    for row, first in enumerate(batch.first_visible.tolist()):
-        cache[:, batch.block_table[row, first // BLOCK_SIZE], : first % BLOCK_SIZE] = 50
-    return dataclasses.replace(case, cache=cache.view(case.cache.dtype))
-
-
-def check(backend: FlashInferBackend, case: Case, plan: Any = None) -> None:
-    plan = plan or backend.plan(case.batch)
-    out = backend.forward(case.query, case.key, case.value, case.cache, plan, case.spec)
-    assert out.dtype is case.query.dtype and out.shape == case.query.shape
-    tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out.double().cpu(), case.expected, atol=tolerance, rtol=tolerance)
+    return in_pages(make_case(rows, heads, BLOCK_SIZE, torch.float16, cache_dtype, ask=ask))
 
 
 @pytest.mark.parametrize("ask", thinned(ASKS, keep=2))
@@ -106,22 +77,7 @@ def test_plans_that_live_together_have_wrappers_of_their_own(made: list[Any]) ->
 
 
 def test_attend_is_norms_rotation_write_and_attention(made: list[Any]) -> None:
-    backend, dense, case = FlashInferBackend(CPU), DenseBackend(), step(STEPS["mixed"])
-    generator = torch.Generator().manual_seed(5)
-    tokens = len(case.query)
-    qkv = torch.randn(tokens, HEADS[0] + 2 * HEADS[1], HEADS[2], generator=generator).half()
-    angles = torch.randn(400, HEADS[2] // 4, generator=generator)
-    sines = torch.cat([-angles.sin(), angles.sin()], -1)
-    table = torch.stack([torch.cat([angles.cos(), angles.cos()], -1), sines]).half()
-    rotary = Rotary(table, torch.arange(tokens))
-    weight = 1 + 0.1 * torch.randn(HEADS[2], generator=generator).half()
-    spec = dataclasses.replace(case.spec, q_norm=weight, k_norm=weight)
-    caches = [case.cache.nan_to_num(0.0) for _ in range(2)]
-    case.batch.block_table[case.batch.block_table == OUTSIDE] = 0
-    out = backend.attend(qkv.clone(), caches[0], backend.plan(case.batch), spec, rotary)
-    expected = dense.attend(qkv.clone(), caches[1], dense.plan(case.batch), spec, rotary)
-    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
-    torch.testing.assert_close(caches[0], caches[1], atol=4e-3, rtol=4e-3)
+    check_attend(FlashInferBackend(CPU), step(STEPS["mixed"]))
 
 
 def test_it_plans_on_the_host_alone(made: list[Any]) -> None:
@@ -145,10 +101,4 @@ def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(made: list[Any]) -> 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_library_equals_attention_row_by_row(name: str, ask: str, cache_dtype: torch.dtype | None) -> None:
     pytest.importorskip("flashinfer")
-    case = step(STEPS[name], ASKS[ask], (8, 2, 64), cache_dtype)
-    batch = case.batch
-    batch.block_table[batch.block_table == OUTSIDE] = 0
-    fields = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-    moved = dataclasses.replace(batch, **{field: getattr(batch, field).cuda() for field in fields})
-    tensors = {field: getattr(case, field).cuda() for field in ("cache", "query", "key", "value")}
-    check(FlashInferBackend(torch.device("cuda")), dataclasses.replace(case, batch=moved, **tensors))
+    check(FlashInferBackend(torch.device("cuda")), on_gpu(step(STEPS[name], ASKS[ask], (8, 2, 64), cache_dtype)))
