@@ -290,7 +290,7 @@ class TestLive:
         assert found["output_tokens"] == 3 + 4 + 5 and found["steps"] is None and page.stat().st_size > 1000
 
     def test_a_good_run_as_tables(self, replay: Replay, mooncake: Path, url: str) -> None:
-        status, out, err = replay(mooncake, "--against", url, "--rate", 50, "--limit", 3, "--overlong", "drop")
+        status, out, err = replay(mooncake, "--against", url, "--rate", 5, "--limit", 3, "--overlong", "drop")
         assert (status, err) == (0, "") and "mooncake trace against endless" in out and "end to end, ms" in out
         assert "steps" not in out.split("\n\n")[2]
 
