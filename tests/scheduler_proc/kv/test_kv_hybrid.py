@@ -73,6 +73,9 @@ def test_lengths_are_multiples_of_all_block_sizes() -> None:
     assert hit(kv, 30)[0] == 24
     forget(kv, 0, 14)
     assert hit(kv) == (24, ["############", "...#"])
+    kv = filled(full(6), sliding(5, 2))
+    forget(kv, 1, 13)
+    assert hit(kv)[0] == 24, "block 12 of the window is there, and 26 tokens are no multiple of 6"
 
 
 def test_a_block_is_named_by_its_last_granule() -> None:

@@ -216,6 +216,14 @@ def test_a_row_gets_back_what_it_gave_up() -> None:
         rows.append(0, 0, [1])
 
 
+def test_null_blocks_have_no_owner() -> None:
+    rows = Rows(WINDOW, WINDOW)
+    for row in range(3):
+        rows.add(row, [0, 0, 3 * row + 1], [0, 0, 3 * row + 2], computed=8)
+        rows.append(row, 1, [0, 3 * row + 3])
+    rows.tables.check()
+
+
 def test_check_finds_an_overlap() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2])
