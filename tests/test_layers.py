@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -58,17 +59,22 @@ def test_no_import_circle() -> None:
     tuple(TopologicalSorter(_graph()).static_order())  # raises CycleError, which names one
 
 
+def _joined(above: tuple[str, str], part: tuple[str, str]) -> tuple[str, str]:
+    return f"{above[0]}.{part[0]}", f"{above[1]}.{part[1]}"
+
+
 def test_between_the_folders_of_a_package_the_arrows_run_one_way() -> None:
-    """A folder that another imports from imports nothing from that, not even by way of others.
+    """A folder that another imports from imports nothing from that, not even by way of others, at any depth.
 
     A module beside the folders counts as one.
     """
     arrows: dict[str, set[str]] = {}
     for module, imported in _graph().items():
-        at = module.split(".")
-        for to in [name.split(".") for name in imported]:
-            if at[0] == to[0] and min(len(at), len(to)) > 1 and at[1] != to[1]:
-                arrows.setdefault(f"{at[0]}.{at[1]}", set()).add(f"{to[0]}.{to[1]}")
+        for name in imported:
+            pairs = pairwise(accumulate(zip(module.split("."), name.split("."), strict=False), _joined))
+            for (above, same), (at, to) in pairs:
+                if above == same and at != to:
+                    arrows.setdefault(at, set()).add(to)
     tuple(TopologicalSorter(arrows).static_order())
 
 

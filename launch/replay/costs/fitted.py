@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.nonnegative import Floats, nonnegative_least_squares
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.recorded.reader import TraceLine, TraceReader
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.launch.replay.costs.chips import CHIPS, Chip
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.csv_table import read_measured, read_points
 from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.roofline import OnChips
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.csv_table import find_file, read_measured, read_points, read_text
 from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
 

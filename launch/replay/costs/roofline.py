@@ -3,9 +3,9 @@
 from collections import Counter
 
 from quire.launch.replay.costs.chips import Chip
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read, room_for_kv
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES
 from quire.protocol.model.model_config import ModelConfig

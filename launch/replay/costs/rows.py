@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.launch.replay.costs.cost import StepShape
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 

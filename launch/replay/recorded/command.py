@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.replay.recorded.reader import TraceLine, TraceReader
 from quire.launch.replay.recorded.workload_of import recorded_settings
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
+from quire.launch.replay.run.step_shape import StepShape
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.lines import Arrival, Header, Lost, Result, StepDecision

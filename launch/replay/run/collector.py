@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected, SchedulerToFrontEnd, StepOutputs
 from quire.scheduler_proc.core.scheduler import Scheduler

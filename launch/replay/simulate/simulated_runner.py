@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.rows import SimulatedRows
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from quire.launch.measure.shapes import SHAPES
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.layers import (
     ATTENTION,
     DENSE,
@@ -19,6 +18,7 @@ from quire.launch.replay.costs.layers import (
     captured_sizes,
     load_layer_profile,
 )
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 
 EXCERPT = Path(__file__).parents[2] / "data" / "layer_profile_excerpt"

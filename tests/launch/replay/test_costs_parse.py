@@ -7,9 +7,9 @@ import pytest
 
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.chips import CHIPS, find_chip
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.models import MODELS, find_model
 from quire.launch.replay.costs.parse import default_cost, parse_cost
+from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.workload.workload import Workload
 from quire.protocol.errors import ConfigError
 

@@ -7,13 +7,13 @@ import pytest
 
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.chips import CHIPS
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.kernel_tables import KernelTableCost
 from quire.launch.replay.costs.link import Link
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.launch.replay.costs.roofline import Roofline
 from quire.launch.replay.costs.sizes import num_experts_read, num_parameters
+from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 
 TABLES = Path(__file__).parents[2] / "data" / "kernel_tables_excerpt"

@@ -11,9 +11,9 @@ import pytest
 from scheduler_driver import make_config, make_layout, make_request
 from tiers import thinned
 
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.fitted import FittedCost, TimedStep, fit, fit_steps
 from quire.launch.replay.costs.nonnegative import nonnegative_least_squares
+from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.worker_messages import ModelRunnerOutput

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_layout
 
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop
 from quire.protocol.wire.worker_messages import SchedulerOutput

@@ -12,8 +12,9 @@ from scheduler_driver import make_config, make_layout
 
 from quire.launch.replay.core.policies import Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
-from quire.launch.replay.costs.cost import ConstantCost, StepShape
+from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
 from quire.launch.replay.workload.workload import NAME_BYTES, Call, block_names

@@ -7,8 +7,8 @@ import pytest
 from scheduler_driver import make_config, make_layout
 
 from quire.launch.replay.core.policies import QUIRE, Policies
-from quire.launch.replay.costs.cost import StepShape
 from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call

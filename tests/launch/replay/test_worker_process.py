@@ -11,7 +11,8 @@ from fake_child import no_calls
 from memory_channel import memory_pair
 from scheduler_driver import make_config, make_layout, make_request
 
-from quire.launch.replay.costs.cost import ConstantCost, StepShape
+from quire.launch.replay.costs.cost import ConstantCost
+from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
 from quire.launch.replay.simulate.worker_process import MOST_BLOCKS, SimulatedWorker, plan_pool
 from quire.protocol.config import EngineConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 from scheduler_driver import make_config
 
-from quire.launch.replay.costs.cost import StepShape
+from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.config import EngineConfig
 
