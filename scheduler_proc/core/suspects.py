@@ -1,8 +1,8 @@
 """Requests that may be what ends the workers: one after the other runs alone, until it is cleared or condemned.
 
 A worker that dies takes nothing with it, so its requests run again; but one of them may be why it died, and would end
-the next worker as well. Who was in a step in flight at a death, and has got no token since, is counted. At two deaths
-it is a *suspect*: it runs with nobody beside it until it gets a token. The worker's death at that is a proof; where
+the next worker as well. The deaths of each request that was in a step in flight, and has got no token since, are
+counted. At two it is a *suspect*: it runs alone until it gets a token. The worker's death at that is a proof; where
 others got tokens between those two deaths, the second one is: the first may have been chance.
 
 A request that ends *schedulers* is found by its front end, which outlives them (launch/frontend/session.py).
