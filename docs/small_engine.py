@@ -37,7 +37,7 @@ class SmallEngine:
         self.config = make_engine_config(options, folder=self.folder)
         layout = kv_layout(self.config.model, self.config.block_size, self.config.kv_cache_dtype)
         # The worker's half: weights, KV tensors, the rows of the batch. It says how many KV blocks fit into memory.
-        self.runner, ready = make_runner(self.config, layout, say=lambda line: None)
+        self.runner, ready = make_runner(self.config, layout)
         # The scheduler's half: requests and KV blocks. It never sees a tensor.
         self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks))
 

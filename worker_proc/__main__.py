@@ -3,6 +3,7 @@
 It does the slow part first, the imports, and then waits to be told which group it belongs to: until then it stands by.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from quire.protocol.process.child import Report, child_parser, enter_child
 
 def main() -> None:
     parser = child_parser(__doc__)
-    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    parser.add_argument("--quiet", action="store_true", help="log errors only and show no progress bar")
     args = parser.parse_args()
     child = enter_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
     try:
@@ -26,21 +27,17 @@ def main() -> None:
         from quire.worker_proc.loop import WorkerLoop
         from quire.worker_proc.parallel.group import TensorParallel
         from quire.worker_proc.parallel.join import join_group
-        from quire.worker_proc.startup.setup import say_on_stderr
 
         check_socket_directory(args.directory)
         child.report(Report("started"))
 
-        def say(text: str) -> None:
-            # Rank 0 speaks for the others, unless something goes wrong.
-            if not args.quiet and call is not None and call.rank == 0:
-                say_on_stderr(text)
-
         calls = Calls(child)
-        loop = WorkerLoop(calls, os.getpid(), say, progress=not args.quiet and sys.stderr.isatty())
+        loop = WorkerLoop(calls, os.getpid(), progress=not args.quiet and sys.stderr.isatty())
         context = zmq.Context()
         while (call := calls.take()) is not None:
             epoch, rank = call.epoch, call.rank
+            if args.quiet or rank > 0:  # rank 0 logs for the others, except errors
+                logging.getLogger("quire").setLevel(logging.ERROR)
 
             def join(config: EngineConfig, epoch: int = epoch, rank: int = rank) -> TensorParallel:
                 return join_group(config, rank, args.directory / f"ranks-{epoch}")

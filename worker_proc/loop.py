@@ -27,7 +27,7 @@ from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.parallel.group import TensorParallel
-from quire.worker_proc.startup.setup import Say, make_runner
+from quire.worker_proc.startup.setup import make_runner
 
 JoinGroup = Callable[[EngineConfig], TensorParallel]
 DIGEST_BYTES = 8
@@ -49,10 +49,9 @@ class WorkerLoop:
     When that one has died, the next one is served with the same model: only what was held for requests is forgotten.
     """
 
-    def __init__(self, calls: Calls, pid: int, say: Say, *, progress: bool) -> None:
+    def __init__(self, calls: Calls, pid: int, *, progress: bool) -> None:
         self._calls = calls
         self._pid = pid
-        self._say = say
         self._progress = progress
         self._loaded: _Loaded | None = None
         self._unread: Received | None = None
@@ -91,7 +90,7 @@ class WorkerLoop:
             group = join(config)
             if configure.num_blocks:
                 config = msgspec.structs.replace(config, num_blocks_override=configure.num_blocks - 1)
-            made = make_runner(config, configure.kv_layout, self._say, group=group, progress=self._progress)
+            made = make_runner(config, configure.kv_layout, group=group, progress=self._progress)
             self._loaded = _Loaded(configure, *made, group)
         elif self._loaded.configure.config != configure.config:
             raise EngineError("the scheduler wants another configuration than the one before")

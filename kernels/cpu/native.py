@@ -2,25 +2,28 @@
 
 Built on first use rather than when Quire is installed, so that one installation serves every CPU with its own
 instructions. Whatever fails (no compiler, no OpenMP runtime, a cache folder that others may write to) costs speed only:
-``load_native`` returns None and says why.
+``find_native`` returns the reason instead.
 """
 
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401  (brings the OpenMP runtime that the library must share)
+
+log = logging.getLogger("quire.worker")
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
@@ -60,33 +63,32 @@ class Native:
 _loaded: dict[tuple[str | None, ...], Native | str] = {}
 
 
-def load_native(say: Callable[[str], None] | None = None) -> Native | None:
-    """The library, compiled if this CPU has none yet; None where it is not to be had, or ``QUIRE_CPU_NATIVE`` is 0.
+def load_native() -> Native | None:
+    """Return the library, or None where ``find_native`` gives a reason instead."""
+    found = find_native()
+    return found if isinstance(found, Native) else None
 
-    ``CXX`` names another compiler, ``CXXFLAGS`` adds to its options, ``XDG_CACHE_HOME`` moves the build.
 
-    Args:
-        say: takes a line before it is compiled, which takes seconds, and one on why there is none.
+def find_native() -> Native | str:
+    """Return the library, compiled first if this CPU has none yet, or the reason why it is unavailable.
+
+    ``QUIRE_CPU_NATIVE=0`` disables it, ``CXX`` names another compiler, ``CXXFLAGS`` adds to its options, and
+    ``XDG_CACHE_HOME`` moves the build.
     """
     key = tuple(os.environ.get(name) for name in ("QUIRE_CPU_NATIVE", "CXX", "CXXFLAGS", "XDG_CACHE_HOME", "HOME"))
     if key not in _loaded:
         try:
-            _loaded[key] = _load(say)
+            _loaded[key] = _load()
         except (NativeUnavailable, OSError, subprocess.SubprocessError, ValueError, RuntimeError) as error:
             _loaded[key] = str(error)  # the last two: options that no shell would read, no home directory
-    found = _loaded[key]
-    if isinstance(found, Native):
-        return found
-    if say is not None:
-        say(f"no native CPU kernels, torch's operators instead: {found}")
-    return None
+    return _loaded[key]
 
 
-def _load(say: Callable[[str], None] | None) -> Native:
+def _load() -> Native:
     if os.environ.get("QUIRE_CPU_NATIVE", "1") == "0":
         raise NativeUnavailable("QUIRE_CPU_NATIVE is 0")
     runtime = _openmp_runtime()
-    path = _build(_compiler(), say)
+    path = _build(_compiler())
     # Global, so that the library's OpenMP symbols, which it is not linked against, are found in torch's own runtime:
     # a second one would start threads of its own on the same cores.
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
@@ -120,7 +122,7 @@ def _compiler() -> list[str]:
     raise NativeUnavailable("no C++ compiler (install g++ for faster steps)")
 
 
-def _build(compiler: list[str], say: Callable[[str], None] | None) -> Path:
+def _build(compiler: list[str]) -> Path:
     """The library for these sources, this compiler and this CPU, from the cache or compiled into it."""
     cpu = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = [*FLAGS, cpu, *shlex.split(os.environ.get("CXXFLAGS", ""))]
@@ -130,8 +132,7 @@ def _build(compiler: list[str], say: Callable[[str], None] | None) -> Path:
         return path
     with _locked(folder / "cpu.lock"):
         if not path.exists():
-            if say is not None:
-                say(f"compiling the CPU kernels for this machine, once, into {folder}")
+            log.warning("compiling the CPU kernels for this machine; later starts reuse them directory=%s", folder)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 built = _compile(compiler, flags, Path(scratch))
                 built.replace(path)

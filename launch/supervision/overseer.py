@@ -6,7 +6,6 @@ part of starting already, take over as soon as the memory of those before is fre
 *life*: a new one adopts the workers that there are, under a new epoch, and front ends bring it the requests of the old.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,8 +13,9 @@ from quire.launch.supervision.members import Member, Process, Role, Standbys
 from quire.protocol.config import FIRST_EPOCH
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 from quire.protocol.process.child import EX_CONFIG, Command, Report
+from quire.protocol.process.log import event_logger
 
-log = logging.getLogger(__name__)
+log = event_logger("supervisor")
 
 MAX_DEATHS = 5
 """Of one role in a row, with no token committed in between, after which the engine gives up."""
@@ -157,7 +157,7 @@ class Overseer:
         for member in list(self.members):
             limit = SILENT_S if member.started else START_S
             if now > member.heard + limit:
-                log.error("the %s process %d has said nothing for %g s", member.role, member.process.pid, limit)
+                log.error("process stopped reporting", role=member.role, pid=member.process.pid, seconds=limit)
                 self._end(member, f"the {member.role} process said nothing for {limit:g} s", now)
             elif member.failure is not None and now > member.failed_at + END_S:
                 self._end(member, member.failure.text, now)
@@ -202,7 +202,7 @@ class Overseer:
         """All of it goes; what comes is another epoch's."""
         if self._stopping or not self._count_death("worker", reason):
             return
-        log.error("%s; the workers are started again", reason)
+        log.error("restarting the workers", reason=reason)
         self.epoch += 1
         if (scheduler := self.scheduler) is not None:
             scheduler.ready = False
@@ -224,7 +224,7 @@ class Overseer:
     def _lose_scheduler(self, reason: str, now: float) -> None:
         if not self._count_death("scheduler", reason):
             return
-        log.error("%s; it is started again", reason)
+        log.error("restarting the scheduler", reason=reason)
         self.life += 1
         self._due["scheduler", 0] = now + self._patience("scheduler")
         self.tick(now)
@@ -234,7 +234,7 @@ class Overseer:
             return
         if not self._count_death("frontend", reason):
             return
-        log.error("%s; it is started again", reason)
+        log.error("restarting a front end", reason=reason)
         if (scheduler := self.scheduler) is not None:
             self._runner.tell(scheduler.process, Command("client_gone", pid=member.process.pid))
         self._due["frontend", member.index] = now + self._patience("frontend")

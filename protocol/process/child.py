@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
-import logging
 import os
 import select
 import shutil
@@ -29,17 +28,15 @@ from typing import Literal, NoReturn
 import msgspec
 
 from quire.protocol.errors import ConfigError, QuireError
+from quire.protocol.process.log import start_logging
 from quire.protocol.process.log_stream import survive_without_stderr
 
 EX_CONFIG = 78
-LOG_LEVEL_VARIABLE = "QUIRE_LOG_LEVEL"
 BEAT_S = 0.5
 """How often a child says that it lives."""
 HANG_S = 15.0
 """How long its main loop may take for one round before it counts as hung. A round of milliseconds is the rule."""
 PR_SET_PDEATHSIG = 1
-
-log = logging.getLogger(__name__)
 
 
 class Report(msgspec.Struct, omit_defaults=True):
@@ -218,19 +215,10 @@ def enter_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_sign
             end by itself; SIGKILL is for one that may be stuck in native code and has nothing to clean up.
     """
     survive_without_stderr()
-    logging.basicConfig(level=_log_level(), format="quire %(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     for fd in (status_fd, lifeline_fd):
         os.set_inheritable(fd, False)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(death_signal))
     return Child(status_fd, lifeline_fd, directory)
-
-
-def _log_level() -> int:
-    """What ``QUIRE_LOG_LEVEL`` asks for; a word that is no level is said, and then left alone."""
-    word = os.environ.get(LOG_LEVEL_VARIABLE, "").upper()
-    level = logging.getLevelNamesMapping().get(word, logging.WARNING)
-    if word and word not in logging.getLevelNamesMapping():
-        print(f"{LOG_LEVEL_VARIABLE} must be DEBUG, INFO, WARNING or ERROR, not {word!r}", file=sys.stderr)
-    return level

@@ -1,6 +1,5 @@
 """The scheduler process' loop: take messages, decide, send, reply."""
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ from quire.protocol.config import FIRST_EPOCH, EngineConfig
 from quire.protocol.errors import EngineError, QuireError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.process.child import Child, Command, Report
+from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Received
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import (
@@ -36,7 +36,7 @@ from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
 
-log = logging.getLogger(__name__)
+log = event_logger("scheduler")
 
 MAX_TOO_LARGE = 5
 """Steps in a row that did not fit the workers' memory, with no token in between, after which they are ended."""
@@ -196,9 +196,9 @@ class SchedulerLoop:
         self._journal.note(decisions)
         for decision in decisions:
             if decision.kind == "preempt":
-                log.info("%s", decision)
+                log.info(str(decision))
             else:
-                log.debug("%s", decision)
+                log.debug(str(decision))
 
     # ---- cache events
 
@@ -274,9 +274,8 @@ class SchedulerLoop:
             return
         assert self._scheduler is not None
         halved = self._scheduler.halve_steps()
-        log.error("%s; what runs is computed again", fault)
-        if halved:
-            log.error("steps have at most %d tokens from now on", self._scheduler.config.max_num_batched_tokens)
+        budget = self._scheduler.config.max_num_batched_tokens
+        log.error("step failed; running requests will be recomputed", reason=fault, max_num_batched_tokens=budget)
         self._begin_epoch(str(fault), halved=halved, fresh=False)
 
     def _begin_epoch(self, reason: str, *, halved: bool, fresh: bool) -> bool:
@@ -298,7 +297,7 @@ class SchedulerLoop:
         workers, self._workers = self._workers, None
         if workers is None:
             return
-        log.error("%s; what runs is computed again by other workers", reason)
+        log.error("workers lost; running requests will be recomputed by new workers", reason=reason)
         if not ends_itself:
             self._child.report(Report("group_failed", " ".join(reason.split()), epoch=workers.epoch))
         self._doors.close_group(workers)

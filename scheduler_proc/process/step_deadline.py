@@ -1,9 +1,10 @@
 """How long a step may take before its workers count as hung."""
 
-import logging
 from collections import deque
 
-log = logging.getLogger(__name__)
+from quire.protocol.process.log import event_logger
+
+log = event_logger("scheduler")
 
 FLOOR_S = 2.0
 TIMES_USUAL = 10.0
@@ -45,7 +46,7 @@ class StepDeadline:
         took = now - max(began, self._answered)  # a worker does one after the other
         if took > SLOW_S and seconds and took > TIMES_SLOW * max(seconds):
             self.num_slow += 1
-            log.warning("step %d took %.1f s; the longest of its size was %.3f s so far", step, took, max(seconds))
+            log.warning("slow step", step=step, seconds=took, longest_before=max(seconds))
         seconds.append(took)
         self._answered = now
 

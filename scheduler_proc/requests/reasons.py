@@ -60,7 +60,7 @@ class Decision(NamedTuple):
     num_blocks: int = 0
 
     def __str__(self) -> str:
-        """One line for the log; ids quoted, for clients may choose them."""
-        what = repr(self.request_id) if self.request_id else f"{self.num_blocks} blocks"
-        whose = f" for {self.beneficiary!r}" if self.beneficiary else ""
-        return f"step {self.step}: {self.kind} {what} ({self.reason}){whose}"
+        """Return one line for the log; request ids are quoted, because clients may choose them."""
+        what = f"request={self.request_id!r}" if self.request_id else f"num_blocks={self.num_blocks}"
+        beneficiary = f" beneficiary={self.beneficiary!r}" if self.beneficiary else ""
+        return f"{self.kind} step={self.step} {what} reason={self.reason}{beneficiary}"

@@ -1,6 +1,5 @@
 """The event log as a trace file, written when an engine has failed, or when somebody asks."""
 
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -9,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from quire.protocol.process.log import event_logger
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import AddRequest, Control
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
@@ -19,7 +19,7 @@ from quire.scheduler_proc.trace.lines import ClientDropped, End, Epoch, Line, Ti
 from quire.scheduler_proc.trace.recorder import begins_at_keyframe, lines_of_log
 from quire.scheduler_proc.trace.translate import arrival_line, decision_line, event_line, make_header, result_line
 
-log = logging.getLogger(__name__)
+log = event_logger("scheduler.trace")
 
 MOST_NAMES = 100
 
@@ -47,9 +47,9 @@ def write_dump(folder: Path, number: int, dump: Dump) -> Path | None:
             for line in _lines(dump):
                 file.write(encode_line(line) + b"\n")
     except OSError as error:
-        log.error("the last events cannot be written to %s: %s", path, error.strerror)
+        log.error("cannot write the event dump", path=path, reason=error.strerror)
         return None
-    log.error("the last events were written to %s", path)
+    log.error("wrote the event dump", path=path)
     return path
 
 
@@ -68,7 +68,7 @@ def _lines(dump: Dump) -> Iterator[Line]:
     try:
         yield from lines_of_log(dump.header, dump.records) if dump.complete else lines_of_frames(dump.records)
     except Exception as error:  # a bug, perhaps the very one that is looked for
-        log.exception("a replay of the last events fails")
+        log.exception("event dump cannot be replayed")
         reason = f"{reason}; its replay: {type(error).__name__}: {error}"
     yield End(now=dump.now, reason=reason)
 

@@ -1,6 +1,5 @@
 """All that the loop tells of what it does: to the event log always, to a trace where one is wanted."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.events import Consumed
@@ -24,7 +24,7 @@ from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import make_header
 from quire.scheduler_proc.trace.writer import TraceWriter
 
-log = logging.getLogger(__name__)
+log = event_logger("scheduler.trace")
 
 RING_BYTES = 24 * 2**20
 """Some 18,000 steps of 256: minutes; a replay of more would take longer than a failed engine has time to write it."""
@@ -66,7 +66,7 @@ class Journal:
         except ConfigError as error:
             if not self._again:
                 raise
-            log.error("there is no trace from here on: %s", error)
+            log.error("trace ended", reason=error)
             return None
         return TraceWriter(files, clock=clock)
 
@@ -101,7 +101,7 @@ class Journal:
             reason = f"--trace {self._config.trace} cannot be written: {error.strerror}"
             if not self._again:
                 raise ConfigError(reason) from None
-            log.error("there is no trace from here on: %s", reason)
+            log.error("trace ended", reason=reason)
             self.close()
             self._writer = None
         return self._writer
@@ -173,7 +173,7 @@ class Journal:
     def dump_aside(self, reason: str) -> None:
         """The same while the engine goes on, in a thread; one at a time."""
         if self._dumping is not None and self._dumping.is_alive():
-            log.warning("the last events are being written already")
+            log.warning("event dump is already being written")
         elif (dump := self._next_dump(reason)) is not None:
             self._dumping = threading.Thread(target=write_dump, args=dump, name="dump", daemon=True)
             self._dumping.start()

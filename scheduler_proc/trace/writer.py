@@ -1,15 +1,15 @@
 """Brings a trace's lines to its files without those who make them waiting: a thread, and a buffer that is bounded."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
+from quire.protocol.process.log import event_logger
 from quire.scheduler_proc.trace.files import TraceFiles
 from quire.scheduler_proc.trace.lines import Header, Line, Lost, encode_line
 from quire.scheduler_proc.trace.recorder import LineToBe
 
-log = logging.getLogger(__name__)
+log = event_logger("scheduler.trace")
 
 MAX_BUFFERED_BYTES = 32 * 2**20
 WRITE_INTERVAL_S = 0.25
@@ -94,7 +94,7 @@ class TraceWriter:
             return b"\n".join([encode_line(line) for line in told]) + b"\n"
         except Exception:
             self._broken = True
-            log.exception("the trace ends here: a line cannot be made")
+            log.exception("trace ended: cannot encode a line")
             return b""
 
     def close(self, last: Line) -> None:
@@ -111,7 +111,7 @@ class TraceWriter:
         self._wake.set()
         self._thread.join(CLOSE_DEADLINE_S)
         if self._thread.is_alive():
-            log.error("the trace was not written to its end: the disk is too slow")
+            log.error("trace is incomplete: timed out writing its end")
 
     def cpu_ns(self) -> int:
         """CPU time of the writing thread so far, while it lives."""
@@ -121,7 +121,7 @@ class TraceWriter:
 
     def _lose(self, count: int) -> None:
         if not self.lost:
-            log.error("the trace loses lines: the disk is too slow, or failed")
+            log.error("trace lines dropped: the disk is too slow or failed")
         self._gap += count
         self.lost += count
 
@@ -144,7 +144,7 @@ class TraceWriter:
                     self._files.write(batch)
             except OSError as error:
                 self._failed = True
-                log.error("the trace ends here: %s", error.strerror)
+                log.error("trace ended: cannot write", reason=error.strerror)
             with self._lock:
                 self._buffered -= size
 

@@ -38,9 +38,7 @@ class Held:
 
     def __init__(self) -> None:
         config = msgspec.structs.replace(CONFIG, max_num_seqs=4, max_num_batched_tokens=48)
-        self.runner: ModelRunner = make_runner(
-            config, kv_layout(MODEL, 4, "float32"), lambda text: None, progress=False
-        )[0]
+        self.runner: ModelRunner = make_runner(config, kv_layout(MODEL, 4, "float32"), progress=False)[0]
         first = adding((0, [5, 9, 2, 7], [1]), (2, [3], [2]))
         self.runner.execute(SchedulerOutput(1, **first)).result()
         second = adding((1, [5, 9, 2, 7, 1], [1, 4]), computed=4)
@@ -300,7 +298,7 @@ def test_a_row_at_its_blocks_end_is_refused_before_it_runs() -> None:
 def test_a_group_with_a_window_may_have_null_blocks_only_where_nobody_writes() -> None:
     def runner() -> ModelRunner:
         config = msgspec.structs.replace(CONFIG, model=WINDOWED)
-        return make_runner(config, kv_layout(WINDOWED, 4, "float32"), lambda text: None, progress=False)[0]
+        return make_runner(config, kv_layout(WINDOWED, 4, "float32"), progress=False)[0]
 
     def step(*ids: int, computed: int = 12) -> SchedulerOutput:
         coming = new(num_tokens=14, num_prompt_tokens=14, num_computed_tokens=computed, num_blocks=[4, 4])

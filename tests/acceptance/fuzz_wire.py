@@ -154,7 +154,7 @@ def from_worker(rng: random.Random, tally: Tally) -> None:
 
 def to_worker(rng: random.Random, tally: Tally) -> None:
     config = msgspec.structs.replace(CONFIG, max_num_seqs=4)
-    runner, _ = make_runner(config, kv_layout(MODEL, 4, "float32"), lambda text: None, progress=False)
+    runner, _ = make_runner(config, kv_layout(MODEL, 4, "float32"), progress=False)
     first = SchedulerOutput(1, **adding((0, [5, 9, 2, 7], [1]), (2, [3], [2])))
     runner.execute(first).result()
     rows = {name: value for name, value in adding((3, [8, 6, 4, 1, 2], [5, 6])).items() if name != "counts"}

@@ -51,8 +51,8 @@ def stream(server: Served, num_tokens: int, seed: int) -> tuple[str, int]:
 
 
 def test_it_says_that_it_is_no_model(server: Served) -> None:
-    said = next(line for line in server.log if "SIMULATED" in line)
-    assert "nonsense" in said and "2 ms per step" in said and "500 KV blocks" in said
+    said = next(line for line in server.log if "simulated worker" in line)
+    assert "tokens are random" in said and "2 ms per step" in said and "num_blocks=500" in said
     workers = [" ".join(p.cmdline()) for p in engine_processes("quire.launch.replay.simulate.worker_process")]
     assert len(workers) == 1 and not engine_processes("quire.worker_proc")
 

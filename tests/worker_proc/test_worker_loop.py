@@ -59,7 +59,7 @@ def run(*steps: Any) -> list[Any]:
     """All messages in the order in which they came and went, from the first step on."""
     script = Script([Configure(FIRST_EPOCH, kv_layout(MODEL, 4, "float32"), CONFIG), *steps])
     with no_calls() as calls:
-        WorkerLoop(calls, 1, lambda text: None, progress=False).serve(script, 0, lambda config: Alone())
+        WorkerLoop(calls, 1, progress=False).serve(script, 0, lambda config: Alone())
     assert isinstance(script.seen[0], Hello) and isinstance(script.seen[2], Ready)
     return script.seen[3:]
 

@@ -1,6 +1,5 @@
 """Which attention backend a worker gets: known, with the reason, before weights load; what does not fit is refused."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,10 +9,12 @@ from quire.kernels.attention.attention_tiles import MOST_HEAD_DIM
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.process.log import event_logger
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.supports import Needs, Supports
 
-Say = Callable[[str], None]
+log = event_logger("worker")
+
 Broken = (ImportError, OSError, RuntimeError)
 """What importing a library raises that is not there, was built for another torch, or misses a file of CUDA."""
 Capability = tuple[int, int]
@@ -50,7 +51,7 @@ class Choice(Protocol):
 
 
 def pick_backend(
-    config: EngineConfig, layout: KVLayout, device: torch.device, capability: Capability | None, say: Say
+    config: EngineConfig, layout: KVLayout, device: torch.device, capability: Capability | None
 ) -> AttentionBackend:
     """Who attends; said with the reason. ``auto`` is ours: cpu on a CPU, triton on a GPU.
 
@@ -66,7 +67,7 @@ def pick_backend(
     if device.type == "cpu":
         if wanted not in ("auto", "cpu"):
             raise ConfigError(f"--attention-backend {wanted} needs a GPU; on a CPU there is: cpu")
-        return _cpu(config, say)
+        return _cpu(config)
     if wanted == "cpu":
         raise ConfigError(f"--attention-backend cpu needs --device cpu; on a GPU there are: {', '.join(ON_GPU)}")
     assert capability is not None
@@ -77,15 +78,16 @@ def pick_backend(
     except Misfit as misfit:
         raise ConfigError(f"--attention-backend {name}: {misfit}; {_others(name, config, needs, gpu)}") from None
     why = "the device is a GPU" if wanted == "auto" else "asked for"
-    say(f"attention backend {chosen.description}: {why}; {_of_graphs(chosen.backend, config)}")
+    log.info("attention backend", name=chosen.description, reason=why, graphs=_of_graphs(chosen.backend, config))
     return chosen.backend
 
 
-def _cpu(config: EngineConfig, say: Say) -> AttentionBackend:
+def _cpu(config: EngineConfig) -> AttentionBackend:
     from quire.worker_proc.attention.cpu import CpuBackend
 
     backend = CpuBackend(deterministic=config.deterministic)
-    say(f"attention backend {backend.describe()}: the device is a CPU; threads: {torch.get_num_threads()}")
+    threads = torch.get_num_threads()
+    log.info("attention backend", name=backend.describe(), reason="the device is a CPU", threads=threads)
     return backend
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native import Native, find_native
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.cpu_fixed import FixedOrderAttention
 from quire.worker_proc.attention.cpu_native import NativeAttention
@@ -32,16 +32,15 @@ class CpuBackend:
     needs_host_lengths = True
 
     def __init__(self, native: bool = True, deterministic: bool = False) -> None:
-        why = ["they were not asked for"]
-        library = load_native(lambda line: why.append(line.split(": ", 1)[-1])) if native else None
+        library = find_native() if native else "they were not asked for"
         self._way: NativeAttention | FixedOrderAttention | TorchAttention
-        if library is not None:
+        if isinstance(library, Native):
             self._way = NativeAttention(library)
             self._description = f"native, {INSTRUCTIONS.get(library.vector_floats, platform.machine())}"
         else:
             self._way = FixedOrderAttention() if deterministic else TorchAttention()
             order = ", one token at a time in a fixed order" if deterministic else ""
-            self._description = f"torch operators{order}; no native kernels: {why[-1]}"
+            self._description = f"torch operators{order}; no native kernels: {library}"
 
     def describe(self) -> str:
         """How attention will be computed, for the start-up log."""

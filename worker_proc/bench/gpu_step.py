@@ -39,7 +39,7 @@ def decode_step(bench: Bench) -> None:
     for name, _, times, _ in _timed(bench, model, driver, batches, length, steps):
         bench.note(name, EAGER, times.wall, cpu_us=times.cpu * 1e6)
     driver.empty()
-    driver.runner.warm_up(lambda text: None)
+    driver.runner.warm_up()
     for name, rows, times, floor in _timed(bench, model, driver, batches, length, steps):
         figures = {"of_floor": floor / times.wall, "floor_us": floor * 1e6, "cpu_us": times.cpu * 1e6}
         bench.note(name, OURS, times.wall, **figures, **_device_figures(driver, rows, steps.replays))
@@ -103,7 +103,7 @@ def steady_step(bench: Bench) -> None:
     batches = bench.pick(full=(1, 64, 256), quick=(1, 256), dry=(2,))
     length, steps = bench.pick(full=(512, Steps(8, 96, 32)), quick=(512, Steps(4, 32, 16)), dry=(8, Steps(1, 1, 1)))
     model, driver = _make("qwen3-0.6b", bench, max(batches), length + steps.room)
-    driver.runner.warm_up(lambda text: None)
+    driver.runner.warm_up()
     for name, rows, times, floor in _timed(bench, model, driver, batches, length, steps):
         figures = {"cpu_us": times.cpu * 1e6, "of_floor": floor / times.wall}
         if bench.device.type == "cuda":

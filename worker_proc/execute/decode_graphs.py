@@ -5,12 +5,14 @@ A launch costs the host 5 to 10 µs, and a step has hundreds; a replay is one. W
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from quire.protocol.process.log import event_logger
 from quire.worker_proc.execute.decode_step import DecodeStep
+
+log = event_logger("worker")
 
 _STEP_OF_SIZES = 8
 _WARM_UPS = 2
@@ -45,10 +47,10 @@ class DecodeGraphs:
         self._sizes = capture_sizes(step.max_rows)
         self._graphs: dict[tuple[int, bool], CapturedStep] = {}
 
-    def capture(self, say: Callable[[str], None]) -> None:
+    def capture(self) -> None:
         """Make all graphs. No row may be in the batch: a padded step reads and writes no slot."""
         if self.eager:
-            say("CUDA graphs: none (--enforce-eager, or no GPU)")
+            log.info("no CUDA graphs (--enforce-eager, or no GPU)")
             return
         begun, before = time.monotonic(), torch.cuda.memory_allocated()
         pool = torch.cuda.graph_pool_handle()
@@ -62,10 +64,8 @@ class DecodeGraphs:
                     logits = self._launch(size, sampling)
                 self._graphs[size, sampling] = CapturedStep(graph, logits)
         taken = (torch.cuda.memory_allocated() - before) / 2**20
-        say(
-            f"CUDA graphs: {len(self._graphs)} for up to {self._sizes[-1]} requests, "
-            f"{taken:.0f} MiB, {time.monotonic() - begun:.1f} s"
-        )
+        seconds = time.monotonic() - begun
+        log.info("captured CUDA graphs", graphs=len(self._graphs), max_rows=self._sizes[-1], mib=taken, seconds=seconds)
 
     def run(self, num_rows: int, sampling: bool) -> torch.Tensor | None:
         """One step of the batch's ``num_rows`` rows.

@@ -1,7 +1,7 @@
 """One step: apply the diff, prepare inputs, run the model; then sample, and advance the rows."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -112,10 +112,10 @@ class ModelRunner:
         return SteadyDecode(graphs, self.batch, self.tables, self.last_sampled, self._transfer, self._copies)
 
     @torch.inference_mode()
-    def warm_up(self, say: Callable[[str], None]) -> None:
+    def warm_up(self) -> None:
         """Before the first step: capture graphs, if there are any."""
         if self.steady is not None:
-            self.steady.graphs.capture(say)
+            self.steady.graphs.capture()
 
     def execute(self, step: SchedulerOutput, inputs: SampleInputs | None = None) -> PendingResult:
         """Run one step: ``launch`` and ``finish``."""

@@ -1,6 +1,5 @@
 """Somebody else's logits processor, behind walls: what it breaks is its request's own affair, never a neighbour's."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -8,12 +7,13 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.log import event_logger
 from quire.protocol.request.logits_processors import AddedRequest, BatchUpdate, LogitsProcessor
 from quire.protocol.request.plugins import one_line
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import Ints
 
-log = logging.getLogger(__name__)
+log = event_logger("worker")
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +140,7 @@ class IsolatedPlugin:
         return f"logits processor {self.name} failed: {error if type(error) is WrongResult else type(error).__name__}"
 
     def _tell(self, error: Exception) -> None:
-        log.warning("logits processor %s failed", self.name, exc_info=error)
+        log.warning("logits processor failed", name=self.name, exc_info=error)
 
 
 def _unfailed(rows: Rows) -> dict[int, Held]:

@@ -6,7 +6,10 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
+from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan
+
+log = event_logger("worker")
 
 DEFAULT_CPU_KV_BYTES = 2**30
 _MIB = 2**20
@@ -58,26 +61,25 @@ def plan_memory(
     )
 
 
-def describe_plan(plan: MemoryPlan, max_model_len: int) -> str:
-    """The plan as one line for a person."""
-    tokens = (plan.num_blocks - 1) * plan.block_size
-    return (
-        f"memory on {plan.device}: weights {plan.weights / _MIB:.1f} MiB, "
-        f"activations {plan.activations / _MIB:.0f} MiB, KV cache {plan.kv_cache / _MIB:.0f} MiB = "
-        f"{plan.num_blocks - 1} blocks of {plan.block_size} = {tokens} tokens "
-        f"({tokens / max_model_len:.1f} requests of {max_model_len})"
+def log_plan(plan: MemoryPlan, max_model_len: int) -> None:
+    """Log the plan, with a warning where one request of full length does not fit into the block pool."""
+    num_blocks = plan.num_blocks - 1
+    log.info(
+        "memory plan",
+        device=plan.device,
+        weights_mib=plan.weights / _MIB,
+        activations_mib=plan.activations / _MIB,
+        kv_cache_mib=plan.kv_cache / _MIB,
+        num_blocks=num_blocks,
+        block_size=plan.block_size,
     )
-
-
-def pool_warning(plan: MemoryPlan, max_model_len: int) -> str | None:
-    """What to tell when one request of full length does not fit the pool."""
-    tokens = (plan.num_blocks - 1) * plan.block_size
-    if tokens >= max_model_len:
-        return None
-    return (
-        f"warning: the KV pool holds {tokens} tokens, less than the context of {max_model_len}: "
-        f"longer requests are refused or end early (finish reason length)"
-    )
+    tokens = num_blocks * plan.block_size
+    if tokens < max_model_len:
+        log.warning(
+            "KV cache is smaller than the context: longer requests are refused or end early with finish reason length",
+            tokens=tokens,
+            max_model_len=max_model_len,
+        )
 
 
 def _activation_bytes(config: EngineConfig) -> int:

@@ -1,18 +1,17 @@
 """From a configuration to a worker that can run steps: device, memory plan, model, weights, backend."""
 
 import os
-import sys
 import time
-from collections.abc import Callable
 
 import psutil
 import torch
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native import Native, find_native, load_native
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import Ready
 from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
@@ -25,20 +24,19 @@ from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import Alone, TensorParallel
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
 from quire.worker_proc.startup.loader import fill_model
-from quire.worker_proc.startup.memory import describe_plan, plan_memory, pool_warning
+from quire.worker_proc.startup.memory import log_plan, plan_memory
 
-Say = Callable[[str], None]
+log = event_logger("worker")
 
 ONE_THREAD_BELOW_BYTES = 16 * 2**20
 
 
 def make_runner(
-    config: EngineConfig, layout: KVLayout, say: Say, *, group: TensorParallel | None = None, progress: bool = False
+    config: EngineConfig, layout: KVLayout, *, group: TensorParallel | None = None, progress: bool = False
 ) -> tuple[ModelRunner, Ready]:
     """Everything a worker needs, in the order in which it can fail cheaply: headers, plan, then weights.
 
     Args:
-        say: takes each line that a person should see.
         group: the other ranks; None: there are none.
         progress: show a bar while weights load.
 
@@ -50,7 +48,7 @@ def make_runner(
     if config.speculative is not None:
         check_speculative(config.speculative)
     device = pick_device(config, group.rank)
-    dtypes = _compute_dtypes(config, device, say)
+    dtypes = _compute_dtypes(config, device)
 
     def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Decoder:
         """On ``place``; on meta there is nothing in it, and it says how much it will be."""
@@ -72,21 +70,18 @@ def make_runner(
     if device.type == "cpu":
         set_threads(size, group.size)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    backend = pick_backend(config, layout, device, capability, say)
+    backend = pick_backend(config, layout, device, capability)
     plan = plan_memory(config, layout, size, device, draft_plan.block_bytes if draft_plan is not None else 0)
-    say(describe_plan(plan, config.max_model_len))
-    warning = pool_warning(plan, config.max_model_len)
-    if warning:
-        say(warning)
+    log_plan(plan, config.max_model_len)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
     draft = None
     if draft_plan is not None:
-        own = pick_backend(draft_plan.config, draft_plan.layout, device, capability, say)
+        own = pick_backend(draft_plan.config, draft_plan.layout, device, capability)
         draft = load_draft(draft_plan, plan.num_blocks, own, device, progress=progress)
     loaded = time.monotonic()
     runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, draft)
-    runner.warm_up(say)
+    runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
 
@@ -133,19 +128,18 @@ def pick_ops(device: torch.device, deterministic: bool) -> Ops:
     return TritonOps()
 
 
-def _compute_dtypes(config: EngineConfig, device: torch.device, say: Say) -> ComputeDtypes:
+def _compute_dtypes(config: EngineConfig, device: torch.device) -> ComputeDtypes:
     wanted: torch.dtype = getattr(torch, config.dtype)
     if device.type != "cpu":
         return ComputeDtypes(wanted, wanted)
-    chosen = cpu_compute_dtypes(wanted, load_native(say))
+    native = find_native()
+    if isinstance(native, str):
+        log.warning("no native CPU kernels: torch's operators are slower", reason=native)
+    chosen = cpu_compute_dtypes(wanted, native if isinstance(native, Native) else None)
     if chosen.reason:
-        say(chosen.reason)
+        log.info("compute dtypes", weights=chosen.weights, activations=chosen.activations, reason=chosen.reason)
     return chosen
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def say_on_stderr(text: str) -> None:
-    print(f"quire worker: {text}", file=sys.stderr, flush=True)

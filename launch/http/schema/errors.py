@@ -1,14 +1,14 @@
 """Errors as OpenAI's clients expect them, in words that are ours."""
 
-import logging
 import traceback
 
 import msgspec
 from starlette.responses import Response
 
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
+from quire.protocol.process.log import event_logger
 
-log = logging.getLogger("quire.http")
+log = event_logger("http")
 
 # Of every code that an InvalidRequest or a scheduler's Rejected may bear.
 STATUS_OF_CODE = {
@@ -106,7 +106,7 @@ def as_api_error(error: Exception) -> ApiError:
         case MemoryError():
             return out_of_memory()
         case _:
-            log.error("unexpected error while answering a request\n%s", _escaped_traceback(error))
+            log.error("unexpected error while answering a request", traceback=_traceback(error))
             return ApiError(500, "internal error", None, "internal_error")
 
 
@@ -128,11 +128,9 @@ def shorten(word: str, most: int = 64) -> str:
     return ascii(word if len(word) <= most else f"{word[:most]}...")
 
 
-def _escaped_traceback(error: Exception) -> str:
-    """One line of the log per frame. An error's own words may be a client's: they cannot begin a line of their own."""
-    lines = traceback.format_tb(error.__traceback__)
-    words = f"{type(error).__name__}: {error}"[:MAX_LOGGED_CHARS]
-    return "".join(lines) + "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
+def _traceback(error: Exception) -> str:
+    """Return the frames, and the error cut to ``MAX_LOGGED_CHARS``: it may repeat a client's text of any length."""
+    return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {error}"[:MAX_LOGGED_CHARS]
 
 
 def one_line(message: str, most: int = 2000) -> str:

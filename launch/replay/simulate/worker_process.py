@@ -4,12 +4,11 @@ It speaks the worker's protocol, takes as long for a step as a cost model says, 
 nothing. One of it stands for all ranks of a group.
 """
 
+import logging
 import os
 import signal
-import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.child import Report, child_parser, enter_child
+from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.link_messages import Heartbeat
 from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
@@ -31,6 +31,8 @@ from quire.protocol.wire.worker_messages import (
     SchedulerOutput,
     Shutdown,
 )
+
+log = event_logger("worker")
 
 SPIN_SECONDS = 0.0002
 """How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
@@ -85,15 +87,13 @@ class SimulatedWorker:
         cost: CostModel,
         clock: Clock,
         pid: int,
-        say: Callable[[str], None],
         calls: Calls,
         num_ranks: int = 1,
     ) -> None:
-        """``say``: takes each line that a person should see. ``num_ranks``: of the pretended machine."""
+        """``num_ranks``: of the pretended machine."""
         self._channel = channel
         self._calls = calls
         self._cost = cost
-        self._say = say
         self._num_ranks = num_ranks
         self._clock = clock
         self._pid = pid
@@ -109,9 +109,9 @@ class SimulatedWorker:
         try:
             configure = ask_configuration(self._channel, 0, self._pid, self._calls)
             plan = plan_pool(configure.config, configure.kv_layout, self._cost, self._num_ranks)
-            more = " (more would fit)" if plan.num_blocks == MOST_BLOCKS else ""
-            pool = f"{plan.num_blocks - 1} KV blocks{more}"
-            self._say(f"SIMULATED, answers are nonsense; {self._cost.describe()}; {pool}")
+            log.warning(
+                "simulated worker: tokens are random", cost=self._cost.describe(), num_blocks=plan.num_blocks - 1
+            )
             num_blocks = configure.num_blocks or plan.num_blocks
             self._channel.send(Ready([num_blocks] * len(configure.kv_layout.groups), plan, {}))
             self._steps(SimulatedRunner(configure.config))
@@ -211,14 +211,12 @@ def main() -> None:
     parser = child_parser(__doc__)
     parser.add_argument("--cost", required=True, help="as of quire replay")
     parser.add_argument("--ranks", type=int, required=True, help="tensor parallel ranks of the pretended machine")
-    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    parser.add_argument("--quiet", action="store_true", help="log errors only")
     args = parser.parse_args()
     child = enter_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
 
-    def say(text: str) -> None:
-        if not args.quiet:
-            print(f"quire worker: {text}", file=sys.stderr, flush=True)
-
+    if args.quiet:
+        logging.getLogger("quire").setLevel(logging.ERROR)
     try:
         import msgspec
         import zmq
@@ -239,7 +237,7 @@ def main() -> None:
             address = worker_address(args.directory, call.epoch, call.rank)
             channel = ZmqChannel(context, zmq.PAIR, address, link, bind=False)
             channel.wake_on(calls.fileno())
-            SimulatedWorker(channel, cost, RealClock(), os.getpid(), say, calls, args.ranks).run()
+            SimulatedWorker(channel, cost, RealClock(), os.getpid(), calls, args.ranks).run()
             channel.close()
         context.term()
     except Exception as error:

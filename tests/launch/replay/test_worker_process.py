@@ -96,7 +96,7 @@ def run(*told: tuple[float, Any], config: EngineConfig = CONFIG) -> list[tuple[f
         [(0.0, Welcome(1, "")), (0.0, Configure(1, make_layout(config), config)), *told, (100.0, Shutdown())]
     )
     with no_calls() as calls:
-        SimulatedWorker(script, PerToken(), script, 1, lambda text: None, calls).run()
+        SimulatedWorker(script, PerToken(), script, 1, calls).run()
     assert isinstance(script.sent[0][1], Hello) and isinstance(script.sent[1][1], Ready)
     return [(when, message) for when, message in script.sent[2:] if not isinstance(message, Heartbeat)]
 
@@ -149,14 +149,13 @@ class TestTimes:
 
 
 class TestHandshake:
-    def test_ready_says_the_pool(self) -> None:
+    def test_ready_says_the_pool(self, caplog: pytest.LogCaptureFixture) -> None:
         script = Script([(0.0, Configure(1, make_layout(CONFIG), CONFIG)), (0.0, Shutdown())])
-        heard: list[str] = []
         with no_calls() as calls:
-            SimulatedWorker(script, ConstantCost(2.5), script, 1, heard.append, calls).run()
+            SimulatedWorker(script, ConstantCost(2.5), script, 1, calls).run()
         ready = script.sent[1][1]
         assert (ready.num_blocks, ready.plan.device, ready.plan.block_size) == ([33], "simulated", 4)
-        assert "nonsense" in heard[0] and "2.5 ms" in heard[0] and "32 KV blocks" in heard[0]
+        assert all(text in caplog.text for text in ("tokens are random", "2.5 ms", "num_blocks=32"))
 
     @pytest.mark.parametrize(
         ("message", "text"), [(Refused("no"), "refused this worker: no"), (Shutdown(), "Shutdown")]
@@ -164,7 +163,7 @@ class TestHandshake:
     def test_anything_else_is_a_fault(self, message: Any, text: str) -> None:
         script = Script([(0.0, message)])
         with pytest.raises(EngineError, match=text), no_calls() as calls:
-            SimulatedWorker(script, PerToken(), script, 1, lambda text: None, calls).run()
+            SimulatedWorker(script, PerToken(), script, 1, calls).run()
         fault = script.sent[-1][1]
         assert isinstance(fault, Fault) and text in fault.text
 

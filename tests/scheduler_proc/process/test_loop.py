@@ -96,7 +96,7 @@ def test_a_wrong_result_costs_steps_and_no_token(
     loop.spoil = spoil
     with caplog.at_level(logging.ERROR):
         assert answer(loop, loop.client, 12) == (expected_tokens(PROMPT, 12), [EndReason.LENGTH])
-    assert not left[0] and "what runs is computed again" in caplog.text
+    assert not left[0] and "running requests will be recomputed by new workers" in caplog.text
 
 
 @pytest.mark.full
@@ -114,8 +114,8 @@ def test_a_step_too_large_for_the_worker_makes_steps_smaller(
     loop.spoil = spoil
     with caplog.at_level(logging.ERROR):
         assert answer(loop, loop.client, 12) == (expected_tokens(PROMPT, 12), [EndReason.LENGTH])
-    assert "out of memory in a step of 1 requests; what runs is computed again" in caplog.text
-    assert "steps have at most" in caplog.text
+    assert 'running requests will be recomputed reason="out of memory in a step of 1 requests"' in caplog.text
+    assert "max_num_batched_tokens=" in caplog.text
 
 
 def test_a_request_whose_workers_are_never_right_fails_alone(loop: LoopUnderTest) -> None:

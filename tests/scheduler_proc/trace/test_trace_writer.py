@@ -111,7 +111,7 @@ def test_a_slow_disk_costs_lines_which_are_counted_and_said_once(
             writer.add(Tick(now=float(index)))
             writer.flush()
     kept = 1000 - writer.lost
-    assert 20 < kept < 200 and caplog.text.count("loses lines") == 1
+    assert 20 < kept < 200 and caplog.text.count("trace lines dropped") == 1
     writer.write_buffer()
     writer.add(Tick(now=1000.0))
     writer.flush()
@@ -135,8 +135,8 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
             writer.add(Tick(now=float(index)))
             writer.flush()
             writer.write_buffer()
-    assert caplog.text.count("ends here: No space left on device") == 1
-    assert writer.lost == 49 and caplog.text.count("loses lines") == 1
+    assert caplog.text.count('trace ended: cannot write reason="No space left on device"') == 1
+    assert writer.lost == 49 and caplog.text.count("trace lines dropped") == 1
     writer.close(End(now=0.0))
 
 
@@ -254,4 +254,4 @@ def test_a_folder_that_cannot_be_made_costs_the_dump_only(tmp_path: Path, caplog
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.ERROR):
         assert write_dump(tmp_path / "file" / "x", 1, dump_of(busy_driver())) is None
-    assert "cannot be written" in caplog.text
+    assert "cannot write the event dump" in caplog.text

@@ -49,7 +49,7 @@ class Runner:
     """A ModelRunner that is told steps in keywords, and numbers them."""
 
     def __init__(self) -> None:
-        made, _ = make_runner(CONFIG, kv_layout(MODEL, 4, "float32"), lambda text: None, progress=False)
+        made, _ = make_runner(CONFIG, kv_layout(MODEL, 4, "float32"), progress=False)
         self.runner: ModelRunner = made
         commit = made.tables.commit
 

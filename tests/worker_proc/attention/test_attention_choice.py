@@ -1,5 +1,8 @@
 """Which attention backend a worker gets, and every reason for which it does not start."""
 
+import logging
+import logging.handlers
+import queue
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +17,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
+from quire.worker_proc.attention import choose
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.choose import pick_backend
 from quire.worker_proc.attention.supports import HALVES, Needs, Supports
@@ -37,15 +41,22 @@ def config_of(backend: str = "auto", **settings: Any) -> EngineConfig:
 def pick(
     config: EngineConfig, capability: tuple[int, int] | None = HOPPER, layout: KVLayout | None = None
 ) -> tuple[AttentionBackend, str]:
-    """The backend and the one line that was said."""
+    """Return the backend and the one record that the choice logs."""
     layout = layout or kv_layout(config.model, config.block_size, config.kv_cache_dtype)
-    said: list[str] = []
     on_cpu = config.device == "cpu"
     # Nothing can be made on a GPU that is not there; all that matters of the device is that it is not a CPU.
     device = torch.device("cpu" if on_cpu else "meta")
-    backend = pick_backend(config, layout, device, None if on_cpu else capability, said.append)
-    assert len(said) == 1
-    return backend, said[0]
+    messages = queue.SimpleQueue[logging.LogRecord]()
+    handler = logging.handlers.QueueHandler(messages)  # type: ignore[arg-type]
+    choose.log.logger.addHandler(handler)
+    choose.log.setLevel(logging.INFO)
+    try:
+        backend = pick_backend(config, layout, device, None if on_cpu else capability)
+    finally:
+        choose.log.setLevel(logging.NOTSET)
+        choose.log.logger.removeHandler(handler)
+    assert messages.qsize() == 1
+    return backend, messages.get().message
 
 
 @pytest.fixture
@@ -68,7 +79,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch, launchable: None) -> None:
 @pytest.mark.parametrize("wanted", ["auto", "cpu"])
 def test_a_cpu_has_its_own(wanted: str) -> None:
     backend, said = pick(config_of(wanted, device="cpu"))
-    assert backend.name == "cpu" and said.startswith("attention backend cpu (") and "the device is a CPU" in said
+    assert backend.name == "cpu" and said.startswith('attention backend name="cpu (') and "the device is a CPU" in said
 
 
 @pytest.mark.parametrize("wanted", ["triton", "flashinfer", "flash_attn"])
@@ -80,12 +91,13 @@ def test_a_cpu_has_no_other(wanted: str) -> None:
 def test_a_gpu_gets_triton(launchable: None) -> None:
     backend, said = pick(config_of())
     assert backend.name == "triton" and not backend.needs_host_lengths
-    assert said == "attention backend triton: the device is a GPU; steady decode is replayed from CUDA graphs"
-    assert pick(config_of("triton"))[1].startswith("attention backend triton: asked for; ")
+    assert said.startswith('attention backend name=triton reason="the device is a GPU" ')
+    assert said.endswith('graphs="steady decode is replayed from CUDA graphs"')
+    assert pick(config_of("triton"))[1].startswith('attention backend name=triton reason="asked for" ')
 
 
 def test_the_line_says_why_there_are_no_graphs(launchable: None) -> None:
-    assert pick(config_of(enforce_eager=True))[1].endswith("no CUDA graphs (--enforce-eager)")
+    assert pick(config_of(enforce_eager=True))[1].endswith('no CUDA graphs (--enforce-eager)"')
     backend, said = pick(config_of(deterministic=True))
     assert backend.needs_host_lengths
     assert "(keys in pieces of a fixed size)" in said and "launched kernel by kernel: no CUDA graphs" in said
@@ -117,13 +129,15 @@ def test_triton_where_nothing_launches_is_refused_with_its_words(monkeypatch: py
 def test_flashinfer_is_taken_when_asked_for(libraries: None) -> None:
     backend, said = pick(config_of("flashinfer", kv_cache_dtype="float8_e4m3fn", windows=[8, 0]))
     assert backend.name == "flashinfer"
-    assert said.startswith("attention backend flashinfer (workspace 128 MiB; kernels are compiled when first used): ")
-    assert "asked for; it is planned from lengths on the host" in said
+    assert said.startswith(
+        'attention backend name="flashinfer (workspace 128 MiB; kernels are compiled when first used)" '
+    )
+    assert '"asked for" graphs="it is planned from lengths on the host' in said
 
 
 def test_flash_attn_takes_the_version_that_fits(libraries: None) -> None:
     hopper, ampere = pick(config_of("flash_attn")), pick(config_of("flash_attn", block_size=256), AMPERE)
-    assert "flash_attn (flash-attn 3): asked for; steady decode is replayed" in hopper[1]
+    assert 'name="flash_attn (flash-attn 3)" reason="asked for" graphs="steady decode is replayed' in hopper[1]
     assert "flash_attn (flash-attn 2): asked for; steady decode is replayed" in ampere[1]
     assert hopper[0].name == ampere[0].name == "flash_attn"
 

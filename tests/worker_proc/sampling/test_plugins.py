@@ -23,7 +23,7 @@ def request(output: list[int] | None = None, temperature: float = 0.0, **extra_a
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.CRITICAL, "quire.worker_proc.sampling.isolated")
+    caplog.set_level(logging.CRITICAL, "quire.worker")
     return caplog
 
 
@@ -101,7 +101,7 @@ def test_what_happened_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     world = ProcessorsUnderTest(["Breaks"])
     world.add(request(**{"break": "raise"}))
     world.apply(torch.zeros(1, VOCAB))
-    assert "logits processor Breaks failed" in caplog.text and "/home/secret" in caplog.text
+    assert "logits processor failed name=Breaks" in caplog.text and "/home/secret" in caplog.text
 
 
 def test_a_plugin_that_cannot_be_made_is_told_at_start() -> None:

@@ -1,5 +1,6 @@
 """The memory plan: its numbers, its warning, and its refusal before any weight is read."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.worker_messages import MemoryPlan
 from quire.worker_proc.startup import memory
-from quire.worker_proc.startup.memory import describe_plan, plan_memory, pool_warning
+from quire.worker_proc.startup.memory import log_plan, plan_memory
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -85,18 +86,20 @@ def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any])
     assert "--kv-cache-memory-bytes" in text and "\n" not in text
 
 
-def test_the_plan_is_said_in_one_line() -> None:
-    text = describe_plan(plan(num_blocks_override=32), 256)
-    assert "memory on cpu" in text and "weights 10.0 MiB" in text
-    assert "32 blocks of 16 = 512 tokens (2.0 requests of 256)" in text and "\n" not in text
+def test_the_plan_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_plan(plan(num_blocks_override=32), 256)
+    (record,) = caplog.records
+    assert "memory plan device=cpu weights_mib=10 " in record.message
+    assert record.message.endswith("num_blocks=32 block_size=16")
 
 
 @pytest.mark.parametrize(("blocks", "warned"), [(15, True), (16, False), (17, False)])
-def test_a_pool_smaller_than_the_context_warns(blocks: int, warned: bool) -> None:
-    text = pool_warning(plan(num_blocks_override=blocks), 256)
-    assert (text is not None) == warned
-    if text:
-        assert "holds 240 tokens, less than the context of 256" in text and "length" in text
+def test_a_pool_smaller_than_the_context_warns(blocks: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    log_plan(plan(num_blocks_override=blocks), 256)
+    assert len(caplog.records) == warned
+    if warned:
+        assert "finish reason length tokens=240 max_model_len=256" in caplog.text
 
 
 def test_a_gpu_pool_is_the_share_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

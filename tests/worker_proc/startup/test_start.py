@@ -15,7 +15,7 @@ from quire.worker_proc.startup.setup import make_runner
 config = make_engine_config(EngineOptions(dtype="float32", device="cpu"), folder=find_model(None))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
-runner, ready = make_runner(config, layout, lambda text: None)
+runner, ready = make_runner(config, layout)
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 assert "torch._dynamo" not in sys.modules, "the compiler was imported: seconds"
 assert grown < ready.plan.kv_cache // 4, f"the KV cache was written: {grown} bytes"
