@@ -11,7 +11,7 @@ from types import FrameType
 import msgspec
 
 from quire.launch.config.declared import check_ranges
-from quire.launch.config.engine_config import with_keys
+from quire.launch.config.engine_config import with_api_keys
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
@@ -43,7 +43,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     check_ranges(options)
     listener = _listen(options)
     keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
-    config = with_keys(config, len(keys))
+    config = with_api_keys(config, len(keys))
     fd = listener.fileno()
     front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
     with Supervisor(config, worker=worker, front_end=front_end, standby=options.standby_workers) as supervisor:

@@ -8,7 +8,7 @@ from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.settings import EngineSettings
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
-FIRST_EPOCH = 1
+FIRST_WORKER_EPOCH = 1
 """The worker group's first life; a restart counts on."""
 
 

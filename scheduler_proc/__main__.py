@@ -5,7 +5,7 @@ import signal
 import msgspec
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.process.child import Report, child_parser, enter_child
+from quire.protocol.process.child import Report, child_parser, init_child
 from quire.protocol.wire.zmq_channel import check_socket_directory
 from quire.scheduler_proc.process.loop import SchedulerLoop
 from quire.scheduler_proc.process.sockets import Sockets
@@ -13,15 +13,15 @@ from quire.scheduler_proc.process.sockets import Sockets
 
 def main() -> None:
     parser = child_parser(__doc__)
-    parser.add_argument("--life", type=int, required=True, help="which scheduler of this engine it is, from 1")
-    parser.add_argument("--epoch", type=int, required=True, help="of the workers that are on their way")
+    parser.add_argument("--incarnation", type=int, required=True, help="which scheduler of this engine it is, from 1")
+    parser.add_argument("--worker-epoch", type=int, required=True, help="of the workers that are on their way")
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
+    child = init_child(args.status_fd, args.lifeline_fd, args.directory)
     try:
         check_socket_directory(args.directory)
         config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
-        sockets = Sockets(args.directory, args.life, config.tensor_parallel_size)
-        loop = SchedulerLoop(config, sockets, child, args.epoch)
+        sockets = Sockets(args.directory, args.incarnation, config.tensor_parallel_size)
+        loop = SchedulerLoop(config, sockets, child, args.worker_epoch)
         signal.signal(signal.SIGUSR2, lambda signum, frame: loop.dump())
         child.report(Report("started"))
         loop.run()

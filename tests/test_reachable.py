@@ -19,7 +19,7 @@ OTHER = {"Statistics", "AttentionBackend"}  # given to users whole by LLM.statis
 MOST_ROWS = 21
 
 Place = tuple[str, str]  # of a definition: the module's path, and the name
-Calls = Mapping[str, set[str | int]]
+WorkerCommands = Mapping[str, set[str | int]]
 
 
 class Module:
@@ -59,16 +59,16 @@ def unreachable(of: list[Module]) -> set[str]:
     defined = {(path, name): node for path, module in kernels.items() for name, node in module.definitions.items()}
     uses = {place: set(kernels[place[0]].uses(ast.walk(node))) for place, node in defined.items()}
     reached = closure((use for module in product for use in module.uses(module.nodes)), uses)
-    doors = {place for place in defined if is_door(*place)}
-    inner = {use for place in doors - reached for use in closure(uses[place], uses) - {place}}
+    transport = {place for place in defined if is_door(*place)}
+    inner = {use for place in transport - reached for use in closure(uses[place], uses) - {place}}
     nodes = [node for module in product for node in module.nodes]
     calls = given([*nodes, *(node for place in reached for node in ast.walk(defined[place]))])
     others = [(module.path, node) for module in product for node in module.definitions.values()]
-    launchers = [defined[place] for place in doors & reached]
+    launchers = [defined[place] for place in transport & reached]
     launchers += [node for path, node in others if path.endswith("group_tables.py")]
     structs = [node for path, node in others if STRUCTS.match(path) and isinstance(node, ast.ClassDef)]
     lost = [*lost_parameters(launchers, calls), *lost_fields(structs, calls, nodes), *lost_kinds(product)]
-    return {*lost, *(name for _, name in doors - reached - inner)}
+    return {*lost, *(name for _, name in transport - reached - inner)}
 
 
 def is_door(path: str, name: str) -> bool:
@@ -99,7 +99,7 @@ def given(nodes: Iterable[ast.AST]) -> dict[str, set[str | int]]:
     return found
 
 
-def lost_parameters(launchers: Iterable[ast.AST], calls: Calls) -> Iterator[str]:
+def lost_parameters(launchers: Iterable[ast.AST], calls: WorkerCommands) -> Iterator[str]:
     """Parameters with a default that no call gives."""
     for launcher in (node for node in launchers if isinstance(node, ast.FunctionDef)):
         of = launcher.args
@@ -110,7 +110,7 @@ def lost_parameters(launchers: Iterable[ast.AST], calls: Calls) -> Iterator[str]
         yield from (f"{launcher.name}({n})" for n, at in optional if not told & {n, at, "**", "*"})
 
 
-def lost_fields(structs: list[ast.ClassDef], calls: Calls, nodes: list[ast.AST]) -> Iterator[str]:
+def lost_fields(structs: list[ast.ClassDef], calls: WorkerCommands, nodes: list[ast.AST]) -> Iterator[str]:
     """Fields that nothing reads or names, or that no construction, ``replace`` or assignment writes."""
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}

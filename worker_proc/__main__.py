@@ -8,20 +8,20 @@ import os
 import signal
 import sys
 
-from quire.protocol.process.child import Report, child_parser, enter_child
+from quire.protocol.process.child import Report, child_parser, init_child
 
 
 def main() -> None:
     parser = child_parser(__doc__)
     parser.add_argument("--quiet", action="store_true", help="log errors only and show no progress bar")
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
+    child = init_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
     try:
         import zmq
 
         from quire.protocol.config import EngineConfig
         from quire.protocol.wire.channel import Link
-        from quire.protocol.wire.worker_handshake import Calls
+        from quire.protocol.wire.worker_handshake import WorkerCommands
         from quire.protocol.wire.worker_messages import SchedulerToWorker
         from quire.protocol.wire.zmq_channel import ZmqChannel, check_socket_directory, worker_address
         from quire.worker_proc.loop import WorkerLoop
@@ -31,19 +31,19 @@ def main() -> None:
         check_socket_directory(args.directory)
         child.report(Report("started"))
 
-        calls = Calls(child)
+        calls = WorkerCommands(child)
         loop = WorkerLoop(calls, os.getpid(), progress=not args.quiet and sys.stderr.isatty())
         context = zmq.Context()
         while (call := calls.take()) is not None:
-            epoch, rank = call.epoch, call.rank
+            worker_epoch, rank = call.worker_epoch, call.rank
             if args.quiet or rank > 0:  # rank 0 logs for the others, except errors
                 logging.getLogger("quire").setLevel(logging.ERROR)
 
-            def join(config: EngineConfig, epoch: int = epoch, rank: int = rank) -> TensorParallel:
-                return join_group(config, rank, args.directory / f"ranks-{epoch}")
+            def join(config: EngineConfig, worker_epoch: int = worker_epoch, rank: int = rank) -> TensorParallel:
+                return join_group(config, rank, args.directory / f"ranks-{worker_epoch}")
 
-            address = worker_address(args.directory, epoch, rank)
-            channel = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, epoch), bind=False)
+            address = worker_address(args.directory, worker_epoch, rank)
+            channel = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, worker_epoch), bind=False)
             channel.wake_on(calls.fileno())
             loop.serve(channel, rank, join)
             channel.close()

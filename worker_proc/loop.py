@@ -12,7 +12,7 @@ from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.wire.channel import Channel, Frames, Received
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import Heartbeat
-from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
+from quire.protocol.wire.worker_handshake import Superseded, WorkerCommands, request_configuration, wait_for_message
 from quire.protocol.wire.worker_messages import (
     Configure,
     Digest,
@@ -49,7 +49,7 @@ class WorkerLoop:
     When that one has died, the next one is served with the same model: only what was held for requests is forgotten.
     """
 
-    def __init__(self, calls: Calls, pid: int, *, progress: bool) -> None:
+    def __init__(self, calls: WorkerCommands, pid: int, *, progress: bool) -> None:
         self._calls = calls
         self._pid = pid
         self._progress = progress
@@ -67,12 +67,12 @@ class WorkerLoop:
         """
         self._channel, self._rank, self._unread = channel, rank, None
         try:
-            configure = ask_configuration(channel, rank, self._pid, self._calls)
+            configure = request_configuration(channel, rank, self._pid, self._calls)
             loaded = self._load(configure, join)
-            loaded.runner.begin_epoch(configure.last_step)
+            loaded.runner.begin_worker_epoch(configure.last_step)
             channel.send(loaded.ready)
             self._steps(loaded.runner, loaded.group)
-        except CalledAway:
+        except Superseded:
             return
         except Exception as error:
             channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
@@ -126,7 +126,7 @@ class WorkerLoop:
         if step.drafts and self._rank == 0:
             self._channel.send(runner.proposed(launched))
         inputs = self._sample_inputs(step.step)
-        return runner.give_up(launched) if inputs is None else runner.finish(launched, inputs)
+        return runner.discard(launched) if inputs is None else runner.finish(launched, inputs)
 
     def _sample_inputs(self, step: int) -> SampleInputs | None:
         """Waits for those of ``step``. None: another step, or the end, came instead; nobody wants this one any more."""

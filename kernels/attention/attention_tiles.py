@@ -72,7 +72,7 @@ FIXED = {
 }
 TABLES = {"decode": DECODE, "prefill": PREFILL, "fixed": FIXED}
 
-MOST_HEAD_DIM = 512
+MAX_HEAD_DIM = 512
 
 
 def tiles_of(shape: AttentionShape, regime: Regime, tile_tokens: int, capability: int) -> Tiles:

@@ -17,7 +17,7 @@ import torch
 from quire.kernels.attention.attention_plan import AttentionPlan, Section
 from quire.kernels.attention.attention_tiles import (
     KEY_ALIGN,
-    MOST_HEAD_DIM,
+    MAX_HEAD_DIM,
     AttentionShape,
     Tiles,
     lane_chunks,
@@ -241,8 +241,8 @@ def _check_shape(query: torch.Tensor, kv_cache: torch.Tensor) -> AttentionShape:
     query_dims = {"num_tokens": None, "num_heads": None, "head_dim": None}
     check_tensor("query", query, query_dims, QUERY_DTYPES, query.device)
     _, num_heads, head_dim = query.shape
-    if not 0 < head_dim <= MOST_HEAD_DIM:
-        raise ValueError(f"query: dimension 2 (head_dim) is {head_dim}, not in [1, {MOST_HEAD_DIM}]")
+    if not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"query: dimension 2 (head_dim) is {head_dim}, not in [1, {MAX_HEAD_DIM}]")
     check_kv_cache(kv_cache, None, head_dim, query, (query.dtype, *FP8_DTYPES))
     num_kv_heads = kv_cache.shape[3]
     if num_kv_heads == 0 or num_heads % num_kv_heads != 0:

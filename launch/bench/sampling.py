@@ -31,7 +31,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.core.drafting import DraftController
 from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.structured.backend import Matcher
-from quire.scheduler_proc.structured.make import make_backend
+from quire.scheduler_proc.structured.backends import make_backend
 
 SCHEMAS = (
     '{"type":"object","required":["name","tags","size"],"additionalProperties":false,"properties":{'
@@ -131,10 +131,10 @@ def _steps_to_zero(per_token: float) -> int:
         if not any(numbers):
             return step - 1
         for state, number in zip(states, numbers, strict=True):
-            controller.asked(state, step)
+            controller.drafts_sent(state, step)
             controller.verified(state, number, 0)
         tokens = len(states) + sum(numbers)
-        controller.step_took(1e-2 * (1.0 + per_token * tokens), tokens, True)
+        controller.record_step_time(1e-2 * (1.0 + per_token * tokens), tokens, True)
     return LONGEST_FALL
 
 

@@ -108,7 +108,7 @@ def parse_priority_range(text: str | None) -> tuple[int, int] | None:
     return low, high
 
 
-def with_keys(config: EngineConfig, num_keys: int) -> EngineConfig:
+def with_api_keys(config: EngineConfig, num_keys: int) -> EngineConfig:
     """Return ``config`` for a server with so many API keys: by default no key's request goes before the others'."""
     allowed = config.priority_range
     if allowed is None and num_keys:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 
 from quire.launch.frontend.engine_client import EngineClient, Sequence, Stoppable, Update
-from quire.launch.text.prompts import Prompt, check_volume, fit_params, spell_bad_words
+from quire.launch.text.prompts import Prompt, check_volume, fit_params, tokenize_bad_words
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TextOut
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
@@ -25,7 +25,7 @@ class PlacedLogprobs:
 
 
 @dataclass(slots=True)
-class Piece:
+class OutputDelta:
     """What one update adds to an answer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Piece:
     detail: str
     prompt_logprobs: LogprobArrays | None = None
 
-    def without_answer(self) -> "Piece":
+    def without_answer(self) -> "OutputDelta":
         """The same for a client that asked for no tokens; the engine's one token ended it, whichever it was."""
         ended = self.finish_reason
         return replace(
@@ -77,7 +77,7 @@ class Answer:
         self._num_logprobs = params.logprobs or 0
         self._prompt_logprobs_due = params.prompt_logprobs is not None
 
-    def assemble(self, update: Update) -> Piece:
+    def assemble(self, update: Update) -> OutputDelta:
         """The piece that an update makes. A stop string found in it is told to the engine."""
         out = self._text_out
         spoken: ListLike[int] = update.token_ids
@@ -101,7 +101,7 @@ class Answer:
             if update.ended is None:
                 self._sequence.stop_at(num_output_tokens)
         kept = num_output_tokens - before
-        return Piece(
+        return OutputDelta(
             text=text,
             token_ids=update.token_ids[:kept],
             logprobs=None if update.logprobs is None else self._place(update.logprobs[:kept], offsets),
@@ -148,7 +148,7 @@ class StreamedAnswer(Answer):
         self._updates = sequence.updates
         self._prompt_only = prompt_only
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def deltas(self) -> AsyncIterator[OutputDelta]:
         """The answer as it grows; ends after the piece with a finish reason.
 
         Raises:
@@ -183,7 +183,7 @@ async def start_answers(
     Raises:
         InvalidRequest, EngineError: as ``EngineClient.add``; those already submitted are aborted.
     """
-    params = spell_bad_words(params, text_in, engine)
+    params = tokenize_bad_words(params, text_in, engine)
     fitted = [fit_params(params, prompt, engine, clamp=clamp_max_tokens) for prompt in prompts]
     check_volume(fitted, prompts, params.n)
     seed = secrets.randbits(64) if params.seed is None else params.seed

@@ -21,7 +21,7 @@ from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineSt
 from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.zmq_channel import AsyncZmqChannel, frontend_address
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 RELINK_S = 0.05
 """Before a link that was cut is made again."""
 
@@ -66,7 +66,7 @@ class ZmqEngineClient:
         self._context = zmq.asyncio.Context()
         self._channel: AsyncZmqChannel | None = None
         self._session = Session(self._post, os.getpid(), index)
-        self._scheduler_life = 0
+        self._scheduler_incarnation = 0
         self._queries: dict[int, asyncio.Future[Statistics]] = {}
         self._next_query = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -83,15 +83,15 @@ class ZmqEngineClient:
     def seconds_without_progress(self) -> float:
         return self._session.seconds_without_progress
 
-    def connect(self, life: int = 1) -> None:
-        """Say hello to the scheduler of this ``life``, which need not be up yet, and submit to it what is in flight."""
+    def connect(self, incarnation: int = 1) -> None:
+        """Connect to the scheduler of this ``incarnation``, which may be starting, and resubmit requests."""
         if not self._tasks:
             self._tasks.append(asyncio.create_task(self._beat()))
         for task in self._tasks[1:]:
             task.cancel()
         del self._tasks[1:]
-        again, self._scheduler_life = self._scheduler_life > 0, life
-        self._session.was_ready |= life > 1  # of the scheduler before, at least
+        again, self._scheduler_incarnation = self._scheduler_incarnation > 0, incarnation
+        self._session.was_ready |= incarnation > 1  # of the scheduler before, at least
         self._relink(after_death=again)
         self._tasks.append(asyncio.create_task(self._receive()))
 
@@ -144,7 +144,7 @@ class ZmqEngineClient:
         finally:
             del self._queries[query]
 
-    async def wait_told(self) -> None:
+    async def wait_state_known(self) -> None:
         """Until the scheduler has said how the engine is."""
         await self._told.wait()
 
@@ -190,9 +190,9 @@ class ZmqEngineClient:
     def _relink(self, *, after_death: bool = False) -> None:
         if self._channel is not None:
             self._channel.close()
-        address = frontend_address(self._directory, self._scheduler_life)
+        address = frontend_address(self._directory, self._scheduler_incarnation)
         self._channel = AsyncZmqChannel(self._context, address, Link(SchedulerToFrontEnd))
-        self._session.begin(after_death=after_death)
+        self._session.begin_link(after_death=after_death)
         self._settle()
 
     async def _receive(self) -> None:
@@ -226,5 +226,5 @@ class ZmqEngineClient:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             self._session.beat()

@@ -25,10 +25,12 @@ from quire.protocol.wire.front_end_messages import (
 )
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused, Welcome
 
-CONDEMNED_AFTER = 3
+MAX_SCHEDULER_DEATHS = 3
 """Deaths of the scheduler, with no token in between, after which a request in flight ends. The supervisor gives up
-later, after five (``overseer.MAX_DEATHS``), so that the engine survives such a request."""
-CONDEMNED = f"engine_fault: the scheduler died {CONDEMNED_AFTER} times with this request, which got no token in between"
+later, after five (``policy.MAX_DEATHS``), so that the engine survives such a request."""
+ENGINE_FAULT = (
+    f"engine_fault: the scheduler died {MAX_SCHEDULER_DEATHS} times with this request, which got no token in between"
+)
 
 
 class Session:
@@ -53,17 +55,17 @@ class Session:
         self.state, self.detail, self.since = "loading", "", clock()
         self.progress_at = self.since
         self.table = StreamTable()
-        self.life = 0
+        self.link_number = 0
         self.was_ready = False
         self._accepts = False
 
     # ---- the link
 
-    def begin(self, *, after_death: bool = False) -> None:
+    def begin_link(self, *, after_death: bool = False) -> None:
         """There is a new link, on which nothing was said yet. ``after_death``: to another scheduler."""
         if after_death:
-            self.count_death()
-        self.life += 1
+            self.count_scheduler_death()
+        self.link_number += 1
         self._accepts = False
         self.table.forget_handles()
         for stream in self.table.streams:
@@ -75,7 +77,7 @@ class Session:
 
     def beat(self) -> None:
         """To be called every second or so, welcomed or not: the answer, or a cut link, shows what was lost."""
-        if self.life:
+        if self.link_number:
             self._post(Heartbeat(self._clock()))
 
     def take(self, message: Message | ProtocolError) -> bool:
@@ -105,19 +107,19 @@ class Session:
         self.progress_at = self._clock()
         return True
 
-    def count_death(self) -> None:
+    def count_scheduler_death(self) -> None:
         """Each request that the dead scheduler had may be why it died, and would end the next one as well."""
         for stream in self.table.streams:
-            if stream.life == self.life:
+            if stream.link_number == self.link_number:
                 stream.note_death()
-                if stream.num_deaths == CONDEMNED_AFTER:
-                    self.table.end_failed(stream, CONDEMNED)
+                if stream.num_deaths == MAX_SCHEDULER_DEATHS:
+                    self.table.end_failed(stream, ENGINE_FAULT)
 
     def _take_state(self, kind: str) -> None:
         if kind == "ready" and not self._accepts:
             self._accepts = True
             for stream in self.table.streams:
-                if stream.life != self.life:
+                if stream.link_number != self.link_number:
                     self._submit(stream)
         self.was_ready |= kind == "ready"
         if self.state not in ("draining", "failed"):
@@ -125,7 +127,7 @@ class Session:
 
     # ---- requests
 
-    def add(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> Stream:
+    def add(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> Stream:
         """Submit it now, or as soon as the engine takes requests.
 
         Raises:
@@ -135,7 +137,7 @@ class Session:
         self.require_alive()
         if not len(self.table):
             self.progress_at = self._clock()
-        stream = self.table.add(request, on_news)
+        stream = self.table.add(request, on_update)
         if self._accepts:
             self._submit(stream)
         return stream
@@ -150,7 +152,7 @@ class Session:
 
     def shut_down(self, detail: str) -> None:
         """End every answer in flight with an error."""
-        sent = [stream.request_id for stream in self.table.streams if stream.life == self.life]
+        sent = [stream.request_id for stream in self.table.streams if stream.link_number == self.link_number]
         if sent:
             self._post(Abort(sent))
         for stream in self.table.streams:
@@ -158,7 +160,7 @@ class Session:
 
     def _end(self, stream: Stream, message: Message) -> None:
         if not stream.over and not stream.muted:
-            if stream.life == self.life:
+            if stream.link_number == self.link_number:
                 self._post(message)
             else:
                 self.table.drop(stream)
@@ -166,7 +168,7 @@ class Session:
 
     def _submit(self, stream: Stream) -> None:
         request = stream.submission()
-        stream.life = self.life
+        stream.link_number = self.link_number
         self._post(request)
 
     # ---- states

@@ -29,13 +29,13 @@ class Stream:
         over: nothing will come any more.
     """
 
-    def __init__(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> None:
+    def __init__(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> None:
         self.request = request
         self.request_id = request.request_id
         self.tokens = array("i")
-        self.life = 0
+        self.link_number = 0
         self._num_deaths = self._num_tokens_at_death = 0
-        self._on_news = on_news
+        self._on_update = on_update
         self.handle: int | None = None
         self.num_output_tokens = 0
         self.num_cached_tokens = -1
@@ -58,10 +58,10 @@ class Stream:
 
     def submission(self) -> AddRequest:
         """The request; after the first time, to be gone on with behind what came of it."""
-        if not self.life:
+        if not self.link_number:
             return self.request
         delivered = np.array(self.tokens, np.int32) if self.tokens else None
-        return msgspec.structs.replace(self.request, output_token_ids=delivered, again=True)
+        return msgspec.structs.replace(self.request, output_token_ids=delivered, resubmitted=True)
 
     @property
     def num_deaths(self) -> int:
@@ -73,8 +73,8 @@ class Stream:
 
     def notify(self) -> None:
         """Wake the reader: something came."""
-        if self._on_news is not None and not self.muted:
-            self._on_news()
+        if self._on_update is not None and not self.muted:
+            self._on_update()
 
     def place_prompt_logprobs(self, start: int, part: LogprobArrays) -> None:
         """Keep a part of the prompt's log probabilities, from prompt token ``start`` on, for the first update.
@@ -83,7 +83,7 @@ class Stream:
         the columns that all of them have are those that were asked for.
         """
         if not self.muted and not self.num_output_tokens:
-            self._prompt_logprobs = (self._prompt_logprobs or LogprobArrays.empty()).placed(start - 1, part)
+            self._prompt_logprobs = (self._prompt_logprobs or LogprobArrays.empty()).overlaid(start - 1, part)
 
     def pending(self) -> Update:
         """The update being gathered, for the table to add to."""
@@ -107,11 +107,11 @@ class StreamTable:
         """In order of arrival."""
         return list(self._by_id.values())
 
-    def add(self, request: AddRequest, on_news: Callable[[], None] | None = None) -> Stream:
+    def add(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> Stream:
         """Raises InvalidRequest when its id is in use."""
         if request.request_id in self._by_id:
             raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
-        stream = self._by_id[request.request_id] = Stream(request, on_news)
+        stream = self._by_id[request.request_id] = Stream(request, on_update)
         return stream
 
     def forget_handles(self) -> None:

@@ -18,7 +18,7 @@ from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
-from quire.protocol.process.child import Child, Report, child_parser, enter_child
+from quire.protocol.process.child import Child, Report, child_parser, init_child
 from quire.protocol.request.plugins import load_logits_processors
 from quire.protocol.wire.zmq_channel import check_socket_directory
 
@@ -59,7 +59,7 @@ class FrontEnd:
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._obey)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in (self._drain(server), self._tick(), self._say_ready())]
-            await self._wait_told()
+            await self._wait_state_known()
             gc.collect()
             gc.freeze()  # what is there by now stays: no collection walks it again
             gc.set_threshold(*COLLECT_AFTER)
@@ -99,10 +99,10 @@ class FrontEnd:
         for command in self._child.take_commands():
             match command.kind:
                 case "scheduler":
-                    self._engine.connect(command.life)
+                    self._engine.connect(command.incarnation)
                 case "drain" | "stop":
                     self._draining.set()
-                case "engine_gone":
+                case "engine_failed":
                     self._engine.fail("the engine stopped")
                     self._draining.set()
 
@@ -114,9 +114,11 @@ class FrontEnd:
             await asyncio.sleep(LAST_WORDS_S)
         server.should_exit = True
 
-    async def _wait_told(self) -> None:
+    async def _wait_state_known(self) -> None:
         """Before that, a front end that was started again would refuse what the others take: they have it meanwhile."""
-        told, draining = (asyncio.create_task(wait) for wait in (self._engine.wait_told(), self._draining.wait()))
+        told, draining = (
+            asyncio.create_task(wait) for wait in (self._engine.wait_state_known(), self._draining.wait())
+        )
         await asyncio.wait((told, draining), return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
         draining.cancel()
@@ -138,7 +140,7 @@ def main() -> None:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--index", type=int, required=True, help="which of the engine's front ends it is, from 0")
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd, args.directory)
+    child = init_child(args.status_fd, args.lifeline_fd, args.directory)
     try:
         check_socket_directory(args.directory)
         child.report(Report("started"))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 from tqdm import tqdm
 
-from quire.launch.frontend.answers import Answer, Piece
+from quire.launch.frontend.answers import Answer, OutputDelta
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.launch.offline.request_output import CompletionOutput, RequestOutput, logprob_by_id
@@ -33,7 +33,7 @@ class BlockingEngine(ModelLimits, Protocol):
     config: EngineConfig
     session: Session
 
-    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
+    def submit(self, request: AddRequest, on_update: Callable[[], None]) -> Stream:
         """Raises EngineError once it is closed."""
         ...
 
@@ -188,7 +188,7 @@ class Batch:
         self.outputs[sample.prompt].outputs[sample.index].error = piece.detail or None
         self._end(sample, piece, bar)
 
-    def _end(self, sample: _Sample, piece: Piece, bar: "tqdm[Any]") -> None:
+    def _end(self, sample: _Sample, piece: OutputDelta, bar: "tqdm[Any]") -> None:
         del self._open[sample.sequence.request_id]
         output = self.outputs[sample.prompt]
         output.num_cached_tokens = max(output.num_cached_tokens, piece.num_cached_tokens)
@@ -208,7 +208,7 @@ class Batch:
         self._num_queued -= sample.queued
         sample.queued = False
 
-    def _append(self, output: CompletionOutput, piece: Piece) -> None:
+    def _append(self, output: CompletionOutput, piece: OutputDelta) -> None:
         output.text += piece.text
         output.token_ids += piece.token_ids
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason

@@ -19,13 +19,13 @@ from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.zmq_channel import ZmqChannel, frontend_address
 
 POLL_S = 0.5
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 
 
 class Engine(Protocol):
     """What the client goes by: see ``engine_thread.EngineThread``."""
 
-    life: int
+    incarnation: int
     failure: QuireError | None
 
     def fileno(self) -> int: ...
@@ -44,7 +44,7 @@ class BlockingClient:
         self._engine = engine
         self._statistics: Statistics | None = None
         self._closed = False
-        self._life = engine.life
+        self._incarnation = engine.incarnation
         self._beat_at = 0.0
         self.session = Session(self._post, os.getpid())
         self._channel: ZmqChannel | None = None
@@ -55,17 +55,17 @@ class BlockingClient:
             self._channel.close()
         self._closed = True
 
-    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
+    def submit(self, request: AddRequest, on_update: Callable[[], None]) -> Stream:
         self._check_open()
-        return self.session.add(request, on_news)
+        return self.session.add(request, on_update)
 
     def ask(self, control: Control) -> Statistics:
         """The answer to a Control."""
         self._statistics = None
-        life = 0
+        asked = 0
         while self._statistics is None:
-            if self.session.state in ("ready", "recovering") and life != self.session.life:
-                life = self.session.life  # asked again of a scheduler that was not there when it was asked
+            if self.session.state in ("ready", "recovering") and asked != self.session.link_number:
+                asked = self.session.link_number  # a new scheduler has not received the question
                 self._post(control)
             self.receive()
         return self._statistics
@@ -94,20 +94,20 @@ class BlockingClient:
         if self._engine.failure is not None:
             self.session.fail(str(self._engine.failure))
             raise self._engine.failure
-        if not is_whole or self._engine.life != self._life:
-            died, self._life = self._engine.life != self._life, self._engine.life
+        if not is_whole or self._engine.incarnation != self._incarnation:
+            died, self._incarnation = self._engine.incarnation != self._incarnation, self._engine.incarnation
             self._relink(after_death=died)
         elif time.monotonic() > self._beat_at:
-            self._beat_at = time.monotonic() + BEAT_S
+            self._beat_at = time.monotonic() + HEARTBEAT_S
             self.session.beat()
 
     def _relink(self, *, after_death: bool = False) -> None:
         if self._channel is not None:
             self._channel.close()
-        address = frontend_address(self._directory, self._life)
+        address = frontend_address(self._directory, self._incarnation)
         self._channel = ZmqChannel(zmq.Context.instance(), zmq.DEALER, address, Link(SchedulerToFrontEnd), bind=False)
         self._channel.wake_on(self._engine.fileno())
-        self.session.begin(after_death=after_death)
+        self.session.begin_link(after_death=after_death)
 
     def _post(self, message: Message) -> None:
         self._check_open()

@@ -28,7 +28,7 @@ class EngineThread:
         self._supervisor: Supervisor | None = None
         self.failure: QuireError | None = None
         """Why the engine cannot go on; None while it can."""
-        self.life = 1
+        self.incarnation = 1
         """Of the scheduler."""
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
@@ -51,7 +51,7 @@ class EngineThread:
         return self._news
 
     def take_news(self) -> None:
-        """``life`` and ``failure`` are about to be looked at."""
+        """``incarnation`` and ``failure`` are about to be looked at."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._news)
 
@@ -67,7 +67,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            with self._make(self._on_life) as supervisor:
+            with self._make(self._on_new_scheduler) as supervisor:
                 self._supervisor = supervisor
                 supervisor.start_engine()
                 while not self._closing:
@@ -84,6 +84,6 @@ class EngineThread:
             if not self._closing:
                 os.eventfd_write(self._news, 1)
 
-    def _on_life(self, life: int) -> None:
-        self.life = life
+    def _on_new_scheduler(self, incarnation: int) -> None:
+        self.incarnation = incarnation
         os.eventfd_write(self._news, 1)

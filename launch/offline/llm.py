@@ -25,7 +25,7 @@ from quire.launch.text.prompts import (
     check_params,
     encode_messages,
     encode_prompt,
-    spell_bad_words,
+    tokenize_bad_words,
 )
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.launch.text.text_out import TokenTexts
@@ -74,7 +74,9 @@ class LLM:
         self._lock = threading.Lock()
         self._num_requests = 0
         self._client: BlockingClient | None = None
-        self._engine = EngineThread(lambda on_life: Supervisor(config, quiet=quiet, on_life=on_life))
+        self._engine = EngineThread(
+            lambda on_new_scheduler: Supervisor(config, quiet=quiet, on_new_scheduler=on_new_scheduler)
+        )
         atexit.register(_close_if_alive, weakref.ref(self))
         self._client = BlockingClient(config, self._engine.supervisor.directory, self._engine)
 
@@ -173,7 +175,7 @@ class LLM:
         for each in params:
             check_params(each, self)
             plugins.check_params(self._processors, each)
-        return [spell_bad_words(each, self._text_in, self) for each in params]
+        return [tokenize_bad_words(each, self._text_in, self) for each in params]
 
     def _run(
         self,

@@ -76,7 +76,7 @@ class ChildProcess:
             *lines, self._partial = (self._partial + data).split(b"\n")
             reports += [msgspec.json.decode(line, type=Report) for line in lines]
 
-    def tell(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         """Without effect on one that has ended, or does not listen: that is noticed otherwise."""
         with contextlib.suppress(OSError):
             os.write(self._lifeline, msgspec.json.encode(command) + b"\n")

@@ -26,7 +26,7 @@ class Member:
 
     role: Role
     process: Process
-    heard: float
+    last_report_at: float
     index: int = 0
     """The rank of a worker of the group; the number of a front end."""
     started: bool = False

@@ -1,6 +1,6 @@
 """Starts the engine's processes, watches them, and ends them in order. Touches no request.
 
-What is to be done about a death is the Overseer's to decide (overseer.py). Each child (child_process.py) has two pipes:
+The SupervisionPolicy decides what to do about a death (policy.py). Each child (child_process.py) has two pipes:
 *status*, on which it reports, and *lifeline*, on which it is told what to do, and whose end says that the supervisor is
 gone.
 """
@@ -22,7 +22,7 @@ import msgspec
 from quire.launch.config.sampling_options import import_paths
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.members import Member, Process, Role
-from quire.launch.supervision.overseer import Crew, Overseer
+from quire.launch.supervision.policy import ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Command
 
@@ -70,7 +70,7 @@ class Supervisor:
         worker: WorkerProgram = REAL_WORKER,
         front_end: FrontEndProgram | None = None,
         standby: bool = False,
-        on_life: Callable[[int], None] = lambda life: None,
+        on_new_scheduler: Callable[[int], None] = lambda incarnation: None,
     ) -> None:
         """
         Args:
@@ -81,7 +81,7 @@ class Supervisor:
         self._worker = worker
         self._front_end = front_end
         self._quiet = quiet
-        self._on_life = on_life
+        self._on_new_scheduler = on_new_scheduler
         self._import_paths = import_paths(config.logits_processors)
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wake = os.pipe()
@@ -90,7 +90,7 @@ class Supervisor:
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         self.directory, self._lock = _make_directory()
         count = front_end.num_processes if front_end is not None else 0
-        self.overseer = Overseer(Crew(config.tensor_parallel_size, count, standby), self)
+        self.policy = SupervisionPolicy(ProcessCounts(config.tensor_parallel_size, count, standby), self)
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -101,14 +101,14 @@ class Supervisor:
     def start_engine(self) -> None:
         """Spawn scheduler and workers; ``is_ready`` tells when they can serve."""
         (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
-        self.overseer.begin(time.monotonic())
+        self.policy.begin(time.monotonic())
 
     def start_front_ends(self) -> None:
-        self.overseer.admit_front_ends(time.monotonic())
+        self.policy.admit_front_ends(time.monotonic())
 
     @property
     def is_ready(self) -> bool:
-        return self.overseer.is_ready
+        return self.policy.is_ready
 
     @property
     def wakeup_fd(self) -> int:
@@ -121,16 +121,16 @@ class Supervisor:
         Raises:
             ConfigError, EngineError: the engine cannot go on; says why.
         """
-        patience = self.overseer.next_event(time.monotonic())
+        patience = self.policy.next_event(time.monotonic())
         for key, _ in self._selector.select(patience if timeout is None else min(timeout, patience)):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup, 4096)
             else:
                 self._hear(key.data)
-        self.overseer.tick(time.monotonic())
-        if self.overseer.verdict is not None:
-            raise self.overseer.verdict
+        self.policy.tick(time.monotonic())
+        if self.policy.fatal_error is not None:
+            raise self.policy.fatal_error
 
     def _hear(self, child: ChildProcess) -> None:
         if not child.watched:
@@ -138,22 +138,25 @@ class Supervisor:
         reports, ended = child.read_reports()
         now = time.monotonic()
         for report in reports:
-            self.overseer.reported(child, report, now)
+            self.policy.reported(child, report, now)
         if ended:
-            member = next((m for m in self.overseer.members if m.process is child), None)
+            member = next((m for m in self.policy.members if m.process is child), None)
             how = child.how_it_ended(member.role if member is not None else "worker")
             self._let_go(child)
-            self.overseer.ended(child, how, now)
+            self.policy.ended(child, how, now)
 
-    # ---- what the Overseer can do (overseer.Runner)
+    # ---- what the policy can do (policy.Runner)
 
-    def start(self, role: Role, *, life: int, epoch: int, index: int) -> ChildProcess:
-        self._sweep(life, epoch)
+    def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> ChildProcess:
+        self._sweep(incarnation, worker_epoch)
         place = ["--directory", str(self.directory)]
         fds: tuple[int, ...] = ()
         environment = None
         if role == "scheduler":
-            module, own = "quire.scheduler_proc", ["--life", str(life), "--epoch", str(epoch)]
+            module, own = (
+                "quire.scheduler_proc",
+                ["--incarnation", str(incarnation), "--worker-epoch", str(worker_epoch)],
+            )
         elif role == "worker":
             module, own = self._worker.module, [*(["--quiet"] if self._quiet else []), *self._worker.arguments]
             environment = WORKER_ENVIRONMENT
@@ -166,23 +169,23 @@ class Supervisor:
             self._selector.register(fd, selectors.EVENT_READ, child)
         return child
 
-    def tell(self, process: Process, command: Command) -> None:
+    def send(self, process: Process, command: Command) -> None:
         assert isinstance(process, ChildProcess)
-        process.tell(command)
+        process.send(command)
 
     def kill(self, process: Process) -> None:
         assert isinstance(process, ChildProcess)
         process.kill()
         self._let_go(process)
 
-    def life_changed(self, life: int) -> None:
-        self._on_life(life)
+    def scheduler_replaced(self, incarnation: int) -> None:
+        self._on_new_scheduler(incarnation)
 
-    def _sweep(self, life: int, epoch: int) -> None:
+    def _sweep(self, incarnation: int, worker_epoch: int) -> None:
         """Sockets and shared memory of schedulers and groups that are no more. A process that has one open keeps it."""
         for file in self.directory.iterdir():
             found = re.match(r"(frontend|worker|ranks)-(\d+)", file.name)
-            if found and int(found[2]) < (life if found[1] == "frontend" else epoch):
+            if found and int(found[2]) < (incarnation if found[1] == "frontend" else worker_epoch):
                 file.unlink(missing_ok=True)
 
     def _let_go(self, child: ChildProcess) -> None:
@@ -194,28 +197,28 @@ class Supervisor:
 
     def drain(self) -> None:
         """Front ends take no more requests, and end when those that run have."""
-        self.overseer.drain()
+        self.policy.drain()
 
     def has_front_ends(self) -> bool:
-        return bool(self.overseer.front_ends)
+        return bool(self.policy.front_ends)
 
     def stop(self) -> None:
         """End all children, front ends first and workers last, and remove the directory. May be called twice.
 
         Where the engine is gone, front ends need not drain: their streams end with an error.
         """
-        self.overseer.stop()
-        died = self.overseer.verdict is not None
-        why = " ".join(str(self.overseer.verdict).split()) if died else ""
+        self.policy.stop()
+        died = self.policy.fatal_error is not None
+        why = " ".join(str(self.policy.fatal_error).split()) if died else ""
         deadline = time.monotonic() + STOP_DEADLINE
         for role in ("frontend", "scheduler", "worker"):
-            members = [m for m in self.overseer.members if m.role == role]
+            members = [m for m in self.policy.members if m.role == role]
             for member in members:
                 gone = died and role == "frontend"
-                self.tell(member.process, Command("engine_gone") if gone else Command("stop", text=why))
+                self.send(member.process, Command("engine_failed") if gone else Command("stop", text=why))
             for member in members:
                 _child_of(member).end(deadline)
-        self.overseer.members.clear()
+        self.policy.members.clear()
         self._selector.close()
         for fd in (self._wakeup, self._wake, self._lock):
             with contextlib.suppress(OSError):
@@ -225,8 +228,8 @@ class Supervisor:
 
     def kill_all(self) -> None:
         """End everything now."""
-        self.overseer.stop()
-        for member in self.overseer.members:
+        self.policy.stop()
+        for member in self.policy.members:
             _child_of(member).kill()
 
 

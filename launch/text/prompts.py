@@ -118,7 +118,7 @@ def check_params(params: SamplingParams, limits: ModelLimits) -> None:
         check_token_ids(ids, limits.vocab_size, name)
 
 
-def spell_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLimits) -> SamplingParams:
+def tokenize_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLimits) -> SamplingParams:
     """``params`` with the token ids of ``bad_words`` in their place.
 
     Each word counts as it is, and with a blank before it where the tokenizer then spells it otherwise.

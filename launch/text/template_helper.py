@@ -12,7 +12,7 @@ import msgspec
 
 from quire.launch.text.chat_template import CANNOT_RENDER, ChatTemplate, Message, RenderedTooLong, check_template
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.process.helper import Answer, Helper, HelperDied, HelperMissing, serve
+from quire.protocol.process.helper import Answer, Helper, HelperDied, HelperStartError, serve
 
 CPU_SECONDS = 1.0
 WALL_SECONDS = 8.0
@@ -115,10 +115,10 @@ class _Lane:
             for _ in range(2):
                 try:
                     return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
-                except HelperMissing:
+                except HelperStartError:
                     raise EngineError("the chat template's helper does not start") from None
                 except HelperDied as died:
-                    if died.was_hindered:
+                    if died.was_starved:
                         break
                     if not died.was_killed:  # else from outside, and these messages may be innocent
                         raise _refusal(died) from None

@@ -32,9 +32,9 @@ from quire.protocol.process.log import start_logging
 from quire.protocol.process.log_stream import survive_without_stderr
 
 EX_CONFIG = 78
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 """How often a child says that it lives."""
-HANG_S = 15.0
+HANG_TIMEOUT_S = 15.0
 """How long its main loop may take for one round before it counts as hung. A round of milliseconds is the rule."""
 PR_SET_PDEATHSIG = 1
 
@@ -43,35 +43,35 @@ class Report(msgspec.Struct, omit_defaults=True):
     """One line of a child's status pipe.
 
     Attributes:
-        event: started; alive; joined (a worker has heard of ``epoch`` and goes there); ready (the scheduler: the group
-            of ``epoch`` can run steps; a front end: it accepts connections); progress (a first token was committed in
-            ``epoch``); condemned (a request was why the workers of ``epoch`` died, and has ended); group_failed (the
-            scheduler gives up the group of ``epoch``, ``text`` says why); failed (it ends, ``text`` says why).
-        text: for a person, one line.
+        event: started; alive; joined (a worker moves to the group of ``worker_epoch``); ready (the scheduler: that
+            group can run steps; a front end: it accepts connections); progress (that group committed a first token);
+            suspect_confirmed (a request that made that group die has ended); group_failed (the scheduler gives that
+            group up for the reason ``text``); failed (the child exits for the reason ``text``).
+        text: one line for people.
     """
 
-    event: Literal["started", "alive", "joined", "ready", "progress", "condemned", "group_failed", "failed"]
+    event: Literal["started", "alive", "joined", "ready", "progress", "suspect_confirmed", "group_failed", "failed"]
     text: str = ""
     exit_status: int = 0
     detail: dict[str, float] = {}
-    epoch: int = 0
+    worker_epoch: int = 0
 
 
 class Command(msgspec.Struct, omit_defaults=True):
     """One line of what the supervisor tells a child.
 
     Attributes:
-        kind: join (a worker: go to the group of ``epoch``, as ``rank``); epoch (the scheduler: the group before
-            ``epoch`` is gone for the reason ``text``, expect that one); client_gone (the scheduler: the front end
-            ``pid`` has ended); scheduler (a front end: connect to the one of ``life``); drain (a front end: take no
-            more requests, end when none runs); engine_gone (a front end: end every answer with an error, then
-            yourself); stop (end now).
+        kind: join (a worker: join the group of ``worker_epoch`` as ``rank``); worker_epoch (the scheduler: the group
+            before ``worker_epoch`` ended for the reason ``text``, expect the new one); front_end_exited (the
+            scheduler: process ``pid`` ended); scheduler (a front end: connect to scheduler ``incarnation``); drain (a
+            front end: accept no more requests, exit when none runs); engine_failed (a front end: end every answer
+            with an error, then exit); stop (exit now).
     """
 
-    kind: Literal["join", "epoch", "client_gone", "scheduler", "drain", "engine_gone", "stop"]
-    epoch: int = 0
+    kind: Literal["join", "worker_epoch", "front_end_exited", "scheduler", "drain", "engine_failed", "stop"]
+    worker_epoch: int = 0
     rank: int = 0
-    life: int = 0
+    incarnation: int = 0
     pid: int = 0
     text: str = ""
 
@@ -163,7 +163,7 @@ class Child:
     def _listen(self) -> None:
         partial = b""
         while True:
-            readable, _, _ = select.select([self._lifeline_fd], [], [], BEAT_S)
+            readable, _, _ = select.select([self._lifeline_fd], [], [], HEARTBEAT_S)
             if not readable:
                 self._beat()
                 continue
@@ -175,7 +175,7 @@ class Child:
                 self.put(msgspec.json.decode(line, type=Command))
 
     def _beat(self) -> None:
-        if self._seen is not None and time.monotonic() > self._seen + HANG_S:
+        if self._seen is not None and time.monotonic() > self._seen + HANG_TIMEOUT_S:
             self._hang()
             return
         try:
@@ -205,7 +205,7 @@ def child_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def enter_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_signal: int = signal.SIGCONT) -> Child:
+def init_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_signal: int = signal.SIGCONT) -> Child:
     """To be called first: tie this process to its parent, and leave signals to the supervisor.
 
     A SIGTERM or SIGINT that goes to the whole process group is the supervisor's to obey: it says what to do, in order.

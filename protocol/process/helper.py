@@ -54,10 +54,10 @@ class HelperDied(Exception):
             seconds when the wall's were over.
     """
 
-    def __init__(self, number: int, was_hindered: bool = False) -> None:
+    def __init__(self, number: int, was_starved: bool = False) -> None:
         super().__init__(f"the helper ended by signal {number}")
         self.signal = number
-        self.was_hindered = was_hindered
+        self.was_starved = was_starved
 
     @property
     def took_too_long(self) -> bool:
@@ -70,11 +70,11 @@ class HelperDied(Exception):
         return self.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 
 
-class HelperMissing(HelperDied):
+class HelperStartError(HelperDied):
     """It could not be started: there is no descriptor or no memory for it now."""
 
     def __init__(self) -> None:
-        super().__init__(0, was_hindered=True)
+        super().__init__(0, was_starved=True)
 
 
 class Helper:
@@ -102,7 +102,7 @@ class Helper:
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         except OSError:
-            raise HelperMissing() from None
+            raise HelperStartError() from None
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
         self._process = process
@@ -139,7 +139,7 @@ class Helper:
                 answer = _receive(process.stdout.fileno(), length, deadline)
         except TimeoutError:
             self.close()
-            raise HelperDied(0, was_hindered=True) from None
+            raise HelperDied(0, was_starved=True) from None
         except (EOFError, BrokenPipeError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1)
@@ -198,10 +198,10 @@ def serve(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
-    on_a_large_stack(lambda: _serve(make, extra_bytes, answers), "helper").join()
+    start_large_stack_thread(lambda: _serve(make, extra_bytes, answers), "helper").join()
 
 
-def on_a_large_stack(work: Callable[[], None], name: str) -> threading.Thread:
+def start_large_stack_thread(work: Callable[[], None], name: str) -> threading.Thread:
     """A started thread that does not keep its process alive."""
     before = threading.stack_size(STACK_BYTES)
     try:

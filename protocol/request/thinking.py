@@ -106,7 +106,7 @@ class ThinkingState:
         for token in tokens:
             self.advance(token)
 
-    def forced(self, budget: int) -> int | None:
+    def forced_token(self, budget: int) -> int | None:
         """The token that must come next, where the open span has ``budget`` tokens or more; else None.
 
         It is the next one of the end marker. Of a marker that the text has begun, only the rest is forced.

@@ -21,7 +21,7 @@ class Received(NamedTuple):
     frames: Frames
 
 
-class NotTaken(EngineError):
+class SendFailed(EngineError):
     """The other process is gone, or does not take messages any more: ``frames`` did not go out."""
 
     def __init__(self, frames: Frames) -> None:
@@ -53,8 +53,8 @@ class Link:
     Invariant: what it accepts is exactly what the other side sent in this epoch, in order, without a gap.
     """
 
-    def __init__(self, incoming: Any, epoch: int = 0) -> None:
-        self.epoch = epoch
+    def __init__(self, incoming: Any, worker_epoch: int = 0) -> None:
+        self.worker_epoch = worker_epoch
         self.refused: Counter[str] = Counter()
         self._codec: Codec[Any] = Codec(incoming)
         self._sent = 0
@@ -62,14 +62,14 @@ class Link:
 
     def outgoing(self, message: Any) -> Frames:
         self._sent += 1
-        return self._codec.encode(self.epoch, self._sent, message)
+        return self._codec.encode(self.worker_epoch, self._sent, message)
 
     def incoming(self, frames: Sequence[bytes | memoryview]) -> Received:
         """Check and decode. Raises ProtocolError (counted in ``refused``) when the message cannot be accepted."""
         try:
             envelope = self._codec.decode(frames)
-            if envelope.epoch != self.epoch:
-                raise ProtocolError("epoch", f"message of epoch {envelope.epoch} in epoch {self.epoch}")
+            if envelope.worker_epoch != self.worker_epoch:
+                raise ProtocolError("epoch", f"message of epoch {envelope.worker_epoch} in epoch {self.worker_epoch}")
             if envelope.seq != self._accepted + 1:
                 raise ProtocolError("gap", f"message {envelope.seq} after message {self._accepted}")
         except ProtocolError as error:

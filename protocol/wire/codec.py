@@ -39,7 +39,7 @@ class ProtocolError(Exception):
 class Envelope(NamedTuple):
     """One decoded message and where it stands on its link."""
 
-    epoch: int
+    worker_epoch: int
     seq: int
     message: Any
 
@@ -55,10 +55,10 @@ class Codec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put_array)
         self._decoder = msgspec.msgpack.Decoder(tuple[int, int, union], dec_hook=self._take_array)
 
-    def encode(self, epoch: int, seq: int, message: Any) -> list[bytes | memoryview]:
+    def encode(self, worker_epoch: int, seq: int, message: Any) -> list[bytes | memoryview]:
         """The frames of ``message``, ready to send."""
         self._arrays = []
-        body = self._encoder.encode((epoch, seq, message))
+        body = self._encoder.encode((worker_epoch, seq, message))
         crc = crc32(body)
         for array in self._arrays:
             crc = crc32(array, crc)
@@ -81,14 +81,14 @@ class Codec(Generic[M]):
             raise ProtocolError("crc", "checksum does not match")
         self._arrays, self._next = list(frames[1:]), 0
         try:
-            epoch, seq, message = self._decoder.decode(body)
+            worker_epoch, seq, message = self._decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise ProtocolError("decode", f"not a known message: {error}") from None
         except Exception as error:  # a struct's own check refused a value (InvalidRequest)
             raise ProtocolError("decode", f"a value is out of range: {error}") from None
         if self._next != len(self._arrays):
             raise ProtocolError("frames", "more frames than the message names")
-        return Envelope(epoch, seq, message)
+        return Envelope(worker_epoch, seq, message)
 
     def _put_array(self, array: Any) -> tuple[str, int | bytes]:
         """Called by msgspec for each array field: dtype, and the bytes themselves or the length of a frame with them.

@@ -46,7 +46,7 @@ class AddRequest(Message, frozen=True, tag=10):
     kv_transfer: bytes = b""
     tenant: int = 0
     """Its tenant, from 1; 0: none is known. Admission is fair among tenants."""
-    again: bool = False
+    resubmitted: bool = False
     """It was submitted before, on a link that broke: a queue that is full meanwhile does not turn it away."""
 
 

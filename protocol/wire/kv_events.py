@@ -65,13 +65,13 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
     """What one step changed, in order.
 
     Attributes:
-        now: the engine's monotonic seconds; comparable within one ``life`` only.
+        now: the engine's monotonic seconds; comparable within one ``incarnation`` only.
         life: drawn when the publisher starts. Another one than before: forget all, and ask from 0.
     """
 
     now: float
     events: list[KVEvent]
-    life: int = 0
+    incarnation: int = 0
 
 
 def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "") -> None:

@@ -69,7 +69,7 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
         token_ids, values, ranks = self.columns()
         return LogprobArrays.of(token_ids[tokens], values[tokens], ranks[tokens])
 
-    def placed(self, at: int, part: "LogprobArrays") -> "LogprobArrays":
+    def overlaid(self, at: int, part: "LogprobArrays") -> "LogprobArrays":
         """These with ``part`` written over them from token ``at`` on; the narrower of both widths remains."""
         end = at + len(part)
         if not at and end >= len(self):
@@ -93,7 +93,7 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
             for own, value, rank in zip(ids, values, ranks, strict=True)
         ]
 
-    def fault(self, num_tokens: int, vocab_size: int) -> str | None:
+    def shape_error(self, num_tokens: int, vocab_size: int) -> str | None:
         """Why these cannot be of ``num_tokens`` tokens, the values and ranks aside; None when they can be."""
         num_entries = num_tokens * self.width
         if not 1 <= self.width <= MAX_LOGPROBS + 1 or len(self) != num_tokens:
@@ -105,7 +105,7 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
             return "log probability of a token id outside the vocabulary"
         return None
 
-    def fault_of_values(self, vocab_size: int) -> str | None:
+    def value_error(self, vocab_size: int) -> str | None:
         """Why these values and ranks cannot be right; None when they can be."""
         if not (self.values <= HIGHEST_LOGPROB).all():  # not so either for NaN
             return "a log probability is positive or not a number"
@@ -120,7 +120,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
     rows: list[int]
     arrays: LogprobArrays
 
-    def kept(self, mask: npt.NDArray[np.bool_] | None) -> "Logprobs | None":
+    def filtered(self, mask: npt.NDArray[np.bool_] | None) -> "Logprobs | None":
         """Those of the message with only the tokens where ``mask`` is true, in the order of its tokens.
 
         ``mask``: bool, one per token of this message; None keeps all. Returns None where nothing is left.

@@ -8,10 +8,10 @@ from quire.protocol.wire.channel import Channel, Received
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.worker_messages import Configure
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 
 
-class Calls:
+class WorkerCommands:
     """What the supervisor tells a worker: to which group it is to go, or to end. Only the newest call counts."""
 
     def __init__(self, child: Child) -> None:
@@ -36,30 +36,30 @@ class Calls:
         call, self._call = self._call, None
         if call is None or call.kind != "join":
             return None
-        self._child.report(Report("joined", epoch=call.epoch))
+        self._child.report(Report("joined", worker_epoch=call.worker_epoch))
         return call
 
 
-class CalledAway(Exception):
+class Superseded(Exception):
     """Another call came: this group is not wanted any more."""
 
 
-def wait_for_message(channel: Channel, calls: Calls) -> Received | None:
+def wait_for_message(channel: Channel, calls: WorkerCommands) -> Received | None:
     """The next message; None after a second without one, in which the scheduler was told that we wait.
 
     Raises:
         CalledAway: there is no need to wait any longer.
         ProtocolError: a message was damaged or lost.
     """
-    received = channel.receive(BEAT_S)
+    received = channel.receive(HEARTBEAT_S)
     if received is None:
         if calls.pending:
-            raise CalledAway
+            raise Superseded
         channel.send(Heartbeat(time.monotonic()))
     return received
 
 
-def ask_configuration(channel: Channel, rank: int, pid: int, calls: Calls) -> Configure:
+def request_configuration(channel: Channel, rank: int, pid: int, calls: WorkerCommands) -> Configure:
     """Say hello, and wait for what to be.
 
     Raises:

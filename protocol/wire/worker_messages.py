@@ -18,7 +18,7 @@ class Configure(Message, frozen=True, tag=30):
     ``num_blocks``: of the pool, the null block included, as an earlier group had it; 0: the group decides.
     """
 
-    epoch: int
+    worker_epoch: int
     kv_layout: KVLayout
     config: EngineConfig
     last_step: int = 0

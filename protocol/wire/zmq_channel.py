@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from quire.protocol.errors import EngineError
-from quire.protocol.wire.channel import Frames, Link, NotTaken, Received
+from quire.protocol.wire.channel import Frames, Link, Received, SendFailed
 from quire.protocol.wire.codec import MAX_FRAME_BYTES, ProtocolError
 
 HIGH_WATER_MARK = 4096
@@ -37,13 +37,13 @@ def check_socket_directory(path: Path) -> None:
         raise EngineError("the socket directory must be a directory of mode 0700 that belongs to this user")
 
 
-def frontend_address(directory: Path, life: int = 1) -> str:
-    """Where the scheduler of this ``life`` hears front ends: a path of its own, which nothing old can reach."""
-    return f"ipc://{directory}/frontend-{life}.sock"
+def frontend_address(directory: Path, incarnation: int = 1) -> str:
+    """Where the scheduler of this ``incarnation`` hears front ends: a path of its own, which nothing old can reach."""
+    return f"ipc://{directory}/frontend-{incarnation}.sock"
 
 
-def worker_address(directory: Path, epoch: int, rank: int) -> str:
-    return f"ipc://{directory}/worker-{epoch}-{rank}.sock"
+def worker_address(directory: Path, worker_epoch: int, rank: int) -> str:
+    return f"ipc://{directory}/worker-{worker_epoch}-{rank}.sock"
 
 
 def _configure(socket: "zmq.Socket[Any] | zmq.asyncio.Socket") -> None:
@@ -74,7 +74,7 @@ class ZmqChannel:
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
-            raise NotTaken(frames) from None
+            raise SendFailed(frames) from None
         return frames
 
     def receive(self, timeout: float | None = 0.0) -> Received | None:
@@ -107,7 +107,7 @@ class Waiter:
         return bool(self._poller.poll(milliseconds))
 
 
-class FromPeer(NamedTuple):
+class PeerMessage(NamedTuple):
     """``peer`` is the connection's identity on the hub; ``message`` a ProtocolError when it could not be taken."""
 
     peer: bytes
@@ -139,7 +139,7 @@ class ZmqHub:
             return None
         return frames
 
-    def receive(self) -> FromPeer | None:
+    def receive(self) -> PeerMessage | None:
         """The next message of any peer, without waiting. A damaged one comes as its ProtocolError."""
         try:
             peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -152,8 +152,8 @@ class ZmqHub:
             received = link.incoming(frames)
         except ProtocolError as error:
             self.refused[error.kind] += 1
-            return FromPeer(peer, error, [])
-        return FromPeer(peer, received.message, received.frames)
+            return PeerMessage(peer, error, [])
+        return PeerMessage(peer, received.message, received.frames)
 
     def forget(self, peer: bytes) -> None:
         self._links.pop(peer, None)

@@ -10,7 +10,7 @@ from quire.scheduler_proc.core.events import Hold, Refuse, Release
 from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
-from quire.scheduler_proc.core.statistics import Counters, DecisionLog
+from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -30,7 +30,7 @@ class Arrivals:
         kv: KVCacheManager,
         results: Results,
         stats: Counters,
-        decisions: DecisionLog,
+        decisions: RecentDecisions,
         hooks: SchedulerHooks,
     ) -> None:
         self.admission = Admission(config, kv)
@@ -42,15 +42,15 @@ class Arrivals:
         self._decisions = decisions
         self._hooks = hooks
 
-    def add(self, request_id: str, client: int, make: Callable[[], Request], *, again: bool) -> None:
+    def add(self, request_id: str, client: int, make: Callable[[], Request], *, resubmitted: bool) -> None:
         """Accept a request, or reply why not.
 
         Args:
             make: makes the request, or raises Refusal.
-            again: it was accepted before, by a scheduler that is gone: the queue has room for it.
+            resubmitted: a previous scheduler accepted it, so a full queue does not refuse it.
         """
         try:
-            request = self._accept(request_id, client, make, limit=0 if again else self._max_waiting)
+            request = self._accept(request_id, client, make, limit=0 if resubmitted else self._max_waiting)
         except Refusal as refusal:
             self._stats.num_requests_refused += 1
             self.replies.append((client, refusal.message(request_id)))

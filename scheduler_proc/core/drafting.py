@@ -35,11 +35,11 @@ class DraftPolicy(Protocol):
         """
         ...
 
-    def wakes(self, state: DraftState) -> int:
+    def next_draft_step(self, state: DraftState) -> int:
         """The step in which this request may have drafts again; one that is past where it has some now."""
         ...
 
-    def asked(self, state: DraftState, step: int) -> None:
+    def drafts_sent(self, state: DraftState, step: int) -> None:
         """The request has drafts in ``step``, which is sent."""
         ...
 
@@ -47,7 +47,7 @@ class DraftPolicy(Protocol):
         """What came of it: so many drafts there were, so many of them were right."""
         ...
 
-    def step_took(self, seconds: float, num_tokens: int, drafted: bool) -> None:
+    def record_step_time(self, seconds: float, num_tokens: int, drafted: bool) -> None:
         """A step's time (0 where it was not measured) for ``num_tokens``; ``drafted``: a request might have drafts.
 
         Not called for steps with a prefill in them: their attention and sizes are of another kind, and one of them
@@ -62,16 +62,16 @@ class NoDrafts:
     def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
         return [0] * len(states)
 
-    def wakes(self, state: DraftState) -> int:
+    def next_draft_step(self, state: DraftState) -> int:
         return NEVER
 
-    def asked(self, state: DraftState, step: int) -> None:
+    def drafts_sent(self, state: DraftState, step: int) -> None:
         pass
 
     def verified(self, state: DraftState, verified: int, accepted: int) -> None:
         pass
 
-    def step_took(self, seconds: float, num_tokens: int, drafted: bool) -> None:
+    def record_step_time(self, seconds: float, num_tokens: int, drafted: bool) -> None:
         pass
 
 
@@ -84,7 +84,7 @@ class MostDrafts(NoDrafts):
     def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
         return [self._most] * len(states)
 
-    def wakes(self, state: DraftState) -> int:
+    def next_draft_step(self, state: DraftState) -> int:
         return 0
 
 
@@ -120,10 +120,10 @@ class DraftController:
             return [number // 2 for number in numbers] if step // LOOK_INTERVAL % 2 else [0] * len(numbers)
         return numbers
 
-    def wakes(self, state: DraftState) -> int:
+    def next_draft_step(self, state: DraftState) -> int:
         return state.probe_step if state.resting else 0
 
-    def asked(self, state: DraftState, step: int) -> None:
+    def drafts_sent(self, state: DraftState, step: int) -> None:
         if state.resting:
             state.rest(step)
 
@@ -138,7 +138,7 @@ class DraftController:
         elif not accepted:
             state.interval = min(2 * state.interval, MAX_PROBE_INTERVAL)
 
-    def step_took(self, seconds: float, num_tokens: int, drafted: bool) -> None:
+    def record_step_time(self, seconds: float, num_tokens: int, drafted: bool) -> None:
         self._times.observe(seconds, num_tokens, drafted)
 
     def _acceptance(self, state: DraftState) -> Acceptance:

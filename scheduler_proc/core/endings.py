@@ -25,7 +25,7 @@ class Endings(Protocol):
         """The ending of a request to which ``token`` was just added; None: it goes on."""
         ...
 
-    def detail_of_bad(self, handle: int) -> str:
+    def bad_row_detail(self, handle: int) -> str:
         """The error text for the client of a request with bad logits."""
         ...
 
@@ -44,17 +44,17 @@ class TokenEndings:
         if token in request.stop_tokens and _may_stop(request):
             own = token in request.sampling.stop_token_ids
             return Ending(EndReason.STOPPED, token if own else None)
-        if (ending := at_its_length(request)) is not None:
+        if (ending := length_ending(request)) is not None:
             return ending
         if request.repetition is not None:
             request.repetition.add(token)
         return Ending(EndReason.REPETITION) if request.repeats_itself else None
 
-    def detail_of_bad(self, handle: int) -> str:
+    def bad_row_detail(self, handle: int) -> str:
         return "numerical_error: the model's logits are not finite"
 
 
-def at_its_length(request: Request) -> Ending | None:
+def length_ending(request: Request) -> Ending | None:
     """The ending that needs no look at the token."""
     return Ending(EndReason.LENGTH) if request.num_tokens >= request.max_total_tokens else None
 

@@ -217,12 +217,12 @@ def fault_of_logprobs(
         request = record.member(handle)
         if request is None or request.sampling.logprobs is None:
             return "log probabilities that no request asked for"
-    if (fault := told.arrays.fault(len(rows), vocab_size)) is not None:
+    if (fault := told.arrays.shape_error(len(rows), vocab_size)) is not None:
         return fault
     # Logits that are not finite have no log probabilities either, and their client gets an error instead.
     lost = {*result.bad, *(handle for handle, _ in result.failed)}
     sound = told.arrays.take(np.array([handle not in lost for handle in handles], np.bool_)) if lost else told.arrays
-    return sound.fault_of_values(vocab_size)
+    return sound.value_error(vocab_size)
 
 
 def fault_of_prompts(record: InFlightStep, told: PromptLogprobs, vocab_size: int) -> str | None:
@@ -236,4 +236,4 @@ def fault_of_prompts(record: InFlightStep, told: PromptLogprobs, vocab_size: int
             return "log probabilities of a prompt that no request asked for"
         if start < 1 or count < 1 or start + count > request.num_prompt_tokens:
             return "log probabilities beyond a prompt"
-    return told.arrays.fault(sum(counts), vocab_size)
+    return told.arrays.shape_error(sum(counts), vocab_size)

@@ -128,5 +128,5 @@ def _message(parts: _ClientOutputs) -> StepOutputs:
         handles, counts = handles[counts > 0], counts[counts > 0]
     if counts is not None and (counts == 1).all():
         counts = None
-    mine = None if logprobs is None else logprobs.kept(keep)
+    mine = None if logprobs is None else logprobs.filtered(keep)
     return StepOutputs(parts.introduced, handles, tokens, parts.ended, counts, mine, parts.prompts)

@@ -10,7 +10,7 @@ from quire.scheduler_proc.core.drafting import DraftPolicy
 from quire.scheduler_proc.core.hooks import SchedulerHooks
 from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, DecisionLog
+from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.step import StepPlan, StepRow
 from quire.scheduler_proc.core.suspects import Suspects
 from quire.scheduler_proc.core.tenants import TenantShares, equal_parts
@@ -42,7 +42,7 @@ class Planner:
         table: RequestTable,
         kv: KVCacheManager,
         drafting: DraftPolicy,
-        decisions: DecisionLog,
+        decisions: RecentDecisions,
         stats: Counters,
         suspects: Suspects,
         hooks: SchedulerHooks,
@@ -125,7 +125,7 @@ class Planner:
         """
         table, due = self.table, self.steady_decode.due(plan.step)
         for request in sorted((r for r in table.unsteady.values() if r.needs_no_more_steps), key=_by_order):
-            table.let_go(request)  # length limits are known a step ahead (law 4)
+            table.move_to_leaving(request)  # length limits are known a step ahead (law 4)
         if not due:
             return
         plan.last = [r for r in due if r.last_step == plan.step]
@@ -137,7 +137,7 @@ class Planner:
         if self.decode_blocks.can_begin(len(due)) and not any(
             r.num_tokens_to_compute <= 1 for r in table.unsteady.values()
         ):
-            plan.begun, plan.begun_blocks = due, self.decode_blocks.begin(due)
+            plan.grown, plan.grown_block_ids = due, self.decode_blocks.begin(due)
             self.steady_decode.handled(due, plan.step)
         else:
             for request in due:
@@ -210,7 +210,7 @@ class Planner:
 
     def _cache_rows(self, plan: StepPlan) -> None:
         """Once no row can be taken back any more, for what is not written must not be found."""
-        self.decode_blocks.cache(plan.begun)
+        self.decode_blocks.cache(plan.grown)
         for row in plan.rows.values():
             if row.num_tokens > 1 or any(row.new_blocks or ()):
                 self._cache_written(row.request, row.num_tokens)
@@ -224,7 +224,7 @@ class Planner:
             return
         while self.table.waiting:
             request = self.table.waiting.peek_request()
-            reason = WaitReason.PAUSED if pause else self.why_not(plan, request)
+            reason = WaitReason.PAUSED if pause else self.admission_obstacle(plan, request)
             if reason is not None:
                 self._waits_for(plan, request, reason)
                 return
@@ -244,7 +244,7 @@ class Planner:
         if first is not None and first is not suspect:
             self._waits_for(plan, first, WaitReason.SUSPECT)
 
-    def why_not(self, plan: StepPlan, request: Request) -> WaitReason | None:
+    def admission_obstacle(self, plan: StepPlan, request: Request) -> WaitReason | None:
         """The same as ``admit``, which is not asked again while nothing that it goes by has changed.
 
         The running requests can only change without the pool when one leaves, and then there are fewer.

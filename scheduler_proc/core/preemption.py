@@ -1,7 +1,7 @@
 """Which request gives way to another, and what becomes of it."""
 
 from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, DecisionLog
+from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.core.tenants import TenantShares
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -17,7 +17,7 @@ class Preemption:
         table: RequestTable,
         kv: KVCacheManager,
         tenants: TenantShares,
-        decisions: DecisionLog,
+        decisions: RecentDecisions,
         stats: Counters,
     ) -> None:
         self._table = table
@@ -31,7 +31,7 @@ class Preemption:
 
         One that was over its tenant's share keeps no place, or it would stand before those it had to give way to.
         """
-        plan.take_back(victim)
+        plan.withdraw(victim)
         plan.preempted.append(victim)
         if victim is beneficiary:
             reason = PreemptReason.ITSELF

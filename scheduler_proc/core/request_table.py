@@ -99,7 +99,7 @@ class RequestTable:
                 if record.step > request.joined_step:
                     record.rows[request.handle] = StepRow(request, 1, (), samples=True)
 
-    def let_go(self, request: Request) -> None:
+    def move_to_leaving(self, request: Request) -> None:
         """It needs no more steps: only its last result is missing."""
         self._leave_running(request)
         self.leaving[request.handle] = request
@@ -145,15 +145,15 @@ class RequestTable:
         return removed
 
     def take_retired(self) -> list[int]:
-        """Handles of ended requests; ``give_back`` them when the next diff is answered."""
+        """Handles of ended requests; ``free`` them when the next diff is answered."""
         retired, self._retired = self._retired, []
         self._num_retired_in_flight += len(retired)
         return retired
 
-    def give_back(self, handles: list[int]) -> None:
+    def free(self, handles: list[int]) -> None:
         self._num_retired_in_flight -= len(handles)
         for handle in handles:
-            self.handles.give_back(handle)
+            self.handles.free(handle)
 
     def retire_later(self, handles: list[int]) -> None:
         """The diff that was to answer for ``handles`` never will be answered: the next one has to."""
@@ -161,12 +161,12 @@ class RequestTable:
         self._retired += handles
 
     @property
-    def leftovers(self) -> tuple[list[int], list[int]]:
+    def ended_handles(self) -> tuple[list[int], list[int]]:
         """Handles that the next diff removes, and that it retires: all that is left of requests that have ended."""
         return self._removed.copy(), self._retired.copy()
 
     def restore(self, removed: list[int], retired: list[int]) -> None:
-        """For an empty table: the ``leftovers`` of another one. Raises ValueError where they cannot be."""
+        """For an empty table: the ``ended_handles`` of another one. Raises ValueError where they cannot be."""
         self.handles.restore(retired)
         if len(set(removed)) < len(removed) or not set(removed) <= set(retired):
             raise ValueError("the next diff cannot remove what has not ended")

@@ -11,7 +11,7 @@ from quire.scheduler_proc.core.hooks import SchedulerHooks
 from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
 from quire.scheduler_proc.core.outputs import OutputCollector
 from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, DecisionLog
+from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
@@ -49,7 +49,7 @@ class Results:
         in_flight: StepsInFlight,
         drafting: DraftPolicy,
         stats: Counters,
-        decisions: DecisionLog,
+        decisions: RecentDecisions,
         hooks: SchedulerHooks,
     ) -> None:
         self.table = table
@@ -103,7 +103,7 @@ class Results:
         endings: Endings,
     ) -> dict[int, int]:
         """Returns, by position in the result, how many tokens count of a request that got fewer."""
-        faults = _Faults.of({handle: endings.detail_of_bad(handle) for handle in output.bad}, output.failed)
+        faults = _Faults.of({handle: endings.bad_row_detail(handle) for handle in output.bad}, output.failed)
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
                 if handle in self.steady_decode.batch:
@@ -115,7 +115,7 @@ class Results:
         if not record.has_prefill:
             num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
             num_tokens = record.num_tokens - record.num_drafts + num_verified
-            self._drafting.step_took(output.seconds, num_tokens, record.num_drafts > 0)
+            self._drafting.record_step_time(output.seconds, num_tokens, record.num_drafts > 0)
         self.outputs.begin_result()
         for row in record.rows.values():
             if row.samples and not row.request.introduced and not row.request.status.is_finished:
@@ -151,7 +151,7 @@ class Results:
     def _acknowledge(self, record: InFlightStep) -> None:
         for row in record.rows.values():
             row.request.answered(row.num_tokens)
-        self.table.give_back(record.retired)
+        self.table.free(record.retired)
 
     def _apply_row(
         self,
@@ -182,7 +182,7 @@ class Results:
             self.finish(request, EndReason.ERROR, detail=faults.failed[request.handle])
             return 0
         if drafts:
-            self.settle_drafts(request, drafts, sampled.num_verified(position), len(tokens) - 1)
+            self.apply_draft_results(request, drafts, sampled.num_verified(position), len(tokens) - 1)
         for kept, token in enumerate(tokens, 1):
             request.tokens.append(token)
             ending = endings.verdict(request, token)
@@ -191,7 +191,7 @@ class Results:
                 return kept
         return len(tokens)
 
-    def settle_drafts(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
+    def apply_draft_results(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
         """Claw back what was counted for drafts that were not there, or not right; and learn from it."""
         request.claw_back(drafts - accepted)
         self._stats.num_draft_tokens += verified
@@ -223,7 +223,7 @@ class Results:
             if request is None or request.status.is_finished:
                 continue
             own = self._first_own_block(request)
-            self.kv.forget_content(request, own * self.kv.block_size)
+            self.kv.invalidate(request, own * self.kv.block_size)
             for reader in [*self.table.running.values(), *self.table.leaving.values()]:
                 if reader is not request and self._read_from(reader, request, own, reader.handle in bad):
                     self._decisions.note(Decision(record.step, "preempt", reader.request_id, PreemptReason.BAD_PREFIX))
@@ -247,7 +247,7 @@ class Results:
 
     def _finish_bad(self, request: Request, detail: str) -> None:
         """What it wrote may be rotten."""
-        self.kv.forget_content(request, self._first_own_block(request) * self.kv.block_size)
+        self.kv.invalidate(request, self._first_own_block(request) * self.kv.block_size)
         self.finish(request, EndReason.ERROR, detail=detail)
 
     def stop_at(self, request: Request, num_output_tokens: int) -> None:

@@ -30,7 +30,7 @@ from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, Ste
 from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
-from quire.scheduler_proc.core.statistics import Counters, DecisionLog, make_statistics
+from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, make_statistics
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepPlan, build_diff
 from quire.scheduler_proc.core.suspects import CONDEMNED, Suspects
@@ -91,13 +91,13 @@ class Scheduler:
         self.suspects = Suspects()
         self.pause = ""
         """Empty, ``pause_new`` (no request is admitted) or ``pause`` (nothing runs)."""
-        self.decisions = DecisionLog()
+        self.decisions = RecentDecisions()
         self.stats = Counters()
         self._drafting = make_draft_policy(config)
         self.planner = planner_class(
             config, layout, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks
         )
-        self.kv.pool.share_by(self.planner.tenants.blocks)
+        self.kv.pool.count_held_by(self.planner.tenants.blocks)
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks)
         self._steady_allowed = steady_decode
         self.arrivals = Arrivals(config, self.table, self.kv, self.results, self.stats, self.decisions, hooks)
@@ -122,7 +122,7 @@ class Scheduler:
         match event:
             case AddRequest():
                 admit = partial(self.arrivals.admission.admit, event, client)
-                self.arrivals.add(event.request_id, client, admit, again=event.again)
+                self.arrivals.add(event.request_id, client, admit, resubmitted=event.resubmitted)
             case Abort():
                 for request_id in event.request_ids:
                     if request := self._live(client, request_id):
@@ -156,7 +156,7 @@ class Scheduler:
         for request in list(self.table.requests.values()):
             self.results.finish(request, EndReason.ERROR, detail=detail)
 
-    def begin_epoch(self, *, fresh: bool = False) -> bool:
+    def begin_worker_epoch(self, *, new_workers: bool = False) -> bool:
         """What the workers hold is not to be trusted: all that run wait again with their tokens.
 
         Nothing in flight will be applied, and no content of the pool is found again (protocol law 6).
@@ -169,9 +169,9 @@ class Scheduler:
         Returns whether a request was found to be why they died, and has ended.
         """
         step = self.results.stale_until = self.last_step
-        if fresh:
+        if new_workers:
             self.stats.num_worker_restarts += 1
-            self.suspects.died_in(self.in_flight.records, self.stats.generation_tokens)
+            self.suspects.record_death(self.in_flight.records, self.stats.generation_tokens)
         for request in [*self.table.leaving.values(), *self.table.running.values()]:
             self.decisions.note(Decision(step + 1, "preempt", request.request_id, PreemptReason.NEW_EPOCH))
             self.table.preempt(request)
@@ -182,7 +182,7 @@ class Scheduler:
             self.table.retire_later(record.retired)
         self.steady_decode.clock.acknowledged = step
         self.kv.reset_prefix_cache()
-        if not fresh:
+        if not new_workers:
             return False
         self.table.take_removed()
         condemned = self.suspects.take_condemned()
@@ -260,12 +260,12 @@ class Scheduler:
         """No request lives, and no step is in flight."""
         return not (self.table.requests or self.in_flight)
 
-    def go_on_after(self, step: int) -> None:
+    def resume_after(self, step: int) -> None:
         """While it is idle: ``step`` is the last one that was decided, and answered."""
         self.steady_decode.clock.sent = self.steady_decode.clock.acknowledged = step
 
     @property
-    def awaited(self) -> InFlightStep | None:
+    def step_awaiting_inputs(self) -> InFlightStep | None:
         """The step whose sampling waits for masks that can be made now: all tokens before it are known."""
         oldest = self.in_flight.records[0] if self.in_flight else None
         return oldest if oldest is not None and oldest.awaits_inputs else None
@@ -284,8 +284,8 @@ class Scheduler:
             row.samples = True
             if row.num_drafts:
                 record.num_drafts += row.num_drafts
-                self._drafting.asked(request.draft_state, step)
-            until = self._drafting.wakes(request.draft_state)
+                self._drafting.drafts_sent(request.draft_state, step)
+            until = self._drafting.next_draft_step(request.draft_state)
             if until > step + 1 and self._may_be_steady(request):
                 table.join_steady(request, until, self.planner.decode_blocks.room(request))
             else:

@@ -30,7 +30,7 @@ class Counters:
         return dict(vars(self))
 
 
-class DecisionLog:
+class RecentDecisions:
     """The newest decisions with their reasons, until they are taken; and totals that outlive them."""
 
     def __init__(self, max_kept: int = 4096) -> None:
@@ -50,7 +50,7 @@ class DecisionLog:
 
 
 def make_statistics(
-    table: RequestTable, pool: BlockPool, decisions: DecisionLog, counters: Counters, query: int, done: bool
+    table: RequestTable, pool: BlockPool, decisions: RecentDecisions, counters: Counters, query: int, done: bool
 ) -> Statistics:
     """The reply to a Control message. ``query``: its number; ``done``: whether it could be done."""
     reasons = Counter(str(request.wait_reason) for request in table.skipped_waiting.values())

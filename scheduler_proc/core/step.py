@@ -43,7 +43,7 @@ class StepPlan:
         config: the limits that it is decided under.
         budget: tokens that are left.
         prefill_budget: of these, what prefill may have.
-        begun: requests in steady decode that got a new block, in order, and ``begun_blocks`` its ids.
+        begun: requests in steady decode that got a new block, in order, and ``grown_block_ids`` its ids.
         last: requests in steady decode that get their last token of this step.
     """
 
@@ -55,8 +55,8 @@ class StepPlan:
         self.preempted: list[Request] = []
         self.num_claimed = 0
         """Of these, those over their tenant's share, which made way for another's: more may still be admitted."""
-        self.begun: list[Request] = []
-        self.begun_blocks: list[int] = []
+        self.grown: list[Request] = []
+        self.grown_block_ids: list[int] = []
         self.last: list[Request] = []
 
     def add(self, row: StepRow) -> None:
@@ -65,7 +65,7 @@ class StepPlan:
         if row.is_prefill:
             self.prefill_budget -= row.num_tokens
 
-    def take_back(self, request: Request) -> None:
+    def withdraw(self, request: Request) -> None:
         """The request does not run in this step after all."""
         row = self.rows.pop(request.handle, None)
         if row is not None:
@@ -74,9 +74,9 @@ class StepPlan:
                 self.prefill_budget += row.num_tokens
         elif request.is_steady:
             self.budget += 1
-        if request in self.begun:
-            at = self.begun.index(request)
-            del self.begun[at], self.begun_blocks[at]
+        if request in self.grown:
+            at = self.grown.index(request)
+            del self.grown[at], self.grown_block_ids[at]
 
 
 def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], kv: KVCacheManager) -> SchedulerOutput:
@@ -84,8 +84,8 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
 
     ``unsteady``: all that run and are not in steady decode; those without a row are parked.
     """
-    handles = [request.handle for request in plan.begun]
-    block_ids = plan.begun_blocks
+    handles = [request.handle for request in plan.grown]
+    block_ids = plan.grown_block_ids
     if not plan.rows and not removed:  # all are in steady decode, or parked already
         return SchedulerOutput(
             step=plan.step,

@@ -49,7 +49,7 @@ class Suspects:
         self._condemned: list[Request] = []
         self._total = -1
 
-    def died_in(self, steps: Iterable[InFlightStep], total: int) -> None:
+    def record_death(self, steps: Iterable[InFlightStep], total: int) -> None:
         """The workers died with these steps in flight. ``total``: tokens that all requests have ever got."""
         found: dict[int, Request] = {}
         for step in steps:

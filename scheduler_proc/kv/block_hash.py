@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from quire.protocol.errors import ConfigError
 
-NAME_BYTES = 8
+SHORT_HASH_BYTES = 8
 """Of a SHA-256: enough that no two of a billion blocks are taken for one (1 in 37)."""
 
 _PLAIN = b"quire block chain 2\0"

@@ -155,7 +155,7 @@ class BlockPool:
     def act_for(self, tenant: int) -> None:
         """The next calls are for a request of this tenant. Only a pool that is shared fairly needs it."""
 
-    def share_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
+    def count_held_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
         """How to learn what each tenant's requests hold, for a pool that is shared fairly."""
 
     def left_by_tenant(self) -> list[tuple[int, int, int]]:
@@ -263,7 +263,7 @@ class BlockPool:
         if stored and self.events is not None:
             self.events.stored(stored)
 
-    def forget_content(self, key: bytes) -> None:
+    def invalidate(self, key: bytes) -> None:
         """Invalidate this key: the blocks with it may hold wrong content, which must not be found again."""
         self.num_changes += 1
         blocks = self.cached_block_hash_to_block.pop_all(key)

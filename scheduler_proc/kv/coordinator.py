@@ -90,9 +90,9 @@ class KVCacheCoordinator(ABC):
         for manager in self.managers:
             manager.remove_skipped_blocks(handle, num_acknowledged_tokens)
 
-    def forget_content(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
+    def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
         for manager in self.managers:
-            manager.forget_content(block_hashes, num_kept_tokens)
+            manager.invalidate(block_hashes, num_kept_tokens)
 
     def free(self, handle: int) -> None:
         for manager in self.managers:

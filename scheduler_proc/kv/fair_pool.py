@@ -164,7 +164,7 @@ class FairBlockPool(BlockPool):
     def act_for(self, tenant: int) -> None:
         self.free_block_queue.tenant = tenant
 
-    def share_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
+    def count_held_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
         self.free_block_queue.count_held = count_held
 
     def left_by_tenant(self) -> list[tuple[int, int, int]]:

@@ -152,12 +152,12 @@ class KVCacheManager:
         """Make findable what the first ``num_tokens`` positions fill: known tokens whose write is in a step sent."""
         self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens)
 
-    def forget_content(self, request: CacheRequest, num_kept_tokens: int) -> None:
+    def invalidate(self, request: CacheRequest, num_kept_tokens: int) -> None:
         """Invalidate what this request wrote itself, after its first ``num_kept_tokens`` positions.
 
         Looked up by hash: the blocks of a request that was preempted since are free by now, and can still be found.
         """
-        self.coordinator.forget_content(request.block_hashes, num_kept_tokens)
+        self.coordinator.invalidate(request.block_hashes, num_kept_tokens)
 
     def free(self, request: CacheRequest) -> None:
         self.pool.act_for(request.tenant)

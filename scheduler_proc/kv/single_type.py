@@ -84,11 +84,11 @@ class SingleTypeKVCacheManager(ABC):
         wanted = block_hashes[(first + 1) * self.granules - 1 : end * self.granules : self.granules]
         return wanted if self.group_id == 0 else map(partial(group_key, group=self.group_id), wanted)
 
-    def forget_content(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
+    def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
         """Invalidate these contents, after the blocks that lie within ``num_kept_tokens``."""
         end = len(block_hashes) // self.granules
         for key in self.keys(block_hashes, num_kept_tokens // self.block_size, end):
-            self.pool.forget_content(key)
+            self.pool.invalidate(key)
 
     def num_held_blocks(self, handle: int) -> int:
         """Without null ones, as far as that costs nothing to know."""

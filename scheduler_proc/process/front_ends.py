@@ -6,8 +6,8 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import EngineState
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused, Welcome
-from quire.protocol.wire.zmq_channel import FromPeer
-from quire.scheduler_proc.process.doors import Hub
+from quire.protocol.wire.zmq_channel import PeerMessage
+from quire.scheduler_proc.process.transport import Hub
 
 
 class FrontEnds:
@@ -28,7 +28,7 @@ class FrontEnds:
         """(process id, index) of each client."""
         self._next_client = 0
 
-    def receive(self) -> tuple[int, FromPeer] | None:
+    def receive(self) -> tuple[int, PeerMessage] | None:
         """(client, message) of the next message that is for the engine, without waiting; None: there is no other.
 
         A Hello and a heartbeat are answered here; a front end that cannot be understood is cut off.
@@ -57,7 +57,7 @@ class FrontEnds:
         for client in list(self._peers):
             self.send(client, state)
 
-    def process_gone(self, pid: int) -> None:
+    def on_process_exit(self, pid: int) -> None:
         """The front end with this process id has died, whether its connection shows it or not."""
         for client in [client for client, (its_pid, _) in self._places.items() if its_pid == pid]:
             self._forget(client)

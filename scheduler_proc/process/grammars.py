@@ -32,9 +32,9 @@ class Grammars:
         return self._manager.fileno()
 
     @property
-    def is_waited_for(self) -> bool:
+    def has_waiting_requests(self) -> bool:
         """A grammar is being compiled: ``release`` is to be called every now and then."""
-        return self._manager.is_waited_for
+        return self._manager.has_waiting_requests
 
     def hold(self, scheduler: Scheduler, request: AddRequest, client: int) -> None:
         """A request that has just come waits until its grammar is compiled; one that was refused does not."""
@@ -61,7 +61,7 @@ class Grammars:
         Raises:
             WorkerFault: its drafts cannot be what the workers were asked for.
         """
-        record = scheduler.awaited
+        record = scheduler.step_awaiting_inputs
         if record is None:
             return
         proposed = None

@@ -41,7 +41,7 @@ class KVEventPublisher:
         context: "zmq.Context[Any]",
         endpoint: str,
         replay_endpoint: str,
-        life: int,
+        incarnation: int,
         *,
         curve_dir: str = "",
         kept_batches: int = KEPT_BATCHES,
@@ -58,7 +58,7 @@ class KVEventPublisher:
         check_endpoints(endpoint, replay_endpoint, curve_dir)
         self._curve = CurveContext(load_curve_keys(Path(curve_dir))) if curve_dir else None
         self.next_sequence = 0
-        self._life = life
+        self._incarnation = incarnation
         self._recorder: KVEventRecorder | None = None
         self._kept: deque[bytes] = deque()
         self._bytes = 0
@@ -99,7 +99,7 @@ class KVEventPublisher:
         events = [] if self._recorder is None else self._recorder.take()
         if not events:
             return
-        payload = self._encoder.encode(KVEventBatch(now, events, self._life))
+        payload = self._encoder.encode(KVEventBatch(now, events, self._incarnation))
         self._pub.send_multipart([TOPIC, _eight_bytes(self.next_sequence), payload], zmq.NOBLOCK)
         self.next_sequence += 1
         self._kept.append(payload)
@@ -113,10 +113,10 @@ class KVEventPublisher:
         if self._replay is None or ask is None:
             return
         peer, start = ask
-        life = _eight_bytes(self._life)
+        incarnation = _eight_bytes(self._incarnation)
         oldest = self.next_sequence - len(self._kept)
         if start < oldest:
-            self._replay.send(peer, [GONE, _eight_bytes(oldest), life])
+            self._replay.send(peer, [GONE, _eight_bytes(oldest), incarnation])
             start = oldest
         room = ANSWER_BYTES
         sequence = min(start, self.next_sequence)
@@ -127,7 +127,7 @@ class KVEventPublisher:
             room -= len(payload)
             sequence += 1
         last = END if sequence == self.next_sequence else MORE
-        self._replay.send(peer, [last, _eight_bytes(sequence), life])
+        self._replay.send(peer, [last, _eight_bytes(sequence), incarnation])
 
     def close(self) -> None:
         self._pub.close()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from quire.protocol.config import FIRST_EPOCH, EngineConfig
+from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import EngineError, QuireError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.process.child import Child, Command, Report
@@ -24,14 +24,14 @@ from quire.protocol.wire.front_end_messages import (
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.worker_messages import Configure, Fault, ModelRunnerOutput, Proposed, Ready, Shutdown
-from quire.protocol.wire.zmq_channel import FromPeer
+from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge, WorkerFault
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.process.collect import Collector
-from quire.scheduler_proc.process.doors import Doors
 from quire.scheduler_proc.process.front_ends import FrontEnds, mismatch
+from quire.scheduler_proc.process.garbage_collection import Collector
 from quire.scheduler_proc.process.grammars import Grammars
 from quire.scheduler_proc.process.step_deadline import StepDeadline
+from quire.scheduler_proc.process.transport import Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
@@ -56,21 +56,21 @@ class SchedulerLoop:
     def __init__(
         self,
         config: EngineConfig,
-        doors: Doors,
+        transport: Transport,
         child: Child,
-        epoch: int = FIRST_EPOCH,
+        worker_epoch: int = FIRST_WORKER_EPOCH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``epoch``: of the workers that are on their way."""
+        """``worker_epoch``: of the workers that are on their way."""
         self._config = config
         self._layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
-        self._doors = doors
-        self._front_ends = FrontEnds(doors.hub, config, self._client_gone)
-        self._workers: WorkerGroup | None = doors.open_group(epoch)
+        self._transport = transport
+        self._front_ends = FrontEnds(transport.hub, config, self._client_gone)
+        self._workers: WorkerGroup | None = transport.open_group(worker_epoch)
         self._deadline = StepDeadline()
         self._child = child
         self._clock = clock
-        self._journal = Journal(config, clock, again=epoch > FIRST_EPOCH)
+        self._journal = Journal(config, clock, again=worker_epoch > FIRST_WORKER_EPOCH)
         self._grammars = Grammars(config, self._journal, clock)
         self._scheduler: Scheduler | None = None
         self._num_too_large = 0
@@ -80,10 +80,10 @@ class SchedulerLoop:
         self._why_stopped = ""
         """The reason, where it is a failure."""
         self._dump_wanted = False
-        doors.add(self._grammars.fileno())
-        doors.add(child.fileno())
+        transport.add(self._grammars.fileno())
+        transport.add(child.fileno())
         self._collector = Collector(clock)
-        self._kv_events = doors.open_kv_events(config) if config.kv_events_endpoint else None
+        self._kv_events = transport.open_kv_events(config) if config.kv_events_endpoint else None
 
     def run(self) -> None:
         """Until it is told to stop.
@@ -132,14 +132,14 @@ class SchedulerLoop:
 
     def _wait(self) -> None:
         self._journal.pause()
-        patience = COMPILING_MS if self._grammars.is_waited_for else IDLE_MS
+        patience = COMPILING_MS if self._grammars.has_waiting_requests else IDLE_MS
         remaining = self._deadline.remaining(self._clock())
         if remaining is not None:
             patience = max(0, min(patience, int(remaining * 1000) + 1))
-        if not self._doors.wait(patience):
-            self.nothing_came()
+        if not self._transport.wait(patience):
+            self.on_idle()
 
-    def nothing_came(self) -> None:
+    def on_idle(self) -> None:
         """Neither a message nor anything else for a while: a step may be overdue, or there is time for other things."""
         remaining = self._deadline.remaining(self._clock())
         if remaining is not None and remaining < 0:
@@ -154,15 +154,15 @@ class SchedulerLoop:
                 self._why_stopped = command.text
             case "epoch":
                 self._expect_group(command)
-            case "client_gone":
+            case "front_end_exited":
                 self._progress_due = True
-                self._front_ends.process_gone(command.pid)
+                self._front_ends.on_process_exit(command.pid)
 
     def _send_steps(self) -> None:
         scheduler, workers = self._scheduler, self._workers
         if workers is None or not workers.is_ready:
             return
-        while scheduler is not None and scheduler.can_schedule and scheduler.awaited is None:
+        while scheduler is not None and scheduler.can_schedule and scheduler.step_awaiting_inputs is None:
             now = self._clock()
             self._journal.before_step()
             step = scheduler.schedule(now)
@@ -243,9 +243,9 @@ class SchedulerLoop:
     def _configure(self, workers: WorkerGroup) -> Configure:
         """A group after the first goes on where the one before ended, with a pool of the same size."""
         if self._scheduler is None:
-            return Configure(workers.epoch, self._layout, self._config)
+            return Configure(workers.worker_epoch, self._layout, self._config)
         num_blocks = self._scheduler.kv.pool.num_usable_blocks + 1
-        return Configure(workers.epoch, self._layout, self._config, self._scheduler.last_step, num_blocks)
+        return Configure(workers.worker_epoch, self._layout, self._config, self._scheduler.last_step, num_blocks)
 
     def _take_from_step(self, scheduler: Scheduler, workers: WorkerGroup, received: Received) -> None:
         before = scheduler.num_generated_tokens
@@ -264,7 +264,7 @@ class SchedulerLoop:
     def _say_progress(self) -> None:
         self._progress_due = False
         if self._workers is not None:
-            self._child.report(Report("progress", epoch=self._workers.epoch))
+            self._child.report(Report("progress", worker_epoch=self._workers.worker_epoch))
 
     def _begin_again(self, fault: StepTooLarge) -> None:
         """The same workers go on, with smaller steps: they have dropped their rows themselves."""
@@ -273,18 +273,18 @@ class SchedulerLoop:
             self._lose_group(str(fault))
             return
         assert self._scheduler is not None
-        halved = self._scheduler.halve_steps()
+        budget_halved = self._scheduler.halve_steps()
         budget = self._scheduler.config.max_num_batched_tokens
         log.error("step failed; running requests will be recomputed", reason=fault, max_num_batched_tokens=budget)
-        self._begin_epoch(str(fault), halved=halved, fresh=False)
+        self._begin_worker_epoch(str(fault), budget_halved=budget_halved, new_workers=False)
 
-    def _begin_epoch(self, reason: str, *, halved: bool, fresh: bool) -> bool:
+    def _begin_worker_epoch(self, reason: str, *, budget_halved: bool, new_workers: bool) -> bool:
         """Whether a request was found to be why, and has ended."""
         self._grammars.forget_drafts()
         if self._scheduler is None:
             return False
-        found = self._scheduler.begin_epoch(fresh=fresh)
-        self._journal.epoch_began(halved=halved, fresh=fresh, reason=reason)
+        found = self._scheduler.begin_worker_epoch(new_workers=new_workers)
+        self._journal.worker_epoch_began(budget_halved=budget_halved, new_workers=new_workers, reason=reason)
         return found
 
     def _lose_group(self, reason: str, *, ends_itself: bool = False) -> None:
@@ -299,18 +299,18 @@ class SchedulerLoop:
             return
         log.error("workers lost; running requests will be recomputed by new workers", reason=reason)
         if not ends_itself:
-            self._child.report(Report("group_failed", " ".join(reason.split()), epoch=workers.epoch))
-        self._doors.close_group(workers)
+            self._child.report(Report("group_failed", " ".join(reason.split()), worker_epoch=workers.worker_epoch))
+        self._transport.close_group(workers)
         self._deadline.forget()
         self._num_too_large = 0
-        if self._begin_epoch(reason, halved=False, fresh=True):
-            self._child.report(Report("condemned", " ".join(reason.split()), epoch=workers.epoch))
+        if self._begin_worker_epoch(reason, budget_halved=False, new_workers=True):
+            self._child.report(Report("suspect_confirmed", " ".join(reason.split()), worker_epoch=workers.worker_epoch))
         self._front_ends.announce(EngineState("recovering" if self._scheduler is not None else "loading"))
 
     def _expect_group(self, command: Command) -> None:
         """The group before is gone, whether that was noticed here or not."""
         self._lose_group(command.text)
-        self._workers = self._doors.open_group(command.epoch)
+        self._workers = self._transport.open_group(command.worker_epoch)
         self._progress_due = True
 
     def _begin(self, workers: WorkerGroup, ready: Ready) -> None:
@@ -318,7 +318,7 @@ class SchedulerLoop:
         scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks))
         if min(ready.num_blocks) != scheduler.kv.pool.num_usable_blocks + 1:
             raise EngineError("the workers have another number of KV blocks than those before")
-        self._child.report(Report("ready", detail=ready.timings, epoch=workers.epoch))
+        self._child.report(Report("ready", detail=ready.timings, worker_epoch=workers.worker_epoch))
         if not scheduler.table.requests:
             self._say_progress()  # there is no request that could get a token
         self._front_ends.announce(EngineState("ready"))
@@ -339,7 +339,7 @@ class SchedulerLoop:
         while (come := self._front_ends.receive()) is not None:
             self._on_client_message(*come)
 
-    def _on_client_message(self, client: int, received: FromPeer) -> None:
+    def _on_client_message(self, client: int, received: PeerMessage) -> None:
         match received.message:
             case AddRequest() as request if self._scheduler is None:
                 refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")

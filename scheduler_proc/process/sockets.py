@@ -16,26 +16,26 @@ from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 
 class Sockets:
-    """Implements ``doors.Doors``. Owns the context and every socket in it."""
+    """Implements ``transport.Transport``. Owns the context and every socket in it."""
 
-    def __init__(self, directory: Path, life: int, num_ranks: int) -> None:
-        """``life``: which scheduler of this engine this is: front ends find each at a path of its own."""
+    def __init__(self, directory: Path, incarnation: int, num_ranks: int) -> None:
+        """``incarnation``: which scheduler of this engine this is: front ends find each at a path of its own."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._directory = directory
         self._num_ranks = num_ranks
         self._waiter = Waiter()
-        self.hub = ZmqHub(self._context, frontend_address(directory, life), FrontEndToScheduler)
+        self.hub = ZmqHub(self._context, frontend_address(directory, incarnation), FrontEndToScheduler)
         self._waiter.add(self.hub.socket)
         self._channels: dict[WorkerGroup, list[ZmqChannel]] = {}
 
-    def open_group(self, epoch: int) -> WorkerGroup:
+    def open_group(self, worker_epoch: int) -> WorkerGroup:
         channels = []
         for rank in range(self._num_ranks):
-            address = worker_address(self._directory, epoch, rank)
-            channel = ZmqChannel(self._context, zmq.PAIR, address, Link(WorkerToScheduler, epoch), bind=True)
+            address = worker_address(self._directory, worker_epoch, rank)
+            channel = ZmqChannel(self._context, zmq.PAIR, address, Link(WorkerToScheduler, worker_epoch), bind=True)
             self._waiter.add(channel.socket)
             channels.append(channel)
-        group = WorkerGroup(channels, epoch)
+        group = WorkerGroup(channels, worker_epoch)
         self._channels[group] = channels
         return group
 

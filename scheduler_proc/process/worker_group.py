@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from quire.protocol.config import FIRST_EPOCH
+from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.errors import EngineError
-from quire.protocol.wire.channel import Channel, Frames, NotTaken, Received
+from quire.protocol.wire.channel import Channel, Frames, Received, SendFailed
 from quire.protocol.wire.worker_messages import Digest, ModelRunnerOutput, Ready
 
 
@@ -22,8 +22,8 @@ class WorkerGroup:
         is_broken: a rank did not take a message.
     """
 
-    def __init__(self, channels: Sequence[Channel], epoch: int = FIRST_EPOCH) -> None:
-        self.epoch = epoch
+    def __init__(self, channels: Sequence[Channel], worker_epoch: int = FIRST_WORKER_EPOCH) -> None:
+        self.worker_epoch = worker_epoch
         self.is_ready = False
         self.is_broken = False
         self._channels = list(channels)
@@ -44,7 +44,7 @@ class WorkerGroup:
         """A rank that does not take it makes the group ``is_broken``: what was decided stands, for the next one."""
         try:
             return self._channels[rank].send(message)
-        except NotTaken as error:
+        except SendFailed as error:
             self.is_broken = True
             return error.frames
 

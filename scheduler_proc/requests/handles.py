@@ -20,7 +20,7 @@ class HandlePool:
         self._next += 1
         return self._next - 1
 
-    def give_back(self, handle: int) -> None:
+    def free(self, handle: int) -> None:
         heapq.heappush(self._free, handle)
 
     def restore(self, taken: Collection[int]) -> None:

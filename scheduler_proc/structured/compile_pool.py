@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.protocol.process.helper import on_a_large_stack
+from quire.protocol.process.helper import start_large_stack_thread
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarTooSlow
@@ -138,7 +138,7 @@ class CompilePool:
                 return False
             self._queued[job.source] = job
             if lane.thread is None:
-                lane.thread = on_a_large_stack(lambda: self._work(lane), "grammars")
+                lane.thread = start_large_stack_thread(lambda: self._work(lane), "grammars")
             self._changed.notify_all()
             return True
 

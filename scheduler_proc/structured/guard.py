@@ -13,7 +13,7 @@ from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarTooSlow
-from quire.scheduler_proc.structured.make import make_backend
+from quire.scheduler_proc.structured.backends import make_backend
 
 COMPILE_SECONDS = 1.0
 """CPU time that a grammar may take."""
@@ -71,7 +71,7 @@ class Guard:
 
 
 def _refusal(died: HelperDied, cpu_seconds: float) -> GrammarRefused:
-    if died.was_killed or died.was_hindered:
+    if died.was_killed or died.was_starved:
         return GrammarBusy()
     return GrammarTooSlow(cpu_seconds) if died.took_too_long else GrammarRefused(CRASHED)
 

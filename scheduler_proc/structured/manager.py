@@ -17,14 +17,14 @@ from quire.protocol.wire.worker_messages import Proposed, SampleInputs
 from quire.scheduler_proc.core.events import Fail, Refuse, Release
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.request import Request
-from quire.scheduler_proc.structured.answer import ConstrainedAnswer, Reading
 from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarBackend, GrammarBusy, Masks
+from quire.scheduler_proc.structured.backends import backend_maker
 from quire.scheduler_proc.structured.cache import GrammarCache, Outcome, Source
 from quire.scheduler_proc.structured.compile_pool import Check, CompilePool
+from quire.scheduler_proc.structured.constrained_output import ConstrainedAnswer, Reading
 from quire.scheduler_proc.structured.drafts import drafts_of
 from quire.scheduler_proc.structured.guard import Guard
-from quire.scheduler_proc.structured.make import backend_maker
-from quire.scheduler_proc.structured.shares import MemoryWatch, SlowSteps, is_over, resident_bytes
+from quire.scheduler_proc.structured.limits import MemoryWatch, SlowSteps, is_over, resident_bytes
 
 WAIT_SECONDS = 1.8
 """How long a request waits at most while no grammar begins to be compiled, its own or another's."""
@@ -118,7 +118,7 @@ class GrammarManager:
         self._pool.close()
 
     @property
-    def is_waited_for(self) -> bool:
+    def has_waiting_requests(self) -> bool:
         """Somebody's grammar is being compiled."""
         return bool(self._waiting)
 
@@ -254,9 +254,11 @@ class GrammarManager:
         """
         going, offset = found, 0
         while going:
-            self._fill_rows([p for p in going if not p.reading.is_free], offset, masks)
+            self._fill_rows([p for p in going if not p.reading.is_unconstrained], offset, masks)
             for positions in going:
-                if positions.reading.is_free:  # a thought may be anything but the end of an answer that is yet to come
+                if (
+                    positions.reading.is_unconstrained
+                ):  # a thought may be anything but the end of an answer that is yet to come
                     masks[positions.first + offset] = self._thoughts
             going = [p for p in going if offset < len(p.drafts) and p.reading.read(p.drafts[offset])]
             offset += 1

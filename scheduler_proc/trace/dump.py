@@ -15,7 +15,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutp
 from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.files import open_private
-from quire.scheduler_proc.trace.lines import ClientDropped, End, Epoch, Line, Tick, encode_line
+from quire.scheduler_proc.trace.lines import ClientDropped, End, Line, Tick, WorkerEpoch, encode_line
 from quire.scheduler_proc.trace.recorder import begins_at_keyframe, lines_of_log
 from quire.scheduler_proc.trace.translate import arrival_line, decision_line, event_line, make_header, result_line
 
@@ -89,7 +89,7 @@ def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
             case RecordKind.DROPPED:
                 yield ClientDropped(now=record.now, client=record.client)
             case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
-                yield Epoch(now=record.now, fresh=kind is RecordKind.RESTARTED)
+                yield WorkerEpoch(now=record.now, new_workers=kind is RecordKind.RESTARTED)
             case RecordKind.HALVED | RecordKind.KEYFRAME:
                 pass
 

@@ -87,15 +87,15 @@ class EventLog:
     def client_dropped(self, now: float, client: int) -> None:
         self._append(Record(RecordKind.DROPPED, now, client))
 
-    def epoch_began(self, now: float, *, fresh: bool = False) -> None:
-        """``fresh``: with other workers."""
-        self._append(Record(RecordKind.RESTARTED if fresh else RecordKind.EPOCH, now))
+    def worker_epoch_began(self, now: float, *, new_workers: bool = False) -> None:
+        """``new_workers``: with other workers."""
+        self._append(Record(RecordKind.RESTARTED if new_workers else RecordKind.EPOCH, now))
 
     def steps_halved(self, now: float) -> None:
         self._append(Record(RecordKind.HALVED, now))
 
     @property
-    def wants_keyframe(self) -> bool:
+    def is_keyframe_due(self) -> bool:
         """Whether enough has come since the last one."""
         return (self._appended - self._at_keyframe) * KEYFRAMES_PER_RING >= self._max_bytes
 

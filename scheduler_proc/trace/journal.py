@@ -14,13 +14,13 @@ from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.files import TraceFiles
 from quire.scheduler_proc.trace.keyframe import idle_state
 from quire.scheduler_proc.trace.lines import End
 from quire.scheduler_proc.trace.recorder import TraceRecorder
-from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import make_header
 from quire.scheduler_proc.trace.writer import TraceWriter
 
@@ -85,7 +85,7 @@ class Journal:
         if writer is None:
             self._scheduler = header.make_scheduler(kv_events=kv_events)
         else:
-            tap = Tap()
+            tap = DecisionLog()
             self._scheduler = header.make_scheduler(hooks=tap, kv_events=kv_events)
             self._recorder = TraceRecorder(self._scheduler, tap, writer.put, prompts=self._config.trace_prompts)
         self._header = header
@@ -121,14 +121,14 @@ class Journal:
         if self._recorder is not None:
             self._recorder.client_dropped(now, client)
 
-    def epoch_began(self, *, halved: bool, fresh: bool, reason: str) -> None:
-        """``halved``: and steps have half as many tokens from here on. ``fresh``: and the workers are others."""
+    def worker_epoch_began(self, *, budget_halved: bool, new_workers: bool, reason: str) -> None:
+        """Record a new worker epoch: with half the token budget, or on new workers, which hold nothing."""
         now = self._clock()
-        if halved:
+        if budget_halved:
             self.log.steps_halved(now)
-        self.log.epoch_began(now, fresh=fresh)
+        self.log.worker_epoch_began(now, new_workers=new_workers)
         if self._recorder is not None:
-            self._recorder.epoch_began(now, halved=halved, fresh=fresh, reason=reason)
+            self._recorder.worker_epoch_began(now, budget_halved=budget_halved, new_workers=new_workers, reason=reason)
 
     def before_step(self) -> None:
         """The Scheduler is about to be asked for a step."""
@@ -158,7 +158,7 @@ class Journal:
         """The loop has waited in vain. Also the one chance for a keyframe: it costs as much as there are blocks."""
         if self._writer is not None:
             self._writer.flush()
-        if self._scheduler is not None and self.log.wants_keyframe:
+        if self._scheduler is not None and self.log.is_keyframe_due:
             state = idle_state(self._scheduler)
             if state is not None:
                 self.log.keyframe(self._clock(), state)

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from quire.scheduler_proc.core.scheduler import Scheduler
-from quire.scheduler_proc.kv.block_hash import NAME_BYTES
+from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 
 PAUSES = ("", "pause_new", "pause")
 
@@ -46,7 +46,7 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
     """None where there is none: somebody lives, a step is in flight, or there are drafts. O(blocks)."""
     if not scheduler.is_idle or scheduler.config.num_speculative_tokens:
         return None
-    removed, retired = scheduler.table.leftovers
+    removed, retired = scheduler.table.ended_handles
     pool = scheduler.kv.pool
     return IdleState(
         step=scheduler.last_step,
@@ -82,7 +82,7 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
     scheduler.in_flight.set_handles(np.array(state.rows, np.int32))
     scheduler.table.restore(state.removed, state.retired)
     scheduler.kv.pool.restore(state.free_blocks, state.cached, state.tenants)
-    scheduler.go_on_after(state.step)
+    scheduler.resume_after(state.step)
 
 
 def encode_state(state: IdleState) -> bytes:
@@ -96,5 +96,5 @@ def decode_state(data: bytes) -> IdleState:
 
 def with_short_names(state: IdleState, hash_bytes: int) -> IdleState:
     """As a line has it. ``hash_bytes``: length of a whole name; what a key has beyond it is the group."""
-    cached = [(block, key[:NAME_BYTES] + key[hash_bytes:]) for block, key in state.cached]
+    cached = [(block, key[:SHORT_HASH_BYTES] + key[hash_bytes:]) for block, key in state.cached]
     return msgspec.structs.replace(state, cached=cached)

@@ -15,12 +15,12 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import Abort, Control, Ended, Stop
 from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
-from quire.scheduler_proc.kv.block_hash import NAME_BYTES
+from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 from quire.scheduler_proc.trace.keyframe import IdleState
 
 FORMAT = "quire-trace"
-VERSION = 1
-HASH_BYTES = NAME_BYTES
+VERSION = 2
+HASH_BYTES = SHORT_HASH_BYTES
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):
@@ -79,7 +79,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     sampling: SamplingParams
     seed: int = 0
     tenant: int = 0
-    again: bool = False
+    resubmitted: bool = False
     block_hashes: bytes = b""
     prompt_token_ids: list[int] | None = None
 
@@ -198,13 +198,13 @@ class ClientDropped(Line, frozen=True, kw_only=True, tag="client_dropped"):
     hashes: list[tuple[int, bytes]] = []
 
 
-class Epoch(Line, frozen=True, kw_only=True, tag="epoch"):
-    """What ran began again. ``halved``: steps have half as many tokens at most from here on. ``fresh``: with other
-    workers, which hold nothing."""
+class WorkerEpoch(Line, frozen=True, kw_only=True, tag="worker_epoch"):
+    """Running requests restart. ``budget_halved``: the token budget is half of what it was. ``new_workers``: on new
+    workers, whose KV cache is empty."""
 
     now: float
-    halved: bool = False
-    fresh: bool = False
+    budget_halved: bool = False
+    new_workers: bool = False
     reason: str = ""
     hashes: list[tuple[int, bytes]] = []
 
@@ -234,7 +234,7 @@ AnyLine: TypeAlias = (
     | Tick
     | Result
     | ClientDropped
-    | Epoch
+    | WorkerEpoch
     | Lost
     | End
 )

@@ -9,21 +9,21 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutp
 from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.keyframe import decode_state, restore
 from quire.scheduler_proc.trace.lines import Line
-from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import (
     arrival_line,
     decided_line,
     dropped_line,
-    epoch_line,
     event_line,
     hit_line,
     keyframe_line,
     result_line,
     snapshot_line,
     tick_line,
+    worker_epoch_line,
 )
 
 LineToBe = tuple[Callable[..., Line], tuple[Any, ...]]
@@ -48,7 +48,7 @@ class TraceRecorder:
     """
 
     def __init__(
-        self, scheduler: Scheduler, tap: Tap, put: Callable[[LineToBe], None], *, prompts: bool = False
+        self, scheduler: Scheduler, tap: DecisionLog, put: Callable[[LineToBe], None], *, prompts: bool = False
     ) -> None:
         """
         Args:
@@ -89,9 +89,11 @@ class TraceRecorder:
         self._put((dropped_line, (now, client, self._tap.hashes.copy())))
         self._tap.clear()
 
-    def epoch_began(self, now: float, *, halved: bool = False, fresh: bool = False, reason: str = "") -> None:
-        """After the Scheduler began it. ``halved``: and had its steps halved before. ``fresh``: with other workers."""
-        self._put((epoch_line, (now, halved, fresh, reason, self._tap.hashes.copy())))
+    def worker_epoch_began(
+        self, now: float, *, budget_halved: bool = False, new_workers: bool = False, reason: str = ""
+    ) -> None:
+        """Record a worker epoch after the Scheduler began it; its token budget may have been halved before."""
+        self._put((worker_epoch_line, (now, budget_halved, new_workers, reason, self._tap.hashes.copy())))
         self._tap.clear()
 
     def _arrival(self, now: float, client: int, event: AddRequest) -> None:
@@ -154,11 +156,11 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
     Feeds a fresh Scheduler what the recorded one consumed, for hashes and endings are not in the log.
     """
     lines: list[Line] = []
-    tap = Tap()
+    tap = DecisionLog()
     scheduler = header.make_scheduler(hooks=tap)
     recorder = TraceRecorder(scheduler, tap, at_once(lines.append), prompts=prompts)
     codec: Codec[Any] = Codec(Consumed)
-    halved = False
+    budget_halved = False
     for index, record in enumerate(records):
         match RecordKind(record.kind):
             case RecordKind.KEYFRAME if index == 0:
@@ -173,12 +175,12 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
                 scheduler.drop_client(record.client)
                 recorder.client_dropped(record.now, record.client)
             case RecordKind.HALVED:
-                halved = scheduler.halve_steps()
+                budget_halved = scheduler.halve_steps()
             case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
-                fresh = kind is RecordKind.RESTARTED
-                scheduler.begin_epoch(fresh=fresh)
-                recorder.epoch_began(record.now, halved=halved, fresh=fresh)
-                halved = False
+                new_workers = kind is RecordKind.RESTARTED
+                scheduler.begin_worker_epoch(new_workers=new_workers)
+                recorder.worker_epoch_began(record.now, budget_halved=budget_halved, new_workers=new_workers)
+                budget_halved = False
             case RecordKind.PRODUCED | RecordKind.TICK:
                 recorder.before_step()
                 diff = scheduler.schedule(record.now)

@@ -11,6 +11,7 @@ from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.trace.decision_log import Hit
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.keyframe import IdleState, with_short_names
 from quire.scheduler_proc.trace.lines import (
@@ -19,7 +20,6 @@ from quire.scheduler_proc.trace.lines import (
     VERSION,
     Arrival,
     ClientDropped,
-    Epoch,
     Event,
     Header,
     Keyframe,
@@ -31,8 +31,8 @@ from quire.scheduler_proc.trace.lines import (
     StepDecision,
     StepSnapshot,
     Tick,
+    WorkerEpoch,
 )
-from quire.scheduler_proc.trace.tap import Hit
 
 SOME_GRAMMAR = StructuredOutputs(json_object=True)
 """Stands for whatever an answer must look like: that it is looked at, token by token, is all that a replay needs."""
@@ -94,7 +94,7 @@ def arrival_line(now: float, client: int, event: AddRequest, names: list[bytes],
         sampling=what_schedules(event.sampling),
         seed=event.seed,
         tenant=event.tenant,
-        again=event.again,
+        resubmitted=event.resubmitted,
         block_hashes=b"".join([name[:HASH_BYTES] for name in names]),
         prompt_token_ids=_listed(event.prompt_token_ids) if prompts else None,
     )
@@ -127,8 +127,8 @@ def dropped_line(now: float, client: int, hashes: Names) -> ClientDropped:
     return ClientDropped(now=now, client=client, hashes=hashes)
 
 
-def epoch_line(now: float, halved: bool, fresh: bool, reason: str, hashes: Names) -> Epoch:
-    return Epoch(now=now, halved=halved, fresh=fresh, reason=reason, hashes=hashes)
+def worker_epoch_line(now: float, budget_halved: bool, new_workers: bool, reason: str, hashes: Names) -> WorkerEpoch:
+    return WorkerEpoch(now=now, budget_halved=budget_halved, new_workers=new_workers, reason=reason, hashes=hashes)
 
 
 def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes: Names) -> Result:

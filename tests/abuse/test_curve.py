@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import zmq
-from curve_files import make_keys, with_keys
+from curve_files import make_keys, with_api_keys
 from kv_event_ends import WAIT_MS, keys_of, layout_of
 from loop_under_test import LoopUnderTest
 from scheduler_driver import make_config
@@ -72,7 +72,7 @@ Dress = Callable[["zmq.Socket[Any]", Place], None]
 
 
 def key(name: str, server: str = "keys/server.key") -> Dress:
-    return lambda client, place: with_keys(client, place.folder / f"{name}.key_secret", place.folder / server)
+    return lambda client, place: with_api_keys(client, place.folder / f"{name}.key_secret", place.folder / server)
 
 
 def plain(client: "zmq.Socket[Any]", place: Place) -> None:

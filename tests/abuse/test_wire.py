@@ -43,11 +43,11 @@ HELLO = Hello(PROTOCOL_VERSION, "frontend", 0, 1)
 class Receiver:
     """One end of a link that has taken two messages; the third is to come."""
 
-    def __init__(self, direction: str, epoch: int = 0) -> None:
+    def __init__(self, direction: str, worker_epoch: int = 0) -> None:
         union, self.messages = DIRECTIONS[direction]
-        self.link = Link(union, epoch)
+        self.link = Link(union, worker_epoch)
         for seq in (1, 2):
-            self.link.incoming(frames_of(self.messages[0], seq, epoch))
+            self.link.incoming(frames_of(self.messages[0], seq, worker_epoch))
 
     def refuses(self, frames: Frames) -> str:
         """The kind that it counts it as."""
@@ -57,9 +57,11 @@ class Receiver:
         assert sum(self.link.refused.values()) == before + 1 == before + (caught.value.kind in self.link.refused)
         return caught.value.kind
 
-    def goes_on(self, epoch: int = 0) -> None:
+    def goes_on(self, worker_epoch: int = 0) -> None:
         """As if nothing had come: the third message is the next one."""
-        assert type(self.link.incoming(frames_of(self.messages[-1], 3, epoch)).message) is type(self.messages[-1])
+        assert type(self.link.incoming(frames_of(self.messages[-1], 3, worker_epoch)).message) is type(
+            self.messages[-1]
+        )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -107,10 +109,10 @@ def test_random_damage_by_somebody_who_knows_checksums(direction: str) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("epoch", thinned([0, 1, 2, 4, -3, 2**63 - 1, 2**64 - 1, -(2**63)], keep=2))
-def test_another_epoch(direction: str, epoch: int) -> None:
+def test_another_epoch(direction: str, worker_epoch: int) -> None:
     receiver = Receiver(direction, 3)
     for seq in (1, 2, 3, 4):
-        assert receiver.refuses(frames_of(receiver.messages[-1], seq, epoch)) == "epoch"
+        assert receiver.refuses(frames_of(receiver.messages[-1], seq, worker_epoch)) == "epoch"
     receiver.goes_on(3)
 
 

@@ -12,7 +12,7 @@ from measured_runs import measured_workload
 
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.workload.workload import NAME_BYTES, Call, Workload, block_names
+from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
 
 
 class Found(NamedTuple):
@@ -29,7 +29,7 @@ def infinite_cache(calls: list[Call], block_size: int) -> Found:
     for call in calls:
         joined = block_names(call, block_size)
         full = call.num_prompt_tokens // block_size
-        names = [joined[i : i + NAME_BYTES] for i in range(0, full * NAME_BYTES, NAME_BYTES)]
+        names = [joined[i : i + SHORT_HASH_BYTES] for i in range(0, full * SHORT_HASH_BYTES, SHORT_HASH_BYTES)]
         reusable = names[: (call.num_prompt_tokens - 1) // block_size]
         hits = next((i for i, name in enumerate(reusable) if name not in cached), len(reusable))
         hit_blocks += hits

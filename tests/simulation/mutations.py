@@ -13,7 +13,7 @@ import msgspec
 import without_guards as without
 
 from quire.launch.frontend import session, streams
-from quire.launch.supervision import overseer
+from quire.launch.supervision import policy
 from quire.protocol.wire import channel, codec
 from quire.scheduler_proc.core import planner, request_table, results, scheduler, suspects
 from quire.scheduler_proc.kv import block_pool, manager
@@ -32,11 +32,11 @@ class Mutation(NamedTuple):
 
 
 def _link_without(check: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A link that does not look at ``epoch``, or at ``seq``."""
+    """A link that does not look at ``worker_epoch``, or at ``seq``."""
 
     def incoming(self: Any, frames: Any) -> Any:
         envelope = self._codec.decode(frames)
-        if check != "epoch" and envelope.epoch != self.epoch:
+        if check != "epoch" and envelope.worker_epoch != self.worker_epoch:
             raise codec.ProtocolError("epoch", "of another epoch")
         if check != "seq" and envelope.seq != self._accepted + 1:
             raise codec.ProtocolError("gap", "a gap")
@@ -69,7 +69,7 @@ def _agreed_anyway(self: Any) -> Any:
 
 
 def _from_the_start(self: Any) -> Any:
-    return msgspec.structs.replace(self.request, again=self.life > 0)
+    return msgspec.structs.replace(self.request, resubmitted=self.link_number > 0)
 
 
 def _never_again(self: Any) -> Any:
@@ -81,21 +81,21 @@ def _never_again(self: Any) -> Any:
 @contextlib.contextmanager
 def _cache_survives() -> Iterator[None]:
     """What the workers hold is believed after an epoch as before it."""
-    real = scheduler.Scheduler.begin_epoch
+    real = scheduler.Scheduler.begin_worker_epoch
 
-    def begin_epoch(self: Any, *, fresh: bool = False) -> None:
+    def begin_worker_epoch(self: Any, *, new_workers: bool = False) -> None:
         with mock.patch.object(manager.KVCacheManager, "reset_prefix_cache", lambda self: True):
-            real(self, fresh=fresh)
+            real(self, new_workers=new_workers)
 
-    with mock.patch.object(scheduler.Scheduler, "begin_epoch", begin_epoch):
+    with mock.patch.object(scheduler.Scheduler, "begin_worker_epoch", begin_worker_epoch):
         yield
 
 
 @contextlib.contextmanager
 def _rows_survive() -> Iterator[None]:
     """New workers are told to remove what they never held."""
-    real = scheduler.Scheduler.begin_epoch
-    with mock.patch.object(scheduler.Scheduler, "begin_epoch", lambda self, *, fresh=False: real(self, fresh=False)):
+    real = scheduler.Scheduler.begin_worker_epoch
+    with mock.patch.object(scheduler.Scheduler, "begin_worker_epoch", lambda self, **_: real(self)):
         yield
 
 
@@ -168,16 +168,16 @@ def _cached_before_written() -> Iterator[None]:
 @contextlib.contextmanager
 def refused_for_ever() -> Iterator[None]:
     """Who could not be let in once is not looked at again."""
-    real = planner.Planner.why_not
+    real = planner.Planner.admission_obstacle
     refused: dict[int, Any] = {}
 
-    def why_not(self: Any, plan: Any, request: Any) -> Any:
+    def admission_obstacle(self: Any, plan: Any, request: Any) -> Any:
         reason = refused.get(id(request)) or real(self, plan, request)
         if reason is not None:
             refused[id(request)] = reason
         return reason
 
-    with mock.patch.object(planner.Planner, "why_not", why_not):
+    with mock.patch.object(planner.Planner, "admission_obstacle", admission_obstacle):
         yield
 
 
@@ -216,7 +216,9 @@ MUTATIONS = (
         seed=19,
     ),
     Mutation("results are not checked", "A51, F9", _bad_results_pass),
-    Mutation("nobody is suspected", "F4", lambda: mock.patch.object(suspects.Suspects, "died_in", _nothing), seed=116),
+    Mutation(
+        "nobody is suspected", "F4", lambda: mock.patch.object(suspects.Suspects, "record_death", _nothing), seed=116
+    ),
     Mutation(
         "a suspect is not run alone",
         "F4",
@@ -225,19 +227,19 @@ MUTATIONS = (
     Mutation(
         "no request is held to be why schedulers die",
         "F30",
-        lambda: mock.patch.object(session.Session, "count_death", _nothing),
+        lambda: mock.patch.object(session.Session, "count_scheduler_death", _nothing),
         seed=17,
     ),
     Mutation(
         "a request ends at the second death of the scheduler",
         "F30",
-        lambda: mock.patch.object(session, "CONDEMNED_AFTER", 2),
+        lambda: mock.patch.object(session, "MAX_SCHEDULER_DEATHS", 2),
         seed=17,
     ),
     Mutation(
         "the engine gives up at the second death",
         "F3",
-        lambda: mock.patch.object(overseer, "MAX_DEATHS", 2),
+        lambda: mock.patch.object(policy, "MAX_DEATHS", 2),
     ),
     Mutation(
         "no step is ever overdue",
@@ -248,20 +250,20 @@ MUTATIONS = (
     Mutation(
         "silence is no sign of death",
         "F5",
-        lambda: mock.patch.multiple(overseer, SILENT_S=1e9, START_S=1e9, ADOPTION_S=1e9),
+        lambda: mock.patch.multiple(policy, SILENT_S=1e9, START_S=1e9, ADOPTION_S=1e9),
         seed=152,
     ),
     Mutation("front ends say no heartbeats", "F15, I9", lambda: mock.patch.object(session.Session, "beat", _nothing)),
     Mutation(
         "the requests of a front end that died go on",
         "F12, I13",
-        lambda: mock.patch.multiple(front_ends.FrontEnds, process_gone=_nothing, _forget=_nothing),
+        lambda: mock.patch.multiple(front_ends.FrontEnds, on_process_exit=_nothing, _forget=_nothing),
         seed=51,
     ),
     Mutation(
         "workers that do not find their new scheduler are left alone",
         "F10",
-        lambda: mock.patch.object(overseer.Overseer, "call_group", _nothing),
+        lambda: mock.patch.object(policy.SupervisionPolicy, "rejoin_group", _nothing),
         seed=3,
     ),
     Mutation(

@@ -10,7 +10,7 @@ from sim_model import best_two
 from sim_scenario import VOCAB_SIZE, Ask
 
 from quire.launch.frontend.engine_client import Update
-from quire.launch.frontend.session import CONDEMNED, CONDEMNED_AFTER
+from quire.launch.frontend.session import CONDEMNED, MAX_SCHEDULER_DEATHS
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.wire.front_end_messages import EndReason
 
@@ -89,7 +89,7 @@ def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
         _judge_refusal(world, front, reader, reader.error)
         return
     if isinstance(reader.error, EngineError):
-        assert world.verdict is not None, f"{name} was told that the engine is gone: {reader.error}"
+        assert world.fatal_error is not None, f"{name} was told that the engine is gone: {reader.error}"
         return
     assert world.max_tokens is not None
     want, reason = right_answer(ask, world.max_tokens)
@@ -98,7 +98,7 @@ def judge(world: "World", front: "SimFront", reader: "Reader") -> None:
             assert name in world.faults.spoiled, f"{name} is said to have bad logits"
         elif reader.detail == CONDEMNED:
             deaths = sum(at >= reader.last_token_at for at in front.scheduler_deaths)
-            assert deaths >= CONDEMNED_AFTER, f"{name} was condemned after {deaths} deaths of the scheduler"
+            assert deaths >= MAX_SCHEDULER_DEATHS, f"{name} was condemned after {deaths} deaths of the scheduler"
         elif reader.detail.startswith("engine_fault"):
             lost = sum(at > reader.last_token_at - LATE_S for at in world.faults.losses.values())
             assert lost >= 3, f"{name} was condemned after {lost} losses"

@@ -72,18 +72,18 @@ class Faults:
 
     def reported(self, process: "SimProcess", report: Report) -> None:
         """What the Overseer is about to hear."""
-        is_loss = report.event == "group_failed" and report.epoch == self._world.overseer.epoch
+        is_loss = report.event == "group_failed" and report.worker_epoch == self._world.policy.worker_epoch
         if is_loss:
-            self.lost(report.epoch)
+            self.lost(report.worker_epoch)
         # A token may have come behind the first of them. They are as good as dead by the rule.
         if is_loss and len(self._oom_since) >= MAX_TOO_LARGE - 1:
             self.count("oom without end")
         if report.event == "ready" and process.role == "frontend":
             self._fronts_lost = 0
 
-    def lost(self, epoch: int) -> None:
-        """The workers of ``epoch`` are as good as dead: somebody has noticed, or will."""
-        self.losses.setdefault(epoch, self._events.now)
+    def lost(self, worker_epoch: int) -> None:
+        """The workers of ``worker_epoch`` are as good as dead: somebody has noticed, or will."""
+        self.losses.setdefault(worker_epoch, self._events.now)
 
     def memory_held(self) -> float:
         """Seconds for which the process that dies now holds its memory."""
@@ -101,7 +101,7 @@ class Faults:
         if fault.kind in DEADLY and self.in_a_row + len(self._armed) >= self.most_in_a_row:
             return
         direction, _, damage = fault.kind.partition(" ")
-        workers = list(self._world.overseer.group.values())
+        workers = list(self._world.policy.group.values())
         match fault.kind:
             case _ if damage in FRAME_DAMAGE:
                 self.tamper.arm(direction, damage)
@@ -119,7 +119,7 @@ class Faults:
             case "oom":
                 scheduler = self._world.scheduler
                 if scheduler is not None and scheduler.scheduler is not None:
-                    self._oom_at.add((self._world.overseer.epoch, scheduler.scheduler.last_step + 1))
+                    self._oom_at.add((self._world.policy.worker_epoch, scheduler.scheduler.last_step + 1))
             case "scheduler_dies" | "scheduler_dies_twice":
                 self._kill_scheduler(fault.kind)
             case "front_dies":
@@ -178,11 +178,11 @@ class Faults:
         self.count(kind)
         return True
 
-    def is_out_of_memory(self, epoch: int, step: int) -> bool:
-        if (epoch, step) not in self._oom_at:
+    def is_out_of_memory(self, worker_epoch: int, step: int) -> bool:
+        if (worker_epoch, step) not in self._oom_at:
             return False
         self.counts["oom"] += 1
-        self._oom_since.add((epoch, step))
+        self._oom_since.add((worker_epoch, step))
         return True
 
     def is_deaf(self, peer: bytes) -> bool:
@@ -194,11 +194,11 @@ class Faults:
         self.count("not_reading")
         return True
 
-    def killed_by(self, name: str, epoch: int) -> None:
+    def killed_by(self, name: str, worker_epoch: int) -> None:
         """A request has ended a worker: it does so ``MOST_KILLS`` times at most."""
         kills = self._kills.setdefault(name, set())
-        if epoch not in kills:  # else of another rank
-            kills.add(epoch)
+        if worker_epoch not in kills:  # else of another rank
+            kills.add(worker_epoch)
             self.count("poison")
         if len(kills) > MOST_KILLS * self._world.num_submissions[name]:
             raise Violation(f"{name} has ended the workers {len(kills)} times")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sim_world import World
 
 RELINK_S = 0.05
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class SimFront(SimProcess):
         self.readers: list[Reader] = []
         self.submitted: Counter[str] = Counter()
         self.scheduler_deaths: list[float] = []
-        self._life = 0
+        self._incarnation = 0
         self._peer = b""
         self._channel: WireChannel | None = None
         self._is_ready = self._relinking = False
@@ -82,17 +82,17 @@ class SimFront(SimProcess):
     def _listen_and_beat(self) -> None:
         if self.alive:
             self.session.beat()
-            self.world.events.after(BEAT_S, self._listen_and_beat)
+            self.world.events.after(HEARTBEAT_S, self._listen_and_beat)
 
     def hear(self, command: Command) -> None:
         match command.kind:
             case "scheduler":
-                is_another = 0 < self._life < command.life
-                self._life = command.life
+                is_another = 0 < self._incarnation < command.incarnation
+                self._incarnation = command.incarnation
                 if is_another:
                     self.scheduler_deaths.append(self.world.events.now)
                 self._link(after_death=is_another)
-            case "engine_gone":
+            case "engine_failed":
                 self.session.fail("the engine is gone")
 
     # ---- the link
@@ -102,8 +102,8 @@ class SimFront(SimProcess):
         if self._channel is not None:
             self._channel.close()
         self.world.net.hang_up(self._peer)
-        self._peer, self._channel = self.world.net.front_end(self._life, self._wake)
-        self.session.begin(after_death=after_death)
+        self._peer, self._channel = self.world.net.front_end(self._incarnation, self._wake)
+        self.session.begin_link(after_death=after_death)
 
     def _post(self, message: Message) -> None:
         if self._channel is None:
@@ -130,13 +130,13 @@ class SimFront(SimProcess):
                 going_on = self.session.take(received.message)
             if not going_on:
                 self._relinking = True
-                self.world.events.after(RELINK_S, partial(self._link_again, self._life))
+                self.world.events.after(RELINK_S, partial(self._link_again, self._incarnation))
         if self.session.state == "ready" and not self._is_ready:
             self._is_ready = True
             self.report(Report("ready"))
 
-    def _link_again(self, life: int) -> None:
-        if self.alive and self._relinking and life == self._life:
+    def _link_again(self, incarnation: int) -> None:
+        if self.alive and self._relinking and incarnation == self._incarnation:
             self._link()
 
     def vanish(self) -> None:
@@ -164,7 +164,7 @@ class SimFront(SimProcess):
             assert any(stream.request_id == ask.name for stream in self.session.table.streams)
             return
         except EngineError:
-            assert self.world.verdict is not None, "refused as if the engine had failed"
+            assert self.world.fatal_error is not None, "refused as if the engine had failed"
             return
         reader = Reader(ask, stream, last_token_at=self.world.events.now)
         self.readers.append(reader)

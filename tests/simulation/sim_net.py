@@ -26,38 +26,38 @@ class Net:
         self.to_front: dict[bytes, Wire] = {}
         self._num_peers = 0
 
-    def scheduler_end(self, epoch: int, rank: int, on_arrival: Callable[[], None]) -> WireChannel:
-        end = self._pair(epoch, rank)[0]
+    def scheduler_end(self, worker_epoch: int, rank: int, on_arrival: Callable[[], None]) -> WireChannel:
+        end = self._pair(worker_epoch, rank)[0]
         end._on_arrival = on_arrival
         return end
 
-    def worker_end(self, epoch: int, rank: int, on_arrival: Callable[[], None]) -> WireChannel:
-        end = self._pair(epoch, rank)[1]
+    def worker_end(self, worker_epoch: int, rank: int, on_arrival: Callable[[], None]) -> WireChannel:
+        end = self._pair(worker_epoch, rank)[1]
         end._on_arrival = on_arrival
         return end
 
-    def _pair(self, epoch: int, rank: int) -> tuple[WireChannel, WireChannel]:
-        if (epoch, rank) not in self._pairs:
-            near = WireChannel(Link(WorkerToScheduler, epoch), _nothing)
-            far = WireChannel(Link(SchedulerToWorker, epoch), _nothing)
+    def _pair(self, worker_epoch: int, rank: int) -> tuple[WireChannel, WireChannel]:
+        if (worker_epoch, rank) not in self._pairs:
+            near = WireChannel(Link(WorkerToScheduler, worker_epoch), _nothing)
+            far = WireChannel(Link(SchedulerToWorker, worker_epoch), _nothing)
             near.out = Wire(self._events, self._tamper, "to_worker", far.arrive)
             far.out = Wire(self._events, self._tamper, "from_worker", near.arrive)
-            self._pairs[epoch, rank] = (near, far)
-        return self._pairs[epoch, rank]
+            self._pairs[worker_epoch, rank] = (near, far)
+        return self._pairs[worker_epoch, rank]
 
-    def hub_inbox(self, life: int) -> HubInbox:
-        return self._inboxes.setdefault(life, HubInbox())
+    def hub_inbox(self, incarnation: int) -> HubInbox:
+        return self._inboxes.setdefault(incarnation, HubInbox())
 
-    def front_end(self, life: int, on_arrival: Callable[[], None]) -> tuple[bytes, WireChannel]:
-        """A new connection to the scheduler of ``life``: its name there, and its end."""
+    def front_end(self, incarnation: int, on_arrival: Callable[[], None]) -> tuple[bytes, WireChannel]:
+        """A new connection to the scheduler of ``incarnation``: its name there, and its end."""
         self._num_peers += 1
         peer = b"peer %d" % self._num_peers
         channel = WireChannel(Link(SchedulerToFrontEnd), on_arrival)
-        inbox = self.hub_inbox(life)
+        inbox = self.hub_inbox(incarnation)
 
         def deliver(frames: list[bytes | memoryview]) -> None:
             inbox.append((peer, frames))
-            self.hub_wakes.get(life, _nothing)()
+            self.hub_wakes.get(incarnation, _nothing)()
 
         channel.out = Wire(self._events, self._tamper, "from_front", deliver)
         self.to_front[peer] = Wire(self._events, self._tamper, "to_front", channel.arrive)

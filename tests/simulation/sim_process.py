@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from sim_world import World
 
 PIPE_S = 0.001
-BEAT_S = 3.0
+HEARTBEAT_S = 3.0
 
 
 class SimProcess:
-    """Implements ``overseer.Process``.
+    """Implements ``policy.Process``.
 
     Attributes:
         hung: its main loop does nothing any more, its signs of life go on.
@@ -26,19 +26,19 @@ class SimProcess:
         self.pid = world.next_pid()
         self.alive = True
         self.hung = self.frozen = False
-        world.events.after(BEAT_S, self._beat)
+        world.events.after(HEARTBEAT_S, self._beat)
 
     def _beat(self) -> None:
         if self.alive:
             if not self.frozen:
                 self.report(Report("alive"))
-            self.world.events.after(BEAT_S, self._beat)
+            self.world.events.after(HEARTBEAT_S, self._beat)
 
     def report(self, report: Report) -> None:
         world = self.world
         world.events.after(PIPE_S, lambda: world.reported(self, report))
 
-    def tell(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         self.world.events.after(PIPE_S, lambda: self.hear(command) if self.alive else None)
 
     def hear(self, command: Command) -> None:

@@ -122,9 +122,9 @@ class RealRunner:
         self._launched: LaunchedStep | None = None
         self._handles: list[int] = []
 
-    def begin_epoch(self, model: SlotModel, last_step: int) -> None:
+    def begin_worker_epoch(self, model: SlotModel, last_step: int) -> None:
         self._oracle.model, self._oracle.out_of_memory, self._launched = model, False, None
-        self._runner.begin_epoch(last_step)
+        self._runner.begin_worker_epoch(last_step)
 
     def launch(self, step: SchedulerOutput, chunks: list[Chunk] | None, *, out_of_memory: bool = False) -> None:
         """``chunks``: None where the fake model does not run the step."""
@@ -150,9 +150,9 @@ class RealRunner:
             return result
         return self._compare(launched, result, told)
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         if self._launched is not None:
-            self._runner.give_up(self._launched)
+            self._runner.discard(self._launched)
             self._launched = None
 
     def _compare(self, launched: LaunchedStep, result: ModelRunnerOutput, told: ModelRunnerOutput) -> ModelRunnerOutput:

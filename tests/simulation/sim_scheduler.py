@@ -13,7 +13,7 @@ from quire.protocol.wire.channel import Frames, Link
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import FrontEndToScheduler
 from quire.protocol.wire.worker_messages import SchedulerOutput
-from quire.protocol.wire.zmq_channel import FromPeer
+from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.process.loop import SchedulerLoop
@@ -51,11 +51,11 @@ class SimChild:
 
 
 class SimHub:
-    """Implements ``doors.Hub``: what ZmqHub does, over wires. What came before it was there is waiting for it."""
+    """Implements ``transport.Hub``: what ZmqHub does, over wires. What came before it was there is waiting for it."""
 
-    def __init__(self, world: "World", life: int) -> None:
+    def __init__(self, world: "World", incarnation: int) -> None:
         self._world = world
-        self._inbox = world.net.hub_inbox(life)
+        self._inbox = world.net.hub_inbox(incarnation)
         self._links: dict[bytes, Link] = {}
 
     def send(self, peer: bytes, message: Any) -> Frames | None:
@@ -66,7 +66,7 @@ class SimHub:
         wire.send(frames)
         return frames
 
-    def receive(self) -> FromPeer | None:
+    def receive(self) -> PeerMessage | None:
         if not self._inbox:
             return None
         peer, frames = self._inbox.popleft()
@@ -74,27 +74,27 @@ class SimHub:
         try:
             received = link.incoming(frames)
         except ProtocolError as error:
-            return FromPeer(peer, error, [])
-        return FromPeer(peer, received.message, received.frames)
+            return PeerMessage(peer, error, [])
+        return PeerMessage(peer, received.message, received.frames)
 
     def forget(self, peer: bytes) -> None:
         self._links.pop(peer, None)
 
 
-class SimDoors:
-    """Implements ``doors.Doors``."""
+class SimTransport:
+    """Implements ``transport.Transport``."""
 
-    def __init__(self, world: "World", process: "SimScheduler", life: int) -> None:
+    def __init__(self, world: "World", process: "SimScheduler", incarnation: int) -> None:
         self._world, self._process = world, process
-        self._hub = SimHub(world, life)
+        self._hub = SimHub(world, incarnation)
 
     @property
     def hub(self) -> SimHub:
         return self._hub
 
-    def open_group(self, epoch: int) -> WorkerGroup:
+    def open_group(self, worker_epoch: int) -> WorkerGroup:
         net, ranks = self._world.net, range(self._world.shape.num_ranks)
-        return WorkerGroup([net.scheduler_end(epoch, rank, self._process.wake) for rank in ranks], epoch)
+        return WorkerGroup([net.scheduler_end(worker_epoch, rank, self._process.wake) for rank in ranks], worker_epoch)
 
     def close_group(self, group: WorkerGroup) -> None:
         group.close()
@@ -114,9 +114,9 @@ class SimScheduler(SimProcess):
 
     role = "scheduler"
 
-    def __init__(self, world: "World", life: int, epoch: int) -> None:
+    def __init__(self, world: "World", incarnation: int, worker_epoch: int) -> None:
         super().__init__(world)
-        self.life, self._epoch = life, epoch
+        self.incarnation, self._worker_epoch = incarnation, worker_epoch
         self.loop: SchedulerLoop | None = None
         self.child = SimChild(self)
         self._due = False
@@ -128,9 +128,9 @@ class SimScheduler(SimProcess):
         if not self.alive:
             return
         world = self.world
-        doors = SimDoors(world, self, self.life)
-        self.loop = SchedulerLoop(world.config, doors, self.child, self._epoch, world.events)  # type: ignore[arg-type]
-        world.net.hub_wakes[self.life] = self.wake
+        transport = SimTransport(world, self, self.incarnation)
+        self.loop = SchedulerLoop(world.config, transport, self.child, self._worker_epoch, world.events)  # type: ignore[arg-type]
+        world.net.hub_wakes[self.incarnation] = self.wake
         self.report(Report("started"))
         self.wake()
         self._idle()
@@ -183,7 +183,7 @@ class SimScheduler(SimProcess):
         if self.alive and self.loop is not None:
             self.world.events.after(IDLE_S, self._idle)
             if not (self.frozen or self._due):
-                self.loop.nothing_came()
+                self.loop.on_idle()
                 self.wake()
 
     @property

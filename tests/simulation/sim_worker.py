@@ -59,7 +59,7 @@ class SimWorker(SimProcess):
     def __init__(self, world: "World") -> None:
         super().__init__(world)
         self.rank = -1
-        self.epoch = 0
+        self.worker_epoch = 0
         self.model: SlotModel | None = None
         self.runner: RealRunner | None = None
         self._channel: Any = None
@@ -85,7 +85,7 @@ class SimWorker(SimProcess):
 
     def die(self, how: str) -> None:
         if self.alive and self.world.in_group(self):
-            self.world.faults.lost(self.world.overseer.epoch)
+            self.world.faults.lost(self.world.policy.worker_epoch)
         super().die(how)
 
     def hear(self, command: Command) -> None:
@@ -120,11 +120,11 @@ class SimWorker(SimProcess):
         if call.kind != "join":
             self.die("told to")
             return
-        self.rank, self.epoch = call.rank, call.epoch
-        self.report(Report("joined", epoch=call.epoch))
+        self.rank, self.worker_epoch = call.rank, call.worker_epoch
+        self.report(Report("joined", worker_epoch=call.worker_epoch))
         if self._channel is not None:
             self._channel.close()
-        self._channel = self.world.net.worker_end(call.epoch, call.rank, self.wake)
+        self._channel = self.world.net.worker_end(call.worker_epoch, call.rank, self.wake)
         self._channel.send(Hello(PROTOCOL_VERSION, "worker", call.rank, self.pid))
         self._wait_and_beat(self._channel)
 
@@ -151,7 +151,7 @@ class SimWorker(SimProcess):
                 if self._awaiting is not None:  # nobody wants that one any more
                     void, self._awaiting = self._awaiting, None
                     if self.runner is not None:
-                        self.runner.give_up()
+                        self.runner.discard()
                     self._answer(ModelRunnerOutput(void.step.step), void.frames)
                 self._run(message, frames)
             case SampleInputs():
@@ -187,7 +187,7 @@ class SimWorker(SimProcess):
         self.model.step, self.model.first_of_epoch = configure.last_step, configure.last_step + 1
         if self.world.shape.real_runner:
             self.runner = self.runner or self.world.make_runner(config, layout, num_blocks)
-            self.runner.begin_epoch(self.model, configure.last_step)
+            self.runner.begin_worker_epoch(self.model, configure.last_step)
         self._channel.send(Ready([num_blocks], MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, config.block_size), {}))
 
     # ---- steps
@@ -223,9 +223,9 @@ class SimWorker(SimProcess):
             self._dropped |= {new.handle for new in step.new_requests}
             model.step = step.step
         else:
-            model.draft_rng.seed(self.epoch << 32 | step.step)  # all ranks propose the same
+            model.draft_rng.seed(self.worker_epoch << 32 | step.step)  # all ranks propose the same
             chunks = model.launch(wanted)
-            failure = "out of memory" if world.faults.is_out_of_memory(self.epoch, step.step) else ""
+            failure = "out of memory" if world.faults.is_out_of_memory(self.worker_epoch, step.step) else ""
         if self.runner is not None:
             self.runner.launch(step, chunks, out_of_memory=bool(failure))
         if failure:
@@ -282,7 +282,7 @@ class SimWorker(SimProcess):
 
     def _killed_by(self, killer: str) -> None:
         self.die("killed by a request")
-        self.world.faults.killed_by(killer, self.epoch)
+        self.world.faults.killed_by(killer, self.worker_epoch)
 
     def _drop_rows(self) -> None:
         """Of the step that is being launched, too."""

@@ -24,7 +24,7 @@ from sim_worker import SimWorker
 
 from quire.launch.frontend.engine_client import Update
 from quire.launch.supervision.members import Role
-from quire.launch.supervision.overseer import MAX_DEATHS, Crew, Overseer
+from quire.launch.supervision.policy import MAX_DEATHS, ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import QuireError
 from quire.protocol.model.kv_layout import KVLayout
@@ -65,7 +65,7 @@ class NoCollector:
 
 
 class World:
-    """Implements ``overseer.Runner``. Owns every process; looks at each invariant after each step."""
+    """Implements ``policy.Runner``. Owns every process; looks at each invariant after each step."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -79,10 +79,10 @@ class World:
         self.faults = Faults(self, scenario.seed)
         self.net = Net(self.events, self.faults.tamper)
         self._num_pids = 100
-        self.overseer = Overseer(Crew(shape.num_ranks, shape.num_fronts, shape.standby), self)
+        self.policy = SupervisionPolicy(ProcessCounts(shape.num_ranks, shape.num_fronts, shape.standby), self)
         self.fronts: dict[int, SimFront] = {}
         self.schedulers: list[SimScheduler] = []
-        self.verdict: QuireError | None = None
+        self.fatal_error: QuireError | None = None
         self.asks = {ask.name: ask for ask in reversed(scenario.asks)}
         self.even = frozenset(name for name, ask in self.asks.items() if ask.even)
         self.num_requests = self.num_tokens = self.num_steps = 0
@@ -96,8 +96,8 @@ class World:
     def run(self) -> None:
         """Raises Violation, or AssertionError of an invariant."""
         with self._seams():
-            self.overseer.begin(self.events.now)
-            self.overseer.admit_front_ends(self.events.now)
+            self.policy.begin(self.events.now)
+            self.policy.admit_front_ends(self.events.now)
             self._tend()
             for ask in self.scenario.asks:
                 self.events.after(ask.at, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
@@ -106,10 +106,10 @@ class World:
             last = max([x.at for x in (*self.scenario.asks, *self.scenario.faults)], default=0.0)
             self.events.after(last + 0.001, self.faults.end)
             self._watch()
-            self.events.run_until(self._begin + last + 0.002, lambda: self.verdict is not None)
+            self.events.run_until(self._begin + last + 0.002, lambda: self.fatal_error is not None)
             self.events.run_until(self.events.now + CALM_S, self._all_over)
-            if self.verdict is None:
-                self.events.run_until(self.events.now + DRAIN_S, lambda: self.verdict is not None)
+            if self.fatal_error is None:
+                self.events.run_until(self.events.now + DRAIN_S, lambda: self.fatal_error is not None)
                 self.events.run_until(self.events.now + STANDSTILL_S, self._nothing_in_flight)
             self._check_end()
 
@@ -139,12 +139,12 @@ class World:
     def _nothing_in_flight(self) -> bool:
         """Steps whose requests have all gone may still have to be found overdue."""
         process = self.scheduler
-        ready = all(m.ready for m in self.overseer.members if m.role != "worker")
+        ready = all(m.ready for m in self.policy.members if m.role != "worker")
         return ready and process is not None and process.scheduler is not None and not process.scheduler.in_flight
 
     def _ask(self, ask: Ask) -> None:
         front = self.fronts.get(ask.front % self.shape.num_fronts)
-        if front is not None and front.alive and self.verdict is None:
+        if front is not None and front.alive and self.fatal_error is None:
             front.ask(ask)
 
     def _watch(self) -> None:
@@ -163,12 +163,12 @@ class World:
     def _check_end(self) -> None:
         if not self._all_over():
             raise Violation(f"{self._waiting()} have not ended {CALM_S:g} s after the last fault")
-        if self.verdict is not None:
+        if self.fatal_error is not None:
             return
         if self.faults.losses and not self.faults.num_deadly:
             when = min(self.faults.losses.values()) - self._begin
             raise Violation(f"workers were lost at {when:.3f} s for nothing")
-        self.overseer.check()
+        self.policy.check()
         process = self.scheduler
         if process is None or process.scheduler is None:
             raise Violation("there is no scheduler at the end")
@@ -182,14 +182,14 @@ class World:
             assert not manager.req_to_blocks and not manager.num_cached_block, "blocks are held for nobody"
         for front in self.fronts.values():
             assert not front.alive or not len(front.session.table), "a stream is held for nobody"
-        if not all(m.ready for m in self.overseer.members if m.role != "worker"):
+        if not all(m.ready for m in self.policy.members if m.role != "worker"):
             raise Violation("the engine is not ready at the end")
 
     # ---- overseer.Runner
 
-    def start(self, role: Role, *, life: int, epoch: int, index: int) -> SimProcess:
+    def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> SimProcess:
         if role == "scheduler":
-            scheduler = SimScheduler(self, life, epoch)
+            scheduler = SimScheduler(self, incarnation, worker_epoch)
             self.schedulers.append(scheduler)
             return scheduler
         if role == "worker":
@@ -201,15 +201,15 @@ class World:
     def scheduler(self) -> SimScheduler | None:
         return next((s for s in reversed(self.schedulers) if s.alive), None)
 
-    def tell(self, process: Any, command: Command) -> None:
+    def send(self, process: Any, command: Command) -> None:
         if command.kind == "epoch":
-            self.faults.lost(command.epoch - 1)
-        process.tell(command)
+            self.faults.lost(command.worker_epoch - 1)
+        process.send(command)
 
     def kill(self, process: Any) -> None:
         process.vanish()
 
-    def life_changed(self, life: int) -> None:
+    def scheduler_replaced(self, incarnation: int) -> None:
         pass
 
     def next_pid(self) -> int:
@@ -218,32 +218,32 @@ class World:
 
     def reported(self, process: SimProcess, report: Report) -> None:
         self.faults.reported(process, report)
-        self.overseer.reported(process, report, self.events.now)
+        self.policy.reported(process, report, self.events.now)
         self._tended()
 
     def ended(self, process: SimProcess, how: str) -> None:
-        self.overseer.ended(process, how, self.events.now)
+        self.policy.ended(process, how, self.events.now)
         self._tended()
 
     def in_group(self, process: SimProcess) -> bool:
-        return any(m.process is process for m in self.overseer.group.values())
+        return any(m.process is process for m in self.policy.group.values())
 
     def _tend(self) -> None:
-        self.overseer.tick(self.events.now)
+        self.policy.tick(self.events.now)
         self._tended()
-        if self.verdict is None:
-            self.events.after(min(self.overseer.next_event(self.events.now) + 0.001, 0.5), self._tend)
+        if self.fatal_error is None:
+            self.events.after(min(self.policy.next_event(self.events.now) + 0.001, 0.5), self._tend)
 
     def _tended(self) -> None:
-        self.overseer.check()
-        if self.overseer.verdict is not None and self.verdict is None:
-            self.verdict = self.overseer.verdict
+        self.policy.check()
+        if self.policy.fatal_error is not None and self.fatal_error is None:
+            self.fatal_error = self.policy.fatal_error
             self.faults.counts["engine gave up"] += 1
             if self.faults.in_a_row < MAX_DEATHS - 1:  # a fault may be noticed right after the token that came with it
-                raise Violation(f"the engine gave up after {self.faults.in_a_row} faults: {self.verdict}")
+                raise Violation(f"the engine gave up after {self.faults.in_a_row} faults: {self.fatal_error}")
             for front in self.fronts.values():
                 if front.alive:
-                    front.hear(Command("engine_gone"))
+                    front.hear(Command("engine_failed"))
 
     # ---- requests
 
@@ -275,7 +275,7 @@ class World:
         )
 
     def check_configuration(self, configure: Configure) -> None:
-        assert configure.config == self.config and configure.epoch <= self.overseer.epoch
+        assert configure.config == self.config and configure.worker_epoch <= self.policy.worker_epoch
 
     def came(self, reader: Reader, update: Update) -> None:
         """Something for a client."""
@@ -315,10 +315,20 @@ class World:
         self.num_steps += 1
         self._moved = self.events.now
         process = self.scheduler
-        if process is None or process.scheduler is None or worker.model is None or worker.epoch != self.overseer.epoch:
+        if (
+            process is None
+            or process.scheduler is None
+            or worker.model is None
+            or worker.worker_epoch != self.policy.worker_epoch
+        ):
             return
         workers = process.loop._workers  # type: ignore[union-attr]
-        if workers is None or workers.epoch != worker.epoch or process.scheduler.last_step != step or worker._dropped:
+        if (
+            workers is None
+            or workers.worker_epoch != worker.worker_epoch
+            or process.scheduler.last_step != step
+            or worker._dropped
+        ):
             return
         if process.scheduler.results.stale_until < step and len(process.scheduler.in_flight):
             compare_mirror(process.scheduler, worker.model)

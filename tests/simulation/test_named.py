@@ -9,7 +9,7 @@ from sim_scenario import Ask, Fault, Scenario
 from sim_world import World
 from tiers import thinned
 
-from quire.launch.supervision.overseer import Overseer
+from quire.launch.supervision.policy import SupervisionPolicy
 
 ASKS = tuple(Ask(2.6 + i / 10, f"r{i}", i, (0, 8), (i, 6), 12) for i in range(5))
 
@@ -32,8 +32,8 @@ def test_five_deaths_in_a_row_are_the_end_and_everybody_hears_of_it(kind: str) -
 
 def test_else_it_would_go_on_for_ever() -> None:
     with (
-        mock.patch.object(Overseer, "_count_death", lambda self, role, reason: True),
-        mock.patch.object(Overseer, "_condemned", lambda self, reason: None),
+        mock.patch.object(SupervisionPolicy, "_count_death", lambda self, role, reason: True),
+        mock.patch.object(SupervisionPolicy, "_count_fatal_request", lambda self, reason: None),
     ):
         outcome = deaths_in_a_row("die_now")
     assert outcome.failure or not outcome.num_given_up

@@ -9,7 +9,7 @@ from fake_child import no_calls
 from memory_channel import memory_pair
 from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
 
-from quire.protocol.config import FIRST_EPOCH
+from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.link_messages import Hello
@@ -25,7 +25,7 @@ from quire.protocol.wire.worker_messages import (
 )
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.loop import WorkerLoop
-from quire.worker_proc.parallel.group import Alone
+from quire.worker_proc.parallel.group import SingleRank
 
 WORDS = -(-MODEL.vocab_size // 32)
 BLOCKS = [1, 2, 3, 4, 5, 6]
@@ -57,9 +57,9 @@ class Script(Channel):
 
 def run(*steps: Any) -> list[Any]:
     """All messages in the order in which they came and went, from the first step on."""
-    script = Script([Configure(FIRST_EPOCH, kv_layout(MODEL, 4, "float32"), CONFIG), *steps])
+    script = Script([Configure(FIRST_WORKER_EPOCH, kv_layout(MODEL, 4, "float32"), CONFIG), *steps])
     with no_calls() as calls:
-        WorkerLoop(calls, 1, progress=False).serve(script, 0, lambda config: Alone())
+        WorkerLoop(calls, 1, progress=False).serve(script, 0, lambda config: SingleRank())
     assert isinstance(script.seen[0], Hello) and isinstance(script.seen[2], Ready)
     return script.seen[3:]
 

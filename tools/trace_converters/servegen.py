@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quire.launch.replay.formats.arrivals import Doubles, draw_gaps
 from quire.launch.replay.formats.read import MAX_TOKENS, Faults, read_lines
 from quire.launch.replay.formats.table import fields_of
-from quire.launch.replay.recorded.unpack import BROKEN, open_unpacked
+from quire.launch.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.protocol.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -114,10 +114,10 @@ def read_windows(file: Path) -> list[Window]:
 
 def read_histograms(file: Path) -> dict[float, dict[str, str]]:
     try:
-        with open_unpacked(file) as stream:
+        with open_decompressed(file) as stream:
             raw = msgspec.json.decode(stream.read(), type=dict[str, dict[str, str]])
         histograms = {float(start): fields for start, fields in raw.items()}
-    except (msgspec.MsgspecError, ValueError, *BROKEN) as error:
+    except (msgspec.MsgspecError, ValueError, *DECOMPRESSION_ERRORS) as error:
         raise ConfigError(f"{file}: {error}") from None
     if not histograms:
         raise ConfigError(f"{file}: no histogram")

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from quire.kernels.attention.attention_tiles import MOST_HEAD_DIM
+from quire.kernels.attention.attention_tiles import MAX_HEAD_DIM
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
@@ -94,7 +94,7 @@ def _cpu(config: EngineConfig) -> AttentionBackend:
 def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     from quire.worker_proc.attention.triton_backend import TritonBackend
 
-    _require(Supports(most_head_dim=MOST_HEAD_DIM, capabilities=(8, 0)), needs, gpu)
+    _require(Supports(max_head_dim=MAX_HEAD_DIM, capabilities=(8, 0)), needs, gpu)
     try:
         backend = TritonBackend(max_rows=config.max_num_seqs, deterministic=config.deterministic)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.cpu_fixed import FixedOrderAttention
 from quire.worker_proc.attention.cpu_native import NativeAttention
 from quire.worker_proc.attention.cpu_torch import TorchAttention
-from quire.worker_proc.attention.prologue import attend_plainly
+from quire.worker_proc.attention.prologue import attend_unfused
 
 INSTRUCTIONS = {16: "avx512", 8: "avx2"}
 
@@ -59,7 +59,7 @@ class CpuBackend:
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
         if isinstance(self._way, TorchAttention):
-            return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
+            return attend_unfused(self, qkv, kv_cache, plan, spec, rotary)
         return self._way.attend(qkv, kv_cache, plan, spec, rotary)
 
     def forward(

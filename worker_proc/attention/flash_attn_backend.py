@@ -78,7 +78,7 @@ _EITHER = Supports(
     fp8_cache=False,
     mixed_cache=False,
     head_dim_multiple=8,
-    most_head_dim=256,
+    max_head_dim=256,
     sinks=False,
     deterministic=False,
 )

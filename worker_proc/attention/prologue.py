@@ -7,7 +7,7 @@ from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec,
 from quire.worker_proc.attention.rope import rotate
 
 
-def attend_plainly(
+def attend_unfused(
     backend: AttentionBackend,
     qkv: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -64,7 +64,7 @@ class Supports:
     mixed_cache: bool = True
     head_dims: tuple[int, ...] = ()
     head_dim_multiple: int = 1
-    most_head_dim: int = 0
+    max_head_dim: int = 0
     block_multiple: int = 1
     windows: bool = True
     soft_cap: bool = True
@@ -99,8 +99,8 @@ class Supports:
         dim = needs.head_dim
         if self.head_dims and dim not in self.head_dims:
             missing.append(f"head_dim {dim} (it has {', '.join(map(str, self.head_dims))})")
-        elif dim % self.head_dim_multiple or (self.most_head_dim and dim > self.most_head_dim):
-            most = f" up to {self.most_head_dim}" if self.most_head_dim else ""
+        elif dim % self.head_dim_multiple or (self.max_head_dim and dim > self.max_head_dim):
+            most = f" up to {self.max_head_dim}" if self.max_head_dim else ""
             missing.append(f"head_dim {dim} (it has multiples of {self.head_dim_multiple}{most})")
         for size in needs.block_sizes:
             if size % self.block_multiple:

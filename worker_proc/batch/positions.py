@@ -24,12 +24,12 @@ class SampledPositions:
     drafts: Ints
 
     @classmethod
-    def one_each(cls, rows: Ints) -> "SampledPositions":
+    def one_per_row(cls, rows: Ints) -> "SampledPositions":
         """Of rows without drafts."""
         return cls(rows, np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64))
 
     @classmethod
-    def of_drafts(cls, rows: Ints, drafts: list[list[int]]) -> "SampledPositions":
+    def with_drafts(cls, rows: Ints, drafts: list[list[int]]) -> "SampledPositions":
         """Of ``rows``, each with its drafts (which may be none)."""
         counts = np.array([len(own) + 1 for own in drafts], np.int64)
         ends = np.cumsum(counts)

@@ -42,7 +42,11 @@ class StepInputs:
     def sampled(self) -> SampledPositions:
         """What the step samples."""
         rows = self.rows[self.sampling]
-        return SampledPositions.one_each(rows) if self.drafts is None else SampledPositions.of_drafts(rows, self.drafts)
+        return (
+            SampledPositions.one_per_row(rows)
+            if self.drafts is None
+            else SampledPositions.with_drafts(rows, self.drafts)
+        )
 
     @property
     def sampled_tokens(self) -> Ints:

@@ -61,7 +61,7 @@ class Sampling:
         new = [NewRequestData(h, f"r{h}", 128, 256, 255, [1], sampling, h) for h in range(rows)]
         self.batch.change_rows([], new, rng.integers(0, vocab, 256 * rows, dtype=np.int32))
         self.sampler.update_state(self.batch.builder.get_and_reset(rows))
-        self.positions = SampledPositions.one_each(np.arange(rows))
+        self.positions = SampledPositions.one_per_row(np.arange(rows))
         self._logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
         self._work = torch.empty_like(self._logits)
 

@@ -134,7 +134,7 @@ class ModelRunner:
         began = time.perf_counter()
         if step.step != self._step + 1:
             raise StepRefused(f"step {step.step} after step {self._step}")
-        nothing = SampledPositions.one_each(np.zeros(0, np.int64))
+        nothing = SampledPositions.one_per_row(np.zeros(0, np.int64))
         if self._dropped:
             self._dropped -= set(step.removed)
             if self._dropped:
@@ -170,7 +170,7 @@ class ModelRunner:
                 raise
             return NothingSampled(launched.step, failure=self._drop_everything(error))
 
-    def give_up(self, launched: LaunchedStep) -> PendingResult:
+    def discard(self, launched: LaunchedStep) -> PendingResult:
         """The newest step, which nobody wants any more: its rows stay as they are until they are removed."""
         return NothingSampled(launched.step)
 
@@ -191,7 +191,7 @@ class ModelRunner:
         self._apply(step)
         if self.steady is not None:
             if self.steady.takes(step):
-                positions = SampledPositions.one_each(np.arange(self.batch.num_rows))
+                positions = SampledPositions.one_per_row(np.arange(self.batch.num_rows))
                 sampling = not step.awaits_sample_inputs and self.sampler.is_plain(positions.rows)
                 found = self.steady.launch(sampling=sampling)
                 sampled, logits = (found, None) if isinstance(found, Sampled) else (None, found)
@@ -225,7 +225,7 @@ class ModelRunner:
         return self._advance(launched, sampled)
 
     @torch.inference_mode()
-    def begin_epoch(self, last_step: int) -> None:
+    def begin_worker_epoch(self, last_step: int) -> None:
         """Nothing is held any more; the next step is the one after ``last_step``."""
         self._clear_rows()
         self._dropped.clear()

@@ -105,11 +105,11 @@ class SampledResult:
             seconds=seconds,
             drafts=None if accepted is None else accepted.drafts,
             failed=list(dict(failed).items()),
-            logprobs=self.place_logprobs(kept),
+            logprobs=self.sent_logprobs(kept),
             prompt_logprobs=_prompt_logprobs(self.prompt_rows),
         )
 
-    def place_logprobs(self, kept: Ints) -> Logprobs | None:
+    def sent_logprobs(self, kept: Ints) -> Logprobs | None:
         """The log probabilities, each with the index that its token has among those that are sent."""
         sampled = self.sampled.logprobs
         if sampled is None:

@@ -31,7 +31,7 @@ _VISION = ("model.vision_tower.", "model.multi_modal_projector.")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSource:
     """A slot, and where in the checkpoint its tensor lies.
 
     Attributes:
@@ -50,15 +50,15 @@ class Piece:
     scales: StoredTensor | None = None
 
 
-def find_pieces(
+def find_tensor_sources(
     folder: Path, stored: Mapping[str, StoredTensor], slots: Mapping[str, WeightSlot], config: ModelConfig
-) -> list[Piece]:
+) -> list[TensorSource]:
     """For every slot, where it is filled from, in the order of the stored tensors.
 
     Raises:
         ConfigError: a tensor is missing, not part of the model, doubled, or of the wrong shape.
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorSource] = {}
     unused = []
     for name, tensor in stored.items():
         found = _pieces_of(_plain_name(name), tensor, stored, slots, config)
@@ -100,11 +100,11 @@ def _pieces_of(
     stored: Mapping[str, StoredTensor],
     slots: Mapping[str, WeightSlot],
     config: ModelConfig,
-) -> dict[str, Piece]:
+) -> dict[str, TensorSource]:
     """The slots that one stored tensor fills; none if it is not part of the model."""
     if name in slots:
         _check_shape(tensor, slots[name].shape)
-        return {name: Piece(tensor, slots[name])}
+        return {name: TensorSource(tensor, slots[name])}
     match = _FUSED.fullmatch(name)
     if match:
         names = [f"{match[1]}.{part}.{match[3]}" for part in _PARTS[match[2]]]
@@ -120,13 +120,13 @@ def _pieces_of(
     return _all_experts(tensor, match, slots, config, None)
 
 
-def _fused(tensor: StoredTensor, names: list[str], slots: Mapping[str, WeightSlot]) -> dict[str, Piece]:
+def _fused(tensor: StoredTensor, names: list[str], slots: Mapping[str, WeightSlot]) -> dict[str, TensorSource]:
     """Parts that stand one below the other."""
     total = sum(slots[name].shape[0] for name in names)
     _check_shape(tensor, (total, *slots[names[0]].shape[1:]))
     pieces, start = {}, 0
     for name in names:
-        pieces[name] = Piece(tensor, slots[name], start=start)
+        pieces[name] = TensorSource(tensor, slots[name], start=start)
         start += slots[name].shape[0]
     return pieces
 
@@ -137,7 +137,7 @@ def _all_experts(
     slots: Mapping[str, WeightSlot],
     config: ModelConfig,
     scales: StoredTensor | None,
-) -> dict[str, Piece]:
+) -> dict[str, TensorSource]:
     """All experts of a layer in one tensor."""
     base, fused, kind = match.groups()
     moe = config.moe
@@ -162,7 +162,7 @@ def _all_experts(
         for index, part in enumerate(parts):
             name = f"{base}.{expert}.{part}.{suffix}"
             start, step = (index, len(parts)) if of_gpt_oss else (index * rows, 1)
-            pieces[name] = Piece(tensor, slots[name], (expert,), start, step, transposed, scales)
+            pieces[name] = TensorSource(tensor, slots[name], (expert,), start, step, transposed, scales)
     return pieces
 
 

@@ -19,7 +19,7 @@ from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.weights import Build, WeightSlot
-from quire.worker_proc.parallel.group import Alone, TensorParallel
+from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 
 
 class Decoder(torch.nn.Module):
@@ -55,7 +55,7 @@ class Decoder(torch.nn.Module):
         self.config = config
         self.dtype = dtype
         self.build = build = Build(
-            config, dtype, activation_dtype or dtype, device, ops or TorchOps(), parallel or Alone()
+            config, dtype, activation_dtype or dtype, device, ops or TorchOps(), parallel or SingleRank()
         )
         self._prepacked = False
         rank, size = build.parallel.rank, build.parallel.size

@@ -24,7 +24,7 @@ class TensorParallel(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """One rank that holds everything."""
 
     rank = 0

@@ -5,7 +5,7 @@ import platform
 from pathlib import Path
 
 from quire.protocol.config import EngineConfig
-from quire.worker_proc.parallel.group import Alone, TensorParallel
+from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 
 
 def join_group(config: EngineConfig, rank: int, place: Path) -> TensorParallel:
@@ -16,7 +16,7 @@ def join_group(config: EngineConfig, rank: int, place: Path) -> TensorParallel:
     """
     size = config.tensor_parallel_size
     if size == 1:
-        return Alone()
+        return SingleRank()
     if config.device == "cpu" and platform.machine() in ("x86_64", "AMD64"):
         from quire.worker_proc.parallel.shared_memory import SharedMemoryGroup
 

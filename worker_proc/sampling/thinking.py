@@ -21,7 +21,7 @@ class Budget:
     output: list[int]
     num_read: int = 0
 
-    def forced(self, drafts: list[int]) -> int | None:
+    def forced_token(self, drafts: list[int]) -> int | None:
         """The token that must come behind the answer and ``drafts``."""
         self.state.extend(self.output[self.num_read :])
         self.num_read = len(self.output)
@@ -29,7 +29,7 @@ class Budget:
         if drafts:
             state = state.copy()
             state.extend(drafts)
-        return state.forced(self.num_tokens)
+        return state.forced_token(self.num_tokens)
 
 
 class ThinkingBudget(RowProcessor[Budget]):
@@ -56,7 +56,7 @@ class ThinkingBudget(RowProcessor[Budget]):
         for row, place in zip(self._rows[which].tolist(), at.tolist(), strict=True):
             offset = positions.offsets[place]
             drafts = positions.drafts[place - offset : place].tolist() if offset else []
-            token = self._states[row].forced(drafts)
+            token = self._states[row].forced_token(drafts)
             if token is not None:
                 places.append(place)
                 tokens.append(token)

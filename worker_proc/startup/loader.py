@@ -18,7 +18,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, StoredTensor, stored_tensors
 from quire.protocol.model.checksums import verify_checksums
-from quire.worker_proc.models.checkpoint_names import Piece, find_pieces
+from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_sources
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.weights import WeightSlot
 
@@ -58,7 +58,7 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
     stored = stored_tensors(folder)
     slots = model.weight_slots()
     head = stored.pop(HEAD, None) if HEAD not in slots else None
-    pieces = find_pieces(folder, stored, slots, model.config)
+    pieces = find_tensor_sources(folder, stored, slots, model.config)
     if model.build.parallel.rank == 0:
         verify_checksums(folder, [*(t.file for t in stored.values()), *(folder / name for name in _DESCRIPTIONS)])
     total = sum(_num_bytes(piece) for piece in pieces)
@@ -114,7 +114,7 @@ class _OpenFiles:
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
-    def read(self, piece: Piece) -> torch.Tensor:
+    def read(self, piece: TensorSource) -> torch.Tensor:
         """The slot's part of the checkpoint, in the stored dtype or, of MXFP4 blocks, in the slot's."""
         slot = piece.slot
         if not slot.target.numel():
@@ -130,7 +130,7 @@ class _OpenFiles:
         tensor = self._get(piece.stored, (*piece.lead, *index))
         return tensor.T if piece.transposed else tensor
 
-    def _dequantised(self, piece: Piece, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
+    def _dequantised(self, piece: TensorSource, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
         """Whole blocks are read; what a rank does not hold of the first and the last is cut off."""
         groups = slice(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
         index: tuple[int | slice, ...] = (*piece.lead, rows, groups)
@@ -162,7 +162,7 @@ def _fill(slot: WeightSlot, values: torch.Tensor) -> None:
     slot.target.copy_(values)
 
 
-def _require_finite(pieces: list[Piece], sums: list[torch.Tensor]) -> None:
+def _require_finite(pieces: list[TensorSource], sums: list[torch.Tensor]) -> None:
     """Weights that are NaN or infinite make every answer so. A sum that is finite clears all that it is of, at the
     speed of memory; they are fetched from the device at once. In the weights' own dtype, where a sum may overflow
     although they are finite: another one is 16 times as slow on a CPU.
@@ -179,7 +179,7 @@ def _require_finite(pieces: list[Piece], sums: list[torch.Tensor]) -> None:
             )
 
 
-def _num_bytes(piece: Piece) -> int:
+def _num_bytes(piece: TensorSource) -> int:
     return piece.slot.target.numel() * piece.slot.target.element_size()
 
 
@@ -187,7 +187,7 @@ def _check_tied(head: StoredTensor, embedding: WeightSlot, files: _OpenFiles) ->
     """A stored output head beside tied embeddings is redundant if equal, and an error if not."""
     same = head.shape == embedding.shape
     if same:
-        stored = files.read(Piece(head, embedding))
+        stored = files.read(TensorSource(head, embedding))
         same = torch.equal(stored.to(embedding.target.dtype), embedding.target.cpu())
     if not same:
         raise ConfigError(

@@ -21,7 +21,7 @@ from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
-from quire.worker_proc.parallel.group import Alone, TensorParallel
+from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
 from quire.worker_proc.startup.loader import fill_model
 from quire.worker_proc.startup.memory import log_plan, plan_memory
@@ -44,7 +44,7 @@ def make_runner(
         ConfigError: the device, the checkpoint or the memory will not do.
     """
     started = time.monotonic()
-    group = group or Alone()
+    group = group or SingleRank()
     if config.speculative is not None:
         check_speculative(config.speculative)
     device = pick_device(config, group.rank)

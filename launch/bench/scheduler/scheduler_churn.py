@@ -14,7 +14,7 @@ import numpy as np
 from quire.launch.bench.scheduler.churn_trace import churn_trace
 from quire.launch.bench.scheduler.scheduler_rig import Rig, now_ns, summary
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.process.collect import Collector
+from quire.scheduler_proc.process.garbage_collection import Collector
 
 SEED = 11
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from quire.launch.measure.shapes import find_shape
-from quire.protocol.config import FIRST_EPOCH, EngineConfig
+from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
@@ -216,7 +216,7 @@ class Rig:
         """
         begun = now_ns()
         diff = self.scheduler.schedule() if self.scheduler.can_schedule else None
-        frames = None if diff is None else self._steps.encode(FIRST_EPOCH, 0, diff)
+        frames = None if diff is None else self._steps.encode(FIRST_WORKER_EPOCH, 0, diff)
         schedule_ns = now_ns() - begun
         if frames is not None:
             self._in_flight.append(self._answer(frames))
@@ -228,7 +228,7 @@ class Rig:
         messages = self.scheduler.take_messages()
         self.scheduler.decisions.take()
         for _, message in messages:
-            self._replies.encode(FIRST_EPOCH, 0, message)
+            self._replies.encode(FIRST_WORKER_EPOCH, 0, message)
         if after is not None:
             after()
         update_ns = now_ns() - begun
@@ -237,7 +237,7 @@ class Rig:
     def _answer(self, frames: Frames) -> ModelRunnerOutput:
         """What the worker says to a step, as the Scheduler's process decodes it."""
         step = self._worker_side.decode([bytes(frame) for frame in frames]).message
-        result = self._worker_side.encode(FIRST_EPOCH, 0, self.worker.execute(step))
+        result = self._worker_side.encode(FIRST_WORKER_EPOCH, 0, self.worker.execute(step))
         decoded: ModelRunnerOutput = self._steps.decode([bytes(frame) for frame in result]).message
         return decoded
 

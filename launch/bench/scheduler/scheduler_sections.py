@@ -27,13 +27,13 @@ from quire.launch.bench.scheduler.scheduler_rig import (
     unfreeze,
 )
 from quire.launch.bench.scheduler.scheduler_trace import TraceSizes, measure_trace
-from quire.protocol.config import FIRST_EPOCH
+from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.errors import QuireError
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import SchedulerToFrontEnd, StepOutputs
 from quire.protocol.wire.worker_messages import SchedulerOutput, SchedulerToWorker
-from quire.scheduler_proc.process.collect import Collector
+from quire.scheduler_proc.process.garbage_collection import Collector
 
 # Our names of the hashes, and the peer's.
 HASH_ALGOS: dict[Literal["sha256", "xxh3_128"], str] = {"sha256": "sha256", "xxh3_128": "xxhash"}
@@ -241,9 +241,9 @@ def _message_costs(
     encode: list[Summary] = []
     decode: list[Summary] = []
     for message in messages:
-        frames: Frames = [bytes(frame) for frame in sender.encode(FIRST_EPOCH, 0, message)]
+        frames: Frames = [bytes(frame) for frame in sender.encode(FIRST_WORKER_EPOCH, 0, message)]
         sizes.append(num_bytes(frames))
-        encode.append(timed(partial(sender.encode, FIRST_EPOCH, 0, message), repeats))
+        encode.append(timed(partial(sender.encode, FIRST_WORKER_EPOCH, 0, message), repeats))
         decode.append(timed(partial(receiver.decode, frames), repeats))
     return {
         "bytes": round(sum(sizes) / len(sizes), 1),

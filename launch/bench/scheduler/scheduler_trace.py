@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.launch.bench.scheduler.scheduler_rig import BLOCK_SIZE, Rig, now_ns
-from quire.protocol.config import FIRST_EPOCH
+from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.model.kv_layout import kv_layout
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
@@ -70,7 +70,7 @@ class JournalRig(Rig):
         spent = time.thread_time_ns() - begun
         diff = scheduler.schedule(now)
         assert diff is not None
-        frames = self._steps.encode(FIRST_EPOCH, 0, diff)
+        frames = self._steps.encode(FIRST_WORKER_EPOCH, 0, diff)
         decisions = scheduler.decisions.take()
         begun = time.thread_time_ns()
         journal.note(decisions)
@@ -84,7 +84,7 @@ class JournalRig(Rig):
             journal.consumed(0, frames, result)
             spent += time.thread_time_ns() - begun
             for _, message in scheduler.take_messages():
-                self._replies.encode(FIRST_EPOCH, 0, message)
+                self._replies.encode(FIRST_WORKER_EPOCH, 0, message)
         begun = time.thread_time_ns()
         journal.pause()
         self.journal_ns += spent + time.thread_time_ns() - begun

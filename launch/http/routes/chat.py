@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.launch.frontend.answers import Piece, PlacedLogprobs
+from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, spell_prompt_logprobs
 from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.routes.tool_calls import AfterThought, AnyCalls, CallDelta, NamedCall, new_call_id
@@ -157,7 +157,7 @@ class ChatSpeller:
         """Answers that have begun a call."""
         self._to_begin = set(range(request.params.n))
 
-    def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def event(self, index: int, piece: OutputDelta, usage: Usage | None) -> bytes:
         role: str | UnsetType = "assistant" if index in self._to_begin else UNSET
         self._to_begin.discard(index)
         if self._tool_use is None:

@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.launch.frontend.answers import Piece, PlacedLogprobs
+from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.schema.schema import CompletionRequest
 from quire.launch.http.serving.body import read_json
@@ -78,7 +78,7 @@ class CompletionSpeller:
         self._echoes = [echo for echo in echoes for _ in range(request.params.n)]
         self._to_begin = set(range(len(self._echoes)))
 
-    def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def event(self, index: int, piece: OutputDelta, usage: Usage | None) -> bytes:
         return self._object([self._choice(index, piece.text, piece)], usage or (None if self._include_usage else UNSET))
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -87,7 +87,7 @@ class CompletionSpeller:
     def whole(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         return self._object([self._choice(i, "".join(answer.texts), answer) for i, answer in enumerate(answers)], usage)
 
-    def _choice(self, index: int, text: str, answer: Piece | Collected) -> CompletionChoice:
+    def _choice(self, index: int, text: str, answer: OutputDelta | Collected) -> CompletionChoice:
         logprobs = None
         if answer.logprobs is not None:
             shift = len(self._echoes[index].text) if self._echoes else 0

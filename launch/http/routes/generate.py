@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.launch.frontend.answers import Piece, PlacedLogprobs, StreamedAnswer, start_answers
+from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs, StreamedAnswer, start_answers
 from quire.launch.http.schema.errors import ClientGone, as_api_error, failed_request
 from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.gate import TENANT
@@ -50,7 +50,7 @@ class Collected:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputDelta) -> None:
         self.texts.append(piece.text)
         if piece.logprobs is not None:
             self.logprobs = [] if self.logprobs is None else self.logprobs
@@ -66,7 +66,7 @@ class Speller(Protocol):
     @property
     def request_id(self) -> str: ...
 
-    def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def event(self, index: int, piece: OutputDelta, usage: Usage | None) -> bytes:
         """One step of one answer."""
         ...
 
@@ -147,7 +147,7 @@ class Generation:
                     events.append(self._speller.usage_event(self._usage()))
                 await stream.write([*events, DONE], last=True)
 
-    async def _batches(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+    async def _batches(self) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
         """The pieces of all answers as they come. However this ends, no sequence is left running."""
         try:
             with self._server.key_queues.enter(self._tenant, len(self._unfinished)) as place:
@@ -176,7 +176,7 @@ class Generation:
             tenant=self._tenant,
         )
 
-    async def _follow(self, answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+    async def _follow(self, answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
         metrics = self._server.metrics
         lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(self._request.params.n)]
         clocks = [AnswerClock(metrics, self._arrival, length) for length in lengths]
@@ -194,7 +194,7 @@ class Generation:
                 answers[index].abort()
                 clocks[index].end("abort")
 
-    def _count(self, index: int, piece: Piece) -> None:
+    def _count(self, index: int, piece: OutputDelta) -> None:
         self._num_output_tokens[index] = piece.num_output_tokens
         self._num_cached_tokens[index] = piece.num_cached_tokens
         if piece.finish_reason is not None:
@@ -208,24 +208,24 @@ class Generation:
         return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
 
 
-def _num_values(piece: Piece) -> int:
+def _num_values(piece: OutputDelta) -> int:
     """Log probabilities in it."""
     of_prompt = 0 if piece.prompt_logprobs is None else piece.prompt_logprobs.values.size
     return of_prompt + sum(1 + len(each.logprobs.top) for each in piece.logprobs or ())
 
 
-async def merge(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+async def merge(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
     """The pieces of several answers; those that wait come together, so that a step makes one write."""
     if len(answers) == 1:
-        async for piece in answers[0].pieces():
+        async for piece in answers[0].deltas():
             yield [(0, piece)]
         return
     # Bounded, so that behind a slow reader the pieces pile up in the sequences, which merge them.
-    queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue(len(answers))
+    queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue(len(answers))
 
     async def pump(index: int, answer: StreamedAnswer) -> None:
         try:
-            async for piece in answer.pieces():
+            async for piece in answer.deltas():
                 await queue.put((index, piece))
         except Exception as error:
             await queue.put(error)
@@ -238,7 +238,7 @@ async def merge(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[
             with suppress(asyncio.QueueEmpty):
                 while True:
                     items.append(queue.get_nowait())
-            batch: list[tuple[int, Piece]] = []
+            batch: list[tuple[int, OutputDelta]] = []
             for item in items:
                 if isinstance(item, Exception):
                     raise item

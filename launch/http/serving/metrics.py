@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.launch.frontend.answers import Piece
+from quire.launch.frontend.answers import OutputDelta
 from quire.launch.frontend.engine_client import EngineClient
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.front_end_messages import Histogram as Seconds
@@ -146,7 +146,7 @@ class AnswerClock:
         self._last = 0.0
         self._num_tokens = 0
 
-    def saw(self, piece: Piece) -> None:
+    def saw(self, piece: OutputDelta) -> None:
         now = self._metrics.now()
         new = piece.num_output_tokens - self._num_tokens
         if new > 0 and not self._num_tokens:

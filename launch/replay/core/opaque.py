@@ -8,7 +8,7 @@ import numpy as np
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Ended, EndReason
-from quire.scheduler_proc.core.endings import Ending, at_its_length
+from quire.scheduler_proc.core.endings import Ending, length_ending
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.requests.request import Request
 
@@ -29,7 +29,7 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
     arrival: float = 0.0
     num_output_tokens: int = 0
     tenant: int = 0
-    again: bool = False
+    resubmitted: bool = False
 
     @property
     def names(self) -> list[bytes]:
@@ -113,9 +113,9 @@ class RecordedEndings:
     def verdict(self, request: Request, token: int) -> Ending | None:
         told = self._ended.get(request.handle)
         if told is None or request.num_output_tokens < told.num_output_tokens:
-            return at_its_length(request)
+            return length_ending(request)
         return Ending(EndReason(told.reason), told.stop_reason, told.detail)
 
-    def detail_of_bad(self, handle: int) -> str:
+    def bad_row_detail(self, handle: int) -> str:
         told = self._ended.get(handle)
         return "" if told is None else told.detail

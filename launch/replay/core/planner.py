@@ -40,7 +40,7 @@ class ImitatingPlanner(Planner):
         ``first``: the place of the earliest prefill. A request in steady decode that comes after it may get nothing,
         and so leaves steady decode.
         """
-        later = [r for r in self.steady_decode.batch.values() if r.order > first and r not in plan.begun]
+        later = [r for r in self.steady_decode.batch.values() if r.order > first and r not in plan.grown]
         plan.budget += len(later)
         for request in later:
             self.table.leave_steady(request)

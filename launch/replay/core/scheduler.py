@@ -50,7 +50,9 @@ class ReplayScheduler(Scheduler):
     def consume(self, event: Consumed | OpaqueRequest | OpaqueResult, client: int = 0) -> None:
         match event:
             case OpaqueRequest():
-                self.arrivals.add(event.request_id, client, partial(self._admit, event, client), again=event.again)
+                self.arrivals.add(
+                    event.request_id, client, partial(self._admit, event, client), resubmitted=event.resubmitted
+                )
             case OpaqueResult():
                 self._answer(event)
             case _:
@@ -95,7 +97,7 @@ class ReplayScheduler(Scheduler):
     def num_quiet_steps(self) -> int:
         """How many of the next steps need no deciding: all requests are in steady decode, and none is due in them."""
         config, batch, table = self.config, self.steady_decode.batch, self.table
-        if table.unsteady or table.waiting or table.leaving or any(table.leftovers):
+        if table.unsteady or table.waiting or table.leaving or any(table.ended_handles):
             return 0
         if not 0 < len(batch) <= config.max_num_batched_tokens or self.pause == "pause":
             return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from quire.launch.replay.formats.arrivals import positive
 from quire.launch.replay.formats.read import Faults
 from quire.launch.replay.formats.table import read_table
-from quire.launch.replay.recorded.unpack import BROKEN, open_unpacked
+from quire.launch.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.protocol.errors import ConfigError
 
 
@@ -22,9 +22,9 @@ def read_text(path: Path) -> str:
         ConfigError: it cannot be read.
     """
     try:
-        with open_unpacked(path) as file:
+        with open_decompressed(path) as file:
             return file.read().decode()
-    except (*BROKEN, UnicodeDecodeError) as error:
+    except (*DECOMPRESSION_ERRORS, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 

@@ -14,7 +14,7 @@ from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
-from quire.scheduler_proc.trace.lines import Epoch, Keyframe, Lost, Result, StepDecision
+from quire.scheduler_proc.trace.lines import Keyframe, Lost, Result, StepDecision, WorkerEpoch
 
 LEAST_STEPS = 50
 MOST_STEPS = 50_000
@@ -124,7 +124,7 @@ def timed_steps(trace: Iterable[TraceLine]) -> list[TimedStep]:
                 if found is not None and seconds > 0:
                     timed.append(TimedStep(found[0], max(seconds, now - max(answered, found[1]))))
                 answered = now
-            case Epoch():
+            case WorkerEpoch():
                 shapes.clear()
             case Keyframe(state=state):
                 rows.hold(state.removed)

@@ -10,9 +10,9 @@ import numpy as np
 
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import Faults, finish
-from quire.launch.replay.recorded.answers import Answer, Answers
 from quire.launch.replay.recorded.reader import TraceLine, TraceReader
-from quire.launch.replay.recorded.workload_of import recorded_settings
+from quire.launch.replay.recorded.recorded_settings import recorded_settings
+from quire.launch.replay.recorded.request_outcomes import Answer, Answers
 from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import Header, Keyframe, Lost

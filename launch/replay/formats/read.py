@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.recorded.unpack import BROKEN, open_unpacked
+from quire.launch.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 
@@ -100,14 +100,14 @@ def _physical_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
     """
     number = 1
     try:
-        with open_unpacked(path) as file:
+        with open_decompressed(path) as file:
             while line := file.readline(MAX_LINE_BYTES + 1):
                 if len(line) > MAX_LINE_BYTES:
                     raise ConfigError(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES} bytes")
                 if not line.isspace():
                     yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 number += 1
-    except BROKEN as error:
+    except DECOMPRESSION_ERRORS as error:
         faults.add(path, number, f"the compressed file is cut short or damaged here ({error})")
 
 

@@ -9,14 +9,14 @@ import numpy as np
 
 from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.replay.recorded.reader import TraceLine, TraceReader
-from quire.launch.replay.recorded.workload_of import recorded_settings
+from quire.launch.replay.recorded.recorded_settings import recorded_settings
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.launch.replay.run.step_shape import StepShape
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.lines import Arrival, Header, Lost, Result, StepDecision
-from quire.scheduler_proc.trace.tap import Tap
 
 Progress = Callable[[float, int], None]
 """Told now and then of the recorded time and the number of ended requests."""
@@ -84,7 +84,7 @@ class _Run:
         self._num_ended = 0
         self._times_back = 0
 
-    def begin(self, header: Header, scheduler: Scheduler, tap: Tap) -> None:
+    def begin(self, header: Header, scheduler: Scheduler, tap: DecisionLog) -> None:
         self._begin = header.now
         self._scheduler = scheduler
         self._tap = tap

@@ -27,13 +27,13 @@ from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.in_flight import WorkerFault
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.keyframe import restore
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,
     ClientDropped,
     End,
-    Epoch,
     Event,
     Header,
     Keyframe,
@@ -44,8 +44,8 @@ from quire.scheduler_proc.trace.lines import (
     StepDecision,
     StepSnapshot,
     Tick,
+    WorkerEpoch,
 )
-from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import decision_line
 
 MAX_BLOCKS = 2**26
@@ -56,7 +56,7 @@ _IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeEr
 class Observer(Protocol):
     """Is shown a replay while it goes. Takes the Scheduler's messages; the replay takes its decisions."""
 
-    def begin(self, header: Header, scheduler: ReplayScheduler, tap: Tap) -> None:
+    def begin(self, header: Header, scheduler: ReplayScheduler, tap: DecisionLog) -> None:
         """The Scheduler is there; ``tap`` is told of what happens in it, and belongs to the replay but for ``hits``."""
         ...
 
@@ -135,7 +135,7 @@ class _Replay:
 
     def __init__(self, header: Header, observer: Observer | None) -> None:
         self._header = header
-        self._tap = Tap()
+        self._tap = DecisionLog()
         self.scheduler = ReplayScheduler(header.config, header.kv_layout, header.num_blocks, hooks=self._tap)
         self._observer = observer
         if observer is not None:
@@ -203,8 +203,8 @@ class _Replay:
                 self._add_future_hashes(line.hashes)
                 self.scheduler.drop_client(line.client)
                 self._changed(line.now)
-            case Epoch():
-                self._begin_epoch(line)
+            case WorkerEpoch():
+                self._begin_worker_epoch(line)
             case Header():
                 self._compare_header(line)
             case End() | Lost() | PrefixCacheEvent() | Keyframe():
@@ -250,11 +250,11 @@ class _Replay:
         if ended.num_output_tokens != most:
             raise Differs("ended", f"at its length after {ended.num_output_tokens} tokens", most, request.request_id)
 
-    def _begin_epoch(self, line: Epoch) -> None:
+    def _begin_worker_epoch(self, line: WorkerEpoch) -> None:
         self._add_future_hashes(line.hashes)
-        if line.halved and not self.scheduler.halve_steps():
+        if line.budget_halved and not self.scheduler.halve_steps():
             raise Differs("halved", True, False)
-        self.scheduler.begin_epoch(fresh=line.fresh)
+        self.scheduler.begin_worker_epoch(new_workers=line.new_workers)
         self._changed(line.now)
 
     def _changed(self, now: float) -> None:

@@ -20,7 +20,7 @@ def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
         arrival=line.arrival,
         num_output_tokens=line.num_output_tokens,
         tenant=line.tenant,
-        again=line.again,
+        resubmitted=line.resubmitted,
     )
 
 

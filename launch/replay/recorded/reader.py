@@ -8,7 +8,8 @@ from zlib import crc32
 
 import msgspec
 
-from quire.launch.replay.recorded.unpack import BROKEN, open_unpacked
+from quire.launch.replay.recorded import version_1
+from quire.launch.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.protocol.errors import ConfigError, QuireError
 from quire.scheduler_proc.trace import lines
 from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Lost
@@ -65,6 +66,7 @@ class TraceReader:
         self.notes: list[str] = []
         self.files = _find_files(path)
         self.header = read_header(self.files[0])
+        self._is_version_1 = _first_line(self.files[0])[1].version == version_1.VERSION
         if self.header.part:
             self._complain(f"{self.files[0]} is part {self.header.part} of a trace; the parts before it are missing")
 
@@ -93,7 +95,7 @@ class TraceReader:
     def _read(self, file: Path) -> Iterator[TraceLine]:
         name, number = file.name, 0
         try:
-            with open_unpacked(file) as stream:
+            with open_decompressed(file) as stream:
                 while raw := stream.readline(LONGEST_LINE + 1):
                     number += 1
                     if len(raw) > LONGEST_LINE:
@@ -102,10 +104,12 @@ class TraceReader:
                         )
                         return
                     yield self._decode(raw, number, name, file)
-        except BROKEN as error:
+        except DECOMPRESSION_ERRORS as error:
             yield self._damaged(f"{file}:{number + 1}: {_say(error)}", number + 1, name)
 
     def _decode(self, raw: bytes, number: int, name: str, file: Path) -> TraceLine:
+        if self._is_version_1:
+            raw = version_1.upgrade(raw)
         try:
             line = lines.decode_line(raw)
         except _UNREADABLE as error:
@@ -133,43 +137,47 @@ class TraceReader:
 
 
 def read_header(file: Path) -> Header:
-    """The first line of ``file``.
+    """Return the header of ``file``, in the current version of the format.
 
     Raises:
-        ConfigError: it is no trace of ours, or of a version that this code does not know.
+        ConfigError: ``file`` is not a Quire trace, or its version is not supported.
     """
-    try:
-        with open_unpacked(file) as stream:
-            raw = stream.readline(_LONGEST_HEADER)
-    except BROKEN as error:
-        raise ConfigError(f"{file}: {_say(error)}") from None
-    if not raw:
-        raise ConfigError(f"{file} is empty")
-    try:
-        first = msgspec.json.decode(raw, type=_First)
-    except _UNREADABLE:
-        first = _First()
+    raw, first = _first_line(file)
     if first.kind != "header" or first.format != lines.FORMAT:
         kind = f"format {first.format[:40]!r}" if first.format else "no header of one"
         raise ConfigError(f"{file}:1: the line is not the header of a Quire trace ({kind})")
-    if first.version != lines.VERSION:
+    if first.version not in (version_1.VERSION, lines.VERSION):
         raise ConfigError(
-            f"{file} has version {first.version} of the trace format; this Quire reads version {lines.VERSION}"
+            f"{file} has version {first.version} of the trace format; this Quire reads versions 1 to {lines.VERSION}"
         )
     try:
-        header = lines.decode_line(raw)
+        header = lines.decode_line(version_1.upgrade(raw) if first.version == version_1.VERSION else raw)
     except _UNREADABLE as error:
         raise ConfigError(f"{file}:1: the line is damaged: {error}") from None
     assert isinstance(header, Header)  # it says so
     return header
 
 
+def _first_line(file: Path) -> tuple[bytes, _First]:
+    try:
+        with open_decompressed(file) as stream:
+            raw = stream.readline(_LONGEST_HEADER)
+    except DECOMPRESSION_ERRORS as error:
+        raise ConfigError(f"{file}: {_say(error)}") from None
+    if not raw:
+        raise ConfigError(f"{file} is empty")
+    try:
+        return raw, msgspec.json.decode(raw, type=_First)
+    except _UNREADABLE:
+        return raw, _First()
+
+
 def is_trace(file: Path) -> bool:
     """Whether it begins as one of ours, of whatever version."""
     try:
-        with open_unpacked(file) as stream:
+        with open_decompressed(file) as stream:
             return msgspec.json.decode(stream.readline(_LONGEST_HEADER), type=_First).format == lines.FORMAT
-    except (*BROKEN, *_UNREADABLE):
+    except (*DECOMPRESSION_ERRORS, *_UNREADABLE):
         return False
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.launch.measure.report import Table
 from quire.launch.replay.report.figures import latency
-from quire.launch.replay.run.lives import COMPUTING, QueueHead, life, stretches_by_reason
+from quire.launch.replay.run.request_states import COMPUTING, QueueHead, life, stretches_by_reason
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 MOST_SHOWN = 10

@@ -7,7 +7,7 @@ from typing import Any
 from quire.launch.replay.report import bins, figures
 from quire.launch.replay.report.bins import microseconds
 from quire.launch.replay.report.compare import Comparison, compare
-from quire.launch.replay.run.lives import STATES, run_end, stretches
+from quire.launch.replay.run.request_states import STATES, run_end, stretches
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 
 MAX_REQUESTS = 20_000

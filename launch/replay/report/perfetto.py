@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.launch.replay.run.lives import Stretch, run_end, stretches
+from quire.launch.replay.run.request_states import Stretch, run_end, stretches
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 Event = dict[str, Any]

@@ -10,7 +10,7 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected, SchedulerToFrontEnd, StepOutputs
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
-from quire.scheduler_proc.trace.tap import Tap
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 
 class _Begun(NamedTuple):
@@ -30,7 +30,7 @@ class RunCollector:
     Owns the RunRecord while it grows. The Scheduler's tap, messages and decisions are taken, and so gone, by it.
     """
 
-    def __init__(self, record: RunRecord, scheduler: Scheduler, tap: Tap) -> None:
+    def __init__(self, record: RunRecord, scheduler: Scheduler, tap: DecisionLog) -> None:
         """``tap``: the hooks of ``scheduler``."""
         self.record = record
         self._scheduler = scheduler

@@ -14,7 +14,7 @@ from quire.launch.replay.core.policies import QUIRE, Policies, find_preset
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.simulate.setting_values import parse_setting
-from quire.launch.replay.workload.workload import NAME_BYTES, Call, Workload, block_names
+from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
@@ -209,8 +209,10 @@ def most_blocks(calls: list[Call], block_size: int, max_num_seqs: int) -> int:
     for call in calls:
         names = block_names(call, block_size)
         of_prompt = call.num_prompt_tokens // block_size
-        own += len(names) // NAME_BYTES - of_prompt
-        contents.update(names[at : at + NAME_BYTES] for at in range(0, of_prompt * NAME_BYTES, NAME_BYTES))
+        own += len(names) // SHORT_HASH_BYTES - of_prompt
+        contents.update(
+            names[at : at + SHORT_HASH_BYTES] for at in range(0, of_prompt * SHORT_HASH_BYTES, SHORT_HASH_BYTES)
+        )
     held = sorted((-(-(c.num_prompt_tokens + c.num_output_tokens) // block_size) for c in calls), reverse=True)
     bound = len(contents) + own + sum(held[:max_num_seqs])
     return max(min(bound, sum(held), MAX_USABLE_BLOCKS), 1)

@@ -13,12 +13,12 @@ from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.launch.replay.workload.sources import NEVER, Source
-from quire.launch.replay.workload.workload import NAME_BYTES, Call, block_names
+from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
-from quire.scheduler_proc.trace.tap import Tap
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 FEWEST_TO_FORWARD = 3
 """Of fewer quiet steps each by itself is done sooner."""
@@ -61,7 +61,7 @@ class Simulator:
             fast_forward: False: each step is decided by itself, which costs more and gives the same.
             progress: told now and then of the virtual time and the ended calls.
         """
-        tap = Tap()
+        tap = DecisionLog()
         self.scheduler = ReplayScheduler(config, layout, num_usable_blocks + 1, hooks=tap, policies=policies)
         self._collector = RunCollector(record, self.scheduler, tap)
         self._cost = cost
@@ -120,7 +120,7 @@ class Simulator:
                 sampling,
                 0,
                 names,
-                hash_bytes=NAME_BYTES,
+                hash_bytes=SHORT_HASH_BYTES,
                 priority=call.priority,
                 arrival=self._now,
             )

@@ -17,11 +17,11 @@ from quire.launch.replay.simulate.simulated_runner import LaunchedStep, Simulate
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.process.child import Report, child_parser, enter_child
+from quire.protocol.process.child import Report, child_parser, init_child
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.link_messages import Heartbeat
-from quire.protocol.wire.worker_handshake import CalledAway, Calls, ask_configuration, wait_for_message
+from quire.protocol.wire.worker_handshake import Superseded, WorkerCommands, request_configuration, wait_for_message
 from quire.protocol.wire.worker_messages import (
     Fault,
     MemoryPlan,
@@ -87,7 +87,7 @@ class SimulatedWorker:
         cost: CostModel,
         clock: Clock,
         pid: int,
-        calls: Calls,
+        calls: WorkerCommands,
         num_ranks: int = 1,
     ) -> None:
         """``num_ranks``: of the pretended machine."""
@@ -107,7 +107,7 @@ class SimulatedWorker:
             ConfigError, EngineError, ProtocolError: also told to the scheduler as a Fault.
         """
         try:
-            configure = ask_configuration(self._channel, 0, self._pid, self._calls)
+            configure = request_configuration(self._channel, 0, self._pid, self._calls)
             plan = plan_pool(configure.config, configure.kv_layout, self._cost, self._num_ranks)
             log.warning(
                 "simulated worker: tokens are random", cost=self._cost.describe(), num_blocks=plan.num_blocks - 1
@@ -115,7 +115,7 @@ class SimulatedWorker:
             num_blocks = configure.num_blocks or plan.num_blocks
             self._channel.send(Ready([num_blocks] * len(configure.kv_layout.groups), plan, {}))
             self._steps(SimulatedRunner(configure.config))
-        except CalledAway:
+        except Superseded:
             return
         except Exception as error:
             kind = "checkpoint" if isinstance(error, ConfigError) else "error"
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, required=True, help="tensor parallel ranks of the pretended machine")
     parser.add_argument("--quiet", action="store_true", help="log errors only")
     args = parser.parse_args()
-    child = enter_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
+    child = init_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)
 
     if args.quiet:
         logging.getLogger("quire").setLevel(logging.ERROR)
@@ -231,10 +231,10 @@ def main() -> None:
         config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
         cost = parse_cost(args.cost, tensor_parallel_size=args.ranks, model=config.model)
         context = zmq.Context()
-        calls = Calls(child)
+        calls = WorkerCommands(child)
         while (call := calls.take()) is not None:
-            link = Link(SchedulerToWorker, call.epoch)
-            address = worker_address(args.directory, call.epoch, call.rank)
+            link = Link(SchedulerToWorker, call.worker_epoch)
+            address = worker_address(args.directory, call.worker_epoch, call.rank)
             channel = ZmqChannel(context, zmq.PAIR, address, link, bind=False)
             channel.wake_on(calls.fileno())
             SimulatedWorker(channel, cost, RealClock(), os.getpid(), calls, args.ranks).run()

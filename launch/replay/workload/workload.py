@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-NAME_BYTES = 16
+SHORT_HASH_BYTES = 16
 _NAME = np.dtype([("space", "<u4"), ("offset", "<u4"), ("id", "<u8")])
 _OWN_PROMPT, _OWN_ANSWER = 2**32 - 2, 2**32 - 1
 """Spaces of contents that nobody shares: ``id`` is the call's number then."""
@@ -76,7 +76,7 @@ class Workload:
 
 
 def block_names(call: Call, block_size: int, *, reuse_answers: bool = False) -> bytes:
-    """Names of all full blocks of ``call``'s prompt and answer, joined, ``NAME_BYTES`` each.
+    """Names of all full blocks of ``call``'s prompt and answer, joined, ``SHORT_HASH_BYTES`` each.
 
     A block is named by the id that covers its last token, and the offset of that token in the id's unit: ids name all
     that comes before, so this is exact for smaller and for larger blocks. Blocks with a token of the answer are the

@@ -14,7 +14,7 @@ from quire.kernels.attention.attention_tiles import (
     DECODE,
     FIXED,
     KEY_ALIGN,
-    MOST_HEAD_DIM,
+    MAX_HEAD_DIM,
     PREFILL,
     AttentionShape,
     tiles_of,
@@ -184,7 +184,7 @@ def test_a_prefix_pass_covers_every_token_and_key(num_tokens: int, prefix_len: i
 @pytest.mark.parametrize("dtype", QUERY_DTYPES)
 @pytest.mark.parametrize("capability", [0, 80, 90, 100])
 def test_every_shape_has_tiles(dtype: torch.dtype, capability: int) -> None:
-    for head_dim in (1, 64, 80, 128, 256, MOST_HEAD_DIM):
+    for head_dim in (1, 64, 80, 128, 256, MAX_HEAD_DIM):
         for group in (1, 7, 71):
             shape = AttentionShape(2 * group, 2, head_dim, dtype)
             fixed = {tiles_of(shape, "fixed", tokens, capability) for tokens in (1, 8, 64)}

@@ -5,7 +5,7 @@ from configs import config_of
 from scheduler_driver import Driver, expected_tokens
 from tiers import thinned
 
-from quire.launch.config.engine_config import with_keys
+from quire.launch.config.engine_config import with_api_keys
 from quire.launch.http.schema.errors import as_api_error
 from quire.protocol.errors import ConfigError, InvalidRequest
 
@@ -40,10 +40,10 @@ def test_what_is_no_range_is_refused(text: str) -> None:
 
 
 def test_keys_bring_a_range_unless_one_is_given() -> None:
-    assert with_keys(config_of(), 0).priority_range is None
-    assert with_keys(config_of(), 2).priority_range == (0, HIGHEST)
-    assert with_keys(config_of(priority_range="-7:7"), 2).priority_range == (-7, 7)
-    assert [with_keys(config_of(), count).num_tenants for count in (0, 1, 5)] == [0, 1, 5]
+    assert with_api_keys(config_of(), 0).priority_range is None
+    assert with_api_keys(config_of(), 2).priority_range == (0, HIGHEST)
+    assert with_api_keys(config_of(priority_range="-7:7"), 2).priority_range == (-7, 7)
+    assert [with_api_keys(config_of(), count).num_tenants for count in (0, 1, 5)] == [0, 1, 5]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -13,7 +13,7 @@ from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import AddRequest, EngineState, FrontEndToScheduler, Rejected
 from quire.protocol.wire.link_messages import Hello
-from quire.protocol.wire.zmq_channel import FromPeer, ZmqHub, frontend_address
+from quire.protocol.wire.zmq_channel import PeerMessage, ZmqHub, frontend_address
 
 WAIT = 10.0
 
@@ -26,7 +26,7 @@ def hub(tmp_path: Path) -> Iterator[ZmqHub]:
         hub.close()
 
 
-def next_of(hub: ZmqHub) -> FromPeer:
+def next_of(hub: ZmqHub) -> PeerMessage:
     assert hub.socket.poll(int(WAIT * 1000)), "nothing came"
     received = hub.receive()
     assert received is not None

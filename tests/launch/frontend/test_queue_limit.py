@@ -51,7 +51,7 @@ class ScheduledEngine(Driver):
         self.arrivals: list[AddRequest] = []
         self.num_aborts = 0
         self.session = Session(self.send, 1)
-        self.session.begin()
+        self.session.begin_link()
         self.session.take(EngineState("ready"))
 
     def send(self, message: Message) -> None:
@@ -66,8 +66,8 @@ class ScheduledEngine(Driver):
 
     # ---- as quire.launch.offline.batch.BlockingEngine
 
-    def submit(self, request: AddRequest, on_news: Callable[[], None]) -> Stream:
-        return self.session.add(request, on_news)
+    def submit(self, request: AddRequest, on_update: Callable[[], None]) -> Stream:
+        return self.session.add(request, on_update)
 
     def receive(self) -> None:
         self.step()

@@ -34,7 +34,7 @@ class Link:
 
     def begin(self, *, after_death: bool = False, ready: bool = True) -> None:
         self.sent.clear()
-        self.session.begin(after_death=after_death)
+        self.session.begin_link(after_death=after_death)
         assert isinstance(self.sent.pop(0), Hello)
         assert self.session.take(Welcome(1, "")) and self.session.take(EngineState("loading"))
         assert not self.sent
@@ -149,9 +149,9 @@ def test_a_scheduler_that_never_welcomes_is_given_up() -> None:
     """One whose first message was damaged, however often, tries again."""
     session = Session(lambda message: None, 1)
     for _ in range(20):
-        session.begin()
+        session.begin_link()
         assert not session.take(Refused("a message was damaged, lost or unknown"))
-    session.begin()
+    session.begin_link()
     assert session.take(Refused("protocol version 1 does not match the scheduler's 2", final=True))
     assert session.state == "failed"
     with pytest.raises(EngineError, match="protocol version"):
@@ -224,7 +224,7 @@ def test_how_long_a_token_is_due_is_what_health_goes_by() -> None:
     """An idle engine need not get on; from the first request on a token is due; a recovery counts from its start."""
     now = [100.0]
     session = Session(lambda message: None, 7, clock=lambda: now[0])
-    session.begin()
+    session.begin_link()
     session.take(EngineState("ready"))
     now[0] += 1000
     assert session.seconds_without_progress == 0

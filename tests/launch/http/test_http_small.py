@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
-from quire.launch.frontend.answers import Piece
+from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.metrics import AnswerClock, Metrics
 from quire.launch.http.serving.server import ServerSettings
@@ -175,7 +175,7 @@ class TestMetrics:
         metrics = Metrics("tiny", lambda: times.pop(0))
         clock = AnswerClock(metrics, 100.0, num_prompt_tokens=7)
         for num_tokens, reason in ((1, None), (2, None), (6, "length")):
-            clock.saw(Piece("", [], None, reason, None, num_tokens, 0, ""))
+            clock.saw(OutputDelta("", [], None, reason, None, num_tokens, 0, ""))
         assert metrics.time_to_first_token._sum.get() == 1.0
         assert metrics.inter_token_latency._sum.get() == 1.0
         assert metrics.e2e_latency._sum.get() == 3.5

@@ -12,7 +12,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Abort
 from quire.scheduler_proc.core.events import Fail
-from quire.scheduler_proc.trace.tap import Tap
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 
 class Bench:
@@ -20,7 +20,7 @@ class Bench:
 
     def __init__(self) -> None:
         config = make_config()
-        tap = Tap()
+        tap = DecisionLog()
         self.scheduler = ReplayScheduler(config, make_layout(config), 33, hooks=tap)
         self.record = RunRecord()
         self.collector = RunCollector(self.record, self.scheduler, tap)
@@ -106,7 +106,7 @@ def test_steps_of_before_an_epoch_bring_nobody_a_token() -> None:
     run = bench.arrive("a", num_output_tokens=3)
     bench.step()
     lost, handles = bench.decide()
-    bench.scheduler.begin_epoch()
+    bench.scheduler.begin_worker_epoch()
     assert bench.answer(lost, handles) == []
     assert [moment.what for moment in run.moments] == ["preempt"]
     while run.end < 0:

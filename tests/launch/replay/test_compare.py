@@ -10,7 +10,7 @@ from replay_workloads import AffineCost, random_calls
 from scheduler_driver import make_config, make_layout
 
 from quire.launch.replay.report.compare import compare
-from quire.launch.replay.run.lives import QueueHead, life
+from quire.launch.replay.run.request_states import QueueHead, life
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop

@@ -18,10 +18,10 @@ from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.event_log import TraceHeader
-from quire.scheduler_proc.trace.lines import End, Epoch, Line, Lost, encode_line
+from quire.scheduler_proc.trace.lines import End, Line, Lost, WorkerEpoch, encode_line
 from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once
-from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import make_header
 
 Law = Callable[[StepShape], float]
@@ -43,7 +43,7 @@ def roofline(step: StepShape) -> float:
 def record(path: Path, law: Law) -> None:
     """A trace of random requests through the real Scheduler, with two steps in flight; no time passes between steps."""
     config = make_config(async_scheduling=True, max_num_batched_tokens=512, max_num_seqs=64, max_model_len=1000)
-    tap = Tap()
+    tap = DecisionLog()
     scheduler = Scheduler(config, make_layout(config), 3000, hooks=tap)
     told: list[Line] = [make_header(TraceHeader(config, make_layout(config), 3000))]
     recorder = TraceRecorder(scheduler, tap, at_once(told.append))
@@ -126,7 +126,7 @@ class TestFit:
         last = max(at for at, line in enumerate(whole) if b'"step_decision"' in line)
         path.write_bytes(b"".join(whole))
         before = len(fit(path).errors)
-        whole.insert(last + 1, encode_line(Epoch(now=1e6)) + b"\n")
+        whole.insert(last + 1, encode_line(WorkerEpoch(now=1e6)) + b"\n")
         path.write_bytes(b"".join(whole))
         assert len(fit(path).errors) < before
 

@@ -13,7 +13,7 @@ from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.replay.formats.content import chain_ids
 from quire.launch.replay.formats.detect import detect_format, load_workload
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.workload.workload import NAME_BYTES, Call, Workload, block_names
+from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
 from quire.launch.text.text_in import TextIn
 
 DATA = Path(__file__).parents[2] / "data"
@@ -45,7 +45,7 @@ def write(path: Path, *records: Any) -> Path:
 
 def prompt_names(call: Call, block_size: int, *, reuse_answers: bool = False) -> list[bytes]:
     names = block_names(call, block_size, reuse_answers=reuse_answers)
-    return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
+    return [names[i : i + SHORT_HASH_BYTES] for i in range(0, len(names), SHORT_HASH_BYTES)]
 
 
 def shared(a: Call, b: Call, block_size: int, *, reuse_answers: bool = False) -> int:

@@ -11,7 +11,7 @@ import pytest
 from quire.launch.replay.formats.detect import load_workload
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.sched_trace import KIND_KEYS
-from quire.launch.replay.workload.workload import NAME_BYTES, Workload, block_names
+from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Workload, block_names
 from quire.protocol.errors import ConfigError
 
 
@@ -80,10 +80,10 @@ class TestRequests:
 
     def test_a_job_shares_what_was_found(self, tmp_path: Path) -> None:
         first, other, second = (block_names(c, 16, reuse_answers=True) for c in load(tmp_path / "a", *TRACE).calls)
-        found = 96 // 16 * NAME_BYTES
+        found = 96 // 16 * SHORT_HASH_BYTES
         assert first[:found] == second[:found]
         assert len(first) == found, "the answer's four tokens fill no block"
-        assert first[:NAME_BYTES] != other[:NAME_BYTES]
+        assert first[:SHORT_HASH_BYTES] != other[:SHORT_HASH_BYTES]
 
     def test_requests_whose_beginning_is_not_there_are_left_out(self, tmp_path: Path) -> None:
         workload = load(tmp_path / "a", *TRACE[4:])

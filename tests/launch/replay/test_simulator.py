@@ -17,7 +17,7 @@ from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
-from quire.launch.replay.workload.workload import NAME_BYTES, Call, block_names
+from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
 
 
@@ -111,7 +111,7 @@ class PlainEngine:
         """(cached tokens, time of its first token, of its last)."""
         size, total = self.config.block_size, call.num_prompt_tokens + call.num_output_tokens
         raw = block_names(call, size)
-        names = [raw[at : at + NAME_BYTES] for at in range(0, len(raw), NAME_BYTES)]
+        names = [raw[at : at + SHORT_HASH_BYTES] for at in range(0, len(raw), SHORT_HASH_BYTES)]
         hits = 0
         if self.config.enable_prefix_caching:
             while hits < (call.num_prompt_tokens - 1) // size and names[hits] in self.free:

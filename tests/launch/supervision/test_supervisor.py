@@ -94,22 +94,22 @@ class TestEnd:
 @pytest.mark.full
 def test_a_worker_that_died_is_followed_by_another() -> None:
     with Supervisor(make_config(), worker=WorkerProgram("pipe_holder")) as supervisor:
-        overseer = supervisor.overseer
+        policy = supervisor.policy
 
         def watch_until(condition: Callable[[], bool]) -> None:
             deadline = time.monotonic() + WAIT_S
             while not condition():
                 supervisor.watch(0.1)
-                overseer.check()
+                policy.check()
                 assert time.monotonic() < deadline
 
         supervisor.start_engine()
-        first = overseer.group[0].process.pid
-        watch_until(lambda: overseer.group[0].started)
+        first = policy.group[0].process.pid
+        watch_until(lambda: policy.group[0].started)
         os.kill(first, signal.SIGKILL)
-        watch_until(lambda: overseer.epoch == 2 and bool(overseer.group))
-        watch_until(lambda: overseer.group[0].started)
-        second = overseer.group[0].process.pid
+        watch_until(lambda: policy.worker_epoch == 2 and bool(policy.group))
+        watch_until(lambda: policy.group[0].started)
+        second = policy.group[0].process.pid
         for pid in (first, second):
             let_go(supervisor.directory, pid)
         directory = supervisor.directory

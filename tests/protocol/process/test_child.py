@@ -30,7 +30,7 @@ class Ends:
         self._partial = b""
         self.child = Child(status, lifeline)
 
-    def tell(self, *commands: Command) -> None:
+    def send(self, *commands: Command) -> None:
         os.write(self._lifeline, b"".join(msgspec.json.encode(command) + b"\n" for command in commands))
 
     def hear(self) -> Report:
@@ -78,7 +78,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 
 def test_no_command_is_left_asleep(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever takes commands does so between any two moments of their coming."""
-    first, second = Command("epoch", epoch=1), Command("epoch", epoch=2)
+    first, second = Command("worker_epoch", worker_epoch=1), Command("worker_epoch", worker_epoch=2)
     taken: list[Command] = []
     write = os.eventfd_write
 
@@ -99,11 +99,11 @@ def test_no_command_is_left_asleep(ends: Ends, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_commands_come_in_order_and_wake_whoever_waits(ends: Ends) -> None:
-    told = [Command("join", epoch=epoch, rank=epoch % 2) for epoch in range(50)]
-    ends.tell(*told[:20])
+    told = [Command("join", worker_epoch=worker_epoch, rank=worker_epoch % 2) for worker_epoch in range(50)]
+    ends.send(*told[:20])
     assert ends.commands(20) == told[:20]
     assert not ends.child.take_commands()
-    ends.tell(*told[20:])
+    ends.send(*told[20:])
     ends.child.put(Command("stop"))
     rest = ends.commands(31)
     assert [command for command in rest if command.kind == "join"] == told[20:]
@@ -113,10 +113,10 @@ def test_commands_come_in_order_and_wake_whoever_waits(ends: Ends) -> None:
 
 def test_it_says_that_it_lives(ends: Ends) -> None:
     assert [ends.hear().event for _ in range(3)] == ["alive"] * 3
-    ends.child.report(Report("joined", epoch=7))
+    ends.child.report(Report("joined", worker_epoch=7))
     while (report := ends.hear()).event == "alive":
         pass
-    assert (report.event, report.epoch) == ("joined", 7)
+    assert (report.event, report.worker_epoch) == ("joined", 7)
 
 
 def test_a_main_loop_that_hangs_is_told_once_and_the_signs_of_life_end(

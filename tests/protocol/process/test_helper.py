@@ -72,7 +72,7 @@ def test_what_ends_it_costs_one_answer(case: str, helper: Helper) -> None:
             ask(helper, question)
         assert died.value.signal == number
         assert died.value.was_killed == (number in (signal.SIGKILL, signal.SIGTERM))
-        assert died.value.took_too_long == (number == signal.SIGPROF) and not died.value.was_hindered
+        assert died.value.took_too_long == (number == signal.SIGPROF) and not died.value.was_starved
         assert ask(helper, b"pid") != before
         assert ask(helper, b"echo after") == b"after"
 
@@ -82,7 +82,7 @@ def test_one_that_does_nothing_is_killed_in_the_end(question: bytes, helper: Hel
     ask(helper, b"pid")
     with pytest.raises(HelperDied) as died:
         ask(helper, question, wall_seconds=0.05)
-    assert died.value.was_hindered and not died.value.took_too_long and not engine_processes("odd_helper")
+    assert died.value.was_starved and not died.value.took_too_long and not engine_processes("odd_helper")
     assert ask(helper, b"echo after") == b"after"
 
 

@@ -48,7 +48,7 @@ def read(start: list[int], end: list[int], prompt: list[int], output: list[int],
 
 
 def told(state: ThinkingState, budget: int) -> Reading:
-    return Reading(state.is_open, state.num_tokens, state.num_ended, state.forced(budget))
+    return Reading(state.is_open, state.num_tokens, state.num_ended, state.forced_token(budget))
 
 
 @given(MARKERS, MARKERS, TEXTS, TEXTS, st.integers(0, 6))
@@ -86,7 +86,7 @@ def test_who_obeys_ends_each_span_in_time(
     state = ThinkingState(start, end, prompt)
     late = max(0, state.num_tokens - budget)
     for _ in range(40):
-        forced = state.forced(budget)
+        forced = state.forced_token(budget)
         state.advance(data.draw(TOKENS) if forced is None else forced)
         late = late if state.is_open and state.num_ended == 0 else 0
         assert state.num_tokens < budget + late + len(end)
@@ -95,26 +95,26 @@ def test_who_obeys_ends_each_span_in_time(
 def test_a_marker_that_the_model_began_is_finished() -> None:
     state = ThinkingState([1], [7, 8, 9], [1])
     state.extend([5, 7, 8])
-    assert state.forced(4) is None
-    assert state.forced(3) == 9
+    assert state.forced_token(4) is None
+    assert state.forced_token(3) == 9
     state.advance(9)
-    assert (state.is_open, state.num_tokens, state.num_ended, state.forced(0)) == (False, 0, 1, None)
+    assert (state.is_open, state.num_tokens, state.num_ended, state.forced_token(0)) == (False, 0, 1, None)
 
 
 def test_the_first_token_of_an_end_marker_ends_nothing() -> None:
     state = ThinkingState([1], [7, 8], [1])
     state.extend([7, 5, 7, 7])
     assert (state.is_open, state.num_tokens) == (True, 4)
-    assert state.forced(4) == 8
+    assert state.forced_token(4) == 8
 
 
 def test_a_marker_may_begin_in_the_prompt_and_end_in_the_answer() -> None:
     state = ThinkingState([1, 2], [3, 4], [9, 1])
     assert not state.is_open
     state.advance(2)
-    assert (state.is_open, state.num_tokens, state.forced(0)) == (True, 0, 3)
+    assert (state.is_open, state.num_tokens, state.forced_token(0)) == (True, 0, 3)
     ending = ThinkingState([1], [3, 4], [1, 9, 3])
-    assert (ending.num_tokens, ending.forced(2)) == (2, 4)
+    assert (ending.num_tokens, ending.forced_token(2)) == (2, 4)
     ending.advance(4)
     assert (ending.is_open, ending.num_ended) == (False, 1)
 
@@ -123,10 +123,10 @@ def test_a_marker_may_begin_in_the_prompt_and_end_in_the_answer() -> None:
 def test_without_both_markers_nothing_is_ever_open(start: list[int], end: list[int]) -> None:
     state = ThinkingState(start, end, [1, 1])
     state.extend([1, 5, 7])
-    assert (state.is_open, state.num_ended, state.forced(0)) == (False, 0, None)
+    assert (state.is_open, state.num_ended, state.forced_token(0)) == (False, 0, None)
 
 
 def test_each_span_has_the_budget_of_its_own() -> None:
     state = ThinkingState([1], [7], [])
     state.extend([1, 5, 7, 1, 5])
-    assert (state.num_ended, state.num_tokens, state.forced(2), state.forced(1)) == (1, 1, None, 7)
+    assert (state.num_ended, state.num_tokens, state.forced_token(2), state.forced_token(1)) == (1, 1, None, 7)

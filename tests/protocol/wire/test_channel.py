@@ -12,8 +12,8 @@ from quire.protocol.wire.link_messages import Heartbeat
 from quire.protocol.wire.worker_messages import SchedulerToWorker, Shutdown, WorkerToScheduler
 
 
-def sent(count: int, epoch: int = 0) -> list[Any]:
-    link = Link(FrontEndToScheduler, epoch)
+def sent(count: int, worker_epoch: int = 0) -> list[Any]:
+    link = Link(FrontEndToScheduler, worker_epoch)
     return [link.outgoing(Abort([str(i)])) for i in range(count)]
 
 
@@ -44,7 +44,7 @@ def test_a_gap_a_double_and_a_late_message_are_refused_and_counted() -> None:
 
 
 def test_messages_of_another_epoch_are_refused_and_counted() -> None:
-    link = Link(FrontEndToScheduler, epoch=2)
+    link = Link(FrontEndToScheduler, worker_epoch=2)
     for other in (1, 3):
         assert taken(link, sent(1, other)[0]) == "epoch"
     assert taken(link, sent(1, 2)[0]) == ["0"]
@@ -66,7 +66,7 @@ def test_the_frames_of_a_received_message_are_those_that_were_sent() -> None:
 
 
 def test_a_memory_pair_carries_both_ways() -> None:
-    scheduler, worker = memory_pair(WorkerToScheduler, SchedulerToWorker, epoch=4)
+    scheduler, worker = memory_pair(WorkerToScheduler, SchedulerToWorker, worker_epoch=4)
     assert worker.receive() is None
     scheduler.send(Shutdown())
     worker.send(Heartbeat(1.5))

@@ -115,7 +115,7 @@ REQUEST = AddRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 7, np.
 @given(st.sampled_from(EVERY_MESSAGE).flatmap(values_of))
 def test_every_message_comes_out_as_it_went_in(message: Any) -> None:
     envelope = codec_for_all().decode(frames_of(message))
-    assert (envelope.epoch, envelope.seq) == (3, 5)
+    assert (envelope.worker_epoch, envelope.seq) == (3, 5)
     assert same(envelope.message, message)
 
 

@@ -18,7 +18,7 @@ from quire.protocol.wire.link_messages import Heartbeat, Hello
 from quire.protocol.wire.worker_messages import SchedulerToWorker, Shutdown, WorkerToScheduler
 from quire.protocol.wire.zmq_channel import (
     AsyncZmqChannel,
-    FromPeer,
+    PeerMessage,
     ZmqChannel,
     ZmqHub,
     frontend_address,
@@ -46,7 +46,7 @@ def connect(context: "zmq.Context[Any]", tmp_path: Path) -> ZmqChannel:
     return ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path), Link(SchedulerToFrontEnd), bind=False)
 
 
-def next_of(hub: ZmqHub) -> FromPeer:
+def next_of(hub: ZmqHub) -> PeerMessage:
     assert hub.socket.poll(WAIT * 1000)
     received = hub.receive()
     assert received is not None

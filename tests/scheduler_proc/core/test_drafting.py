@@ -58,7 +58,7 @@ class Engine:
         for state, chance, number in zip(self.states, self.chances, asked, strict=True):
             if not number:
                 continue
-            self.policy.asked(state, self.step)
+            self.policy.drafts_sent(state, self.step)
             verified = number if self.rng.random() < self.finds else 0
             accepted = 0
             while accepted < verified and self.rng.random() < chance:
@@ -67,7 +67,7 @@ class Engine:
             self.num_tokens += accepted
             outcomes.append((state, verified, accepted))
         seconds = (self.fixed + self.per_token * computed + self.drafted * any(asked)) * self.slow(self.step)
-        self.policy.step_took(seconds, computed, any(asked))
+        self.policy.record_step_time(seconds, computed, any(asked))
         for outcome in outcomes:
             self.policy.verified(*outcome)
         self.seconds += seconds
@@ -125,7 +125,7 @@ def test_finding_nothing_is_no_rejection() -> None:
     policy, state = DraftController(3), DraftState()
     for step in range(1, 9):
         assert list(policy.choose([state], 1, step)) == [3]
-        policy.asked(state, step)
+        policy.drafts_sent(state, step)
         policy.verified(state, 0, 0)
     before = state.acceptance.chance if state.acceptance else 0.0
     assert before == pytest.approx(0.7)
@@ -274,6 +274,6 @@ def test_the_configuration_chooses_the_policy(most: int, adaptive: bool, kind: t
 def test_always_the_maximum_is_just_that() -> None:
     policy, state = MostDrafts(4), DraftState()
     for step in range(1, 200):
-        assert list(policy.choose([state], 1, step)) == [4] and policy.wakes(state) <= step
-        policy.asked(state, step)
+        assert list(policy.choose([state], 1, step)) == [4] and policy.next_draft_step(state) <= step
+        policy.drafts_sent(state, step)
         policy.verified(state, 4, 0)

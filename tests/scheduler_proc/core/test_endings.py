@@ -274,7 +274,7 @@ def test_a_reader_that_was_preempted_computes_a_bad_rows_blocks_again() -> None:
     driver.step()
     driver.add("reader", prompt, max_tokens=30)
     driver.step(2)
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     driver.worker.bad_from["writer"] = 9
     driver.finish()
     assert end_of(driver, "writer") == (EndReason.ERROR, expected_tokens(prompt, 9))

@@ -39,7 +39,7 @@ def test_everything_is_computed_again_and_the_tokens_are_the_same(asynchronous: 
     for _ in range(in_flight):
         driver.schedule()
     before = {name: list(answer.tokens) for name, answer in driver.answers.items()}
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     assert len(driver.scheduler.in_flight) == 0 and driver.scheduler.kv.pool.num_cached_blocks == 0
     diff = driver.schedule()
     assert diff is not None and sorted(diff.removed) == [0, 1]
@@ -53,7 +53,7 @@ def test_late_results_are_ignored_and_counted() -> None:
     driver.fill()
     late = len(driver.scheduler.in_flight)
     before = driver.scheduler.statistics()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     heard = {name: list(answer.tokens) for name, answer in driver.answers.items()}
     while driver.execute():
         driver.deliver()
@@ -67,7 +67,7 @@ def test_late_results_are_ignored_and_counted() -> None:
 def test_late_results_come_between_those_of_the_new_epoch_steps() -> None:
     driver = busy()
     driver.fill()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     assert driver.schedule() is not None and driver.schedule() is not None
     assert not driver.scheduler.can_schedule, "the pipeline has room for two steps that count"
     check_all(driver)
@@ -83,7 +83,7 @@ def test_one_whose_last_token_was_in_flight_gets_it_again() -> None:
     driver.answer()
     driver.schedule()
     assert list(driver.scheduler.table.leaving) == [0]
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     assert not driver.scheduler.table.leaving
     driver.finish()
     assert driver.answers["a"].tokens == expected_tokens([1, 2, 3], 2)
@@ -92,7 +92,7 @@ def test_one_whose_last_token_was_in_flight_gets_it_again() -> None:
 
 def test_the_order_stays_that_of_arrival() -> None:
     driver = busy()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     assert [r.request_id for r in driver.scheduler.table.waiting] == ["a", "b", "c"]
     states = [r.status for r in driver.scheduler.table.waiting]
     assert states == [RequestStatus.PREEMPTED, RequestStatus.PREEMPTED, RequestStatus.WAITING]
@@ -101,7 +101,7 @@ def test_the_order_stays_that_of_arrival() -> None:
 def test_the_reason_is_its_own_and_no_preemption_for_want_of_blocks() -> None:
     driver = busy()
     driver.scheduler.decisions.take()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     decisions = [(d.kind, d.request_id, d.reason) for d in driver.scheduler.decisions.take()]
     assert sorted(decisions) == [("preempt", "a", PreemptReason.NEW_EPOCH), ("preempt", "b", PreemptReason.NEW_EPOCH)]
     statistics = driver.scheduler.statistics()
@@ -113,7 +113,7 @@ def test_nothing_of_before_is_found_but_what_came_after_is() -> None:
     prompt = list(range(20))
     driver.add("before", prompt, max_tokens=1)
     driver.run()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     driver.add("first", prompt, max_tokens=1)
     driver.run()
     driver.add("second", prompt, max_tokens=1)
@@ -124,13 +124,13 @@ def test_nothing_of_before_is_found_but_what_came_after_is() -> None:
 @BOTH
 def test_twice_in_a_row_and_with_nothing_there(asynchronous: bool) -> None:
     driver = Driver(async_scheduling=asynchronous)
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     assert driver.schedule() is None
     driver = busy(asynchronous)
-    driver.begin_epoch()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
+    driver.begin_worker_epoch()
     driver.schedule()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     check_all(driver)
 
 
@@ -138,7 +138,7 @@ def test_twice_in_a_row_and_with_nothing_there(asynchronous: bool) -> None:
 def test_ends_between_the_epochs(asynchronous: bool) -> None:
     driver = busy(asynchronous)
     driver.schedule()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     driver.abort("a")
     driver.stop("b", 1, client=1)
     driver.finish()
@@ -150,7 +150,7 @@ def test_handles_of_before_are_not_given_out_while_the_workers_may_hold_them() -
     driver = busy()
     driver.schedule()
     driver.abort("a")
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     driver.add("d", [1], max_tokens=1)
     assert driver.request("d").handle == 3
     driver.run()
@@ -165,14 +165,14 @@ def test_with_drafts_in_flight(asynchronous: bool, quality: float) -> None:
     driver = busy(asynchronous, num_speculative_tokens=2)
     driver.worker.draft_quality = quality
     driver.schedule()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     check_all(driver)
 
 
 def test_it_is_in_the_log_which_replays_with_and_without_tokens() -> None:
     driver = busy()
     driver.fill()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     check_all(driver)
     assert replay(driver.header, driver.log, check=True) is None
     assert driver.replay_lines() is None

@@ -179,7 +179,7 @@ def itself() -> Driver:
 def new_epoch() -> Driver:
     driver = pair()
     driver.step()
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     return driver
 
 

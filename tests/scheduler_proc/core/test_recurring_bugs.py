@@ -336,7 +336,7 @@ def test_bug_20_no_list_grows_from_step_to_step() -> None:
                 driver.hold(name, client=index % 2)
                 driver.abort(name, client=index % 2)
             if index % 25 == 20:
-                driver.begin_epoch()
+                driver.begin_worker_epoch()
         driver.run()
         driver.scheduler.decisions.take()
         sizes.append(kept_things(driver.scheduler))

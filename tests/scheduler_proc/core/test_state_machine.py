@@ -70,7 +70,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def govern(self, seed: int, name: str) -> None:
         self.event(seed, name)
 
-    @rule(seed=SEEDS, name=st.sampled_from(("damaged_result", "damaged_result", "damaged_result", "begin_epoch")))
+    @rule(
+        seed=SEEDS, name=st.sampled_from(("damaged_result", "damaged_result", "damaged_result", "begin_worker_epoch"))
+    )
     def fail(self, seed: int, name: str) -> None:
         self.event(seed, name)
 

@@ -29,7 +29,7 @@ def plain_driver(**settings: Any) -> Driver:
     """No request is in steady decode, and those that wait are looked at again in each step."""
     driver = Driver(steady_decode=False, **settings)
     planner = driver.scheduler.planner
-    planner.why_not = planner.admit  # type: ignore[method-assign]
+    planner.admission_obstacle = planner.admit  # type: ignore[method-assign]
     return driver
 
 

@@ -90,7 +90,7 @@ def test_content_that_nobody_could_find_has_no_life() -> None:
     pool.free_blocks(block)
     pool.now = 5.0
     pool.cache_full_blocks([pool.get_new_blocks(1)[0]], [b"a"])
-    pool.forget_content(b"a")
+    pool.invalidate(b"a")
     pool.free_blocks(block)
     pool.get_new_blocks(1)
     assert seen(pool.metrics.lifetime) == seen(pool.metrics.idle_before_evict) == (0, 0.0)

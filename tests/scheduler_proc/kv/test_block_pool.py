@@ -124,8 +124,8 @@ def test_forgotten_content_is_not_found_in_any_of_its_blocks() -> None:
     pool = pool_of(2)
     for block in pool.get_new_blocks(2):
         pool.cache_full_blocks([block], [b"a"])
-    pool.forget_content(b"a")
-    pool.forget_content(b"never known")
+    pool.invalidate(b"a")
+    pool.invalidate(b"never known")
     assert pool.get_cached_block(b"a") is None
     pool.check()
 
@@ -152,7 +152,7 @@ def test_cached_and_evicted_blocks_are_counted() -> None:
     pool.free_blocks(blocks)
     pool.get_new_blocks(2)  # the one that was never used, and one of the two with "a"
     assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (2, 1)
-    pool.forget_content(b"a")
+    pool.invalidate(b"a")
     assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (1, 1)
     pool.check()
 

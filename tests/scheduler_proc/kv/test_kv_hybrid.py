@@ -32,7 +32,7 @@ def forget(kv: KVCacheManager, group: int, block: int) -> None:
     """Evict one block, counted in blocks of its group."""
     granules = kv.coordinator.managers[group].granules
     hashes = case(0, 100, kv.block_size).block_hashes
-    kv.pool.forget_content(group_key(hashes[(block + 1) * granules - 1], group))
+    kv.pool.invalidate(group_key(hashes[(block + 1) * granules - 1], group))
 
 
 def hit(kv: KVCacheManager, num_tokens: int = 33) -> tuple[int, list[str]]:

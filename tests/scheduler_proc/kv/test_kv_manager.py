@@ -92,7 +92,7 @@ def test_a_hit_ends_at_the_first_block_that_differs_or_is_gone() -> None:
     first = request_of(1, list(range(13)))
     run(kv, first)
     assert kv.get_computed_blocks(request_of(2, [*range(6), 99, *range(7, 13)]))[1] == 4
-    kv.pool.forget_content(first.block_hashes[0])
+    kv.pool.invalidate(first.block_hashes[0])
     assert kv.get_computed_blocks(request_of(3, list(range(13))))[1] == 0
 
 

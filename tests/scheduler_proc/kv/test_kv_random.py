@@ -215,7 +215,7 @@ class Simulation:
         self.running.remove(request)
 
     def go_bad(self, request: Running) -> None:
-        self.kv.forget_content(request, request.num_hits)
+        self.kv.invalidate(request, request.num_hits)
         left = {prefix for _, prefix in self.contents() if prefix == request.script[: len(prefix)]}
         assert not any(request.num_hits < len(prefix) <= request.num_tokens for prefix in left)
         self.preempt(request)

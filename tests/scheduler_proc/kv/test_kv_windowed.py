@@ -24,7 +24,7 @@ def filled(group: KVGroup, num_tokens: int = 17, **options: int | bool) -> KVCac
 
 def forget(kv: KVCacheManager, *blocks: int) -> None:
     for index in blocks:
-        kv.pool.forget_content(case(0, 100).block_hashes[index])
+        kv.pool.invalidate(case(0, 100).block_hashes[index])
 
 
 def hit(kv: KVCacheManager, num_tokens: int = 17) -> tuple[int, str]:

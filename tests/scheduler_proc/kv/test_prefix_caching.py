@@ -136,7 +136,7 @@ def test_what_a_bad_row_wrote_after_being_resumed_is_not_found_either() -> None:
             driver.step()
     assert bad.num_cached_tokens == 8
     for block_hash in bad.block_hashes:
-        driver.scheduler.kv.pool.forget_content(block_hash)
+        driver.scheduler.kv.pool.invalidate(block_hash)
     driver.worker.bad_from["bad"] = bad.num_output_tokens
     driver.run()
     assert driver.answers["bad"].reason is EndReason.ERROR

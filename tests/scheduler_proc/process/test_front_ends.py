@@ -11,7 +11,7 @@ from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import Abort, EngineState, Rejected
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.worker_messages import Shutdown
-from quire.protocol.wire.zmq_channel import FromPeer
+from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.process.front_ends import FrontEnds
 
 CONFIG = make_config(max_model_len=16)
@@ -20,7 +20,7 @@ DAMAGED = ProtocolError("crc", "damaged")
 
 
 class Lists:
-    """Implements ``doors.Hub``.
+    """Implements ``transport.Hub``.
 
     Attributes:
         sent: (peer, message) of everything that was taken.
@@ -28,7 +28,7 @@ class Lists:
     """
 
     def __init__(self) -> None:
-        self.inbox: deque[FromPeer] = deque()
+        self.inbox: deque[PeerMessage] = deque()
         self.sent: list[tuple[bytes, Any]] = []
         self.deaf: set[bytes] = set()
         self.forgotten: list[bytes] = []
@@ -39,7 +39,7 @@ class Lists:
         self.sent.append((peer, message))
         return []
 
-    def receive(self) -> FromPeer | None:
+    def receive(self) -> PeerMessage | None:
         return self.inbox.popleft() if self.inbox else None
 
     def forget(self, peer: bytes) -> None:
@@ -56,7 +56,7 @@ class House:
 
     def hear(self, peer: bytes, *messages: Any) -> list[tuple[int, Any]]:
         """(client, message) of what of it is for the engine."""
-        self.hub.inbox.extend(FromPeer(peer, message, []) for message in messages)
+        self.hub.inbox.extend(PeerMessage(peer, message, []) for message in messages)
         heard = []
         while (come := self.front_ends.receive()) is not None:
             heard.append((come[0], come[1].message))
@@ -97,7 +97,7 @@ def test_who_comes_hears_how_the_engine_is(house: House, state: str | None, told
 def test_each_has_a_number_that_nobody_had_before(house: House) -> None:
     assert house.hear(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
     assert house.hear(b"b", hello(8), Abort(["x"])) == [(1, Abort(["x"]))]
-    house.front_ends.process_gone(7)
+    house.front_ends.on_process_exit(7)
     assert house.gone == [0] and house.hub.forgotten == [b"a"]
     assert house.hear(b"a", hello(), Abort(["y"])) == [(2, Abort(["y"]))]
 
@@ -105,8 +105,8 @@ def test_each_has_a_number_that_nobody_had_before(house: House) -> None:
 def test_all_connections_of_a_process_end_with_it(house: House) -> None:
     for index, (peer, pid) in enumerate(((b"a", 7), (b"b", 8), (b"c", 7))):
         house.hear(peer, hello(pid, index))
-    house.front_ends.process_gone(7)
-    house.front_ends.process_gone(7)
+    house.front_ends.on_process_exit(7)
+    house.front_ends.on_process_exit(7)
     assert house.gone == [0, 2]
 
 

@@ -97,9 +97,9 @@ def test_what_is_kept_is_bounded_in_bytes_and_never_nothing(context: "zmq.Contex
         engine.run(100)
         subscriber.dealer.send(bytes(8))
         engine.answer()
-        kind, oldest, life = subscriber.receive()
+        kind, oldest, incarnation = subscriber.receive()
         kept = engine.publisher.next_sequence - int.from_bytes(oldest, "big")
-        assert kind == GONE and 1 <= kept <= most and life == (1).to_bytes(8, "big")
+        assert kind == GONE and 1 <= kept <= most and incarnation == (1).to_bytes(8, "big")
         subscriber.close()
         engine.publisher.close()
 
@@ -126,18 +126,18 @@ def test_an_ask_from_the_future_hears_where_the_present_is(engine: Engine, subsc
 def test_another_life_is_noticed(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     """Also when the new one has counted further than the old one had."""
     for steps in (2, 90):
-        first = Engine(context, tmp_path, life=1)
+        first = Engine(context, tmp_path, incarnation=1)
         subscriber = Subscriber(context, first)
         first.run(20)
         subscriber.ask()
         first.publisher.close()
         subscriber.close()
-        second = Engine(context, tmp_path, life=2)
+        second = Engine(context, tmp_path, incarnation=2)
         second.run(steps)
         again = Subscriber(context, second)
-        again.mirror, again.next, again.life = subscriber.mirror, subscriber.next, subscriber.life
+        again.mirror, again.next, again.incarnation = subscriber.mirror, subscriber.next, subscriber.incarnation
         again.ask()
-        assert again.life == 2 and again.mirror.keys == keys_of(second.pool)
+        assert again.incarnation == 2 and again.mirror.keys == keys_of(second.pool)
         again.close()
         second.publisher.close()
 

@@ -144,7 +144,7 @@ def test_a_request_whose_workers_are_never_right_fails_alone(loop: LoopUnderTest
     loop.until(heard)
     assert ended["good"] == (EndReason.LENGTH, "") and tokens["good"] == expected_tokens(PROMPT, 9)
     assert ended["poison"][0] == EndReason.ERROR and ended["poison"][1].startswith("engine_fault: ")
-    assert loop.epoch == 4, "three deaths"
+    assert loop.worker_epoch == 4, "three deaths"
 
 
 def test_a_worker_that_dies_costs_no_token(loop: LoopUnderTest) -> None:

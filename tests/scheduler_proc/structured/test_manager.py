@@ -22,11 +22,10 @@ from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 from quire.scheduler_proc.requests.tokens import Tokens
+from quire.scheduler_proc.structured.backends import backend_maker
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED
-from quire.scheduler_proc.structured.make import backend_maker
-from quire.scheduler_proc.structured.manager import START_SECONDS, WAIT_SECONDS, GrammarManager
-from quire.scheduler_proc.structured.shares import (
+from quire.scheduler_proc.structured.limits import (
     LOOK_EVERY,
     MAX_GROWN_BYTES,
     NUM_WATCHED,
@@ -35,6 +34,7 @@ from quire.scheduler_proc.structured.shares import (
     SlowSteps,
     resident_bytes,
 )
+from quire.scheduler_proc.structured.manager import START_SECONDS, WAIT_SECONDS, GrammarManager
 
 PROMPT = [3, 4, 5]
 
@@ -151,7 +151,7 @@ def ready(case: Case, *requests: Request) -> None:
     for request in requests:
         event = make_request(request.request_id, PROMPT, structured_outputs=request.sampling.structured_outputs)
         if case.manager.begin(0, event):
-            while case.manager.is_waited_for:
+            while case.manager.has_waiting_requests:
                 case.told()
 
 
@@ -159,10 +159,10 @@ class TestCompiling:
     def test_equal_grammars_are_compiled_once_and_then_at_hand(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
         assert all(case.manager.begin(client, arrival("1", regex="ab")) for client in (0, 1))
-        assert case.manager.poll() == [] and case.manager.is_waited_for
+        assert case.manager.poll() == [] and case.manager.has_waiting_requests
         case.gate.waiting.release()
         assert case.told() == [(0, Release("1")), (1, Release("1"))]
-        assert not case.manager.begin(2, arrival("1", regex="ab")) and not case.manager.is_waited_for
+        assert not case.manager.begin(2, arrival("1", regex="ab")) and not case.manager.has_waiting_requests
         assert len(case.gate.checked) == 1
 
     def test_tenants_take_turns(self, make_case: Callable[..., Case]) -> None:
@@ -185,10 +185,10 @@ class TestCompiling:
         while case.manager._pool.ready_at is None:
             os.sched_yield()
         case.now = 2 * WAIT_SECONDS
-        assert len(case.manager.poll()) == 50 and not case.manager.is_waited_for
+        assert len(case.manager.poll()) == 50 and not case.manager.has_waiting_requests
         case.manager.begin(0, arrival("last", regex="b"))
         case.gate.waiting.release(1000)
-        while case.manager.is_waited_for:
+        while case.manager.has_waiting_requests:
             case.told()
         assert [wanted.regex for wanted in case.gate.checked] == ["a{1}", "b"]
 
@@ -253,7 +253,7 @@ class TestCompiling:
         case.manager.begin(0, arrival("1", regex="b"))
         case.gate.waiting.release(2)
         told = case.told()
-        while case.manager.is_waited_for:
+        while case.manager.has_waiting_requests:
             told += case.told()
         assert told == [(0, Release("1"))]
 

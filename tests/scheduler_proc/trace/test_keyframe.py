@@ -54,7 +54,7 @@ def go_idle(load: Load, rng: random.Random) -> None:
         if rng.random() < 0.5:
             if driver.config.enable_chunked_prefill and driver.scheduler.halve_steps():
                 driver.log.steps_halved(0.0)
-            driver.begin_epoch()
+            driver.begin_worker_epoch()
     else:
         driver.control("resume")
         for client, request_id in alive:
@@ -244,8 +244,8 @@ def test_a_ring_without_a_keyframe_is_not_complete() -> None:
     assert not any(record.kind == RecordKind.KEYFRAME for record in driver.log)
     assert not driver.log.complete and driver.log.readable() == list(driver.log)
     driver.run()
-    assert driver.log.wants_keyframe and len(encode_state(keyframe_of(driver))) > 500
-    assert not driver.log.wants_keyframe and not driver.log.complete
+    assert driver.log.is_keyframe_due and len(encode_state(keyframe_of(driver))) > 500
+    assert not driver.log.is_keyframe_due and not driver.log.complete
 
 
 def test_a_quarter_of_the_ring_must_have_come_between_two() -> None:
@@ -253,7 +253,7 @@ def test_a_quarter_of_the_ring_must_have_come_between_two() -> None:
     taken = []
     for index in range(1000):
         log.consumed(float(index), 0, [bytes(36)])
-        if log.wants_keyframe:
+        if log.is_keyframe_due:
             log.keyframe(float(index), state)
             taken.append(index)
     assert taken == list(range(99, 1000, 100))

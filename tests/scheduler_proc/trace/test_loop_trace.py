@@ -20,7 +20,7 @@ from quire.protocol.wire.link_messages import Welcome
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
-from quire.scheduler_proc.trace.lines import AnyLine, Arrival, End, Epoch, Event, Header, Result, StepDecision
+from quire.scheduler_proc.trace.lines import AnyLine, Arrival, End, Event, Header, Result, StepDecision, WorkerEpoch
 
 PROMPT = [3, 1, 4, 1, 5]
 Start = Callable[..., LoopUnderTest]
@@ -88,7 +88,7 @@ def test_a_live_run_replays(start: Start, tmp_path: Path) -> None:
     assert replay_lines(TraceReader(tmp_path / "t.jsonl"), check=True) is None
     lines = lines_in(tmp_path / "t.jsonl")
     assert sum(isinstance(line, Arrival) for line in lines) == 7
-    assert sorted(line.halved for line in lines if isinstance(line, Epoch)) == [False, True] and not wrong
+    assert sorted(line.budget_halved for line in lines if isinstance(line, WorkerEpoch)) == [False, True] and not wrong
     assert isinstance(lines[0], Header) and isinstance(lines[-1], End)
     times = [line.now for line in lines if isinstance(line, Arrival | StepDecision | Result | Event)]
     assert times == sorted(times) and abs(times[0] - time.monotonic()) < 100
@@ -120,7 +120,7 @@ def test_an_engine_that_fails_leaves_a_trace_of_it(start: Start, tmp_path: Path)
     (dump,) = (tmp_path / "dumps").iterdir()
     assert replay_lines(TraceReader(dump), check=True) is None
     lines = lines_in(dump)
-    assert [line.fresh for line in lines if isinstance(line, Epoch)] == [True] * 3
+    assert [line.new_workers for line in lines if isinstance(line, WorkerEpoch)] == [True] * 3
     assert isinstance(lines[-1], End) and lines[-1].reason == "the workers died too often"
 
 

@@ -10,19 +10,19 @@ from quire.protocol.request.structured_outputs import RepetitionDetection, Struc
 from quire.protocol.wire.front_end_messages import Control, EndReason
 from quire.scheduler_proc.core.events import Fail, Refuse
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.lines import (
     Arrival,
-    Epoch,
     Event,
     Header,
     PrefixCacheEvent,
     Result,
     StepDecision,
     StepSnapshot,
+    WorkerEpoch,
     encode_line,
 )
 from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once
-from quire.scheduler_proc.trace.tap import Tap
 from quire.scheduler_proc.trace.translate import event_line
 
 SECRET = "hunter2"
@@ -154,10 +154,10 @@ def test_an_epoch_with_smaller_steps_replays() -> None:
     driver.step()
     assert driver.scheduler.halve_steps()
     driver.log.steps_halved(0.0)
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     driver.deliver()
     driver.run()
-    assert [line.halved for line in of(driver, Epoch)] == [True]
+    assert [line.budget_halved for line in of(driver, WorkerEpoch)] == [True]
     assert max(count for line in of(driver, StepDecision) if line.step > 1 for _, count in line.counts) == 16
     assert driver.replay_lines() is None
 
@@ -171,7 +171,7 @@ def test_questions_leave_no_line_and_other_controls_do() -> None:
 
 def test_times_are_those_of_the_loop() -> None:
     config = make_config()
-    tap = Tap()
+    tap = DecisionLog()
     scheduler = Scheduler(config, make_layout(config), 33, hooks=tap)
     lines: list[Any] = []
     recorder = TraceRecorder(scheduler, tap, at_once(lines.append))

@@ -60,8 +60,8 @@ def seal(body: bytes, *arrays: bytes) -> Frames:
     return [crc.to_bytes(4, "little") + body, *arrays]
 
 
-def pack(epoch: Any, seq: Any, message: Any) -> bytes:
-    return msgspec.msgpack.encode([epoch, seq, message])
+def pack(worker_epoch: Any, seq: Any, message: Any) -> bytes:
+    return msgspec.msgpack.encode([worker_epoch, seq, message])
 
 
 def around(message: bytes, seq: int = 1) -> Frames:
@@ -319,5 +319,5 @@ def every_flip(frames: Frames, rng: random.Random) -> Iterator[Frames]:
             yield [*frames[:index], bytes(turned), *frames[index + 1 :]]
 
 
-def frames_of(message: Any, seq: int = 1, epoch: int = 0) -> Frames:
-    return [bytes(frame) for frame in Codec(Consumed).encode(epoch, seq, message)]
+def frames_of(message: Any, seq: int = 1, worker_epoch: int = 0) -> Frames:
+    return [bytes(frame) for frame in Codec(Consumed).encode(worker_epoch, seq, message)]

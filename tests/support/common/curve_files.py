@@ -22,7 +22,7 @@ def make_keys(folder: Path, *clients: str) -> Path:
     return folder
 
 
-def with_keys(socket: "zmq.Socket[Any]", own: Path, server: Path) -> None:
+def with_api_keys(socket: "zmq.Socket[Any]", own: Path, server: Path) -> None:
     """A client's socket: its own secret file, and the server's public one."""
     socket.curve_publickey, secret = load_certificate(own)
     assert secret is not None

@@ -26,11 +26,11 @@ class MemoryChannel:
         self._inbox.clear()
 
 
-def memory_pair(a_receives: Any, b_receives: Any, epoch: int = 0) -> tuple[MemoryChannel, MemoryChannel]:
+def memory_pair(a_receives: Any, b_receives: Any, worker_epoch: int = 0) -> tuple[MemoryChannel, MemoryChannel]:
     """Two connected ends; each is told which union of messages it may receive."""
     to_a: deque[Frames] = deque()
     to_b: deque[Frames] = deque()
     return (
-        MemoryChannel(Link(a_receives, epoch), to_a, to_b),
-        MemoryChannel(Link(b_receives, epoch), to_b, to_a),
+        MemoryChannel(Link(a_receives, worker_epoch), to_a, to_b),
+        MemoryChannel(Link(b_receives, worker_epoch), to_b, to_a),
     )

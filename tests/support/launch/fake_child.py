@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire.protocol.process.child import Child
-from quire.protocol.wire.worker_handshake import Calls
+from quire.protocol.wire.worker_handshake import WorkerCommands
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def lone_child() -> Iterator[Child]:
 
 
 @contextmanager
-def no_calls() -> Iterator[Calls]:
+def no_calls() -> Iterator[WorkerCommands]:
     """Nobody calls the worker away."""
     with lone_child() as child:
-        yield Calls(child)
+        yield WorkerCommands(child)

@@ -26,7 +26,7 @@ def long_lived(max_bytes: int, bursts: int = 40) -> Driver:
     prefix = list(range(9))
     for burst in range(bursts):
         driver.run()
-        if driver.log.wants_keyframe:
+        if driver.log.is_keyframe_due:
             keyframe_of(driver)
         for index in range(6):
             driver.add(f"{burst}-{index}", [*prefix[: rng.randrange(10)], rng.randrange(99)], max_tokens=9)

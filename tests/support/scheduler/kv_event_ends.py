@@ -88,7 +88,7 @@ class Holder:
                 pool.free_blocks(held[:count])
                 del held[:count]
             case 4:
-                pool.forget_content(key)
+                pool.invalidate(key)
             case 5 if number % 3 == 0:
                 pool.free_blocks(held)
                 held.clear()
@@ -98,9 +98,9 @@ class Holder:
 class Engine:
     """A pool that random things happen to, and its publisher; ``step`` publishes once."""
 
-    def __init__(self, context: "zmq.Context[Any]", folder: Path, life: int = 1, **kept: int) -> None:
+    def __init__(self, context: "zmq.Context[Any]", folder: Path, incarnation: int = 1, **kept: int) -> None:
         self.events, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
-        self.publisher = KVEventPublisher(context, self.events, self.replay, life, **kept)
+        self.publisher = KVEventPublisher(context, self.events, self.replay, incarnation, **kept)
         recorder = KVEventRecorder(layout_of(4), 32)
         self.pool = BlockPool(40, enable_caching=True, events=recorder)
         self.publisher.follow(recorder)
@@ -130,7 +130,7 @@ class Subscriber:
     def __init__(self, context: "zmq.Context[Any]", engine: Engine) -> None:
         self.mirror = Mirror()
         self.next = 0
-        self.life = -1
+        self.incarnation = -1
         self.num_gone = 0
         self._engine = engine
         self.sub = context.socket(zmq.SUB)
@@ -187,14 +187,14 @@ class Subscriber:
     def _take(self, sequence: int, payload: bytes) -> bool:
         """False: something is missing before this batch."""
         batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
-        if self._is_of_this_life(batch.life) and sequence == self.next:
+        if self._is_of_this_life(batch.incarnation) and sequence == self.next:
             self.mirror.apply(batch.events)
             self.next += 1
         return sequence < self.next
 
-    def _is_of_this_life(self, life: int) -> bool:
-        known, self.life = self.life, life
-        if known in (-1, life):
+    def _is_of_this_life(self, incarnation: int) -> bool:
+        known, self.incarnation = self.incarnation, incarnation
+        if known in (-1, incarnation):
             return True
         self.mirror.keys.clear()
         self.next = 0

@@ -52,7 +52,7 @@ def _replay_record(
         case RecordKind.DROPPED:
             scheduler.drop_client(record.client)
         case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
-            scheduler.begin_epoch(fresh=kind is RecordKind.RESTARTED)
+            scheduler.begin_worker_epoch(new_workers=kind is RecordKind.RESTARTED)
         case RecordKind.HALVED:
             scheduler.halve_steps()
         case RecordKind.KEYFRAME if index == 0:

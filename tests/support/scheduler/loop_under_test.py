@@ -15,7 +15,7 @@ import zmq
 from fake_worker import FakeWorker
 from kv_event_ends import WAIT_MS
 
-from quire.protocol.config import FIRST_EPOCH, EngineConfig
+from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import QuireError
 from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.wire.channel import Link
@@ -55,12 +55,12 @@ class LoopUnderTest:
         self._reports = b""
         self._context, self._folder = context, folder
         self.child = Child(status)
-        self._doors = Sockets(folder, 1, 1)
-        self.epoch = FIRST_EPOCH
+        self._transport = Sockets(folder, 1, 1)
+        self.worker_epoch = FIRST_WORKER_EPOCH
         self.config = config
         self.worker = self._connect()
         self.client = ZmqChannel(context, zmq.DEALER, frontend_address(folder), Link(SchedulerToFrontEnd), bind=False)
-        self._loop = SchedulerLoop(config, self._doors, self.child)
+        self._loop = SchedulerLoop(config, self._transport, self.child)
         self.fake = self._make_worker()
         self._sockets = [self.worker, self.client]
         self._fds = [self.status, status]
@@ -77,8 +77,8 @@ class LoopUnderTest:
         return self._loop._journal.log
 
     def _connect(self) -> ZmqChannel:
-        address = worker_address(self._folder, self.epoch, 0)
-        return ZmqChannel(self._context, zmq.PAIR, address, Link(SchedulerToWorker, self.epoch), bind=False)
+        address = worker_address(self._folder, self.worker_epoch, 0)
+        return ZmqChannel(self._context, zmq.PAIR, address, Link(SchedulerToWorker, self.worker_epoch), bind=False)
 
     def _make_worker(self) -> FakeWorker:
         config = self.config
@@ -117,8 +117,8 @@ class LoopUnderTest:
 
     def renew_worker(self, reason: str = "it was killed") -> None:
         """As the supervisor does when a worker is gone: another one, under the next epoch."""
-        self.epoch += 1
-        self.child.put(Command("epoch", epoch=self.epoch, text=reason))
+        self.worker_epoch += 1
+        self.child.put(Command("worker_epoch", worker_epoch=self.worker_epoch, text=reason))
         self.worker.close()
         self.worker = self._connect()
         self._sockets.append(self.worker)
@@ -140,7 +140,7 @@ class LoopUnderTest:
         deadline = time.monotonic() + 6 * WAIT_MS / 1000
         while True:
             assert time.monotonic() < deadline, "nothing that is wanted comes"
-            if any(r.event == "group_failed" and r.epoch == self.epoch for r in self._take_reports()):
+            if any(r.event == "group_failed" and r.worker_epoch == self.worker_epoch for r in self._take_reports()):
                 self.renew_worker()
             step = self.worker.receive()
             if step is not None and isinstance(step.message, SchedulerOutput):
@@ -172,7 +172,7 @@ class LoopUnderTest:
             received = self.worker.receive(0.001)
             if received is not None:
                 return received.message
-            if any(r.event == "group_failed" and r.epoch == self.epoch for r in self._take_reports()):
+            if any(r.event == "group_failed" and r.worker_epoch == self.worker_epoch for r in self._take_reports()):
                 self.renew_worker()
                 return None
         raise AssertionError("nothing came")
@@ -193,7 +193,7 @@ class LoopUnderTest:
         self.join()
         for socket in self._sockets:
             socket.close()
-        self._doors.close()
+        self._transport.close()
         self.child.close()
         for fd in self._fds:
             os.close(fd)

@@ -204,12 +204,12 @@ class Driver:
     def fail(self, request_id: str, client: int = 0) -> None:
         self.consume(Fail(request_id, "grammar_failed: no memory"), client)
 
-    def begin_epoch(self) -> None:
+    def begin_worker_epoch(self) -> None:
         """The scheduler starts afresh; the worker keeps its rows, and results on their way still arrive."""
         self._num_stale = len(self.diffs)
         self.worker.first_of_epoch = self._num_stale + 1
-        self.log.epoch_began(0.0)
-        self.scheduler.begin_epoch()
+        self.log.worker_epoch_began(0.0)
+        self.scheduler.begin_worker_epoch()
         self.scheduler.check()
         self._collect()
 
@@ -221,8 +221,8 @@ class Driver:
             pass
         self._num_stale = len(self.diffs)
         self.worker.forget_everything(self.scheduler.last_step)
-        self.log.epoch_began(0.0, fresh=True)
-        self.scheduler.begin_epoch(fresh=True)
+        self.log.worker_epoch_began(0.0, new_workers=True)
+        self.scheduler.begin_worker_epoch(new_workers=True)
         self.scheduler.check()
         self._collect()
 

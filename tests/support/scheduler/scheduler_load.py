@@ -95,7 +95,7 @@ EVENTS = {
     "resume": 4,
     "reset_prefix_cache": 1,
     "change_budget": 2,
-    "begin_epoch": 1,
+    "begin_worker_epoch": 1,
     "damaged_result": 3,
 }
 """Methods of Load, and how often each comes in a run without hypothesis."""
@@ -255,10 +255,10 @@ class Load:
             for driver in self.drivers:
                 driver.scheduler.config = change(config, max_num_batched_tokens=budget)
 
-    def begin_epoch(self) -> None:
+    def begin_worker_epoch(self) -> None:
         self.num_epochs += 1
         for driver in self.drivers:
-            driver.begin_epoch()
+            driver.begin_worker_epoch()
 
     def damaged_result(self) -> None:
         """A result that cannot be: nothing of it is applied. Then the right one comes after all, or a new epoch."""
@@ -266,7 +266,7 @@ class Load:
         done = [driver.deliver_damaged(lambda result: damaged(result, kind)) for driver in self.drivers]
         self.num_damaged += done[0]
         if done[0] and afresh:
-            self.begin_epoch()
+            self.begin_worker_epoch()
 
     def random_event(self) -> None:
         """Any of EVENTS, then a few steps."""

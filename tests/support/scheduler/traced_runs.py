@@ -76,7 +76,7 @@ def _something(driver: Driver, rng: random.Random) -> None:
     if draw < 0.06:
         if rng.random() < 0.5 and driver.scheduler.halve_steps():
             driver.log.steps_halved(0.0)
-        driver.begin_epoch()
+        driver.begin_worker_epoch()
     elif draw < 0.1:
         driver.control(rng.choice(("reset_prefix_cache", "statistics", "pause")))
         driver.control("resume")

@@ -16,7 +16,7 @@ from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.kv import block_hash, block_pool, manager
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
-from quire.scheduler_proc.structured import answer
+from quire.scheduler_proc.structured import constrained_output
 from quire.scheduler_proc.structured import manager as grammars
 from quire.worker_proc.attention import cpu_plan
 from quire.worker_proc.execute import pending_result
@@ -36,7 +36,7 @@ def waiting_for_the_result_in_flight() -> Patch:
 
 def waiting_for_the_workers_to_let_go() -> Patch:
     """A handle is given to the next request before the workers have let go of it."""
-    return mock.patch.object(request_table.RequestTable, "retire", lambda self, handle: self.handles.give_back(handle))
+    return mock.patch.object(request_table.RequestTable, "retire", lambda self, handle: self.handles.free(handle))
 
 
 @contextlib.contextmanager
@@ -56,26 +56,26 @@ def knowing_who_samples() -> Iterator[None]:
 
 def settling_of_drafts() -> Patch:
     """Drafts that were not there, or not right, stay counted as computed."""
-    return mock.patch.object(results.Results, "settle_drafts", nothing)
+    return mock.patch.object(results.Results, "apply_draft_results", nothing)
 
 
 def taking_back_of_shares() -> Patch:
     """Who is put out keeps what it had got of the step."""
-    return mock.patch.object(step.StepPlan, "take_back", nothing)
+    return mock.patch.object(step.StepPlan, "withdraw", nothing)
 
 
 @contextlib.contextmanager
 def taking_back_of_blocks() -> Iterator[None]:
     """Who is put out is still told of the block that it had got in this step."""
-    real = step.StepPlan.take_back
+    real = step.StepPlan.withdraw
 
-    def take_back(self: Any, request: Any) -> None:
-        begun, ids = self.begun, self.begun_blocks
-        self.begun, self.begun_blocks = [], []
+    def withdraw(self: Any, request: Any) -> None:
+        begun, ids = self.grown, self.grown_block_ids
+        self.grown, self.grown_block_ids = [], []
         real(self, request)
-        self.begun, self.begun_blocks = begun, ids
+        self.grown, self.grown_block_ids = begun, ids
 
-    with mock.patch.object(step.StepPlan, "take_back", take_back):
+    with mock.patch.object(step.StepPlan, "withdraw", withdraw):
         yield
 
 
@@ -101,7 +101,7 @@ def room_for_whole_prompts() -> Patch:
 @contextlib.contextmanager
 def places_of_logprobs() -> Iterator[None]:
     """Log probabilities go to the tokens in the order of the positions, rejected ones included."""
-    real = pending_result.SampledResult.place_logprobs
+    real = pending_result.SampledResult.sent_logprobs
 
     def fields(self: Any, kept: Any) -> Any:
         return real(self, np.arange(len(self.sampled.tokens)))
@@ -131,7 +131,7 @@ def judging_of_each_draft() -> Iterator[None]:
     real = grammars.GrammarManager.fill_masks
 
     def fill(self: Any, found: Any, masks: Any) -> None:
-        free = [positions for positions in found if positions.reading.is_free]
+        free = [positions for positions in found if positions.reading.is_unconstrained]
         real(self, found, masks)
         for positions in free:
             masks[positions.first : positions.first + 1 + len(positions.drafts)] = self._thoughts
@@ -142,7 +142,7 @@ def judging_of_each_draft() -> Iterator[None]:
 
 def undoing_of_drafts() -> Patch:
     """Drafts that were read for their masks stay read."""
-    return mock.patch.object(answer.Reading, "undo", nothing)
+    return mock.patch.object(constrained_output.Reading, "undo", nothing)
 
 
 @contextlib.contextmanager
@@ -204,12 +204,12 @@ def chaining_of_hashes() -> Patch:
 
 def forgetting_of_bad_contents() -> Patch:
     """What was written on the way to logits that are no numbers is found again."""
-    return mock.patch.object(manager.KVCacheManager, "forget_content", nothing)
+    return mock.patch.object(manager.KVCacheManager, "invalidate", nothing)
 
 
 def draining_of_removals() -> Patch:
     """What was told to the workers once is kept, and told again."""
-    return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: self.leftovers[0])
+    return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: self.ended_handles[0])
 
 
 @contextlib.contextmanager

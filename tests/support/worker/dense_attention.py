@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
-from quire.worker_proc.attention.prologue import attend_plainly
+from quire.worker_proc.attention.prologue import attend_unfused
 
 
 class DenseBackend:
@@ -23,7 +23,7 @@ class DenseBackend:
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
-        return attend_plainly(self, qkv, kv_cache, plan, spec, rotary)
+        return attend_unfused(self, qkv, kv_cache, plan, spec, rotary)
 
     def forward(
         self,

@@ -75,7 +75,7 @@ class InProcessEngine:
         if not self.grammars.begin(0, request):
             return
         self.scheduler.consume(Hold(request.request_id, "grammar"))
-        while self.grammars.is_waited_for:
+        while self.grammars.has_waiting_requests:
             select.select([self.grammars], [], [], 0.1)
             for client, event in self.grammars.poll():
                 self.scheduler.consume(event, client)
@@ -102,7 +102,7 @@ class InProcessEngine:
             try:
                 self.scheduler.consume(result.message)
             except StepTooLarge:  # as the scheduler's loop does
-                self.scheduler.begin_epoch()
+                self.scheduler.begin_worker_epoch()
                 self.scheduler.halve_steps()
             self._check()
         self._collect()
@@ -111,7 +111,7 @@ class InProcessEngine:
         launched = self.runner.launch(diff)
         inputs = None
         if diff.awaits_sample_inputs and not launched.void:
-            record = self.scheduler.awaited
+            record = self.scheduler.step_awaiting_inputs
             assert record is not None and record.step == diff.step, "a step before it was not answered"
             inputs, failures = self.grammars.sample_inputs(record, self.runner.proposed(launched))
             record.awaits_inputs = False

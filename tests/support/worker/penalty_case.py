@@ -18,7 +18,7 @@ class PenaltyCase:
     def __post_init__(self) -> None:
         rng = torch.Generator().manual_seed(self.vocab)
         drafts = [[], [3, 3, self.vocab - 1], [1], [0, 3]]
-        positions = SampledPositions.of_drafts(torch.arange(4).numpy(), drafts)
+        positions = SampledPositions.with_drafts(torch.arange(4).numpy(), drafts)
         row = torch.from_numpy(positions.rows)
         held = torch.randint(0, 4, (6, self.vocab), generator=rng, dtype=torch.int32)
         held *= torch.rand(6, self.vocab, generator=rng) < 0.2  # most tokens are nobody's

@@ -50,7 +50,7 @@ class ProcessorsUnderTest:
 
     @property
     def everyone(self) -> SampledPositions:
-        return SampledPositions.one_each(np.arange(self.batch.num_rows))
+        return SampledPositions.one_per_row(np.arange(self.batch.num_rows))
 
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, str]]:
         """One position of each row."""

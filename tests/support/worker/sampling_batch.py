@@ -44,4 +44,4 @@ def batch_of(
 
 def sample_each(sampler: Sampler, logits: torch.Tensor) -> Sampled:
     """One token of each of the first rows."""
-    return sampler.sample(logits, SampledPositions.one_each(np.arange(len(logits))))
+    return sampler.sample(logits, SampledPositions.one_per_row(np.arange(len(logits))))

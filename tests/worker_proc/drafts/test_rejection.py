@@ -39,7 +39,7 @@ def two_tokens(model: torch.Tensor, draft: torch.Tensor, **sampling: object) -> 
         first = sampler.sample(draft[last], going, 0)
         second = sampler.sample(draft[first], going, 1)
         drafts = torch.stack([first, second], 1).tolist()
-        positions = SampledPositions.of_drafts(going, drafts)
+        positions = SampledPositions.with_drafts(going, drafts)
         logits = torch.stack([model[last], model[first], model[second]], 1).reshape(-1, VOCAB)
         plain = DraftSampler(rows.batch, CPU, keeps=False)
         probabilities = torch.softmax(logits, -1)
@@ -96,7 +96,7 @@ def test_greedy_rows_are_left_alone() -> None:
     rows = DraftBatch(2, 4)
     rows.change([], {1: [0], 2: [0]}, temperature=0.0)
     rejection = RejectionSampler(rows.batch, DraftSampler(rows.batch, CPU, keeps=True))
-    positions = SampledPositions.of_drafts(np.arange(2), [[3], [1]])
+    positions = SampledPositions.with_drafts(np.arange(2), [[3], [1]])
     tokens = torch.tensor([3, 4, 2, 2])
     assert rejection.choose(positions, tokens, torch.zeros(4, VOCAB)).tolist() == [3, 4, 2, 2]
-    assert rejection.chooser(SampledPositions.one_each(np.arange(2))) is None
+    assert rejection.chooser(SampledPositions.one_per_row(np.arange(2))) is None

@@ -36,10 +36,10 @@ def test_the_same_tokens_with_and_without_drafts(is_scaled: bool) -> None:
     drafts: list[list[int]] = [[], [1], [], [5, 5], [], [2]]
     for step, positions in enumerate(
         [
-            SampledPositions.one_each(np.arange(6)),
-            SampledPositions.of_drafts(np.arange(6), drafts),
-            SampledPositions.one_each(np.array([1, 3])),
-            SampledPositions.one_each(np.arange(6)),
+            SampledPositions.one_per_row(np.arange(6)),
+            SampledPositions.with_drafts(np.arange(6), drafts),
+            SampledPositions.one_per_row(np.array([1, 3])),
+            SampledPositions.one_per_row(np.arange(6)),
         ]
     ):
         logits = some_logits(len(positions), step)
@@ -55,7 +55,7 @@ def test_rows_that_changed_draw_by_their_new_parameters() -> None:
     batch, _ = make_sampler(VOCAB, 2, 4)
     sampler = Sampler(batch, sampling_config(VOCAB, max_num_seqs=2), CPU, draw=TritonDraw(batch, CPU))
     logits = some_logits(1, 9)
-    positions = SampledPositions.one_each(np.arange(1))
+    positions = SampledPositions.one_per_row(np.arange(1))
     for handle, params in enumerate([SamplingParams(temperature=2.0, seed=1), SamplingParams(temperature=0.0)]):
         new = NewRequestData(handle, "r", 1, 1, 0, [1], params, 3)
         batch.change_rows(list(batch.row_of), [new], np.zeros(1, np.int32))

@@ -16,7 +16,7 @@ DRAFTS = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=
 @given(DRAFTS, st.data())
 def test_a_sample_counts_while_all_drafts_before_it_were_right(drafts: list[list[int]], data: st.DataObject) -> None:
     rows = np.array(sorted(data.draw(st.sets(st.integers(0, 50), min_size=len(drafts), max_size=len(drafts)))))
-    positions = SampledPositions.of_drafts(rows, drafts)
+    positions = SampledPositions.with_drafts(rows, drafts)
     samples = [data.draw(st.lists(st.integers(0, 2), min_size=len(d) + 1, max_size=len(d) + 1)) for d in drafts]
     got = accept_drafts(np.array([token for own in samples for token in own]), positions)
     at, kept, counts = 0, [], []
@@ -34,7 +34,7 @@ def test_a_sample_counts_while_all_drafts_before_it_were_right(drafts: list[list
 @given(DRAFTS)
 def test_a_position_knows_the_drafts_before_it(drafts: list[list[int]]) -> None:
     rows = np.arange(len(drafts)) * 2
-    positions = SampledPositions.of_drafts(rows, drafts)
+    positions = SampledPositions.with_drafts(rows, drafts)
     assert positions.any_drafts == any(drafts)
     at = 0
     for row, own in zip(rows.tolist(), drafts, strict=True):
@@ -47,6 +47,6 @@ def test_a_position_knows_the_drafts_before_it(drafts: list[list[int]]) -> None:
 
 
 def test_without_drafts_there_is_one_position_each() -> None:
-    positions = SampledPositions.one_each(np.array([2, 5]))
+    positions = SampledPositions.one_per_row(np.array([2, 5]))
     assert not positions.any_drafts and positions.drafts.tolist() == [-1, -1]
     assert accept_drafts(np.array([7, 8]), positions).counts.tolist() == [1, 1]

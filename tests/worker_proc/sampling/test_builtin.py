@@ -90,7 +90,7 @@ def test_behind_drafts_it_is_as_if_they_were_the_answer(cls: type[RowProcessor[o
     rows = [random_request(rng) for _ in range(5)]
     sampling = sorted(rng.sample(range(5), 3))
     drafts = [random_tokens(rng, 0, 3) for _ in sampling]
-    positions = SampledPositions.of_drafts(np.array(sampling), drafts)
+    positions = SampledPositions.with_drafts(np.array(sampling), drafts)
     logits = random_logits(rng, len(positions))
     edited = logits.clone()
     processor = made(cls, rows)
@@ -198,7 +198,7 @@ def test_counts_are_the_same_wherever_they_are_kept(seed: int, kinds_of_counts: 
     for _ in range(30):
         update = batch.change()
         drafts = [random_tokens(rng, 0, 3) for _ in batch.rows]
-        positions = SampledPositions.of_drafts(np.arange(len(drafts)), drafts)
+        positions = SampledPositions.with_drafts(np.arange(len(drafts)), drafts)
         logits = random_logits(rng, len(positions))
         tokens = torch.tensor(
             [rng.choice([rng.randrange(VOCAB), max(draft, 0)]) for draft in positions.drafts.tolist()]

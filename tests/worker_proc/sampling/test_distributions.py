@@ -146,7 +146,7 @@ def test_positions_of_one_seed_follow_it_too() -> None:
     batch, sampler = make_sampler(VOCAB, 1, 8)
     batch.change_rows([], [NewRequestData(0, "r", 4, 8, 0, [1], SamplingParams(), 5)], np.zeros(8, np.int32))
     sampler.update_state(batch.builder.get_and_reset(1))
-    positions = SampledPositions.of_drafts(np.array([0]), [[0] * (DRAWS - 1)])
+    positions = SampledPositions.with_drafts(np.array([0]), [[0] * (DRAWS - 1)])
     tokens = sampler.sample(LOGITS.float().repeat(DRAWS, 1), positions).tokens
     check(np.bincount(tokens.numpy(), minlength=VOCAB), probs_of({}))
 

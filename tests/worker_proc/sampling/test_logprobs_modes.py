@@ -84,7 +84,7 @@ def test_probabilities_are_those_of_the_draw() -> None:
     logits = some_logits(3)
     rows = [{"temperature": 0.5, "top_k": 4}, {"temperature": 0.0}, {"min_p": 0.3}]
     _, sampler = batch_of([(i, 3, params) for i, params in enumerate(rows)], VOCAB)
-    got = sampler.probabilities(logits, SampledPositions.one_each(np.arange(3))).double()
+    got = sampler.probabilities(logits, SampledPositions.one_per_row(np.arange(3))).double()
     want = torch.softmax(logits.double(), -1)
     want[0] = torch.softmax(logits[0].double() / 0.5, -1)
     want[0][want[0] < want[0].sort(descending=True).values[3]] = 0

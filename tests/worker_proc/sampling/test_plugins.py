@@ -80,7 +80,7 @@ def test_a_failure_behind_a_wrong_draft_is_that_positions_own(quiet: object) -> 
     """Whether a request fails must not depend on who guesses at its tokens."""
     world = ProcessorsUnderTest(["Breaks"])
     world.add(request(**{"break": "raise", "from": 1}), request())
-    positions = SampledPositions.of_drafts(np.array([0, 1]), [[4], [4]])
+    positions = SampledPositions.with_drafts(np.array([0, 1]), [[4], [4]])
     failures = world.processors.apply(torch.zeros(4, VOCAB), positions, None)
     assert failures == [(1, "logits processor Breaks failed: ZeroDivisionError")]
     world.sampled(positions, [3, 0, 4, 4])
@@ -115,7 +115,7 @@ def test_answers_are_exact_whenever_a_plugin_is_applied() -> None:
     world.add(request(name="a"), request([5, 5], name="b"))
     world.apply(torch.zeros(2, VOCAB))
     world.sampled(world.everyone, [1, 2])
-    positions = SampledPositions.of_drafts(np.array([0, 1]), [[4, 4], [6]])
+    positions = SampledPositions.with_drafts(np.array([0, 1]), [[4, 4], [6]])
     world.processors.apply(torch.zeros(5, VOCAB), positions, None)
     world.batch.check()
     world.sampled(positions, [4, 9, 9, 6, 9])
@@ -128,7 +128,7 @@ def test_rows_that_sample_nothing_are_in_the_plugins_batch() -> None:
     world = ProcessorsUnderTest(["AddText"])
     world.add(request(), request(add_text=True), request())
     logits = torch.zeros(1, VOCAB)
-    assert world.processors.apply(logits, SampledPositions.one_each(np.array([1])), None) == []
+    assert world.processors.apply(logits, SampledPositions.one_per_row(np.array([1])), None) == []
     assert logits[0, 5] == 1.0 and logits.sum() == 1.0
 
 
@@ -138,7 +138,7 @@ def test_invariant_plugins_have_a_call_of_their_own() -> None:
     edited, failed = world.apply(torch.ones(3, VOCAB))
     assert (edited == 1).all() and failed == {}
     random_rows = torch.ones(2, VOCAB)
-    some = SampledPositions.one_each(np.array([1, 2]))
+    some = SampledPositions.one_per_row(np.array([1, 2]))
     assert world.processors.apply_argmax_invariant(random_rows, some) == []
     assert (random_rows[0] == 0.5).all() and (random_rows[1] == 1).all()
 

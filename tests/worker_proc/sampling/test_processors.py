@@ -75,7 +75,9 @@ def check_changing_batch(plugins: list[type[LogitsProcessor]], seed: int) -> Non
         if not len(rows):
             continue
         drafts = [random_tokens(rng, 0, 3) for _ in rows]
-        positions = SampledPositions.of_drafts(rows, drafts) if rng.random() < 0.5 else SampledPositions.one_each(rows)
+        positions = (
+            SampledPositions.with_drafts(rows, drafts) if rng.random() < 0.5 else SampledPositions.one_per_row(rows)
+        )
         logits = random_logits(rng, len(positions))
         allowed = random_masks(rng, len(positions)) if rng.random() < 0.5 else {}
         edited = logits.clone()
@@ -175,7 +177,7 @@ def test_a_draft_may_lead_where_nothing_is_allowed() -> None:
     """Only the position behind it fails; what stands before is sampled."""
     world = ProcessorsUnderTest()
     world.add(request(allowed_token_ids=[2, 9], bad_words_token_ids=[[2, 9], [2, 2]]))
-    positions = SampledPositions.of_drafts(np.array([0]), [[2]])
+    positions = SampledPositions.with_drafts(np.array([0]), [[2]])
     assert world.processors.apply(torch.zeros(2, VOCAB), positions, None) == [(1, NOTHING_ALLOWED)]
 
 

@@ -76,7 +76,7 @@ def test_only_some_rows_of_a_batch_may_sample() -> None:
     rows = [(i, 2, {"temperature": 1.0, "top_k": i}) for i in range(4)]
     whole = sample(logits, rows).tokens.tolist()
     _, sampler = batch_of(rows, VOCAB)
-    some = sampler.sample(logits[[1, 3]], SampledPositions.one_each(np.array([1, 3])))
+    some = sampler.sample(logits[[1, 3]], SampledPositions.one_per_row(np.array([1, 3])))
     assert some.tokens.tolist() == [whole[1], whole[3]]
     assert sample_each(sampler, logits).tokens.tolist() == whole
 

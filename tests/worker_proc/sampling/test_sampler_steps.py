@@ -70,7 +70,7 @@ def test_a_resumed_request_goes_on_with_the_tokens_and_logprobs_that_it_would_ha
         sampled = sample_each(sampler, logits.clone())
         assert told(sampled) == told(resumed)
         token = int(sampled.tokens[0])
-        sampler.accepted(SampledPositions.one_each(np.arange(1)), sampled.tokens, None)
+        sampler.accepted(SampledPositions.one_per_row(np.arange(1)), sampled.tokens, None)
         answer.append(token)
         batch.num_known[0] += 1
         output = batch.outputs.data[0]
@@ -83,7 +83,7 @@ def test_a_resumed_request_goes_on_with_the_tokens_and_logprobs_that_it_would_ha
 def test_each_position_behind_drafts_is_sampled_as_if_they_were_tokens() -> None:
     prompt, answer, drafts = [1, 4, 4], [8], [9, 9, 4, 11]
     logits = some_logits(5)
-    positions = SampledPositions.of_drafts(np.array([0]), [drafts])
+    positions = SampledPositions.with_drafts(np.array([0]), [drafts])
     _, sampler = fresh(5, prompt, answer, EVERYTHING)
     with_drafts = sampler.sample(logits.clone(), positions)
     one_by_one = [
@@ -127,7 +127,7 @@ def test_masks_bind_greedy_and_random_rows_and_leave_others_alone() -> None:
     words[:, 0] = 1 << 7 | 1 << 9
     words.flags.writeable = False
     masks = TokenMasks(np.array([0, 1]), words)
-    tokens = sampler.sample(logits.clone(), SampledPositions.one_each(np.arange(3)), masks).tokens.tolist()
+    tokens = sampler.sample(logits.clone(), SampledPositions.one_per_row(np.arange(3)), masks).tokens.tolist()
     assert tokens[0] == (7 if logits[0, 7] > logits[0, 9] else 9)
     assert tokens[1] in (7, 9)
     assert tokens[2] == sample(logits, [{"temperature": float(i)} for i in range(3)]).tokens[2]

@@ -118,7 +118,7 @@ class RowProcessor(LogitsProcessor, Generic[State]):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self._states:
-            self.edit(logits, SampledPositions.one_each(np.arange(len(logits))))
+            self.edit(logits, SampledPositions.one_per_row(np.arange(len(logits))))
         return logits
 
     def is_argmax_invariant(self) -> bool:

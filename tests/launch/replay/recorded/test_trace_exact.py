@@ -24,7 +24,6 @@ from quire.protocol.wire.front_end_messages import Abort, EndReason, Stop
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,
-    Epoch,
     Event,
     Header,
     Line,
@@ -34,6 +33,7 @@ from quire.scheduler_proc.trace.lines import (
     StepDecision,
     StepSnapshot,
     Tick,
+    WorkerEpoch,
 )
 
 SEEDS = range(8)
@@ -75,8 +75,8 @@ def test_the_runs_hold_all_that_can_happen() -> None:
                 kinds["grammars"] += line.awaits_sample_inputs
                 kinds["parked"] += bool(line.parked)
                 kinds["preempted"] += sum(reason.what == "preempt" for reason in line.reasons)
-            case Epoch():
-                kinds["halved"] += line.halved
+            case WorkerEpoch():
+                kinds["budget_halved"] += line.halved
             case Event():
                 kinds[type(line.event).__name__] += 1
             case Result():
@@ -159,7 +159,7 @@ def test_any_number_of_a_decision_is_compared(data: st.DataObject) -> None:
 def test_whatever_an_event_or_a_result_says_nothing_breaks(data: st.DataObject) -> None:
     """Numbers that decide are noticed at their line or after it; none leads to anything but a Difference."""
     lines = recorded(data.draw(st.sampled_from(SEEDS)))
-    kinds = (Arrival, Result, Event, Epoch)
+    kinds = (Arrival, Result, Event, WorkerEpoch)
     at = data.draw(st.sampled_from([at for at, line in enumerate(lines) if isinstance(line, kinds)]))
     builtin = msgspec.to_builtins(lines[at])
     path = data.draw(st.sampled_from([path for path in numbers_in(builtin) if path != ("event", 0)]))
@@ -285,12 +285,12 @@ def test_events_that_were_not_there_are_noticed() -> None:
 def test_an_epoch_cannot_halve_what_is_smallest() -> None:
     driver = Driver(max_num_seqs=4, max_num_batched_tokens=4)
     driver.add("a", [1, 2], max_tokens=3)
-    driver.begin_epoch()
+    driver.begin_worker_epoch()
     driver.run()
     lines = driver.lines()
     assert replayed(lines) is None
-    at = where(lines, Epoch)
-    found = replayed(altered(lines, at, halved=True))
+    at = where(lines, WorkerEpoch)
+    found = replayed(altered(lines, at, budget_halved=True))
     assert found is not None and (found.line, found.field) == (at + 1, "halved")
 
 
@@ -326,7 +326,7 @@ def test_what_is_submitted_again_passes_a_full_queue_in_a_replay_too() -> None:
         driver.add(name, [1, 2, 3], max_tokens=4)
         driver.schedule()
     assert driver.answers["c"].rejected is not None
-    driver.add("d", [1, 2, 3], max_tokens=4, again=True)
+    driver.add("d", [1, 2, 3], max_tokens=4, resubmitted=True)
     driver.run()
     assert driver.answers["d"].reason is EndReason.LENGTH
     assert driver.replay_lines() is None

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from quire.protocol.wire.front_end_messages import Ended
-from quire.scheduler_proc.kv.block_hash import NAME_BYTES
+from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -17,11 +17,11 @@ class Hit(NamedTuple):
     num_tokens: int
 
 
-class Tap:
+class DecisionLog:
     """SchedulerHooks that keep what they are called with, until the reader clears it.
 
     Attributes:
-        hashes: (handle, first ``NAME_BYTES`` bytes of the name) of each block that became full.
+        hashes: (handle, first ``SHORT_HASH_BYTES`` bytes of the name) of each block that became full.
         ended_requests: endings of accepted requests.
         hits: admissions.
     """
@@ -32,7 +32,7 @@ class Tap:
         self.hits: list[Hit] = []
 
     def block_filled(self, handle: int, name: bytes) -> None:
-        self.hashes.append((handle, name[:NAME_BYTES]))
+        self.hashes.append((handle, name[:SHORT_HASH_BYTES]))
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         known = (request.num_prompt_tokens, request.num_tokens)

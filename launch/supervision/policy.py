@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from quire.launch.supervision.members import Member, Process, Role, Standbys
-from quire.protocol.config import FIRST_EPOCH
+from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 from quire.protocol.process.child import EX_CONFIG, Command, Report
 from quire.protocol.process.log import event_logger
@@ -34,20 +34,20 @@ BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 class Runner(Protocol):
     """What can be done with processes."""
 
-    def start(self, role: Role, *, life: int, epoch: int, index: int) -> Process: ...
+    def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> Process: ...
 
-    def tell(self, process: Process, command: Command) -> None:
+    def send(self, process: Process, command: Command) -> None:
         """Without effect on one that has ended."""
         ...
 
     def kill(self, process: Process) -> None: ...
 
-    def life_changed(self, life: int) -> None:
-        """Front ends within this process are to connect to the scheduler of ``life``."""
+    def scheduler_replaced(self, incarnation: int) -> None:
+        """Front ends within this process are to connect to the scheduler of ``incarnation``."""
         ...
 
 
-class Crew(NamedTuple):
+class ProcessCounts(NamedTuple):
     """How many there are to be of each. ``standby``: of each rank."""
 
     num_ranks: int = 1
@@ -55,23 +55,23 @@ class Crew(NamedTuple):
     standby: bool = False
 
 
-class Overseer:
-    """Knows every process of one engine. ``verdict`` is set once the engine cannot go on.
+class SupervisionPolicy:
+    """Knows every process of one engine. ``fatal_error`` is set once the engine cannot go on.
 
     Invariants (``check``): at most one scheduler, at most one worker per rank in the group; what is not there is due
     at a time that is known.
     """
 
-    def __init__(self, crew: Crew, runner: Runner) -> None:
+    def __init__(self, crew: ProcessCounts, runner: Runner) -> None:
         self._crew = crew
         self._runner = runner
-        self.epoch = FIRST_EPOCH
-        self.life = 1
+        self.worker_epoch = FIRST_WORKER_EPOCH
+        self.incarnation = 1
         self.members: list[Member] = []
         self.group: dict[int, Member] = {}
         """By rank."""
         self.standbys = Standbys(crew.num_ranks if crew.standby else 0)
-        self.verdict: QuireError | None = None
+        self.fatal_error: QuireError | None = None
         self._deaths: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
         self._num_condemned = 0
         self._due: dict[tuple[Role, int], float] = {}
@@ -98,7 +98,7 @@ class Overseer:
         for index in range(self._crew.num_front_ends):
             self._due.pop(("frontend", index), None)
         for front_end in self.front_ends:
-            self._runner.tell(front_end.process, Command("drain"))
+            self._runner.send(front_end.process, Command("drain"))
 
     def stop(self) -> None:
         """From now on the end of a process is as it should be."""
@@ -111,22 +111,22 @@ class Overseer:
         member = self._find(process)
         if member is None:
             return
-        member.heard = now
+        member.last_report_at = now
         match report.event:
             case "started":
                 member.started = True
             case "joined":
-                member.joined = report.epoch
+                member.joined = report.worker_epoch
                 self._check_adoption()
             case "ready":
                 self._ready(member, report, now)
             case "progress":
                 self._deaths = dict.fromkeys(self._deaths, 0)
                 self._num_condemned = 0
-            case "condemned":
-                self._condemned(report.text)
+            case "suspect_confirmed":
+                self._count_fatal_request(report.text)
             case "group_failed":
-                if report.epoch == self.epoch:
+                if report.worker_epoch == self.worker_epoch:
                     self._lose_group(report.text, now)
             case "failed":
                 member.failure, member.failed_at = report, now
@@ -156,7 +156,7 @@ class Overseer:
         """Time has passed: start the processes that are due, end those that have been silent for too long."""
         for member in list(self.members):
             limit = SILENT_S if member.started else START_S
-            if now > member.heard + limit:
+            if now > member.last_report_at + limit:
                 log.error("process stopped reporting", role=member.role, pid=member.process.pid, seconds=limit)
                 self._end(member, f"the {member.role} process said nothing for {limit:g} s", now)
             elif member.failure is not None and now > member.failed_at + END_S:
@@ -177,7 +177,7 @@ class Overseer:
         """Seconds until ``tick`` has something to do, at most."""
         times = [*self._due.values()]
         times += [when for when in (self.standbys.due, self._adopt_by) if when is not None]
-        times += [m.heard + (SILENT_S if m.started else START_S) for m in self.members]
+        times += [m.last_report_at + (SILENT_S if m.started else START_S) for m in self.members]
         return max(0.0, min(times, default=now + 1.0) - now)
 
     # ---- looking in
@@ -203,10 +203,10 @@ class Overseer:
         if self._stopping or not self._count_death("worker", reason):
             return
         log.error("restarting the workers", reason=reason)
-        self.epoch += 1
+        self.worker_epoch += 1
         if (scheduler := self.scheduler) is not None:
             scheduler.ready = False
-            self._runner.tell(scheduler.process, Command("epoch", epoch=self.epoch, text=reason))
+            self._runner.send(scheduler.process, Command("worker_epoch", worker_epoch=self.worker_epoch, text=reason))
         self._disband()
         when = now + self._patience("worker")
         for rank in range(self._crew.num_ranks):
@@ -225,7 +225,7 @@ class Overseer:
         if not self._count_death("scheduler", reason):
             return
         log.error("restarting the scheduler", reason=reason)
-        self.life += 1
+        self.incarnation += 1
         self._due["scheduler", 0] = now + self._patience("scheduler")
         self.tick(now)
 
@@ -236,7 +236,7 @@ class Overseer:
             return
         log.error("restarting a front end", reason=reason)
         if (scheduler := self.scheduler) is not None:
-            self._runner.tell(scheduler.process, Command("client_gone", pid=member.process.pid))
+            self._runner.send(scheduler.process, Command("front_end_exited", pid=member.process.pid))
         self._due["frontend", member.index] = now + self._patience("frontend")
         self.tick(now)
 
@@ -250,15 +250,17 @@ class Overseer:
         self._deaths[role] += 1
         if self._deaths[role] < MAX_DEATHS:
             return True
-        self.verdict = EngineError(f"{reason} ({MAX_DEATHS} times in a row, with no token in between)")
+        self.fatal_error = EngineError(f"{reason} ({MAX_DEATHS} times in a row, with no token in between)")
         return False
 
-    def _condemned(self, reason: str) -> None:
+    def _count_fatal_request(self, reason: str) -> None:
         """A request ended the workers, and is gone: those deaths are explained, unless each request is like it."""
         self._deaths["worker"] = 0
         self._num_condemned += 1
         if self._num_condemned == MAX_DEATHS:
-            self.verdict = EngineError(f"{reason} ({MAX_DEATHS} requests in a row did that, with no token in between)")
+            self.fatal_error = EngineError(
+                f"{reason} ({MAX_DEATHS} requests in a row did that, with no token in between)"
+            )
 
     def _patience(self, role: Role) -> float:
         return BACKOFF_S[min(self._deaths[role], len(BACKOFF_S)) - 1]
@@ -271,33 +273,33 @@ class Overseer:
 
     def _give_up(self, member: Member, reason: str) -> None:
         refused = member.failure is not None and member.failure.exit_status == EX_CONFIG
-        self.verdict = (ConfigError if refused else EngineError)(reason)
+        self.fatal_error = (ConfigError if refused else EngineError)(reason)
 
     # ---- beginnings
 
     def _start(self, role: Role, index: int, now: float) -> None:
         """A scheduler after the first takes over the workers that there are."""
-        if role == "scheduler" and self.life > 1:
-            self.epoch += 1
+        if role == "scheduler" and self.incarnation > 1:
+            self.worker_epoch += 1
         member = self._spawn(role, index, now)
         if role == "frontend":
-            self._runner.tell(member.process, Command("scheduler", life=self.life))
-        elif self.life > 1:
-            self.call_group(now)
+            self._runner.send(member.process, Command("scheduler", incarnation=self.incarnation))
+        elif self.incarnation > 1:
+            self.rejoin_group(now)
             for front_end in self.front_ends:
-                self._runner.tell(front_end.process, Command("scheduler", life=self.life))
-            self._runner.life_changed(self.life)
+                self._runner.send(front_end.process, Command("scheduler", incarnation=self.incarnation))
+            self._runner.scheduler_replaced(self.incarnation)
 
-    def call_group(self, now: float) -> None:
+    def rejoin_group(self, now: float) -> None:
         """Tell the workers of the new scheduler to join it, and give them until ADOPTION_S from now."""
         for rank, member in self.group.items():
-            self._runner.tell(member.process, Command("join", epoch=self.epoch, rank=rank))
+            self._runner.send(member.process, Command("join", worker_epoch=self.worker_epoch, rank=rank))
         self._adopt_by = now + ADOPTION_S
         self._check_adoption()
 
     def _check_adoption(self) -> None:
         """One that has not even started hears of it when it does, and so does one that loads."""
-        if all(m.joined == self.epoch or not m.ready for m in self.group.values()):
+        if all(m.joined == self.worker_epoch or not m.ready for m in self.group.values()):
             self._adopt_by = None
 
     def _fill(self, rank: int, now: float) -> None:
@@ -305,17 +307,17 @@ class Overseer:
         member = self.standbys.take() or self._spawn("worker", rank, now)
         member.index = rank
         self.group[rank] = member
-        self._runner.tell(member.process, Command("join", epoch=self.epoch, rank=rank))
+        self._runner.send(member.process, Command("join", worker_epoch=self.worker_epoch, rank=rank))
 
     def _spawn(self, role: Role, index: int, now: float) -> Member:
-        process = self._runner.start(role, life=self.life, epoch=self.epoch, index=index)
+        process = self._runner.start(role, incarnation=self.incarnation, worker_epoch=self.worker_epoch, index=index)
         member = Member(role, process, now, index)
         self.members.append(member)
         return member
 
     def _ready(self, member: Member, report: Report, now: float) -> None:
         if member.role == "scheduler":
-            if report.epoch != self.epoch:
+            if report.worker_epoch != self.worker_epoch:
                 return
             self._was_ready = True
             for worker in self.group.values():
@@ -331,7 +333,7 @@ class Overseer:
 
     def check(self) -> None:
         """Raise AssertionError unless each missing process is due."""
-        if self._stopping or self.verdict is not None:
+        if self._stopping or self.fatal_error is not None:
             return
         assert sum(m.role == "scheduler" for m in self.members) + (("scheduler", 0) in self._due) == 1
         for rank in range(self._crew.num_ranks):

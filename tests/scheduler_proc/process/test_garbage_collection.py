@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver
 
-from quire.scheduler_proc.process.collect import IDLE_SECONDS, YOUNG_EVERY, Collector
+from quire.scheduler_proc.process.garbage_collection import IDLE_SECONDS, YOUNG_EVERY, Collector
 
 pytestmark = pytest.mark.full
 

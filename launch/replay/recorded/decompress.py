@@ -22,11 +22,11 @@ class Damaged(OSError):
     """Packed data that cannot be, or wants too much memory."""
 
 
-BROKEN = (EOFError, OSError, zlib.error)
+DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)
 """What reading such a file raises where it is cut short or damaged."""
 
 
-def open_unpacked(file: Path) -> IO[bytes]:
+def open_decompressed(file: Path) -> IO[bytes]:
     """The unpacked bytes of a file; its first bytes tell how it is packed, whatever its name.
 
     Raises:

@@ -27,14 +27,14 @@ class Reading:
     num_matched: int = 0
 
     @property
-    def is_free(self) -> bool:
+    def is_unconstrained(self) -> bool:
         """No grammar holds yet: any token may come next but the end of the text."""
         thinking = self.thinking
         return thinking is not None and (thinking.is_open or (self.awaits_thought and not thinking.num_ended))
 
     def read(self, token: int) -> bool:
         """False, and nothing changed, where the grammar does not allow ``token``."""
-        if self.is_free and self.thinking is not None:
+        if self.is_unconstrained and self.thinking is not None:
             self.thinking.advance(token)
             return True
         if not self.matcher.accept(token):

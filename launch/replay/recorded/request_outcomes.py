@@ -10,7 +10,6 @@ from quire.scheduler_proc.trace.lines import (
     Arrival,
     ClientDropped,
     End,
-    Epoch,
     Event,
     Header,
     Keyframe,
@@ -22,6 +21,7 @@ from quire.scheduler_proc.trace.lines import (
     StepDecision,
     StepSnapshot,
     Tick,
+    WorkerEpoch,
 )
 
 
@@ -78,7 +78,7 @@ class Answers:
                 self._name(line.hashes)
                 for key in [key for key in self._live if key[0] == line.client]:
                     self._end(key, "aborted")
-            case Epoch():
+            case WorkerEpoch():
                 self._name(line.hashes)
                 self._settle()
                 self._sampling, self._stale_until = [], self._step

@@ -5,7 +5,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 from hypothesis import given
 
-from quire.launch.replay.run.lives import STATES, Stretch, stretches
+from quire.launch.replay.run.request_states import STATES, Stretch, stretches
 from quire.launch.replay.run.run_record import Moment, RequestRun
 
 

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.channel import Frames
-from quire.protocol.wire.zmq_channel import FromPeer
+from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 
@@ -14,18 +14,18 @@ class Hub(Protocol):
 
     def send(self, peer: bytes, message: Any) -> Frames | None: ...
 
-    def receive(self) -> FromPeer | None: ...
+    def receive(self) -> PeerMessage | None: ...
 
     def forget(self, peer: bytes) -> None: ...
 
 
-class Doors(Protocol):
+class Transport(Protocol):
     """Where messages come in, and what the loop sleeps on."""
 
     @property
     def hub(self) -> Hub: ...
 
-    def open_group(self, epoch: int) -> WorkerGroup:
+    def open_group(self, worker_epoch: int) -> WorkerGroup:
         """Where the workers of this epoch will connect to."""
         ...
 
