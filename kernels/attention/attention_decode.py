@@ -1,7 +1,7 @@
-"""Plans of attention for steps of few queries per row, from device tensors alone.
+"""Attention plans for steps of few queries per row, made from device tensors alone.
 
-``plan_decode`` reads no length on the host and writes into ``DecodeBuffers`` that are made beforehand, so that a
-captured graph can contain it: the launches depend on shapes alone, and each replay follows the real lengths.
+``plan_decode`` reads no length on the host and writes to preallocated ``DecodeBuffers``, so that a captured graph can
+contain it: the launches depend on shapes only, and each replay uses the lengths that are then on the device.
 """
 
 from dataclasses import dataclass
@@ -25,24 +25,25 @@ from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
 
 MAX_ROWS = 8192
-"""Rows that one planning program handles."""
+"""Maximum number of rows: one program plans them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """What fits: ``max_rows`` rows of ``tile_tokens`` tokens."""
+    """Limits of the buffers: ``max_rows`` rows of up to ``tile_tokens`` tokens."""
 
     max_rows: int
     tile_tokens: int
     cut: Cut
 
     def num_pieces(self, num_rows: int) -> int:
-        """How many pieces ``num_rows`` rows can have."""
+        """Return the maximum number of pieces of ``num_rows`` rows."""
         return num_rows + self.cut.capacity
 
     def num_merged(self, num_rows: int, cascade: bool) -> int:
-        """How many of ``num_rows`` rows can leave partials: with a ``cascade``, all."""
-        # Without one each has a piece more than one, and of those there are at most the capacity.
+        """Return how many of ``num_rows`` rows can write partial results; with a common prefix (``cascade``), all."""
+        # Without a prefix such a row has at least one piece beyond its first, and there are at most `capacity` of
+        # these.
         return num_rows if cascade else min(num_rows, self.cut.capacity)
 
     def num_slots(self, cascade: bool) -> int:
@@ -51,9 +52,10 @@ class DecodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """What ``plan_decode`` writes and the layers' launches read and write; the same memory in every step.
+    """Memory that ``plan_decode`` writes and the layers' launches read and write; the same in every step.
 
-    Made by ``allocate_decode``. One step at a time may use it. ``prefix_slots`` are the slots for a common prefix.
+    Allocated by ``allocate_decode``. Only one step at a time may use it. ``prefix_slots`` is the number of slots for a
+    common prefix.
     """
 
     shape: AttentionShape
@@ -74,13 +76,14 @@ def allocate_decode(
     programs: int | None = None,
     min_piece: int = MIN_PIECE,
 ) -> DecodeBuffers:
-    """Buffers for steps of up to ``max_rows`` rows with up to ``max_query_len`` tokens each.
+    """Allocate buffers for steps of up to ``max_rows`` rows with up to ``max_query_len`` tokens each.
 
     Args:
-        max_prefix: the pass that leaves the most partials of all that the steps will use; None: none will.
+        max_prefix: of the prefix passes that the steps will use, the one with the most partial results; None if no step
+            has a common prefix.
 
     Raises:
-        ValueError: options that contradict each other.
+        ValueError: options contradict each other.
     """
     check_options(Visible(), 0, min_piece)
     if not 0 < max_rows <= MAX_ROWS:
@@ -89,13 +92,13 @@ def allocate_decode(
     limits = DecodeLimits(max_rows, max_query_len, cut)
     cascade = max_prefix is not None
     prefix_slots = max_prefix.num_slots if max_prefix else 0
-    most_pieces, most_merges = limits.num_pieces(max_rows), limits.num_merged(max_rows, cascade) * max_query_len
+    max_pieces, max_merges = limits.num_pieces(max_rows), limits.num_merged(max_rows, cascade) * max_query_len
     return DecodeBuffers(
         shape=shape,
         limits=limits,
         prefix_slots=prefix_slots,
-        pieces=torch.zeros((most_pieces, len(PIECE_COLUMNS)), dtype=torch.int32, device=device),
-        merges=torch.zeros((most_merges, len(MERGE_COLUMNS)), dtype=torch.int32, device=device),
+        pieces=torch.zeros((max_pieces, len(PIECE_COLUMNS)), dtype=torch.int32, device=device),
+        merges=torch.zeros((max_merges, len(MERGE_COLUMNS)), dtype=torch.int32, device=device),
         scratch=allocate_scratch(shape, limits.num_slots(cascade) + prefix_slots, device),
     )
 
@@ -108,17 +111,19 @@ def plan_decode(
     window: int = 0,
     prefix: PrefixPass | None = None,
 ) -> AttentionPlan:
-    """Plan a step from device tensors: one launch, no copy, no wait.
+    """Plan a step from device tensors, with one launch and neither a copy nor a wait.
 
     Args:
-        query_start_loc: int32 ``[num_rows + 1]``; rows without tokens, such as a graph's unused ones, get no work. A
-            row of more tokens than ``buffers`` are for is a caller's mistake; it is not computed.
+        query_start_loc: int32 ``[num_rows + 1]``. Rows without tokens, such as a graph's padding rows, get no work.
+            Rows with more tokens than the buffers allow are an error of the caller that cannot be raised here: they are
+                not
+            computed.
         seq_lens: int32 ``[num_rows]``.
         prefix: ``plan_prefix`` of a prefix that all rows share, for as many tokens as the query will have.
 
     Raises:
-        ValueError: the rows, or the prefix's partials, do not fit the buffers.
-        RuntimeError: Triton cannot launch here.
+        ValueError: the rows or the prefix's partial results do not fit the buffers.
+        RuntimeError: Triton cannot launch in this process.
     """
     limits = buffers.limits
     visible = Visible(window, prefix.prefix_len if prefix else 0)
@@ -130,7 +135,7 @@ def plan_decode(
     if num_rows > limits.max_rows:
         raise ValueError(f"seq_lens: dimension 0 (num_rows) is {num_rows}, above the buffers' {limits.max_rows}")
     if prefix is not None and prefix.num_slots > buffers.prefix_slots:
-        raise ValueError(f"prefix: it leaves {prefix.num_slots} partials, the buffers hold {buffers.prefix_slots}")
+        raise ValueError(f"prefix: {prefix.num_slots} partial results do not fit buffers for {buffers.prefix_slots}")
     pieces = buffers.pieces[: limits.num_pieces(num_rows)]
     merges = buffers.merges[: limits.num_merged(num_rows, prefix is not None) * limits.tile_tokens]
     if num_rows:
@@ -152,7 +157,7 @@ def plan_decode(
 
 
 def plan_constants(windowed: bool, max_rows: int) -> dict[str, Any]:
-    """What the planning kernel is compiled for; shared with the test that compiles it ahead."""
+    """Return the compile-time constants of the planning kernel; also used by the ahead-of-time compilation test."""
     return {"WINDOWED": windowed, "KEY_ALIGN": KEY_ALIGN, "TILE_ROWS": max(16, next_power_of_two(max_rows))}
 
 

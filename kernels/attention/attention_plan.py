@@ -1,7 +1,7 @@
-"""Plans of attention: how the work of one step and KV group is cut; made once, used by all layers.
+"""Attention plans: how the work of one step and KV group is divided among programs; made once, used by all layers.
 
-``plan_attention`` knows the lengths on the host; ``attention_decode`` has the plans that a captured graph can make. The
-rule that both follow is ``attention_work``'s.
+``plan_attention`` needs the lengths on the host; ``attention_decode`` makes plans inside a captured graph. Both follow
+the rule in ``attention_work``.
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ from quire.kernels.attention.attention_work import (
 )
 
 FEW_TOKENS = 8
-"""Rows of at most this many tokens (one decoded, drafts to verify) are planned as decoding."""
+"""Rows with at most this many tokens in the step (a decoded token and drafts to verify) are planned as decode."""
 
 TILE_TOKENS = 64
-"""Tokens of a tile of other rows; the lanes that they make go to as many programs as it takes."""
+"""Tokens per tile of other rows; their lanes are divided among as many programs as needed."""
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs of 4 warps that a multiprocessor runs at a time, about."""
+"""Approximate number of programs of 4 warps that a multiprocessor runs at a time."""
 
 MIN_PIECE = 256
 
@@ -50,8 +50,8 @@ class Section:
 
     Attributes:
         pieces: int32 ``[num_pieces, 5]`` on the device, columns ``attention_work.PIECE_COLUMNS``.
-        tile_tokens: tokens of a tile at most.
-        shared: all tokens of the step against the rows' common prefix.
+        tile_tokens: maximum number of tokens per tile.
+        shared: the launch computes all tokens of the step over the rows' common prefix.
     """
 
     pieces: torch.Tensor
@@ -65,7 +65,7 @@ class Scratch:
     """Partial results, overwritten by each layer.
 
     Attributes:
-        acc: float32 ``[num_slots, num_heads, head_dim]``: values summed with their weights.
+        acc: float32 ``[num_slots, num_heads, head_dim]``: weighted sums of values.
         stats: float32 ``[num_slots, num_heads, 2]``: the largest score in units of log2, and the sum of weights.
     """
 
@@ -75,15 +75,16 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What ``paged_attention`` launches, for layers of one ``shape`` and with one window.
+    """Launches of ``paged_attention`` for the layers of one ``shape`` and one window.
 
     Attributes:
         visible: window and common prefix.
         num_rows: rows of the batch.
-        num_tokens: tokens of all rows without padding; None: not known on the host.
+        num_tokens: tokens of all rows without padding; None if not known on the host.
         merges: int32 ``[num_merges, 4]`` on the device, columns ``attention_work.MERGE_COLUMNS``.
-        num_prefix, prefix_stride: partials of a common prefix per token, and the step's tokens, which lie between two.
-        positions: int32 ``[num_tokens]``, where each token stands; only with a common prefix.
+        num_prefix: number of partial results per token from a common prefix.
+        prefix_stride: slots between two of these partials of a token: the number of tokens in the step.
+        positions: int32 ``[num_tokens]``, the position of each token; only with a common prefix.
         fixed_split: as in ``attention_work.Cut``.
     """
 
@@ -103,7 +104,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class PrefixPass:
-    """A pass over a prefix that all rows of a step share; made outside of a captured graph."""
+    """Pass over a prefix that all rows of a step share; planned outside a captured graph."""
 
     section: Section
     num_tokens: int
@@ -121,7 +122,7 @@ def allocate_scratch(shape: AttentionShape, num_slots: int, device: torch.device
 
 
 def default_programs(device: torch.device) -> int:
-    """Programs that keep the device busy."""
+    """Return the number of programs that keep the device busy."""
     if device.type != "cuda":
         return 8
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
@@ -140,21 +141,21 @@ def plan_attention(
     min_piece: int = MIN_PIECE,
     num_tokens: int | None = None,
 ) -> AttentionPlan:
-    """Plan a step whose lengths the host knows; one copy to the device.
+    """Plan a step whose lengths are known on the host, with one copy to the device.
 
     Args:
         query_lens, seq_lens: int32 ``[num_rows]``, on the host. A row may be empty.
-        window: tokens that a token sees, as ``attention_work.Visible``; 0: all.
-        common_prefix_len: keys that all rows have in the same blocks: attended to once for all. A multiple of the
-            block size, without a window.
-        fixed_split: 0, or deterministic: cut at multiples of this and nowhere else (``paged_attention`` says what it
-            guarantees).
-        programs: how many fill the device; None: from its multiprocessors.
-        min_piece: keys of a piece at least; a multiple of KEY_ALIGN.
-        num_tokens: tokens of the step with padding, where there is any.
+        window: number of tokens that a token sees, as in ``attention_work.Visible``; 0 means all.
+        common_prefix_len: number of leading keys that all rows have in the same blocks, which are attended to once for
+            all rows. Must be a multiple of the block size; cannot be combined with a window.
+        fixed_split: if not 0, plan deterministically: cut at multiples of this and nowhere else (see
+            ``paged_attention`` for the guarantee).
+        programs: number of programs that fill the device; None: derived from its multiprocessors.
+        min_piece: minimum number of keys per piece; a multiple of KEY_ALIGN.
+        num_tokens: tokens of the step with padding; None: there is no padding.
 
     Raises:
-        ValueError: lengths or options that contradict each other.
+        ValueError: lengths or options contradict each other.
     """
     visible = Visible(window, common_prefix_len)
     check_options(visible, fixed_split, min_piece)
@@ -162,7 +163,7 @@ def plan_attention(
     if len(lens) != len(seqs) or (lens > seqs).any():
         raise ValueError("query_lens: each row needs a seq_len of at least its query length")
     if (seqs < common_prefix_len).any():
-        raise ValueError(f"common_prefix_len: it is {common_prefix_len}, and a row has only {seqs.min()} keys")
+        raise ValueError(f"common_prefix_len: {common_prefix_len} exceeds a row's {seqs.min()} keys")
     maker = PlanMaker(shape, device, programs, min_piece, fixed_split)
     prefix = None
     if common_prefix_len and len(lens):
@@ -207,7 +208,7 @@ def plan_prefix(
 
 
 class PlanMaker:
-    """What the plans of one shape on one device have in common."""
+    """Planner for one shape on one device."""
 
     def __init__(
         self, shape: AttentionShape, device: torch.device, programs: int | None, min_piece: int, fixed_split: int
@@ -219,7 +220,7 @@ class PlanMaker:
         self._fixed_split = fixed_split
 
     def parts(self, query_lens: npt.NDArray[np.int64]) -> list[tuple[Regime, npt.NDArray[np.int64], int]]:
-        """Which rows go into which launch, and the tokens of its tiles."""
+        """Return the launches: regime, rows, and tokens per tile of each."""
         if self._fixed_split:
             return [("fixed", np.arange(len(query_lens)), TILE_TOKENS)]
         few = query_lens <= FEW_TOKENS
@@ -234,13 +235,13 @@ class PlanMaker:
     def works(
         self, lens: Int, seqs: Int, visible: Visible, prefix: PrefixPass | None
     ) -> tuple[list[tuple[Regime, int, WorkList]], int]:
-        """Each launch's regime, tokens of its tiles, and work list; and the slots of all, the prefix's too."""
+        """Return each launch's regime, tokens per tile and work list, and the number of slots with the prefix's."""
         num_prefix, first_slot = (prefix.num_partials, prefix.num_slots) if prefix else (0, 0)
         works: list[tuple[Regime, int, WorkList]] = []
         for regime, rows, tile_tokens in self.parts(lens):
             tiles = tile_rows(lens, seqs, rows, tile_tokens, visible)
             if regime == "prefill":
-                # The longest first: what starts last should not finish last by much.
+                # Longest first, so that no program runs long after the others have finished.
                 tiles = tiles.reordered(np.argsort(tiles.first_key - tiles.end_key, kind="stable"))
             elif regime == "fixed":
                 tiles.may_split[:] = lens[tiles.row] <= FEW_TOKENS
@@ -268,22 +269,22 @@ def _joined(tables: Any) -> Table:
 
 
 def _to_device(tables: list[Table], device: torch.device) -> list[torch.Tensor]:
-    """Several tables by one copy; each aligned to 16 bytes, so that kernels are compiled once."""
+    """Send several tables in one copy; each is aligned to 16 bytes, since Triton compiles anew for other alignments."""
     starts = np.cumsum([0, *(-(-table.size // 4) * 4 for table in tables)])
     flat = np.zeros(starts[-1], dtype=np.int32)
     for start, table in zip(starts, tables, strict=False):
         flat[start : start + table.size] = table.reshape(-1)
-    there = torch.from_numpy(flat).to(device)
-    return [there[s : s + t.size].view(t.shape) for s, t in zip(starts.tolist(), tables, strict=False)]
+    copied = torch.from_numpy(flat).to(device)
+    return [copied[s : s + t.size].view(t.shape) for s, t in zip(starts.tolist(), tables, strict=False)]
 
 
 def check_options(visible: Visible, fixed_split: int, min_piece: int) -> None:
-    """Raises ValueError: options of a plan that contradict each other."""
+    """Raise ValueError if options of a plan contradict each other."""
     if min(visible.window, visible.prefix_len, fixed_split) < 0:
         sizes = f"window {visible.window}, common_prefix_len {visible.prefix_len}, fixed_split {fixed_split}"
         raise ValueError(f"{sizes}: none may be negative")
     if visible.prefix_len and (visible.window or fixed_split):
-        raise ValueError("common_prefix_len: not together with a window or a fixed split")
+        raise ValueError("common_prefix_len: cannot be combined with a window or fixed_split")
     if fixed_split % KEY_ALIGN:
         raise ValueError(f"fixed_split: {fixed_split} is not a multiple of {KEY_ALIGN}")
     if min_piece <= 0 or min_piece % KEY_ALIGN:

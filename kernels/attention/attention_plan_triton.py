@@ -1,4 +1,4 @@
-"""The Triton kernel that plans a step of few queries per row; imports triton, so only ``attention_plan`` imports it."""
+"""Triton kernel that plans steps of few queries per row. Only ``attention_decode`` may import it: it imports triton."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
 
@@ -14,9 +14,9 @@ def plan_kernel(
     num_prefix, first_slot, capacity, min_piece,
     WINDOWED: tl.constexpr, KEY_ALIGN: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program writes both tables whole: what ``attention_work.cut_tiles`` makes of one tile per row.
+    """Write the pieces and merges that ``attention_work.cut_tiles`` makes of one tile per row; launched as one program.
 
-    Rows without tokens, and those of more than ``tile_tokens``, get no piece.
+    Rows without tokens and rows with more than ``tile_tokens`` tokens get no piece.
     """
     row = tl.arange(0, TILE_ROWS)
     in_batch = row < num_rows
@@ -40,7 +40,7 @@ def plan_kernel(
     size = tl.maximum(size, KEY_ALIGN)
     count = (length + size - 1) // size
 
-    # Tiles in several pieces come first, since they are the long ones; then the others, in row order.
+    # Tiles with several pieces come first, because they are the long ones; the others follow in row order.
     partial = has_tile & ((count > 1) | (num_prefix > 0))
     own = tl.where(partial, count, 0)
     first_partial = tl.cumsum(own, 0) - own

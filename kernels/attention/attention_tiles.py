@@ -1,4 +1,4 @@
-"""What the attention kernels are compiled for: how many queries and keys a program handles, by head size and dtype."""
+"""Tile sizes of the attention kernels: queries and keys per program, by head size, dtype and GPU."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,16 +6,16 @@ from typing import Literal
 import torch
 
 KEY_ALIGN = 128
-"""Every ``keys`` below divides it. Where a row's keys are cut, they are cut at multiples of it."""
+"""A row's keys are cut at multiples of this number. Every ``Tiles.keys`` divides it."""
 
 Regime = Literal["decode", "prefill", "fixed"]
-"""decode: a row has few queries, its keys may be cut. prefill: many queries of one row. fixed: both with the same
-constants, so that a query goes through the same compiled code whatever its neighbours are."""
+"""decode: few queries per row, whose keys may be cut into pieces. prefill: many queries per row. fixed: both with the
+same constants, so that a query runs the same compiled code whatever else is in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One layer's heads, and the dtype of its queries: what a plan is made for."""
+    """One layer's heads and the dtype of its queries; a plan is made per shape."""
 
     num_heads: int
     num_kv_heads: int
@@ -30,7 +30,14 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A program's queries (lanes: tokens times heads of a group), keys of a tile, warps, tiles of keys in flight."""
+    """Tile sizes of one program.
+
+    Attributes:
+        lanes: query vectors: tokens times query heads per KV head.
+        keys: keys per tile.
+        warps: warps of the program.
+        stages: tiles of keys in flight.
+    """
 
     lanes: int
     keys: int
@@ -38,9 +45,10 @@ class Tiles:
     stages: int
 
 
-# By (capability from, bytes of a query's element, head_dim up to); the first that fits. A tensor core wants 16 in every
-# dimension. Above that: the most keys in flight that leave room for two programs on a processor, and the most lanes
-# with which nothing spills from registers. Exact float32 products are made outside the tensor cores, which takes more.
+# Keys: (minimum capability, bytes of a query's element, maximum head_dim); the first entry that matches is used. Tensor
+# cores need at least 16 in every dimension. Beyond that, the sizes are the largest number of keys in flight that leaves
+# room for two programs per multiprocessor, and the largest number of lanes without register spills. Exact float32
+# products are computed outside the tensor cores and need more registers.
 DECODE = {
     (90, 2, 64): Tiles(64, 128, 4, 3),
     (90, 2, 128): Tiles(64, 64, 4, 3),
@@ -76,12 +84,12 @@ MAX_HEAD_DIM = 512
 
 
 def tiles_of(shape: AttentionShape, regime: Regime, tile_tokens: int, capability: int) -> Tiles:
-    """The tiles for ``tile_tokens`` tokens of one row; ``capability`` is 90 for compute capability 9.0."""
+    """Return the tile sizes for ``tile_tokens`` tokens of one row; ``capability`` is 90 for compute capability 9.0."""
     size = shape.dtype.itemsize
     found = next(
         tiles
-        for (since, width, most_dims), tiles in TABLES[regime].items()
-        if capability >= since and size == width and shape.head_dim <= most_dims
+        for (min_capability, width, max_dims), tiles in TABLES[regime].items()
+        if capability >= min_capability and size == width and shape.head_dim <= max_dims
     )
     if regime == "fixed":
         return found
@@ -91,12 +99,12 @@ def tiles_of(shape: AttentionShape, regime: Regime, tile_tokens: int, capability
 
 
 def lane_chunks(shape: AttentionShape, tiles: Tiles, tile_tokens: int) -> int:
-    """Programs that share the lanes of ``tile_tokens`` tokens and one KV head."""
+    """Return the number of programs among which the lanes of ``tile_tokens`` tokens and one KV head are divided."""
     return -(-shape.group * tile_tokens // tiles.lanes)
 
 
 def device_capability(device: torch.device) -> int:
-    """90 for compute capability 9.0; 0 where there is none, which takes the rows that suit every device."""
+    """Return 90 for compute capability 9.0, or 0 without a GPU, which selects the entries that fit every device."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,10 +1,11 @@
-"""The work list of attention: which program attends from which queries to which keys. numpy only.
+"""Work list of attention: which program computes which queries over which keys. numpy only.
 
-A *tile* is some consecutive tokens of one row. Its visible keys are cut into *pieces*, each the work of one program
-(per KV head), so that a long row does not keep the device waiting after all others are done. A tile of one piece writes
-its output; the pieces of any other leave partial results in *slots*, which a *merge* per token adds up.
+A *tile* is a run of consecutive tokens of one row. Its visible keys are cut into *pieces*, each the work of one program
+(per KV head), so that a long row does not leave the device idle while its last program runs. A tile with one piece
+writes its output directly. The pieces of other tiles write partial results to *slots* of the scratch memory, and a
+*merge* per token adds them.
 
-This is the reference of ``attention_plan_triton``, and what plans steps whose lengths the host knows.
+Plans steps whose lengths are known on the host, and is the reference of ``attention_plan_triton``.
 """
 
 from dataclasses import dataclass
@@ -16,15 +17,15 @@ import numpy.typing as npt
 from quire.kernels.attention.attention_tiles import KEY_ALIGN
 
 NO_SLOT = -1
-"""The slot of a piece that writes its output directly."""
+"""Slot number of a piece that writes its output directly."""
 
 PIECE_COLUMNS = ("row", "first_token", "key_start", "key_end", "slot")
-"""int32. The tile's row and its first token counted in the row; keys ``[key_start, key_end)``, none: nothing to do; the
-slot of the tile's first token, the others follow."""
+"""int32. The tile's row, and its first token counted in the row; the keys ``[key_start, key_end)``, empty for an unused
+entry; the slot of the tile's first token (those of its other tokens follow), or NO_SLOT."""
 
 MERGE_COLUMNS = ("token", "first_slot", "num_partials", "slot_stride")
-"""int32. The token in the step; its partials, those of a common prefix counted, 0: nothing to do; the slots of those
-that are its own: ``first_slot``, ``first_slot + slot_stride`` and so on."""
+"""int32. The token's index in the step; the number of its partial results, including those of a common prefix (0 for an
+unused entry); its own partials are in the slots ``first_slot``, ``first_slot + slot_stride`` and so on."""
 
 Int = npt.NDArray[np.int64]
 Table = npt.NDArray[np.int32]
@@ -32,11 +33,11 @@ Table = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Which keys a token at ``position`` sees: up to itself, and from ``first_key`` on.
+    """Range of keys that a token sees: from ``first_key(position)`` to its own.
 
     Attributes:
-        window: tokens that it sees, itself included; 0: all.
-        prefix_len: keys that a pass over the rows' common prefix takes care of.
+        window: number of tokens that it sees, itself included; 0 means all.
+        prefix_len: number of leading keys that the pass over the rows' common prefix computes.
     """
 
     window: int = 0
@@ -51,12 +52,12 @@ class Visible:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How keys are cut into pieces.
+    """Rule for cutting keys into pieces.
 
     Attributes:
-        capacity: how many pieces there may be beyond one per tile.
-        min_piece: keys of a piece at least; a multiple of KEY_ALIGN.
-        fixed_split: cut at every multiple of this and nowhere else, however many pieces there are; 0: by ``capacity``.
+        capacity: maximum number of pieces beyond one per tile.
+        min_piece: minimum number of keys per piece; a multiple of KEY_ALIGN.
+        fixed_split: cut at every multiple of this and nowhere else, whatever the number of pieces; 0: use ``capacity``.
     """
 
     capacity: int
@@ -66,13 +67,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Tiles in the order in which their work should start. All int64 ``[num_tiles]``.
+    """Tiles in the order in which their work should start. All int64 ``[num_tiles]``, except ``may_split``.
 
     Attributes:
-        row, first_token, num_tokens: which tokens of which row.
-        step_token: the first token's place in the step.
-        first_key, end_key: keys that any of them sees.
-        may_split: bool.
+        row: row of the tile.
+        first_token, num_tokens: the tile's tokens, counted in the row.
+        step_token: index of the first token in the step.
+        first_key, end_key: range of keys that any of the tokens sees.
+        may_split: bool ``[num_tiles]``: the tile's keys may be cut into several pieces.
     """
 
     row: Int
@@ -89,7 +91,13 @@ class QueryTiles:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """``pieces`` int32 ``[num_pieces, 5]``, ``merges`` int32 ``[num_merges, 4]``; ``num_slots`` that they use."""
+    """Pieces and merges of one launch.
+
+    Attributes:
+        pieces: int32 ``[num_pieces, 5]``, columns ``PIECE_COLUMNS``.
+        merges: int32 ``[num_merges, 4]``, columns ``MERGE_COLUMNS``.
+        num_slots: number of slots that they use.
+    """
 
     pieces: Table
     merges: Table
@@ -117,27 +125,27 @@ def tile_rows(query_lens: Int, seq_lens: Int, rows: Int, tile_tokens: int, visib
 
 
 def piece_size(lengths: Int, cut: Cut) -> Int:
-    """Keys of the pieces of each tile, of which it has ``ceil(length / size)``.
+    """Return the piece size in keys for each tile; a tile of ``length`` keys has ``ceil(length / size)`` pieces.
 
-    The aim is ``total / capacity``; a tile gets as many pieces as come nearest to it, of equal size: so none has more
-    than 1.5 times the aim, rounded up, and equal rows of which there are enough stay whole. A tile of length n gets at
-    most ``1 + n / aim`` pieces, hence the bound: tiles + capacity.
+    The target size is ``total / capacity``. Each tile is cut into equal pieces, in the number that comes closest to the
+    target. So no piece exceeds 1.5 times the target (rounded up), and when there are enough equally long rows, each
+    stays whole. A tile of length n gets at most ``1 + n / target`` pieces, which bounds the total by tiles + capacity.
     """
     if cut.fixed_split:
         return np.full_like(lengths, cut.fixed_split)
-    aim = max(cut.min_piece, round_up(-(-int(lengths.sum()) // cut.capacity)))
-    count = np.maximum((2 * lengths + aim) // (2 * aim), 1)
+    target = max(cut.min_piece, round_up(-(-int(lengths.sum()) // cut.capacity)))
+    count = np.maximum((2 * lengths + target) // (2 * target), 1)
     size: Int = np.maximum(round_up(-(-lengths // count)), KEY_ALIGN)
     return size
 
 
 def cut_tiles(tiles: QueryTiles, cut: Cut, tile_tokens: int, num_prefix: int = 0, first_slot: int = 0) -> WorkList:
-    """The work list of ``tiles``; tiles in several pieces first, since they are the long ones.
+    """Return the work list of ``tiles``; tiles with several pieces come first, because they are the long ones.
 
     Args:
-        num_prefix: partials that a pass over a common prefix leaves for every token; where there are any, every tile
-            leaves partials.
-        first_slot: where this list's slots start.
+        num_prefix: number of partial results per token from the pass over a common prefix; if it is not 0, every tile
+            writes partial results.
+        first_slot: first slot that this list may use.
     """
     unit = cut.fixed_split or KEY_ALIGN
     start = tiles.first_key // unit * unit
@@ -177,10 +185,11 @@ def cut_tiles(tiles: QueryTiles, cut: Cut, tile_tokens: int, num_prefix: int = 0
 
 
 def prefix_pieces(num_tokens: int, prefix_len: int, tile_tokens: int, cut: Cut) -> tuple[Table, int]:
-    """The pass in which all tokens of a step attend to a common prefix: its pieces, and partials per token.
+    """Return the pieces of the pass over a common prefix, in which all tokens attend to it, and its partials per token.
 
-    Here a tile is some consecutive tokens of the step, whatever their rows; the block table is row 0's. Depends on
-    nothing but numbers that a captured graph has fixed. Partial j of token t is in slot ``j * num_tokens + t``.
+    Here a tile is a run of consecutive tokens of the step, whatever their rows, and the block table is that of row 0.
+    The result depends only on numbers that are fixed in a captured graph. Partial j of token t is in slot
+    ``j * num_tokens + t``.
     """
     first_token = np.arange(0, num_tokens, tile_tokens, dtype=np.int64)
     size = int(piece_size(np.full_like(first_token, prefix_len), cut)[0]) if num_tokens else prefix_len
@@ -192,5 +201,5 @@ def prefix_pieces(num_tokens: int, prefix_len: int, tile_tokens: int, cut: Cut) 
 
 
 def round_up(keys: Any) -> Any:
-    """To a multiple of KEY_ALIGN: an int, or an array of them."""
+    """Round an int or an array up to multiples of KEY_ALIGN."""
     return -(-keys // KEY_ALIGN) * KEY_ALIGN

@@ -3,8 +3,8 @@
 The softmax is accumulated tile by tile over the keys: Milakov and Gimelshein, "Online normalizer calculation for
 softmax" (2018), in the tiling of Dao et al., "FlashAttention" (2022). Keys are found through a block table as in Kwon
 et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023). Long rows are cut
-over their keys as in "Flash-Decoding" (Dao et al., 2023), by a work list, and what rows have in common is attended to
-once, both as in FlashInfer (Ye et al., arXiv 2501.01005).
+over their keys as in "Flash-Decoding" (Dao et al., 2023). The work list, and attending once to a prefix that rows
+share, follow FlashInfer (Ye et al., arXiv 2501.01005).
 """
 
 import math
@@ -39,8 +39,8 @@ TOLERANCES = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
 }
-"""How far an implementation may be from the reference, for standard normal inputs: the result is rounded to the dtype,
-and so are the softmax weights where they are multiplied with the values."""
+"""Allowed difference from the reference for standard normal inputs: the result is rounded to the dtype, and so are the
+softmax weights before they are multiplied with the values."""
 
 
 def paged_attention_reference(
@@ -57,18 +57,18 @@ def paged_attention_reference(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``paged_attention`` computes, in plain torch and float64; they agree within ``TOLERANCES``.
+    """Compute ``paged_attention`` in plain torch and float64; the two agree within ``TOLERANCES``.
 
-    ``window`` is that of the plan.
+    ``window`` is the window of the plan.
     """
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = query.shape[1] // num_kv_heads
     out = torch.zeros_like(query)
     for row, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         seq_len = int(seq_lens[row])
-        at = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
-        lowest = at - window + 1 if window else torch.zeros_like(at)
-        first = max(0, int(lowest.min())) if len(at) else seq_len
+        query_position = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
+        lowest = query_position - window + 1 if window else torch.zeros_like(query_position)
+        first = max(0, int(lowest.min())) if len(query_position) else seq_len
         position = torch.arange(first, seq_len, device=query.device)
         block_id = block_table[row, position // block_size].long()
         gathered = as_bits(kv_cache)[:, block_id, position % block_size].view(kv_cache.dtype)
@@ -79,7 +79,7 @@ def paged_attention_reference(
         scores = torch.einsum("qhd,khd->hqk", query[start:end].double(), key) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        scores = scores.masked_fill((position > at) | (position < lowest), -math.inf)
+        scores = scores.masked_fill((position > query_position) | (position < lowest), -math.inf)
         if sinks is not None:
             sink = sinks.double()[:, None, None].expand(-1, end - start, 1)
             scores = torch.cat((scores, sink), dim=-1)
@@ -102,34 +102,35 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend, by the Triton kernels. The last ``query_len`` of a row's ``seq_len`` tokens are its query.
+    """Compute attention with the Triton kernels. The last ``query_len`` of a row's ``seq_len`` tokens are its query.
 
-    With a plan of ``fixed_split``, and on one device and compiler, a query's result is a function of its own keys,
-    bit for bit: whatever other rows the batch has, however the row's prompt came in chunks, wherever its blocks lie.
-    Each lane of a tile is computed by itself; every tile goes through the same compiled code with the same boundaries
-    between its keys; keys that only other lanes see add zeros; and pieces are added from left to right by the same
-    rounded operations, in a program's registers (``fold``) or in the merge.
+    With a plan made with ``fixed_split``, on one device and with one compiler, a query's result depends, bit for bit,
+    on its own keys alone: not on the other rows, on the chunks in which the prompt was computed, or on the blocks it
+        uses.
+    Four properties guarantee this. Each lane of a tile is computed by itself. Every tile runs the same compiled code
+    with the same boundaries between its keys. Keys that only other lanes see add zeros. Pieces are added from left to
+    right by the same rounded operations, in a program's registers (``fold``) or in the merge.
 
     Args:
         query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_dim]``, tokens and heads possibly strided.
         kv_cache: query's dtype, float8_e4m3fn or float8_e5m2
             ``[2, num_blocks, block_size, num_kv_heads, head_dim]``, with this step's tokens written.
         block_table: int32 ``[num_rows, max_blocks]``, read up to each row's ``ceil(seq_len / block_size)``, and not
-            left of what the row's first query sees.
+            left of the first key that the row's first query sees.
         query_start_loc: int32 ``[num_rows + 1]``.
         seq_lens: int32 ``[num_rows]``, each at least the row's query length.
-        plan: of the same lengths, from ``plan_attention`` or ``plan_decode``; has the window.
+        plan: from ``plan_attention`` or ``plan_decode`` for the same lengths; holds the window.
         scale: factor on the scores.
-        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay.
-        sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it.
-        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``: factors on an fp8 cache; None: 1.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0 leaves them unchanged.
+        sinks: float32 ``[num_heads]``: an additional score per head in the softmax's sum, without a value.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``: factors on an fp8 cache; None means 1.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in query's dtype, contiguous, with zeros for padding.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above, or the plan is for something else.
-        RuntimeError: Triton cannot launch here.
+        ValueError: a tensor does not have the shape, dtype or device above, or does not fit the plan.
+        RuntimeError: Triton cannot launch in this process.
     """
     shape = _check_shape(query, kv_cache)
     _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
@@ -150,7 +151,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The checked arguments of ``paged_attention``."""
+    """Checked arguments of ``paged_attention``."""
 
     query: torch.Tensor
     cache: torch.Tensor
@@ -173,7 +174,7 @@ def _attend(call: _Call, section: Section) -> None:
     shape = plan.shape
     tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
     chunks = lane_chunks(shape, tiles, section.tile_tokens)
-    # Where there is a cap the kernel takes exp2 of factor times the product, for a tanh of half the exponent.
+    # With a cap the kernel computes tanh(x) from exp2(2 * x * log2(e)), hence the factor 2 / cap.
     factor = (2 / cap if cap else 1) * call.scale * LOG2_E
     attention_kernel[(len(section.pieces) * shape.num_kv_heads * chunks,)](
         call.query, as_bits(call.cache), call.block_table, call.query_start_loc, call.seq_lens, plan.positions,
@@ -201,7 +202,10 @@ def _merge(call: _Call) -> None:
 def launch_constants(
     shape: AttentionShape, block_size: int, section: Section, tiles: Tiles, plan: AttentionPlan
 ) -> dict[str, Any]:
-    """What the attention kernel is compiled for; with ``cache_constants`` shared with the test that compiles ahead."""
+    """Return compile-time constants of the attention kernel, together with ``cache_constants``.
+
+    The ahead-of-time compilation test uses them too.
+    """
     return {
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
@@ -220,7 +224,7 @@ def launch_constants(
 def cache_constants(
     cache_dtype: torch.dtype, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> dict[str, Any]:
-    """How the cache's elements become the query's."""
+    """Return the compile-time constants for reading cache elements in the query's dtype."""
     return {
         "CACHE": {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(cache_dtype, "same"),
         "K_SCALE_STRIDE": int(k_scale is not None and len(k_scale) > 1),
@@ -229,7 +233,10 @@ def cache_constants(
 
 
 def merge_constants(head_dim: int, fixed_split: int) -> dict[str, Any]:
-    """What the merge is compiled for. One partial at a time is slow, but depends on the partials' order alone."""
+    """Return the compile-time constants of the merge.
+
+    With ``fixed_split`` it adds one partial result at a time: slower, but the rounding depends on their order alone.
+    """
     return {
         "HEAD_DIM": head_dim,
         "TILE_PARTIALS": 1 if fixed_split else 16,
@@ -263,7 +270,7 @@ def _check_rows(
     check_tensor("query_start_loc", query_start_loc, {"num_rows + 1": num_rows + 1}, (torch.int32,), device)
     check_tensor("block_table", block_table, {"num_rows": num_rows, "max_blocks": None}, (torch.int32,), device)
     if plan.shape != shape:
-        raise ValueError(f"plan: it is for {plan.shape}, not {shape}")
+        raise ValueError(f"plan: shape is {plan.shape}, expected {shape}")
     if plan.num_rows != num_rows:
         raise ValueError(f"seq_lens: dimension 0 (num_rows) is {num_rows}, but the plan is for {plan.num_rows}")
     if plan.num_tokens is not None and plan.num_tokens > len(query):

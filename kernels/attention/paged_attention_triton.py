@@ -1,6 +1,7 @@
-"""The Triton kernels behind ``paged_attention``: attention of a work list, and the merge of its partial results.
+"""Triton kernels of ``paged_attention``: attention over a work list, and the merge of its partial results.
 
-Imports triton, so only that launcher imports it. Scores are in units of log2, so that the softmax can use exp2.
+Only the launcher may import this module, because it imports triton. Scores are in units of log2, so that the softmax
+can use exp2.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
@@ -13,7 +14,7 @@ from quire.kernels.common.fp8_triton import decode_fp8
 
 @triton.jit
 def finite_or_zero(maximum):
-    """What to subtract from scores: -inf, the maximum of no score at all, would make a NaN."""
+    """Return the number to subtract from scores: 0 for a maximum of -inf (no scores), because -inf would give NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -23,9 +24,10 @@ def load_tile(
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of the tile at ``key_start`` as the cache has them, each ``[TILE_KEYS, TILE_DIMS]``.
+    """Load the keys and values of the tile at ``key_start``, each ``[TILE_KEYS, TILE_DIMS]`` in the cache's dtype.
 
-    ``cache``: the row's block table, the head's cache, and strides of the cache's parts, blocks and slots.
+    ``cache`` is a tuple: the row's block table, the head's cache, and the strides between keys and values, between
+    blocks and between slots.
     """
     row_blocks, head_cache, kv_stride, block_stride, slot_stride = cache
     dim = tl.arange(0, TILE_DIMS)
@@ -33,7 +35,7 @@ def load_tile(
     key = key_start + offset
     in_piece = (key >= piece_start) & (key < piece_end)
     if BLOCK_SIZE % TILE_KEYS == 0:
-        # Some key of the tile is in the piece, and all of them are in one block.
+        # The whole tile is in one block, and at least one of its keys is in the piece.
         block_id = tl.load(row_blocks + key_start // BLOCK_SIZE).to(tl.int64)
         slot_offset = block_id * block_stride + (key_start % BLOCK_SIZE + offset) * slot_stride
     else:
@@ -44,7 +46,7 @@ def load_tile(
             block_id = tl.load(entry).to(tl.int64)
         slot_offset = block_id * block_stride + (key % BLOCK_SIZE) * slot_stride
     key_ptr = head_cache + slot_offset[:, None] + dim[None, :]
-    # Zeros and not what the memory holds: 0 times a NaN of an unwritten slot would be a NaN in the sum.
+    # Masked loads give 0: an unwritten slot may hold NaN, and 0 * NaN would make the sum NaN.
     if MASKED:
         load_key = in_piece[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(key_ptr, mask=load_key, other=0)
@@ -60,7 +62,7 @@ def load_tile(
 
 @triton.jit
 def query_span(query_start_loc, row, num_rows, SHARED: tl.constexpr):
-    """Where the row's tokens start in the step, and how many they are; SHARED: all of the step."""
+    """Return the index of the row's first token in the step and the number of its tokens; SHARED: of the whole step."""
     if SHARED:
         start = 0
         end = tl.load(query_start_loc + num_rows)
@@ -72,12 +74,15 @@ def query_span(query_start_loc, row, num_rows, SHARED: tl.constexpr):
 
 @triton.jit
 def visible_keys(key_start, key_end, position, window, in_tile, WINDOWED: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Each lane's first visible key; the piece's start, brought behind what no lane sees; the keys to go through."""
+    """Return each lane's first visible key, the piece's first key that any lane sees, and the keys to loop over.
+
+    The range starts at a multiple of TILE_KEYS and is empty if no lane sees a key of the piece.
+    """
     lowest = tl.zeros_like(position)
     end = tl.minimum(key_end, tl.max(tl.where(in_tile, position, -1)) + 1)
     if WINDOWED:
         lowest = tl.maximum(position - (window - 1), 0)
-        # Left of all windows the block table may hold anything.
+        # Block table entries left of all windows are undefined.
         key_start = tl.maximum(key_start, tl.min(tl.where(in_tile, lowest, key_end)))
     begin = key_start // TILE_KEYS * TILE_KEYS
     return lowest, key_start, begin, tl.where(key_start < end, end, begin)
@@ -89,11 +94,11 @@ def attend_keys(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys ``[begin, end)`` of a row, from ``begin``, a multiple of TILE_KEYS.
+    """Continue the online softmax of ``state`` over the keys ``[begin, end)`` of a row; return the new state.
 
-    ``state``: the lanes' sums of weighted values, largest scores, and sums of weights; returned brought forward.
-    MASKED: some lane does not see some of these keys, or they are not all in ``[piece_start, piece_end)``, outside of
-    which neither keys nor block table are read.
+    ``begin`` is a multiple of TILE_KEYS. ``state`` holds per lane: the weighted sum of values, the largest score, and
+    the sum of weights. MASKED must be set if some lane does not see all of these keys, or if some of them are outside
+    ``[piece_start, piece_end)``, where neither keys nor block table entries are read.
     """
     acc, maximum, total = state
     for key_start in range(begin, end, TILE_KEYS):
@@ -130,7 +135,7 @@ def attend_segments(
     SEGMENT: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys between multiples of SEGMENT on their own, then fold them in, from left to right."""
+    """Attend to the keys ``[begin, end)`` in segments, cut at multiples of SEGMENT, and fold the results in order."""
     acc, maximum, total = state
     for segment in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
         nothing = (tl.zeros_like(acc), tl.full(maximum.shape, float("-inf"), tl.float32), tl.zeros_like(total))
@@ -150,7 +155,11 @@ def attend_whole(
     CACHE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys in one go; of WHOLE_TILES those that all lanes see without masks, the others around them."""
+    """Attend to the keys ``[begin, end)`` without segments.
+
+    With WHOLE_TILES, tiles of keys that all lanes see are computed without masks, and those before and after with
+    masks.
+    """
     whole_begin, whole_end = begin, begin
     if WHOLE_TILES:
         if LEAD:
@@ -178,7 +187,7 @@ def attend_whole(
 
 @triton.jit
 def fold(acc, maximum, total, part, part_maximum, part_total):
-    """Add a partial result of the same lanes. Written with fma, so that it rounds alike wherever it is inlined."""
+    """Add a partial result of the same lanes. Explicit fma makes rounding the same wherever it is inlined."""
     new_maximum = tl.maximum(maximum, part_maximum)
     reference = finite_or_zero(new_maximum)
     old, new = tl.exp2(maximum - reference), tl.exp2(part_maximum - reference)
@@ -188,7 +197,7 @@ def fold(acc, maximum, total, part, part_maximum, part_total):
 
 @triton.jit
 def finish(acc, maximum, total, sinks, head, in_tile):
-    """The softmax's quotient; a head's sink is one more score, without a value. Lanes that saw nothing give 0."""
+    """Divide the weighted sum by the sum of weights (0 without a visible key); a sink is a score without a value."""
     if sinks is not None:
         sink = tl.load(sinks + head, mask=in_tile, other=0.0) * 1.4426950408889634
         new_maximum = tl.maximum(maximum, sink)
@@ -212,14 +221,15 @@ def attention_kernel(
     SHARED: tl.constexpr, LEAD: tl.constexpr, WHOLE_TILES: tl.constexpr, SEGMENT: tl.constexpr,
     TILE_LANES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """A program: one chunk of the lanes of one piece (``attention_work.PIECE_COLUMNS``), for one KV head.
+    """Compute one chunk of the lanes of one piece (``attention_work.PIECE_COLUMNS``), for one KV head, per program.
 
     A lane is one query vector: one token with one of the GROUP query heads that share the KV head. A tile has
-    ``tile_tokens * GROUP`` lanes, of which a program takes TILE_LANES.
+    ``tile_tokens * GROUP`` lanes, of which a program computes TILE_LANES.
 
-    SHARED: tokens are counted in the step and not in a row, and ``positions`` tells where they stand. WHOLE_TILES: keys
-    that all lanes see go through a loop without masks, with masked ones after it and, where LEAD, before it. SEGMENT:
-    keys between its multiples are attended to on their own and then folded in; 0: all in one go.
+    SHARED: tokens are counted in the step instead of in a row, and ``positions`` holds their positions. WHOLE_TILES:
+        keys
+    that all lanes see are computed in a loop without masks; a masked loop follows it and, with LEAD, another precedes
+    it. SEGMENT: keys are attended to in segments, cut at its multiples, and folded in order; 0: no segments.
     """
     kv_head = tl.program_id(0) % num_kv_heads
     chunk = tl.program_id(0) // num_kv_heads % lane_chunks
@@ -235,7 +245,7 @@ def attention_kernel(
 
     lane = lane_start + tl.arange(0, TILE_LANES)
     token, head = tile_start + lane // GROUP, kv_head * GROUP + lane % GROUP
-    # Lanes outside the tile or the row are computed along with zeros for a query, and not stored.
+    # Lanes outside the tile or the row are computed with a query of zeros, and not stored.
     in_tile = (lane < tile_tokens * GROUP) & (token < query_len)
     dim = tl.arange(0, TILE_DIMS)
     stored = in_tile[:, None] & (dim < HEAD_DIM)[None, :]
@@ -243,7 +253,7 @@ def attention_kernel(
     query_offset = query_token * query_token_stride + head * query_head_stride
     q = tl.load(query + query_offset[:, None] + dim[None, :], mask=stored, other=0.0)
 
-    # Token i of a row's query stands at position context_len + i, and sees the keys up to itself.
+    # Token i of a row's query is at position context_len + i and sees the keys up to its own.
     if SHARED:
         position = tl.load(positions + token, mask=in_tile, other=0)
     else:
@@ -287,7 +297,7 @@ def merge_kernel(
     out_head_stride,
     HEAD_DIM: tl.constexpr, TILE_PARTIALS: tl.constexpr, TILE_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(i, h)`` adds up head ``h``'s partials of merge ``i`` (``attention_work.MERGE_COLUMNS``), in order.
+    """Program ``(i, h)`` sums the partials of merge ``i`` (``attention_work.MERGE_COLUMNS``) for head ``h``, in order.
 
     The first ``num_prefix`` partials of token t are in the slots ``t``, ``t + prefix_stride`` and so on.
     """

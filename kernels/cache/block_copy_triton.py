@@ -1,4 +1,4 @@
-"""The Triton kernel behind ``block_copy``; imports triton, so only those launchers import it."""
+"""Triton kernel of ``block_copy``. Only its launchers may import it, because it imports triton."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
 
@@ -11,9 +11,10 @@ def block_copy_kernel(
     pointers, work, num_parts, words, part_stride, block_stride,
     COLUMNS: tl.constexpr, WORD_BYTES: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(i, p, t)``: the ``t``-th tile of line ``i`` of the work in part ``p`` of all parts of all caches.
+    """Program ``(i, p, t)`` copies tile ``t`` of the block in line ``i`` of ``work``, in part ``p`` of all caches'
+    parts.
 
-    A line is a source and a target, or with one COLUMN a block to zero. No program reads what another writes.
+    A line is a source and a target block, or, with one COLUMN, a block to zero. No program reads what another writes.
     """
     part = tl.program_id(1)
     address = tl.load(pointers + part // num_parts)
@@ -25,7 +26,7 @@ def block_copy_kernel(
         cache = address.to(tl.pointer_type(tl.int16))
     else:
         cache = address.to(tl.pointer_type(tl.int8))
-    # Block ids are 64 bits wide, and so is all that is computed from them: a cache has more than 2**31 words.
+    # Block ids and everything computed from them is 64 bits wide: a cache can have more than 2**31 words.
     cache += (part % num_parts).to(tl.int64) * part_stride
     line = work + tl.program_id(0) * COLUMNS
     target = tl.load(line + COLUMNS - 1)

@@ -1,4 +1,4 @@
-"""Cache write: put the keys and values of a step's tokens into their slots of the paged cache."""
+"""Cache write: store the keys and values of a step's tokens in their slots of the paged cache."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CACHE_DTYPES = (*ACTIVATION_DTYPES, *FP8_DTYPES)
 
 MAX_TILE_ELEMENTS = 1024
-"""Elements of one token's key that a program copies: 8 for each of 128 threads, 16 bytes in half precision."""
+"""Elements of one token's key per program: 8 for each of 128 threads, 16 bytes in half precision."""
 
 PROGRAM_ELEMENTS = 2048
-"""Elements of keys that a program copies, of several tokens where one has fewer: two such loads in flight per thread,
-and as many of values, for which memory takes its time to answer."""
+"""Elements of keys per program, from several tokens if one has fewer. Each thread then has two loads of keys and two of
+values in flight, which hides part of the memory latency."""
 
 
 def write_cache_reference(
@@ -27,10 +27,10 @@ def write_cache_reference(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """What ``write_cache`` does, in plain torch. The two agree exactly.
+    """Compute ``write_cache`` in plain torch. The two agree exactly.
 
     Raises:
-        IndexError: a slot lies behind the cache.
+        IndexError: a slot is past the end of the cache.
     """
     cache = as_bits(kv_cache)
     block_size = cache.shape[2]
@@ -49,20 +49,20 @@ def write_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Write keys and values into their slots, by the Triton kernel.
+    """Write keys and values to their slots with the Triton kernel.
 
     Args:
         key, value: float32, float16 or bfloat16 ``[num_tokens, num_kv_heads, head_dim]``; heads and tokens may be
             strided, such as slices of one fused projection.
-        kv_cache: in one of ``CACHE_DTYPES``, ``[2, num_blocks, block_size, num_kv_heads, head_dim]``; changed.
-        slot_mapping: int64 ``[num_tokens]``, no slot twice; a negative slot is not written. A device cannot raise: a
-            slot behind the cache is a caller's mistake that is not written either.
-        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for a cache of 8-bit floats only: it holds the key
-            divided by ``k_scale``, rounded to nearest, and at most its largest number. None: 1.
+        kv_cache: in one of ``CACHE_DTYPES``, ``[2, num_blocks, block_size, num_kv_heads, head_dim]``; modified.
+        slot_mapping: int64 ``[num_tokens]`` without duplicates; tokens with a negative slot are not written. A kernel
+            cannot raise: a slot past the end of the cache, an error of the caller, is not written either.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, only for an fp8 cache, which holds the key divided by
+            ``k_scale``, rounded to nearest and clamped to its largest number. None means 1.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
-        RuntimeError: Triton cannot launch here.
+        ValueError: a tensor does not have the shape, dtype or device above.
+        RuntimeError: Triton cannot launch in this process.
     """
     check_write(key, value, kv_cache, slot_mapping, k_scale, v_scale)
     kernel = _kernel(key.device)
@@ -88,10 +88,10 @@ def check_write(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """Refuse what no cache write kernel takes.
+    """Check the arguments of ``write_cache``.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place that ``write_cache`` says.
+        ValueError: a tensor does not have the shape, dtype or device that ``write_cache`` requires.
     """
     key_dims = {"num_tokens": None, "num_kv_heads": None, "head_dim": None}
     check_tensor("key", key, key_dims, ACTIVATION_DTYPES, key.device)
@@ -107,10 +107,10 @@ def check_target(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """Refuse a cache, slots or scales that keys of this shape and place cannot be written to.
+    """Check the cache, slots and scales for keys of this shape and device.
 
     Raises:
-        ValueError: one of them does not have the shape, dtype or place that ``write_cache`` says.
+        ValueError: one of them does not have the shape, dtype or device that ``write_cache`` requires.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
     check_kv_cache(kv_cache, num_kv_heads, head_dim, key, CACHE_DTYPES)
@@ -122,7 +122,10 @@ def check_target(
 
 
 def launch_constants(num_kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
-    """What the kernel is compiled for, besides ``stored_constants``; shared with the test that compiles it ahead."""
+    """Return the kernel's compile-time constants besides ``stored_constants``.
+
+    The ahead-of-time compilation test uses them too.
+    """
     elements = num_kv_heads * head_dim
     tile_elements = min(1 << (elements - 1).bit_length(), MAX_TILE_ELEMENTS)
     return {
@@ -137,7 +140,7 @@ def launch_constants(num_kv_heads: int, head_dim: int, block_size: int) -> dict[
 def stored_constants(
     kv_cache: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> dict[str, int]:
-    """The constants by which a kernel knows what a cache holds of a number; None: there is no cache."""
+    """Return the compile-time constants of the conversion to the cache's dtype; ``kv_cache`` may be None."""
     return {
         "FP8": kv_cache is not None and kv_cache.dtype in FP8_DTYPES,
         "SCALED": k_scale is not None or v_scale is not None,
@@ -148,7 +151,7 @@ def stored_constants(
 
 
 def _as_stored(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
-    """What a cache of ``dtype`` holds of ``x`` (``[num_tokens, num_kv_heads, head_dim]``)."""
+    """Return ``x`` (``[num_tokens, num_kv_heads, head_dim]``) as a cache of ``dtype`` stores it."""
     if dtype not in FP8_DTYPES:
         return x.to(dtype)
     divisor = 1.0 if scale is None else scale[:, None]

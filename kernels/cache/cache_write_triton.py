@@ -1,4 +1,4 @@
-"""The Triton kernel behind ``cache_write.write_cache``; imports triton, so only that launcher imports it."""
+"""Triton kernel of ``cache_write.write_cache``. Only launchers and their kernels may import it: it imports triton."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
 
@@ -10,9 +10,9 @@ from quire.kernels.common.fp8_triton import encode_fp8
 
 @triton.jit
 def divisor_of(scale, head, PER_HEAD: tl.constexpr):
-    """What a cache's numbers are divided by: one number, or one for each of ``head``, all of which must exist.
+    """Return the divisor of numbers stored in the cache: one number, or with PER_HEAD one per ``head``.
 
-    ``scale`` is a pointer, or None for 1.
+    ``scale`` is a pointer, or None for 1. It is read for every ``head``, so all of them must exist.
     """
     if scale is None:
         return 1.0
@@ -22,17 +22,17 @@ def divisor_of(scale, head, PER_HEAD: tl.constexpr):
 
 @triton.jit
 def as_stored(x, divisor, FP8: tl.constexpr, SCALED: tl.constexpr, E5M2: tl.constexpr):
-    """What a cache holds of ``x``: its bytes if FP8, and otherwise ``x``, for ``tl.store`` to cast."""
+    """Return ``x`` as the cache stores it: encoded as bytes if FP8, otherwise unchanged, for ``tl.store`` to cast."""
     if FP8:
         x = x.to(tl.float32)
         if SCALED:
-            # Rounded as IEEE says: Triton's own division is not, and the cache would depend on who wrote it.
+            # Triton's `/` is not rounded as IEEE requires: the content would depend on the kernel that wrote it.
             x = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
         x = encode_fp8(x, E5M2)
     return x
 
 
-# This changes from step to step, and Triton would compile anew for a 1 and for a multiple of 16.
+# This changes from step to step; without do_not_specialize Triton compiles anew for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
 def cache_write_kernel(
     key, value, kv_cache, k_scale, v_scale, slot_mapping, num_tokens, num_slots, key_token_stride, key_head_stride,
@@ -42,26 +42,26 @@ def cache_write_kernel(
     TILE_ELEMENTS: tl.constexpr, FP8: tl.constexpr, SCALED: tl.constexpr, E5M2: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(i, j)`` writes the ``j``-th part of the keys and values of TILE_TOKENS tokens.
+    """Program ``(i, j)`` writes the ``j``-th part of the keys and values of the ``i``-th TILE_TOKENS tokens.
 
-    ELEMENTS is heads times head_dim. ``kv_cache`` is in the order NHD by its strides, and bytes if FP8.
+    ELEMENTS is heads times head_dim. ``kv_cache`` has the layout NHD (given by its strides), and holds bytes if FP8.
     """
     token = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     is_token = token < num_tokens
     slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
     element = tl.program_id(1) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)
     in_token = element < ELEMENTS
-    # Elements past the last are of head 0: a scale is read for them too.
+    # Elements past the last count as head 0, because a scale is read for them too.
     head = tl.where(in_token, element // HEAD_DIM, 0)[None, :]
     dim = (element % HEAD_DIM)[None, :]
 
-    # Loaded whatever the slot is, so that these loads need not wait for that one.
+    # Loaded whatever the slot is, so that these loads do not wait for the load of the slot.
     wide_token = token.to(tl.int64)[:, None]
     loaded = is_token[:, None] & in_token[None, :]
     k = tl.load(key + wide_token * key_token_stride + head * key_head_stride + dim, mask=loaded)
     v = tl.load(value + wide_token * value_token_stride + head * value_head_stride + dim, mask=loaded)
 
-    # The slot is 64 bits wide, and so is all that is computed from it: a cache has more than 2**31 elements.
+    # The slot and everything computed from it is 64 bits wide: a cache can have more than 2**31 elements.
     place = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
     target = kv_cache + place[:, None] + head * cache_head_stride + dim
     written = ((slot >= 0) & (slot < num_slots))[:, None] & in_token[None, :]

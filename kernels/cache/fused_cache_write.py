@@ -1,7 +1,7 @@
-"""Fused cache write: what lies between a layer's projection and attention, in one launch.
+"""Fused cache write: head norms (RMS), rotation and the cache write of a layer in one launch.
 
-Head norms (RMS), rotation and the cache write; the projection is read once, and nothing in between is written. With
-that, a decode step launches one kernel instead of six or so, each of which takes longer to launch than to run.
+The projection is read once, and no intermediate result is written. A decode step launches one kernel here instead of
+about six, each of which takes longer to launch than to run.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ TOLERANCES = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
 }
-"""How far rotated queries and keys may be from the reference, for standard normal inputs: both round once, at the end,
-and may do so to either side. What is in the cache is exactly what ``write_cache`` makes of the rotated key."""
+"""Allowed difference of rotated queries and keys from the reference for standard normal inputs: both round once, at the
+end, possibly in different directions. The cache content is exactly that of ``write_cache`` with the rotated key."""
 
 PROGRAM_ELEMENTS = 2048
-"""Elements of heads that a program handles: 16 for each of 128 threads, in loads of 16 bytes."""
+"""Elements of heads per program: 16 for each of 128 threads, in loads of 16 bytes."""
 
 
 def fused_cache_write_reference(
@@ -41,18 +41,18 @@ def fused_cache_write_reference(
     key_out: torch.Tensor | None = None,
     value_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``fused_cache_write`` does, in plain torch and float64; they agree within ``TOLERANCES``.
+    """Compute ``fused_cache_write`` in plain torch and float64; the two agree within ``TOLERANCES``.
 
     Raises:
-        IndexError: a slot lies behind the cache, or a position behind the table.
+        IndexError: a slot is past the end of the cache, or a position past the end of the table.
     """
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     query, key, value = qkv.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
     cos_sin = None
     if rotary_table is not None and positions is not None:
         cos_sin = rotary_table[:, positions].double().unsqueeze(2)
-    query = _turned(query, q_norm, norm_eps, cos_sin)
-    key = _turned(key, k_norm, norm_eps, cos_sin)
+    query = _normalised_and_rotated(query, q_norm, norm_eps, cos_sin)
+    key = _normalised_and_rotated(key, k_norm, norm_eps, cos_sin)
     if key_out is not None and value_out is not None:
         key_out.copy_(key)
         value_out.copy_(value)
@@ -61,8 +61,10 @@ def fused_cache_write_reference(
     return query
 
 
-def _turned(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor | None) -> torch.Tensor:
-    """``x`` (``[num_tokens, heads, head_dim]``) normalised and rotated, rounded once."""
+def _normalised_and_rotated(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ``x`` (``[num_tokens, heads, head_dim]``) normalised and rotated, and rounded once."""
     exact = x.double()
     if weight is not None:
         exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
@@ -90,28 +92,29 @@ def fused_cache_write(
     key_out: torch.Tensor | None = None,
     value_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalise and rotate queries and keys, and write keys and values into their slots, by the Triton kernel.
+    """Normalise and rotate queries and keys, and write keys and values to their slots, with the Triton kernel.
 
     Args:
-        qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone,
-            which have no cache; tokens and heads may be strided.
-        kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache``. A token with a negative slot gets its
-            query (and ``key_out``, ``value_out``) like any other. None, None: queries alone.
-        q_norm, k_norm: ``[head_dim]`` of any of the dtypes above: each head is brought to a root mean square of 1
-            (``norm_eps`` added to the mean square), times this. ``k_norm`` may be None for queries alone.
-        rotary_table: ``[2, max_position, rotary_dim]`` of any of the dtypes above: cosines, and sines whose first half
-            is negated; both halves are otherwise equal. Dimension ``i`` turns with ``i + rotary_dim / 2``; dimensions
-            from ``rotary_dim`` on stay. None: no rotation.
-        positions: int64 ``[num_tokens]``. One outside the table is a caller's mistake that is not rotated.
-        key_out, value_out: contiguous ``[num_tokens, num_kv_heads, head_dim]``, to be filled with what goes into the
-            cache before that converts it, for attention over a prompt's own keys; or both None.
+        qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
+            (``[num_tokens, num_heads, head_dim]``), which write no cache; tokens and heads may be strided.
+        kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache``; ``kv_cache`` and ``slot_mapping`` are None for
+            queries alone. Of a token with a negative slot only the cache write is skipped.
+        q_norm, k_norm: ``[head_dim]`` in any of the dtypes above: weights of the RMS norm of each head (``norm_eps`` is
+            added to the mean square). ``k_norm`` may be None for queries alone.
+        rotary_table: ``[2, max_position, rotary_dim]`` in any of the dtypes above: cosines, and sines whose first half
+            is negated; both halves are otherwise equal. Dimension ``i`` is rotated with ``i + rotary_dim / 2``;
+            dimensions from ``rotary_dim`` on stay unchanged. None: no rotation.
+        positions: int64 ``[num_tokens]``. A position outside the table is an error of the caller that cannot be raised
+            here: the token is not rotated.
+        key_out, value_out: contiguous ``[num_tokens, num_kv_heads, head_dim]``, to be filled with keys and values
+            before their conversion to the cache's dtype, for attention over a prompt's own keys; or both None.
 
     Returns:
         The queries, ``[num_tokens, num_heads, head_dim]`` in qkv's dtype, contiguous.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above, or stands without its partner.
-        RuntimeError: Triton cannot launch here.
+        ValueError: a tensor does not have the shape, dtype or device above, or one of a pair is missing.
+        RuntimeError: Triton cannot launch in this process.
     """
     num_tokens, num_kv_heads, head_dim = _check_projection(qkv, num_heads, kv_cache, slot_mapping)
     fresh = qkv[:, num_heads : num_heads + num_kv_heads]
@@ -147,10 +150,10 @@ def launch_constants(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> dict[str, int]:
-    """What the kernel is compiled for; shared with the test that compiles it ahead.
+    """Return the kernel's compile-time constants; also used by the ahead-of-time compilation test.
 
-    A head is loaded as the two halves that rotate with each other, and the rest; one that does not rotate, as its two
-    halves.
+    A head is loaded as the two halves that rotate with each other and the unrotated rest; a head without rotation is
+    loaded as its two halves.
     """
     half = (rotary_dim or head_dim) // 2
     rest = head_dim - 2 * half
@@ -173,7 +176,7 @@ def _next_power_of_two(number: int) -> int:
 def _check_projection(
     qkv: torch.Tensor, num_heads: int, kv_cache: torch.Tensor | None, slot_mapping: torch.Tensor | None
 ) -> tuple[int, int, int]:
-    """Tokens, KV heads and head dimension."""
+    """Check the projection and return the numbers of tokens and KV heads, and the head dimension."""
     dims = {"num_tokens": None, "num_heads + 2 * num_kv_heads": None, "head_dim": None}
     check_tensor("qkv", qkv, dims, ACTIVATION_DTYPES, qkv.device)
     num_tokens, all_heads, head_dim = qkv.shape
@@ -183,7 +186,7 @@ def _check_projection(
         raise ValueError(f"qkv: dimension 2 (head_dim) is {head_dim}, expected an even number")
     has_keys = all_heads > num_heads
     if (kv_cache is not None) != has_keys or (slot_mapping is not None) != has_keys:
-        raise ValueError("kv_cache, slot_mapping: keys need both, and queries alone neither")
+        raise ValueError("kv_cache, slot_mapping: expected both with keys, and neither with queries alone")
     return num_tokens, (all_heads - num_heads) // 2, head_dim
 
 
@@ -198,7 +201,7 @@ def _check_norms(
 
 
 def _check_rotary(rotary_table: torch.Tensor | None, positions: torch.Tensor | None, qkv: torch.Tensor) -> int:
-    """How many dimensions rotate; 0: none."""
+    """Check the rotary arguments and return the number of rotated dimensions (0 without rotation)."""
     if rotary_table is None or positions is None:
         if rotary_table is not None or positions is not None:
             raise ValueError("rotary_table, positions: expected both or neither")

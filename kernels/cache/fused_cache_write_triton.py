@@ -1,4 +1,4 @@
-"""The kernel behind ``fused_cache_write.fused_cache_write``; imports triton, so only that launcher imports it."""
+"""Triton kernel of ``fused_cache_write``. Only that launcher may import it, because it imports triton."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
 
@@ -10,7 +10,7 @@ from quire.kernels.cache.cache_write_triton import as_stored, divisor_of
 
 @triton.jit
 def normalise(low, high, rest, weight, eps, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST_TILE: tl.constexpr):
-    """Heads in float32, brought to a root mean square of 1, times the weights. What is outside a head must be 0."""
+    """Return RMS-normalised heads times the weights, in float32. Elements outside a head must be 0."""
     square = tl.sum(low * low, 1) + tl.sum(high * high, 1)
     if REST_TILE > 0:
         square += tl.sum(rest * rest, 1)
@@ -27,7 +27,7 @@ def normalise(low, high, rest, weight, eps, HEAD_DIM: tl.constexpr, HALF: tl.con
 
 @triton.jit
 def store_heads(target, low, high, rest, stored, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST_TILE: tl.constexpr):
-    """Store heads at the pointers ``target``, one a row, where ``stored``."""
+    """Store heads at the pointers ``target`` (one per row) where ``stored``."""
     pair = tl.arange(0, low.shape[1])
     mask = stored[:, None] & (pair < HALF)[None, :]
     pointer = target[:, None] + pair[None, :]
@@ -38,7 +38,7 @@ def store_heads(target, low, high, rest, stored, HEAD_DIM: tl.constexpr, HALF: t
         tl.store(target[:, None] + dim[None, :], rest, mask=stored[:, None] & (dim < HEAD_DIM)[None, :])
 
 
-# This changes from step to step, and Triton would compile anew for a 1 and for a multiple of 16.
+# This changes from step to step; without do_not_specialize Triton compiles anew for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
 def fused_cache_write_kernel(
     qkv, query_out, kv_cache, slot_mapping, key_out, value_out, q_norm, k_norm, rotary_table, positions, k_scale,
@@ -49,7 +49,7 @@ def fused_cache_write_kernel(
     FP8: tl.constexpr, SCALED: tl.constexpr, E5M2: tl.constexpr, K_SCALE_PER_HEAD: tl.constexpr,
     V_SCALE_PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """A program handles ROWS rows, each one head of one token: first come those of queries, then keys, then values.
+    """Process ROWS rows per program, each one head of one token: first all query rows, then keys, then values.
 
     A row is loaded as ``low`` and ``high``, which rotate with each other, and ``rest``, which does not rotate.
     """
@@ -63,7 +63,7 @@ def fused_cache_write_kernel(
     first_program = tl.where(is_query, 0, tl.where(is_value, query_programs + key_programs, query_programs))
     row = (program - first_program) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_tokens * heads
-    # Rows past the last are of token 0, so that whatever is read for them is there.
+    # Rows past the last count as token 0, so that reads for them stay inside the tensors.
     row = tl.where(is_row, row, 0)
     token, head = row // heads, row % heads
 
@@ -88,10 +88,10 @@ def fused_cache_write_kernel(
             known = in_row & ((position >= 0) & (position < max_position))[:, None]
             angle = rotary_table + (position * table_position_stride)[:, None] + pair[None, :]
             cos = tl.load(angle, mask=known, other=1.0).to(tl.float32)
-            # The second half of the sines, which is not negated.
+            # The second half of the sines is the one that is not negated.
             sin = tl.load(angle + table_sine_stride + HALF, mask=known, other=0.0).to(tl.float32)
             x, y = x * cos - y * sin, y * cos + x * sin
-        # Rounded here and not in the cache: fresh keys that attention sees are then those that it reads later.
+        # Rounded before the cache write, so that attention over key_out sees the same keys as later reads of the cache.
         low, high, rest = x.to(low.dtype), y.to(high.dtype), z.to(rest.dtype)
 
     if is_query:

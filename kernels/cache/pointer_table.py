@@ -1,4 +1,4 @@
-"""How one launch reaches several tensors: their addresses and shapes as numbers, in one small tensor on the device."""
+"""Addresses and shapes of several tensors in one small device tensor, so that one launch can access all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ import torch
 from quire.kernels.common.checks import check_tensor
 
 NUM_FIELDS = 5
-"""Of a description: address, row stride in elements, rows, columns, block size. ``slot_mapping_triton`` reads it."""
+"""Fields of a description: address, row stride in elements, rows, columns, block size. Kernels read them by index."""
 
 
 @dataclass(frozen=True)
 class TableSet:
-    """int32 tables of any number and size: the block tables of all KV groups.
+    """Block tables of all KV groups: int32 tables of any number and size.
 
-    Built once, for it copies to the device and waits for that. It holds the tensors, so that their memory cannot be
-    given away while a launch, or a captured graph, has the addresses.
+    Build it once: construction copies to the device and waits. It holds the tensors, so that their memory is not freed
+    while a launch or a captured graph has the addresses.
 
     Attributes:
         tables: int32 ``[rows, columns]`` each; rows may be strided.
         block_sizes: tokens in a block, per table.
-        descriptions: int64 ``[num_tables, NUM_FIELDS]`` beside the tables.
+        descriptions: int64 ``[num_tables, NUM_FIELDS]`` on the tables' device.
     """
 
     tables: tuple[torch.Tensor, ...]
@@ -30,9 +30,15 @@ class TableSet:
 
     @classmethod
     def of(cls, tables: Sequence[torch.Tensor], block_sizes: Sequence[int]) -> "TableSet":
-        """Raises ValueError: no table, tables on several devices, other than 2-D int32, a block size below 1."""
+        """Describe ``tables``.
+
+        Raises:
+            ValueError: no table, tables on several devices or not 2-D int32, or a block size below 1.
+        """
         if not tables or len(tables) != len(block_sizes):
-            raise ValueError(f"{len(tables)} tables and {len(block_sizes)} block sizes, expected as many, at least 1")
+            raise ValueError(
+                f"{len(tables)} tables and {len(block_sizes)} block sizes, expected equal numbers, at least 1"
+            )
         if min(block_sizes) < 1:
             raise ValueError(f"block_size is {min(block_sizes)}, expected at least 1")
         device = tables[0].device

@@ -1,9 +1,9 @@
-"""Prepare decode: the inputs of a steady decode step from what the device holds, without the host.
+"""Prepare decode: make the inputs of a steady decode step from device tensors, without the host.
 
-Every row computes one token: its last sample, at the position behind what is computed. ``prepare_decode`` before the
-forward pass and ``advance_decode`` after sampling close the circle, so that a captured graph of both and what lies
-between runs step after step. Grids and shapes are fixed by the number of rows that the graph is for; a shorter batch
-is padded.
+Every row computes one token: its last sampled token, at the first position that is not computed yet. ``prepare_decode``
+runs before the forward pass and ``advance_decode`` after sampling, so that one captured graph of the whole step can be
+replayed step after step. Grids and shapes are fixed by the number of rows that the graph was captured for; a smaller
+batch is padded.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
 
 TILE_ROWS = 128
-"""Rows of the batch that a program prepares: one thread each."""
+"""Rows of the batch per program: one per thread."""
 
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Where a step's inputs are written, for ``num_rows`` rows with one token each. Kept as long as a graph uses it.
+    """Inputs of a step of ``num_rows`` rows with one token each. Must be kept as long as a graph uses it.
 
     Attributes:
         input_ids, positions: int64 ``[num_rows]``; 0 for padding.
-        seq_lens: int32 ``[num_rows]``, the new token included; 0 for padding.
-        query_start_loc: int32 ``[num_rows + 1]``; padding rows have no tokens, so it ends in repetitions.
+        seq_lens: int32 ``[num_rows]``, including the new token; 0 for padding.
+        query_start_loc: int32 ``[num_rows + 1]``; padding rows have no tokens, so its last entries are equal.
         slot_mapping: int64 ``[num_groups, num_rows]``; ``PAD_SLOT_ID`` for padding.
     """
 
@@ -39,7 +39,7 @@ class DecodeInputs:
 
     @classmethod
     def empty(cls, num_rows: int, num_groups: int, device: torch.device) -> "DecodeInputs":
-        """Memory that is not written yet."""
+        """Allocate uninitialised tensors."""
         return cls(
             input_ids=torch.empty(num_rows, dtype=torch.int64, device=device),
             positions=torch.empty(num_rows, dtype=torch.int64, device=device),
@@ -49,7 +49,7 @@ class DecodeInputs:
         )
 
     def check(self, num_rows: int, num_groups: int, device: torch.device) -> None:
-        """Raises ValueError: a tensor does not have the shape, dtype or place above."""
+        """Raise ValueError unless all tensors have the shapes and dtypes above and are on ``device``."""
         rows = {"num_rows": num_rows}
         check_tensor("input_ids", self.input_ids, rows, (torch.int64,), device)
         check_tensor("positions", self.positions, rows, (torch.int64,), device)
@@ -67,16 +67,16 @@ def prepare_decode_reference(
     tables: TableSet,
     out: DecodeInputs,
 ) -> None:
-    """What ``prepare_decode`` does, in plain torch. The two agree exactly.
+    """Compute ``prepare_decode`` in plain torch. The two agree exactly.
 
     Raises:
-        IndexError: a row behind the last, or a position outside the block table.
+        IndexError: a row past the last one, or a position outside the block table.
         ValueError: padding before a row.
     """
     live = row_of >= 0
     num_live = int(live.sum())
     if not bool(live[:num_live].all()):
-        raise ValueError("row_of: padding stands before a row, expected it behind all rows")
+        raise ValueError("row_of: padding before a row, expected it after all rows")
     row = row_of[:num_live].long()
     for values in (out.input_ids, out.positions, out.seq_lens):
         values.zero_()
@@ -94,21 +94,21 @@ def prepare_decode(
     tables: TableSet,
     out: DecodeInputs,
 ) -> None:
-    """Write a steady decode step's inputs, by one launch of the Triton kernel. Safe in a captured graph.
+    """Write a steady decode step's inputs with one launch of the Triton kernel. Safe in a captured graph.
 
     Args:
-        row_of: int32 ``[num_rows]``: the row, in tables and columns, of each row of the batch; negative: padding, and
-            all behind it must be padding too. Where it is 0, 1, 2 .. attention can read the tables as they are.
+        row_of: int32 ``[num_rows]``: the row, in tables and columns, of each row of the batch; negative for padding,
+            which must come after all rows. If it is 0, 1, 2 .., attention can read the tables without a gather.
         last_sampled: int64 ``[max_rows]``: the token of each row.
         num_computed: int32 ``[max_rows]``: its position.
-        tables: a block table per KV group, of at least ``max_rows`` rows.
+        tables: one block table per KV group, with at least ``max_rows`` rows.
         out: written to.
 
-    A device cannot raise: a row behind the last is padding to it, and a token whose block is missing is not written.
+    A kernel cannot raise: it treats a row past the last one as padding, and does not write a token without a block.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
-        RuntimeError: Triton cannot launch here.
+        ValueError: a tensor does not have the shape, dtype or device above.
+        RuntimeError: Triton cannot launch in this process.
     """
     device = row_of.device
     _check_rows(row_of, last_sampled, num_computed)
@@ -128,10 +128,10 @@ def prepare_decode(
 def advance_decode_reference(
     row_of: torch.Tensor, sampled: torch.Tensor, last_sampled: torch.Tensor, num_computed: torch.Tensor
 ) -> None:
-    """What ``advance_decode`` does, in plain torch. The two agree exactly.
+    """Compute ``advance_decode`` in plain torch. The two agree exactly.
 
     Raises:
-        IndexError: a row behind the last.
+        IndexError: a row past the last one.
     """
     live = row_of >= 0
     row = row_of[live].long()
@@ -142,16 +142,18 @@ def advance_decode_reference(
 def advance_decode(
     row_of: torch.Tensor, sampled: torch.Tensor, last_sampled: torch.Tensor, num_computed: torch.Tensor
 ) -> None:
-    """Take over the samples of a steady decode step, by one launch of the Triton kernel. Safe in a captured graph.
+    """Store the sampled tokens of a steady decode step as the rows' next inputs, and advance the rows' positions.
+
+    One launch of the Triton kernel; safe in a captured graph.
 
     Args:
-        row_of: int32 ``[num_rows]``, as for ``prepare_decode``; no row twice.
-        sampled: int64 ``[num_rows]``; what stands at padding is not read.
-        last_sampled, num_computed: int64 and int32 ``[max_rows]``; changed for the rows of the batch.
+        row_of: int32 ``[num_rows]``, as for ``prepare_decode``, without duplicate rows.
+        sampled: int64 ``[num_rows]``; entries of padding are not read.
+        last_sampled, num_computed: int64 and int32 ``[max_rows]``; modified for the rows of the batch.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
-        RuntimeError: Triton cannot launch here.
+        ValueError: a tensor does not have the shape, dtype or device above.
+        RuntimeError: Triton cannot launch in this process.
     """
     _check_rows(row_of, last_sampled, num_computed)
     check_tensor("sampled", sampled, {"num_rows": len(row_of)}, (torch.int64,), row_of.device)
@@ -169,7 +171,7 @@ def _check_rows(row_of: torch.Tensor, last_sampled: torch.Tensor, num_computed: 
 
 
 def launch_constants(num_groups: int) -> dict[str, int]:
-    """What ``prepare_decode``'s kernel is compiled for; shared with the test that compiles it ahead."""
+    """Return the compile-time constants of the kernel; also used by the ahead-of-time compilation test."""
     return {
         "NUM_GROUPS": num_groups,
         "TILE_ROWS": TILE_ROWS,

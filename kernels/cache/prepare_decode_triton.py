@@ -1,4 +1,4 @@
-"""The Triton kernels behind ``prepare_decode``; imports triton, so only those launchers import it."""
+"""Triton kernels of ``prepare_decode``. Only its launchers may import it, because it imports triton."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
 
@@ -14,11 +14,12 @@ def prepare_decode_kernel(
     num_rows, max_rows, slot_group_stride,
     NUM_GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, PAD_SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Program ``i`` prepares the ``i``-th tile of rows, in all groups; ``tables`` are a TableSet's descriptions."""
+    """Program ``i`` prepares the ``i``-th tile of rows in all groups; ``tables`` is ``TableSet.descriptions``."""
     lane = tl.arange(0, TILE_ROWS)
     index = tl.program_id(0) * TILE_ROWS + lane
     in_batch = index < num_rows
-    # Padding has no tokens. Every program counts for itself: a batch is a few tiles, and a grid cannot wait.
+    # Padding has no tokens. Every program counts the live rows itself: a batch is a few tiles, and programs of a grid
+    # cannot wait for each other.
     num_live = 0
     for tile_start in range(0, num_rows, TILE_ROWS):
         other = tl.load(row_of + tile_start + lane, mask=tile_start + lane < num_rows, other=-1)
@@ -42,7 +43,7 @@ def advance_decode_kernel(
     row_of, sampled, last_sampled, num_computed, num_rows, max_rows,
     TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``i`` advances the ``i``-th tile of rows. No two lanes have the same row, so nothing is lost."""
+    """Program ``i`` advances the ``i``-th tile of rows. No two lanes have the same row, so no increment is lost."""
     index = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     row = tl.load(row_of + index, mask=index < num_rows, other=-1).to(tl.int64)
     live = (row >= 0) & (row < max_rows)

@@ -1,4 +1,4 @@
-"""Slot mapping: where in the paged cache each token of a step goes, for all KV groups.
+"""Slot mapping: the slot in the paged cache of each token of a step, for all KV groups.
 
 A slot is ``block_id * block_size + position % block_size``, where ``block_id`` is entry ``position // block_size`` of
 the row's block table.
@@ -13,10 +13,10 @@ from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
 
 PAD_SLOT_ID = -1
-"""The slot of a token that is not written: padding."""
+"""Slot of a token that is not written to the cache, such as padding."""
 
 TILE_TOKENS = 128
-"""Tokens that a program handles at a time: a decode row has one, a prefill chunk thousands."""
+"""Tokens that a program maps at a time: a decode row has one, a prefill chunk thousands."""
 
 
 def slot_mapping_reference(
@@ -26,10 +26,10 @@ def slot_mapping_reference(
     block_size: int,
     row_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``compute_slot_mappings`` computes for one group, ``[num_tokens]``, in plain torch. The two agree exactly.
+    """Compute ``compute_slot_mappings`` for one group, ``[num_tokens]``, in plain torch. The two agree exactly.
 
     Raises:
-        IndexError: a position lies past the last column of the block table, or a row past its last.
+        IndexError: a position is past the last column of the block table, or a row past its last row.
     """
     query_lens = query_start_loc.diff().long()
     num_rows, num_tokens = len(query_lens), int(query_lens.sum())
@@ -50,7 +50,7 @@ def slot_mappings_reference(
     tables: TableSet,
     row_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``compute_slot_mappings`` computes, ``[num_groups, num_tokens]``."""
+    """Compute ``compute_slot_mappings`` for all groups, ``[num_groups, num_tokens]``, in plain torch."""
     groups = zip(tables.tables, tables.block_sizes, strict=True)
     return torch.stack(
         [slot_mapping_reference(query_start_loc, positions, table, block_size, row_of) for table, block_size in groups]
@@ -64,24 +64,24 @@ def compute_slot_mappings(
     row_of: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Slot of every token in every KV group, by one launch of the Triton kernel.
+    """Return the slot of every token in every KV group, with one launch of the Triton kernel.
 
     Args:
-        query_start_loc: int32 ``[num_rows + 1]``, ascending from 0: where each row's tokens start.
+        query_start_loc: int32 ``[num_rows + 1]``, ascending from 0: index of each row's first token.
         positions: int64 ``[num_tokens]``; those from ``query_start_loc[num_rows]`` on are padding and not read.
-        tables: a block table per group; entries that no position falls into are not read.
-        row_of: int32 ``[num_rows]``: the tables' row of each row of the batch, negative for padding; absent: the
+        tables: one block table per group; entries without a position in them are not read.
+        row_of: int32 ``[num_rows]``: row of the tables for each row of the batch, negative for padding; None: the
             first ``num_rows``, in order.
-        out: int64 ``[num_groups, num_tokens]``, written to; absent: made. A captured graph needs its own.
+        out: int64 ``[num_groups, num_tokens]`` to write to; None: a new tensor. A captured graph needs its own.
 
     Returns:
-        int64 ``[num_groups, num_tokens]``: slots, and ``PAD_SLOT_ID`` for padding. A device cannot raise: a position or
-        row outside the table, or a negative block id, is a caller's mistake that gets ``PAD_SLOT_ID`` rather than a
-        read or a write outside.
+        int64 ``[num_groups, num_tokens]``: slots, and ``PAD_SLOT_ID`` for padding. A kernel cannot raise: a position or
+        row outside the table or a negative block id, which are errors of the caller, give ``PAD_SLOT_ID`` instead of an
+        access outside the memory.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
-        RuntimeError: Triton cannot launch here.
+        ValueError: a tensor does not have the shape, dtype or device above.
+        RuntimeError: Triton cannot launch in this process.
     """
     num_rows, num_tokens = len(query_start_loc) - 1, len(positions)
     _check(query_start_loc, positions, tables, row_of)
@@ -89,7 +89,7 @@ def compute_slot_mappings(
         out = torch.empty(len(tables), num_tokens, dtype=torch.int64, device=positions.device)
     check_tensor("out", out, {"num_groups": len(tables), "num_tokens": num_tokens}, (torch.int64,), positions.device)
     kernel = _kernel(positions.device)
-    # One program a row, and one for the padding behind the last.
+    # One program per row, and one for the padding after the last row.
     kernel[(num_rows + 1, len(tables))](
         query_start_loc, positions, tables.descriptions, query_start_loc if row_of is None else row_of, out,
         num_rows, num_tokens, out.stride(0),
@@ -115,7 +115,7 @@ def _check(
 
 
 def launch_constants(has_row_of: bool) -> dict[str, int]:
-    """What the kernel is compiled for; shared with the test that compiles it ahead."""
+    """Return the kernel's compile-time constants; also used by the ahead-of-time compilation test."""
     return {
         "HAS_ROW_OF": int(has_row_of),
         "TILE_TOKENS": TILE_TOKENS,

@@ -1,4 +1,4 @@
-"""The Triton kernel behind ``slot_mapping.compute_slot_mappings``; imports triton, so only launchers import it."""
+"""Triton kernel of ``slot_mapping.compute_slot_mappings``. Only launchers may import it, because it imports triton."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
 
@@ -11,9 +11,9 @@ def slots_of(
     tables, group, row, position, valid,
     PAD_SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Slots of ``position`` int64 ``[TILE]`` in a group; ``row`` is int64, one or ``[TILE]``; PAD_SLOT unless valid.
+    """Return the slots of ``position`` (int64 ``[TILE]``) in a group, or PAD_SLOT where ``valid`` is false.
 
-    ``tables`` are ``pointer_table.TableSet.descriptions``.
+    ``row`` is int64, a scalar or ``[TILE]``. ``tables`` is ``pointer_table.TableSet.descriptions``.
     """
     description = tables + group * 5
     block_table = tl.load(description).to(tl.pointer_type(tl.int32))
@@ -24,18 +24,18 @@ def slots_of(
     block_index = position // block_size
     written = valid & (position >= 0) & (block_index < max_blocks) & (row >= 0) & (row < num_rows)
     block_id = tl.load(block_table + row * row_stride + block_index, mask=written, other=-1)
-    # In 64 bits: 2**31 slots are 128 M blocks of 16, which small models on large machines come near.
+    # In 64 bits: 2**31 slots are 128 M blocks of 16, a number that small models on large machines approach.
     slot = block_id.to(tl.int64) * block_size + position % block_size
     return tl.where(written & (block_id >= 0), slot, PAD_SLOT)
 
 
-# These change from step to step, and Triton would compile anew for a 1 and for a multiple of 16.
+# These change from step to step; without do_not_specialize Triton compiles anew for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "slot_group_stride"])
 def slot_mapping_kernel(
     query_start_loc, positions, tables, row_of, slot_mapping, num_rows, num_tokens, slot_group_stride,
     HAS_ROW_OF: tl.constexpr, TILE_TOKENS: tl.constexpr, PAD_SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(r, g)`` maps the tokens of row ``r`` in group ``g``; ``r = num_rows`` is the padding."""
+    """Program ``(r, g)`` maps the tokens of row ``r`` in group ``g``; program ``r = num_rows`` maps the padding."""
     index = tl.program_id(0)
     group = tl.program_id(1)
     is_row = index < num_rows

@@ -1,7 +1,7 @@
-"""Staged writes: runs of int32 put into rows of several tables, from one packed buffer, in one launch.
+"""Staged writes: write runs of int32 values to rows of several tables, from one packed buffer, in one launch.
 
-What changed in the tables of all KV groups since the last step is a few ids here and there. They travel in one copy
-from host to device, and this scatters them: the cost follows what changed, never the size of a row or a table.
+Between two steps only a few block ids change in the tables of all KV groups. They are copied to the device in one
+buffer, and this kernel scatters them: the cost depends on the number of changes, not on the size of rows or tables.
 """
 
 from typing import Any
@@ -15,22 +15,22 @@ from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
 
 HEADER_WORDS = 5
-"""int32 numbers that describe a run: table, row, first column, length, and where in the buffer its values begin."""
+"""int32 values that describe a run: table, row, first column, length, and offset of its values in the buffer."""
 
 TILE_WORDS = 256
-"""Values that a program moves at a time: most runs are one block id, a new request's row is thousands."""
+"""Values that a program writes at a time: most runs are one block id, a new request's row may be thousands."""
 
 Int32Array = npt.NDArray[np.int32]
 
 
 def pack_runs(headers: npt.NDArray[np.integer[Any]], values: Int32Array, out: Int32Array | None = None) -> Int32Array:
-    """The packed buffer: all headers, then all values.
+    """Return the packed buffer: all headers, then all values.
 
     Args:
-        headers: ``[num_runs, 4]``: table, row, first column, length. No place in a table may be in two runs: they are
-            written in no order.
-        values: the runs' values, one run behind the other.
-        out: int32 ``[num_runs * HEADER_WORDS + len(values)]``, such as pinned memory; absent: made.
+        headers: ``[num_runs, 4]``: table, row, first column, length. Runs must not overlap, because the order in which
+            they are written is undefined.
+        values: the runs' values, concatenated.
+        out: int32 ``[num_runs * HEADER_WORDS + len(values)]`` to write to, such as pinned memory; None: a new array.
     """
     num_runs, num_header_words = len(headers), len(headers) * HEADER_WORDS
     if out is None:
@@ -43,10 +43,10 @@ def pack_runs(headers: npt.NDArray[np.integer[Any]], values: Int32Array, out: In
 
 
 def write_runs_reference(packed: torch.Tensor, num_runs: int, tables: TableSet) -> None:
-    """What ``write_runs`` does, in plain torch. The two agree exactly.
+    """Compute ``write_runs`` in plain torch. The two agree exactly.
 
     Raises:
-        IndexError: a run lies outside its table, or its values outside the buffer.
+        IndexError: a run is outside its table, or its values are outside the buffer.
     """
     headers = packed[: num_runs * HEADER_WORDS].view(num_runs, HEADER_WORDS)
     for index, row, start, length, offset in headers.tolist():
@@ -58,15 +58,15 @@ def write_runs_reference(packed: torch.Tensor, num_runs: int, tables: TableSet) 
 
 
 def write_runs(packed: torch.Tensor, num_runs: int, tables: TableSet) -> None:
-    """Scatter packed runs, by the Triton kernel.
+    """Scatter packed runs with the Triton kernel.
 
     Args:
-        packed: int32 ``[num_words]``, what ``pack_runs`` made, on the tables' device.
-        tables: written to. A device cannot raise: what a run says of places outside its table is not written.
+        packed: int32 ``[num_words]`` from ``pack_runs``, on the tables' device.
+        tables: tables to write to. A kernel cannot raise: values outside a table are not written.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above, or is too short for so many runs.
-        RuntimeError: Triton cannot launch here.
+        ValueError: a tensor does not have the shape, dtype or device above, or is too short for ``num_runs``.
+        RuntimeError: Triton cannot launch in this process.
     """
     check_tensor("packed", packed, {"num_words": None}, (torch.int32,), tables.device)
     if not 0 <= num_runs * HEADER_WORDS <= len(packed):
@@ -77,7 +77,7 @@ def write_runs(packed: torch.Tensor, num_runs: int, tables: TableSet) -> None:
 
 
 def launch_constants() -> dict[str, int]:
-    """What the kernel is compiled for; shared with the test that compiles it ahead."""
+    """Return the kernel's compile-time constants; also used by the ahead-of-time compilation test."""
     return {"HEADER_WORDS": HEADER_WORDS, "TILE_WORDS": TILE_WORDS}
 
 

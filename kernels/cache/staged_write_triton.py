@@ -1,4 +1,4 @@
-"""The Triton kernel behind ``staged_write.write_runs``; imports triton, so only that launcher imports it."""
+"""Triton kernel of ``staged_write.write_runs``. Only that launcher may import it, because it imports triton."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Arguments have no annotations, because Triton compiles annotations too and refuses most.
 
@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 
-# The buffer's length changes from step to step, and Triton would compile anew for a multiple of 16.
+# The buffer's length changes from step to step; without do_not_specialize Triton compiles anew for multiples of 16.
 @triton.jit(do_not_specialize=["num_words", "num_tables"])
 def staged_write_kernel(
     packed, tables, num_words, num_tables,
     HEADER_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``i`` writes run ``i``; ``tables`` are ``pointer_table.TableSet.descriptions``."""
+    """Program ``i`` writes run ``i``; ``tables`` is ``pointer_table.TableSet.descriptions``."""
     header = packed + tl.program_id(0) * HEADER_WORDS
     index = tl.load(header)
     row = tl.load(header + 1).to(tl.int64)

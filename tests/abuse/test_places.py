@@ -137,5 +137,5 @@ def test_shared_memory_of_another_user(folder: Path, monkeypatch: pytest.MonkeyP
     SharedMemoryGroup(place, 0, 1)
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     another_user(monkeypatch)
-    with pytest.raises(EngineError, match="belongs to this user alone"):
+    with pytest.raises(EngineError, match="belong to this user alone"):
         SharedMemoryGroup(place, 0, 1)

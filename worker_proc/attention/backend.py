@@ -1,4 +1,4 @@
-"""What a step tells attention, what a layer asks of it, and what an attention backend is."""
+"""Interface of attention: the step's rows, the layer's settings, and the backend."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,18 +10,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The requests of one step, seen by one KV group. Rows are in batch order; tokens are flattened row by row.
+    """The rows of one step in one KV group. Rows are in batch order; tokens are flattened row by row.
 
     Attributes:
-        query_start_loc: int32 ``[num_rows + 1]`` on the device: where each row's tokens start.
-        seq_lens: int32 ``[num_rows]`` on the device: tokens of each row once this step's are written.
-        block_table: int32 ``[num_rows, max_blocks]`` on the device; only the first ``ceil(seq_len / block_size)``
-            entries of a row mean anything, and of those only the ones from ``first_visible // block_size`` on.
-        slot_mapping: int64 ``[num_tokens]`` on the device: where each token's key and value go; negative: nowhere.
-        query_lens_cpu, seq_lens_cpu: int32 ``[num_rows]``, the same lengths on the host.
-        block_size: tokens in a block of this group.
-        window: tokens that a token of this group sees, itself included; 0: all before it. What lies left of the
-            window of a row's first query is undefined: its blocks may have been given away.
+        query_start_loc: int32 ``[num_rows + 1]`` on the device: index of each row's first token.
+        seq_lens: int32 ``[num_rows]`` on the device: number of tokens of each row, including those of this step.
+        block_table: int32 ``[num_rows, max_blocks]`` on the device. Only the entries of a row from
+            ``first_visible // block_size`` up to ``ceil(seq_len / block_size)`` are valid.
+        slot_mapping: int64 ``[num_tokens]`` on the device: slot of each token's key and value; negative: not written.
+        query_lens_cpu, seq_lens_cpu: int32 ``[num_rows]``, the lengths on the host.
+        block_size: tokens per block of this group.
+        window: number of tokens that a token of this group sees, itself included; 0: all before it. Blocks left of the
+            window of a row's first query are undefined, because the scheduler may have freed them.
     """
 
     query_start_loc: torch.Tensor
@@ -39,7 +39,7 @@ class StepBatch:
 
     @property
     def first_visible(self) -> npt.NDArray[np.int32]:
-        """int32 ``[num_rows]``: the first position that any query of the row sees."""
+        """First position that any query of the row sees, int32 ``[num_rows]``."""
         context: npt.NDArray[np.int32] = self.seq_lens_cpu - self.query_lens_cpu
         if self.window:
             return np.maximum(context - (self.window - 1), 0)
@@ -48,17 +48,17 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How one layer attends; fixed from the model's construction on.
+    """Attention settings of one layer; fixed when the model is built.
 
     Attributes:
-        num_heads, num_kv_heads: of this rank.
+        num_heads, num_kv_heads: heads of this rank.
         scale: factor on the scores.
-        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before masking; 0: they stay (Gemma 2).
-        sinks: float32 ``[num_heads]``: one more score per head in the softmax's sum, with no value behind it (gpt-oss).
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before masking (Gemma 2); 0 leaves them unchanged.
+        sinks: float32 ``[num_heads]``: an additional score per head in the softmax's sum, without a value (gpt-oss).
         k_scale, v_scale: an fp8 cache holds ``key / k_scale`` and ``value / v_scale``.
-        q_norm, k_norm: ``[head_dim]`` in the activations' dtype: each head's query and key is brought to a root mean
-            square of 1, times this, before it is rotated (Qwen3, Gemma 3).
-        norm_eps: of these two norms.
+        q_norm, k_norm: ``[head_dim]`` in the activations' dtype: weights of the RMS norm of each head's query and key
+            before rotation (Qwen3, Gemma 3); None: no norm.
+        norm_eps: epsilon of these norms.
     """
 
     num_heads: int
@@ -76,10 +76,11 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class Rotary:
-    """The rotary embedding of one step's tokens; made once, used by every layer with the same table.
+    """Rotary embedding of one step's tokens; made once, used by every layer with the same table.
 
     Attributes:
-        table: ``[2, max_position, rotary_dim]``: cosines, and sines, the first half negated (``attention/rope.py``).
+        table: ``[2, max_position, rotary_dim]``: cosines, and sines whose first half is negated
+            (``attention/rope.py``).
         positions: int64 ``[num_tokens]``.
     """
 
@@ -88,37 +89,37 @@ class Rotary:
     _gathered: torch.Tensor | None = field(default=None)
 
     def cos_sin(self) -> torch.Tensor:
-        """``[2, num_tokens, 1, rotary_dim]``, gathered at the first call."""
+        """Return the step's cosines and sines, ``[2, num_tokens, 1, rotary_dim]``, gathered at the first call."""
         if self._gathered is None:
             self._gathered = self.table.index_select(1, self.positions).unsqueeze(2)
         return self._gathered
 
 
 class AttentionBackend(Protocol):
-    """Writes keys and values into a paged cache and attends over it, causally.
+    """Causal attention over a paged cache, which also writes the step's keys and values.
 
-    A backend makes one *plan* per step and KV group (index tensors, tiles: whatever all layers can share) and uses it
-    in every layer of the group. It never reads a block table past a row's length or left of what is visible, and
-    never reads slots that no token of the row was written to (they may hold NaN).
+    A backend makes one *plan* per step and KV group (index tensors, tiles: everything that the layers can share) and
+    uses it in every layer of the group. It reads only valid block table entries (see ``StepBatch``), and only slots
+    that a token of the row was written to (other slots may hold NaN).
 
     Attributes:
-        needs_host_lengths: whether attention can only be planned from lengths on the host: then there is no
-            ``plan_decode``, and no step can be captured as a graph.
+        needs_host_lengths: whether plans need lengths on the host; then ``plan_decode`` is not supported and no step
+            can be captured as a graph.
     """
 
     name: str
     needs_host_lengths: bool
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, keys and values together. It is allocated zeroed."""
+        """Return the shape of one layer's cache tensor for keys and values. The tensor is zeroed when allocated."""
         ...
 
     def plan(self, batch: StepBatch) -> Any:
-        """What all layers of a group share in this step."""
+        """Return the plan that all layers of a group share in this step."""
         ...
 
     def plan_decode(self, batch: StepBatch) -> Any:
-        """As ``plan``, for rows of at most one token whose lengths are on the device alone; fit for a captured graph.
+        """Return a plan for rows of at most one token, from lengths on the device; allowed inside a captured graph.
 
         Raises:
             NotImplementedError: this backend needs the lengths on the host.
@@ -128,14 +129,15 @@ class AttentionBackend(Protocol):
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
-        """From a layer's projection to its attended values: head norms, rotation, cache write, attention.
+        """Compute a layer's attention from its projection: head norms, rotation, cache write, attention.
 
-        ``attention/prologue.py`` has the plain way, ``normalise_and_rotate`` and then ``forward``; a backend may fuse.
+        ``attention/prologue.py`` does this without fusion: ``normalise_and_rotate``, then ``forward``. A backend may
+        fuse the operations.
 
         Args:
             qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
-                (``[num_tokens, num_heads, head_dim]``) where the layer reads an earlier one's cache; may be changed.
-            rotary: None: this layer does not rotate.
+                (``[num_tokens, num_heads, head_dim]``) if the layer reads an earlier layer's cache; may be modified.
+            rotary: None if this layer has no rotary embedding.
 
         Returns:
             ``[num_tokens, num_heads, head_dim]``.
@@ -151,16 +153,16 @@ class AttentionBackend(Protocol):
         plan: Any,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Write this step's keys and values, then attend.
+        """Write this step's keys and values, then compute attention.
 
         Args:
             query: ``[num_tokens, num_heads, head_dim]``.
-            key, value: ``[num_tokens, num_kv_heads, head_dim]``, same dtype; None: the layer reads the cache of an
-                earlier one, which has written it.
-            kv_cache: this layer's cache, of ``kv_cache_shape``, in a dtype of its own (float8_e4m3fn and float8_e5m2
-                hold values divided by the spec's scales).
-            plan: from ``plan()`` of this step and group.
-            spec: what this layer asks for.
+            key, value: ``[num_tokens, num_kv_heads, head_dim]``, same dtype; None if the layer reads the cache of an
+                earlier layer.
+            kv_cache: this layer's cache, of ``kv_cache_shape``, in its own dtype (float8_e4m3fn and float8_e5m2 hold
+                values divided by the spec's scales).
+            plan: the plan of this step and group.
+            spec: this layer's settings.
 
         Returns:
             ``[num_tokens, num_heads, head_dim]`` in the query's dtype.

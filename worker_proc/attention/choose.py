@@ -1,4 +1,4 @@
-"""Which attention backend a worker gets: known, with the reason, before weights load; what does not fit is refused."""
+"""Selection of the attention backend, before weights are loaded; a backend that lacks a needed feature is an error."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,14 +15,14 @@ from quire.worker_proc.attention.supports import Needs, Supports
 
 log = event_logger("worker")
 
-Broken = (ImportError, OSError, RuntimeError)
-"""What importing a library raises that is not there, was built for another torch, or misses a file of CUDA."""
+IMPORT_FAILURES = (ImportError, OSError, RuntimeError)
+"""Raised by importing a library that is missing, was built for another torch, or lacks a CUDA file."""
 Capability = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """``capability``: compute capability, 9, 0 for 9.0."""
+    """``capability``: compute capability, ``(9, 0)`` for 9.0."""
 
     device: torch.device
     capability: Capability
@@ -30,21 +30,21 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """``description``: name and version or way, for the log."""
+    """``description``: name, and version or mode, for the log."""
 
     backend: AttentionBackend
     description: str
 
 
-class Misfit(Exception):
-    """A backend cannot run here, or not this model; says what is missing, in phrases."""
+class Unsupported(Exception):
+    """A backend cannot run on this machine or with this model; the message lists the missing features."""
 
 
-class Choice(Protocol):
-    """Makes a backend, having looked whether it can run here and has what is needed.
+class BackendFactory(Protocol):
+    """Makes a backend after checking that it can run here and supports the needed features.
 
     Raises:
-        Misfit: it cannot, or has not.
+        Unsupported: it cannot run here, or lacks a feature.
     """
 
     def __call__(self, config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen: ...
@@ -53,32 +53,33 @@ class Choice(Protocol):
 def pick_backend(
     config: EngineConfig, layout: KVLayout, device: torch.device, capability: Capability | None
 ) -> AttentionBackend:
-    """Who attends; said with the reason. ``auto`` is ours: cpu on a CPU, triton on a GPU.
+    """Select the attention backend and log the reason. ``auto`` is cpu on a CPU and triton on a GPU.
 
     Args:
-        layout: of this rank: its ``dtype`` is the cache's.
+        layout: this rank's layout, with the cache's ``dtype``.
         capability: the GPU's compute capability; None on a CPU.
 
     Raises:
-        ConfigError: the one asked for cannot run here, or not this model; names the flag, what is missing and who
-            could.
+        ConfigError: the requested backend cannot run here or with this model; the message has the flag, the missing
+            features and the backends that can.
     """
     wanted = config.attention_backend
     if device.type == "cpu":
         if wanted not in ("auto", "cpu"):
-            raise ConfigError(f"--attention-backend {wanted} needs a GPU; on a CPU there is: cpu")
+            raise ConfigError(f"--attention-backend {wanted} needs a GPU: use cpu or auto on a CPU")
         return _cpu(config)
     if wanted == "cpu":
-        raise ConfigError(f"--attention-backend cpu needs --device cpu; on a GPU there are: {', '.join(ON_GPU)}")
+        raise ConfigError(f"--attention-backend cpu needs --device cpu: use {', '.join(ON_GPU)} or auto on a GPU")
     assert capability is not None
     needs, gpu = Needs.of(config, layout), Gpu(device, capability)
     name = "triton" if wanted == "auto" else wanted
     try:
         chosen = ON_GPU[name](config, needs, gpu)
-    except Misfit as misfit:
-        raise ConfigError(f"--attention-backend {name}: {misfit}; {_others(name, config, needs, gpu)}") from None
-    why = "the device is a GPU" if wanted == "auto" else "asked for"
-    log.info("attention backend", name=chosen.description, reason=why, graphs=_of_graphs(chosen.backend, config))
+    except Unsupported as error:
+        raise ConfigError(f"--attention-backend {name}: {error}; {_alternatives(name, config, needs, gpu)}") from None
+    reason = "the device is a GPU" if wanted == "auto" else "requested"
+    graphs = _describe_graphs(chosen.backend, config)
+    log.info("attention backend", name=chosen.description, reason=reason, graphs=graphs)
     return chosen.backend
 
 
@@ -98,8 +99,8 @@ def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     try:
         backend = TritonBackend(max_rows=config.max_num_seqs, deterministic=config.deterministic)
     except RuntimeError as error:
-        raise Misfit(str(error)) from None
-    return Chosen(backend, "triton (keys in pieces of a fixed size)" if config.deterministic else "triton")
+        raise Unsupported(str(error)) from None
+    return Chosen(backend, "triton (fixed split of keys)" if config.deterministic else "triton")
 
 
 def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
@@ -108,14 +109,14 @@ def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     _require(flashinfer_backend.SUPPORTS, needs, gpu)
     try:
         backend = flashinfer_backend.FlashInferBackend(gpu.device)
-    except Broken as error:
-        raise Misfit(f"the library is not usable here ({error}): pip install 'quire[flashinfer]'") from None
+    except IMPORT_FAILURES as error:
+        raise Unsupported(f"cannot load the library ({error}): pip install 'quire[flashinfer]'") from None
     mebibytes = flashinfer_backend.WORKSPACE_BYTES // 2**20
     return Chosen(backend, f"flashinfer (workspace {mebibytes} MiB; kernels are compiled when first used)")
 
 
 def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
-    """The first version of the library that is installed and fits."""
+    """Choose the first version of the library that is installed and supports the needed features."""
     from quire.worker_proc.attention.flash_attn_backend import VERSIONS, FlashAttnBackend
 
     reasons = []
@@ -123,40 +124,40 @@ def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
         try:
             _require(version.supports, needs, gpu)
             library = version()
-        except Broken as error:
-            reasons.append(f"{version.name} is not usable here ({error})")
-        except Misfit as misfit:
-            reasons.append(f"{version.name}: {misfit}")
+        except IMPORT_FAILURES as error:
+            reasons.append(f"{version.name}: cannot load the library ({error})")
+        except Unsupported as error:
+            reasons.append(f"{version.name}: {error}")
         else:
             return Chosen(FlashAttnBackend(library), f"flash_attn ({library.name})")
-    raise Misfit("; ".join(reasons) + " (pip install 'quire[flash-attn]' has version 2)")
+    raise Unsupported("; ".join(reasons) + " (pip install 'quire[flash-attn]' installs version 2)")
 
 
-ON_GPU: dict[str, Choice] = {"triton": _triton, "flashinfer": _flashinfer, "flash_attn": _flash_attn}
+ON_GPU: dict[str, BackendFactory] = {"triton": _triton, "flashinfer": _flashinfer, "flash_attn": _flash_attn}
 
 
 def _require(supports: Supports, needs: Needs, gpu: Gpu) -> None:
     lacks = supports.lacks(needs, gpu.capability)
     if lacks:
-        raise Misfit(f"it has no {', no '.join(lacks)}")
+        raise Unsupported(f"does not support {', '.join(lacks)}")
 
 
-def _others(refused: str, config: EngineConfig, needs: Needs, gpu: Gpu) -> str:
-    """Who would do. Asking them imports their libraries: this is the way to an error."""
-    fitting = []
-    for name, choice in ON_GPU.items():
-        if name != refused:
+def _alternatives(rejected: str, config: EngineConfig, needs: Needs, gpu: Gpu) -> str:
+    """Return the usable backends, for an error message. Imports their libraries, so call it only on the error path."""
+    usable = []
+    for name, factory in ON_GPU.items():
+        if name != rejected:
             try:
-                choice(config, needs, gpu)
-            except Misfit:
+                factory(config, needs, gpu)
+            except Unsupported:
                 continue
-            fitting.append(name)
-    return f"what fits here: {', '.join(fitting)}" if fitting else "nothing else fits here either"
+            usable.append(name)
+    return f"usable backends: {', '.join(usable)}" if usable else "no other backend is usable"
 
 
-def _of_graphs(backend: AttentionBackend, config: EngineConfig) -> str:
+def _describe_graphs(backend: AttentionBackend, config: EngineConfig) -> str:
     if config.enforce_eager:
         return "no CUDA graphs (--enforce-eager)"
     if backend.needs_host_lengths:
-        return "it is planned from lengths on the host, so steady decode is launched kernel by kernel: no CUDA graphs"
-    return "steady decode is replayed from CUDA graphs"
+        return "no CUDA graphs: the backend needs lengths on the host"
+    return "steady decode uses CUDA graphs"

@@ -1,7 +1,7 @@
-"""Attention by torch's operators whose every sum has one order: slow, for a deterministic engine without a compiler.
+"""Attention with torch operators and a fixed order of every sum: slow, for deterministic mode without a compiler.
 
-A matrix product's order of additions may change with its shape, with the number of threads and with where its memory
-starts. So each query token is attended alone, by calls of one shape, over tiles of keys at absolute positions.
+A matrix product's order of additions may change with its shape, the number of threads and the alignment of its memory.
+So each query token is computed alone, by calls of one shape, over tiles of keys at absolute positions.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from quire.worker_proc.attention.cpu_torch import write
 from quire.worker_proc.attention.prologue import normalise_and_rotate
 
 TILE_TOKENS = 256
-"""Keys of a tile, in whole blocks: more is fewer calls for long rows and wasted work for short ones."""
+"""Keys per tile, rounded up to whole blocks: a trade between calls for long rows and padding for short ones."""
 
 
 @dataclass(slots=True)
 class FixedPlan:
-    """A step's batch, and where its keys and values are written."""
+    """A step's batch, and the plan for its cache writes."""
 
     batch: StepBatch
     writes: CpuPlan
 
 
 class FixedOrderAttention:
-    """One query token after the other. Stateless."""
+    """Computes one query token at a time. Stateless."""
 
     def plan(self, batch: StepBatch) -> FixedPlan:
         return FixedPlan(batch, CpuPlan(batch))
@@ -68,19 +68,21 @@ class FixedOrderAttention:
 
 
 def _rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """As ``attention/rope.py``, but no product and sum in one call: a fused multiply-add depends on where a value
-    stands in its vector register."""
+    """Rotate as in ``attention/rope.py``, without calls that multiply and add.
+
+    Whether such a call rounds as a fused multiply-add depends on a value's place in its vector register.
+    """
     cos, sin = rotary.cos_sin()
     width = cos.shape[-1]
-    turning = x[..., :width]
-    turned = turning * cos + turning.roll(width // 2, -1) * sin
-    return torch.cat((turned, x[..., width:]), -1)
+    pairs = x[..., :width]
+    rotated = pairs * cos + pairs.roll(width // 2, -1) * sin
+    return torch.cat((rotated, x[..., width:]), -1)
 
 
 def _attend_token(
     query: torch.Tensor, kv_cache: torch.Tensor, batch: StepBatch, row: int, position: int, spec: AttentionSpec
 ) -> torch.Tensor:
-    """``[num_heads, head_dim]`` of the query at ``position`` of a row."""
+    """Compute attention of the query at ``position`` of a row, ``[num_heads, head_dim]``."""
     size = batch.block_size
     tile_blocks = -(-TILE_TOKENS // size)
     start = max(position - batch.window + 1, 0) if batch.window else 0
@@ -118,7 +120,7 @@ def _tile(
     position: int,
     hidden: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a tile's blocks, float32 ``[num_kv_heads, tokens, head_dim]``, zero where ``hidden``."""
+    """Return a tile's keys and values, float32 ``[num_kv_heads, tokens, head_dim]``, zero where ``hidden``."""
     columns = torch.arange(first_block, first_block + num_blocks)
     used = (columns >= start // batch.block_size) & (columns <= position // batch.block_size)
     ids = batch.block_table[row].index_select(0, torch.where(used, columns, 0)).long()

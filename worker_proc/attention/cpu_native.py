@@ -1,4 +1,4 @@
-"""Attention by our own C++ (``kernels/cpu/attention.cpp``): what it is handed, in its own layout."""
+"""Attention with the native library (``kernels/cpu/attention.cpp``): its argument structs and calls."""
 
 import ctypes
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 ERRORS = {
     1: "a block id is outside the cache",
-    2: "a row is longer than its block table, or than the step's tokens",
+    2: "a row is longer than its block table or has more tokens than the step",
     3: "a slot is outside the cache",
     4: "a position is outside the rotary table",
 }
 
 
 class Step(ctypes.Structure):
-    """``QuireStep`` of ``attention_structs.h``, field by field; the next two likewise."""
+    """``QuireStep`` of ``attention_structs.h``, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_table", "query_start_loc", "seq_lens", "slot_mapping")),
@@ -38,6 +38,8 @@ class Step(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
+    """``QuireLayer`` of ``attention_structs.h``, field by field."""
+
     _fields_ = (
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "num_blocks")),
@@ -47,6 +49,8 @@ class Layer(ctypes.Structure):
 
 
 class Tokens(ctypes.Structure):
+    """``QuireTokens`` of ``attention_structs.h``, field by field."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "q_norm", "k_norm", "table", "positions")),
         *((name, ctypes.c_int64) for name in ("token_stride", "head_stride", "value_token_stride")),
@@ -57,14 +61,14 @@ class Tokens(ctypes.Structure):
 
 @dataclass(slots=True)
 class NativePlan:
-    """A step in the library's layout, and the batch that keeps the memory alive which it points to."""
+    """A step in the library's layout, and the batch, which keeps the memory that the step points to."""
 
     step: Step
     batch: StepBatch
 
 
 class NativeAttention:
-    """Calls into the library. Stateless, like the functions behind it."""
+    """Calls of the native library. Stateless."""
 
     def __init__(self, native: Native) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -75,10 +79,10 @@ class NativeAttention:
         self._prologue = native.function("quire_attention_prologue", tokens, pointer, step, layer, returns=number)
 
     def plan(self, batch: StepBatch) -> NativePlan:
-        """No more than pointers and sizes.
+        """Make a plan, which holds only pointers and sizes.
 
         Raises:
-            ValueError: a tensor's dtype or layout is not what ``StepBatch`` promises.
+            ValueError: a tensor does not have the dtype and layout of ``StepBatch``.
         """
         table = batch.block_table
         for name, tensor, dtype in (
@@ -90,7 +94,7 @@ class NativeAttention:
             if tensor.dtype is not dtype or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
                 raise ValueError(f"{name}: {tensor.dtype} with strides {tensor.stride()}, expected {dtype}, dense")
         if min(len(table), len(batch.seq_lens), len(batch.query_start_loc) - 1) < batch.num_rows:
-            raise ValueError(f"the step has {batch.num_rows} rows, its tensors fewer")
+            raise ValueError(f"a tensor of the step has fewer than {batch.num_rows} rows")
         step = Step(
             table.data_ptr(),
             batch.query_start_loc.data_ptr(),
@@ -113,7 +117,7 @@ class NativeAttention:
         spec: AttentionSpec,
         rotary: Rotary | None,
     ) -> torch.Tensor:
-        """Two calls: norms, rotation and write in one pass in float32, the queries in place; then attention."""
+        """Make two calls: norms, rotation (queries in place) and cache write in one float32 pass, then attention."""
         start, size = _dense(qkv).data_ptr(), qkv.element_size()
         token_stride, head_stride, _ = qkv.stride()
         tokens = Tokens(
@@ -130,8 +134,8 @@ class NativeAttention:
             tokens.value = start + (spec.num_heads + spec.num_kv_heads) * head_stride * size
         if spec.q_norm is not None:
             assert spec.k_norm is not None
-            tokens.q_norm = _of(spec.q_norm, qkv.dtype)
-            tokens.k_norm = _of(spec.k_norm, qkv.dtype)
+            tokens.q_norm = _pointer(spec.q_norm, qkv.dtype)
+            tokens.k_norm = _pointer(spec.k_norm, qkv.dtype)
         if rotary is not None:
             _set_rotary(tokens, rotary, len(qkv))
         layer = _layer(spec, kv_cache, qkv.dtype, plan)
@@ -162,9 +166,9 @@ class NativeAttention:
         return self._attend(_dense(query), kv_cache, plan, layer)
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: NativePlan, layer: Layer) -> torch.Tensor:
-        """``query``: ``[num_tokens, num_heads, head_dim]``, strided."""
+        """Compute attention of ``query``: ``[num_tokens, num_heads, head_dim]``, may be strided."""
         if len(query) != plan.step.num_tokens:
-            raise ValueError(f"query: {len(query)} tokens, the step has {plan.step.num_tokens}")
+            raise ValueError(f"query: {len(query)} tokens, expected {plan.step.num_tokens}")
         out = torch.empty(query.shape, dtype=query.dtype)
         token_stride, head_stride, _ = query.stride()
         cache = kv_cache.data_ptr()
@@ -185,10 +189,10 @@ def _set_rotary(tokens: Tokens, rotary: Rotary, num_tokens: int) -> None:
 def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan: NativePlan) -> Layer:
     _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
     if block_size != plan.step.block_size or kv_heads != spec.num_kv_heads or head_dim != spec.head_dim:
-        raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)} does not fit the step and the layer")
+        raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)} does not match the step and the layer")
     assert kv_cache.is_contiguous() and dtype in ACTIVATIONS
     return Layer(
-        None if spec.sinks is None else _of(spec.sinks, torch.float32),
+        None if spec.sinks is None else _pointer(spec.sinks, torch.float32),
         spec.num_heads,
         kv_heads,
         head_dim,
@@ -202,14 +206,14 @@ def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan
     )
 
 
-def _of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+def _pointer(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     assert tensor.dtype is dtype and tensor.is_contiguous()
     return tensor.data_ptr()
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.stride(-1) != 1:
-        raise ValueError(f"the last dimension must be dense, strides are {tensor.stride()}")
+        raise ValueError(f"last dimension must be contiguous (strides {tensor.stride()})")
     return tensor
 
 

@@ -1,7 +1,7 @@
-"""What the layers of one step share on the CPU: index tensors and masks, made once per step by vector operations.
+"""Attention plan of one step on the CPU: index tensors and masks that its layers share, made by vector operations.
 
-Decoding rows go in *tiles* of similar length, small enough that what was gathered is still in the processor's cache
-when it is attended to. Rows with several new tokens (prompts and their chunks) go one by one.
+Decoding rows are computed in *tiles* of rows of similar length, small enough that the gathered keys and values stay in
+the processor's cache. Rows with several new tokens (prefill chunks) are computed one by one.
 """
 
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ from quire.protocol.model.kv_layout import NULL_BLOCK_ID
 from quire.worker_proc.attention.backend import StepBatch
 
 QUERY_TILE = 256
-"""Queries of one chunk that attend together: bounds the mask to ``QUERY_TILE x context``."""
+"""Queries of one chunk per call, which limits the mask to ``QUERY_TILE x context``."""
 
 TILE_BYTES_PER_THREAD = 3 << 20
-"""Gathered keys and values of a decode tile. More falls out of the processor's cache, less is all overhead."""
+"""Gathered keys and values per decode tile: larger tiles fall out of the processor's cache, smaller ones cost calls."""
 
 PADDED_WORK = 1.3
-"""A tile holds rows whose context is at most this factor shorter than its longest ..."""
+"""A tile holds rows whose context is shorter than its longest by at most this factor ..."""
 
 TILE_OVERHEAD_BYTES = 384 << 10
-"""... or whose padding, all together, costs less than the calls of another tile."""
+"""... or whose padding, in total, costs less than the calls of another tile."""
 
 _Int = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """Rows with one new token each and contexts of similar length, attended to in one call.
+    """Rows with one new token each and contexts of similar length, computed in one call.
 
     Attributes:
-        rows: which of the decoding rows, in the plan's order.
-        cache_rows: int64 ``[2 * rows * num_kv_heads * blocks]``, what to gather of a cache seen as
+        rows: slice of the decoding rows, in the plan's order.
+        cache_rows: int64 ``[2 * rows * num_kv_heads * blocks]``: indices to gather from a cache viewed as
             ``[2 * num_blocks * num_kv_heads, block_size * head_dim]``.
-        mask: ``[rows, 1, 1, blocks * block_size]`` in the queries' dtype: 0, or -inf where the row's query sees
-            nothing: past its length and left of its window.
-        tail: int64, places in ``[2 * rows * num_kv_heads * blocks * block_size]`` of the slots in gathered blocks
-            that hold nothing the query sees.
+        mask: ``[rows, 1, 1, blocks * block_size]`` in the queries' dtype: 0, or -inf for positions that the row's query
+            does not see (past its length and left of its window).
+        tail: int64: indices into ``[2 * rows * num_kv_heads * blocks * block_size]`` of the slots in gathered blocks
+            that the query does not see.
     """
 
     rows: slice
@@ -50,12 +50,14 @@ class DecodeTile:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRow:
-    """A row with several new tokens, at ``tokens`` of the step, after ``context`` earlier ones.
+    """A row with several new tokens.
 
     Attributes:
+        tokens: slice of the step's tokens.
+        context: number of tokens before them.
         window: as in the batch.
-        fresh: the step's own keys and values are all that its queries see, and each sees all before it.
-        gathered_from: position of the first key that is gathered.
+        fresh: the row has no context, and no window hides a token: its queries see only the step's own keys.
+        gathered_from: position of the first gathered key.
         cache_rows: int64 ``[2 * num_kv_heads * blocks]``, as in a tile.
     """
 
@@ -67,12 +69,14 @@ class ChunkRow:
     cache_rows: torch.Tensor
 
     def first_key(self, query: int) -> int:
-        """The first position that the row's ``query``-th new token sees."""
+        """Return the first position that the row's ``query``-th new token sees."""
         return max(self.context + query - self.window + 1, 0) if self.window else 0
 
     def hidden(self, first: int, last: int) -> torch.Tensor:
-        """bool ``[queries, keys]``: of queries ``[first, last)``, which do not see which keys from ``first_key(first)``
-        to the last query's own."""
+        """Return the mask of queries ``[first, last)``: bool ``[queries, keys]``, true where a key is hidden.
+
+        The keys are those from ``first_key(first)`` to the last query's own.
+        """
         query = torch.arange(self.context + first, self.context + last)[:, None]
         key = torch.arange(self.first_key(first), self.context + last)
         hidden = key > query
@@ -84,12 +88,14 @@ class LayerPlan:
     """A step's plan for caches of one shape and queries of one dtype.
 
     Attributes:
-        write_rows: int64, where keys and then values go in a cache seen as ``[.., head_dim]``.
-        written: int64, the tokens that are written, or None: all.
-        decode_tokens: int64, tokens of the decoding rows in the tiles' order; None: one tile holds the whole step.
-        num_tokens: tokens that belong to rows; what follows them in the flattened batch is padding.
-        scratch: for what is gathered, in the cache's dtype. Allocations this large come from the system page by page;
-            once per step is enough.
+        write_rows: int64: indices of keys, then values, in a cache viewed as ``[.., head_dim]``.
+        written: int64: the tokens to write; None: all.
+        decode_tokens: int64: tokens of the decoding rows in the tiles' order; None: one tile holds the whole step.
+        num_tokens: number of tokens that belong to rows; the others in the flattened batch are padding.
+        tiles: the decoding rows.
+        chunks: the rows with several new tokens.
+        scratch: memory for gathered keys and values, in the cache's dtype. Allocated once per step, because the system
+            provides allocations of this size page by page.
     """
 
     write_rows: torch.Tensor
@@ -102,7 +108,7 @@ class LayerPlan:
 
 
 class CpuPlan:
-    """A step's batch, and what its layers share: made by the first layer, as a batch does not tell heads and dtype."""
+    """A step's batch and its layer plans, each made at the first layer with its heads and dtype."""
 
     def __init__(self, batch: StepBatch) -> None:
         self._batch = batch
@@ -149,7 +155,7 @@ def _layer_plan(batch: StepBatch, kv_cache: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _head_rows(block_ids: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-    """Where blocks lie in a cache seen as ``[2 * num_blocks * num_kv_heads, ..]``, for every head, keys and values.
+    """Return indices of blocks in a cache viewed as ``[2 * num_blocks * num_kv_heads, ..]``, for keys and values.
 
     Args:
         block_ids: int64 ``[rows, blocks]``.
@@ -163,14 +169,14 @@ def _head_rows(block_ids: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_tiles(lengths: _Int, token_bytes: int) -> tuple[_Int, list[slice]]:
-    """Put decoding rows into tiles.
+    """Divide decoding rows into tiles.
 
     Args:
-        lengths: of their contexts, the new token included.
-        token_bytes: what is gathered for one token of one layer.
+        lengths: context lengths, including the new token.
+        token_bytes: gathered bytes per token and layer.
 
     Returns:
-        An order of the rows (as they come when one tile holds them all), and the stretches of it that are tiles.
+        An order of the rows (the given order if one tile holds them all), and the slices of it that are tiles.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
@@ -190,7 +196,7 @@ def _cut_tiles(lengths: _Int, token_bytes: int) -> tuple[_Int, list[slice]]:
 
 
 def decode_tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Tensor, dtype: torch.dtype) -> DecodeTile:
-    """The tile of some rows of the batch (``members``), which are the plan's decoding rows ``rows``."""
+    """Make the tile of the batch's rows ``members``, which are the plan's decoding rows ``rows``."""
     _, _, kv_heads, block_size, _ = kv_cache.shape
     lengths = batch.seq_lens_cpu[members].astype(np.int64)[:, None]
     visible = batch.first_visible[members].astype(np.int64)[:, None]
@@ -200,8 +206,8 @@ def decode_tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Te
     used = np.arange(width) < num_blocks
     column = np.where(used, first_block + np.arange(width), 0)
     table = batch.block_table[torch.from_numpy(members)[:, None], torch.from_numpy(column)].long()
-    # Padding reads the null block, which is zeros for ever. A block of another row would do as well until that row's
-    # values are not finite: NaN times a weight of 0 is NaN here too.
+    # Padding reads the null block, which is always zero. A block of another row could hold NaN, and NaN times a weight
+    # of 0 is NaN.
     cache_rows = _head_rows(torch.where(torch.from_numpy(used), table, NULL_BLOCK_ID), kv_cache)
 
     tokens = width * block_size

@@ -1,8 +1,8 @@
-"""Attention over the CPU's paged cache by torch's operators: what a machine without a compiler runs.
+"""Attention over the CPU's paged cache with torch operators, for machines without a compiler.
 
-A block of one head is one contiguous stretch of the cache, so that one ``index_select`` over such stretches lays each
-head's keys of a row back to back, which is what ``scaled_dot_product_attention`` wants. Which stretches, and which rows
-together: ``cpu_plan``.
+A block of one head is contiguous in the cache. One ``index_select`` over such blocks gathers each head's keys of a row
+contiguously, as ``scaled_dot_product_attention`` needs them. ``cpu_plan`` chooses the blocks and the rows to compute
+together.
 """
 
 import torch
@@ -12,11 +12,11 @@ from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
 from quire.worker_proc.attention.cpu_plan import QUERY_TILE, ChunkRow, CpuPlan, DecodeTile, LayerPlan
 
 SCORES_AT_ONCE = 1 << 23
-"""Scores of several queries that are written out (32 MiB), where torch has no fused operator for what a layer asks."""
+"""Maximum number of scores to materialise (32 MiB), for layers that torch's fused operator does not support."""
 
 
 class TorchAttention:
-    """Tiles of decoding rows and, one by one, rows with several queries. Stateless."""
+    """Computes decoding rows in tiles, and rows with several queries one by one. Stateless."""
 
     def plan(self, batch: StepBatch) -> CpuPlan:
         return CpuPlan(batch)
@@ -41,7 +41,7 @@ class TorchAttention:
             _decode_rows(query, kv_cache, layer, spec, out)
         for chunk in layer.chunks:
             own = chunk.tokens
-            # Where the cache rounds, what is attended to is what was stored.
+            # If the cache has another dtype, attention must see the rounded keys and values.
             if key is None or value is None or key.dtype is not kv_cache.dtype or not (chunk.fresh and _fusable(spec)):
                 _attend_chunk(query[own], kv_cache, layer, chunk, spec, out[own])
             else:
@@ -60,14 +60,15 @@ def write(
         key, value = key.float() / spec.k_scale, value.float() / spec.v_scale
     both = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
     if dtype.itemsize == 1:
-        # The cast alone makes NaN or infinity of what is out of range. Bytes, as torch moves no fp8 on the CPU.
-        most = torch.finfo(dtype).max
-        both, kv_cache = both.float().clamp(-most, most).to(dtype).view(torch.uint8), kv_cache.view(torch.uint8)
+        # Clamped, because the cast turns values out of range into NaN or infinity. Copied as bytes, because torch
+        # cannot index fp8 on the CPU.
+        limit = torch.finfo(dtype).max
+        both, kv_cache = both.float().clamp(-limit, limit).to(dtype).view(torch.uint8), kv_cache.view(torch.uint8)
     kv_cache.view(-1, head_dim).index_copy_(0, layer.write_rows, both.to(kv_cache.dtype))
 
 
 def _gather(kv_cache: torch.Tensor, cache_rows: torch.Tensor, layer: LayerPlan, dtype: torch.dtype) -> torch.Tensor:
-    """Blocks of heads back to back, ``[len(cache_rows), block_size * head_dim]``, valid until the next gather."""
+    """Gather blocks of heads, ``[len(cache_rows), block_size * head_dim]``; valid until the next gather."""
     width = kv_cache.shape[-2] * kv_cache.shape[-1]
     target = layer.scratch[: len(cache_rows) * width].view(-1, width)
     if kv_cache.dtype.itemsize == 1:
@@ -79,7 +80,7 @@ def _gather(kv_cache: torch.Tensor, cache_rows: torch.Tensor, layer: LayerPlan, 
 
 
 def _fusable(spec: AttentionSpec) -> bool:
-    """Whether ``scaled_dot_product_attention`` can do it."""
+    """Return whether ``scaled_dot_product_attention`` supports the layer."""
     return not spec.soft_cap and spec.sinks is None
 
 
@@ -90,12 +91,13 @@ def _attend_explicitly(
     hidden: torch.Tensor,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Scores written out, in float32.
+    """Compute attention with materialised scores, in float32.
 
     Args:
         query: ``[.., num_kv_heads, group, queries, head_dim]``.
         keys, values: ``[.., num_kv_heads, 1, tokens, head_dim]``.
-        hidden: bool, what no query may see; broadcast to the scores ``[.., num_kv_heads, group, queries, tokens]``.
+        hidden: bool, true where a query must not see a key; broadcast to the scores
+            ``[.., num_kv_heads, group, queries, tokens]``.
     """
     scores = query.float() @ keys.float().transpose(-1, -2) * (spec.scale * spec.k_scale)
     if spec.soft_cap:
@@ -112,14 +114,14 @@ def _attend_explicitly(
 def _decode_rows(
     query: torch.Tensor, kv_cache: torch.Tensor, layer: LayerPlan, spec: AttentionSpec, out: torch.Tensor
 ) -> None:
-    """All decoding rows of ``query`` into their places in ``out``, both ``[num_tokens, num_heads, head_dim]``."""
+    """Compute all decoding rows of ``query`` into ``out``, both ``[num_tokens, num_heads, head_dim]``."""
     kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     tokens = layer.decode_tokens
-    mine = query[: layer.num_tokens] if tokens is None else query.index_select(0, tokens)
-    attended = out[: layer.num_tokens] if tokens is None else torch.empty(mine.shape, dtype=mine.dtype)
-    grouped = attended.view(len(mine), kv_heads, -1, head_dim)
+    decoding = query[: layer.num_tokens] if tokens is None else query.index_select(0, tokens)
+    attended = out[: layer.num_tokens] if tokens is None else torch.empty(decoding.shape, dtype=decoding.dtype)
+    grouped = attended.view(len(decoding), kv_heads, -1, head_dim)
     for tile in layer.tiles:
-        grouped[tile.rows] = _decode(mine[tile.rows], kv_cache, layer, tile, spec)
+        grouped[tile.rows] = _decode(decoding[tile.rows], kv_cache, layer, tile, spec)
     if tokens is not None:
         out.index_copy_(0, tokens, attended)
 
@@ -127,14 +129,14 @@ def _decode_rows(
 def _decode(
     query: torch.Tensor, kv_cache: torch.Tensor, layer: LayerPlan, tile: DecodeTile, spec: AttentionSpec
 ) -> torch.Tensor:
-    """One query per row: ``[rows, num_heads, head_dim]`` → ``[rows, num_kv_heads, group, head_dim]``.
+    """Compute one query per row: ``[rows, num_heads, head_dim]`` → ``[rows, num_kv_heads, group, head_dim]``.
 
-    The query heads that share a KV head stand where the sequence usually does: each key is read once for all of them.
+    The query heads that share a KV head take the sequence dimension, so that each key is read once for all of them.
     """
     rows, kv_heads, head_dim = len(query), kv_cache.shape[2], kv_cache.shape[4]
     gathered = _gather(kv_cache, tile.cache_rows, layer, query.dtype)
     if len(tile.tail):
-        # Stale slots may hold NaN, which no additive mask removes.
+        # Unwritten slots may hold NaN, which an additive mask does not remove.
         gathered.view(-1, head_dim).index_fill_(0, tile.tail, 0)
     keys, values = gathered.view(2, rows, kv_heads, -1, head_dim)
     grouped = query.reshape(rows, kv_heads, -1, head_dim)
@@ -148,7 +150,7 @@ def _decode(
 
 
 def _by_head(tokens: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """``[length, num_heads, head_dim]`` seen as ``[num_kv_heads, group, length, head_dim]``."""
+    """View ``[length, num_heads, head_dim]`` as ``[num_kv_heads, group, length, head_dim]``."""
     length, _, head_dim = tokens.shape
     return tokens.view(length, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
 
@@ -156,7 +158,7 @@ def _by_head(tokens: torch.Tensor, kv_heads: int) -> torch.Tensor:
 def _attend_prompt(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, out: torch.Tensor
 ) -> None:
-    """A row without context, in which every query sees all before it: the step's own keys are all there is."""
+    """Compute a row without context or window over the step's own keys."""
     queries, target = _by_head(query, spec.num_kv_heads), _by_head(out, spec.num_kv_heads)
     keys, values = (x.transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (key, value))
     target.copy_(F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale))
@@ -170,7 +172,7 @@ def _attend_chunk(
     spec: AttentionSpec,
     out: torch.Tensor,
 ) -> None:
-    """Several queries of one row, causally, over the cache: ``[length, num_heads, head_dim]`` into ``out``."""
+    """Compute several queries of one row over the cache into ``out``: ``[length, num_heads, head_dim]``."""
     kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     queries, target = _by_head(query, kv_heads), _by_head(out, kv_heads)
     gathered = _gather(kv_cache, chunk.cache_rows, layer, query.dtype).view(2, kv_heads, 1, -1, head_dim)

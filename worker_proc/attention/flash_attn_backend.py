@@ -1,8 +1,9 @@
-"""Attention by the flash-attn library: version 3 (``flash_attn_interface``) or 2 (``flash_attn``).
+"""Attention with the flash-attn library: version 3 (``flash_attn_interface``) or 2 (``flash_attn``).
 
-Dao, "FlashAttention-2" (arXiv 2307.08691); Shah et al., "FlashAttention-3" (arXiv 2407.08608). Version 3 is built for
-compute capability 9 and takes pages of any size; version 2 runs from 8 on and takes pages of multiples of 256 tokens.
-Both read lengths and block tables on the device, so that decode steps can be captured as graphs.
+Dao, "FlashAttention-2" (arXiv 2307.08691); Shah et al., "FlashAttention-3" (arXiv 2407.08608). Version 3 needs compute
+capability 9 and supports pages of any size; version 2 needs compute capability 8 or later and pages whose size is a
+multiple of 256 tokens. Both read lengths and block tables on the device, so that decode steps can be captured as
+graphs.
 """
 
 import importlib
@@ -24,14 +25,14 @@ from quire.worker_proc.attention.supports import HALVES, Supports
 
 @dataclass(frozen=True, slots=True)
 class FlashAttnPlan:
-    """What all layers of a group share.
+    """Plan that all layers of a group share.
 
     Attributes:
         query_start_loc: int32 ``[num_rows + 1]``.
-        kv_lens: int32 ``[num_rows]``: tokens of each row from its first visible block on.
-        kv_start_loc: int32 ``[num_rows + 1]``: where each row's would start if they lay in one run; None: not wanted.
+        kv_lens: int32 ``[num_rows]``: number of tokens of each row from its first visible block on.
+        kv_start_loc: int32 ``[num_rows + 1]``: cumulative sum of ``kv_lens``; None if the library does not need it.
         block_table: int32 ``[num_rows, blocks]``, from each row's first visible block on.
-        max_query_len, max_kv_len: at least the longest row's.
+        max_query_len, max_kv_len: upper bounds of the longest row.
     """
 
     slot_mapping: torch.Tensor
@@ -46,7 +47,7 @@ class FlashAttnPlan:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Tokens before and behind a query's own that it sees; -1: all (the causal mask hides those behind)."""
+        """Numbers of tokens before and after its own that a query sees; -1: all (the causal mask hides later ones)."""
         return (self.window - 1, 0) if self.window else (-1, -1)
 
 
@@ -54,7 +55,7 @@ class FlashAttnLibrary(Protocol):
     """One version of the library.
 
     Attributes:
-        wants_kv_starts: lengths of rows are told as ``kv_start_loc``, not as ``kv_lens``.
+        wants_kv_starts: the library needs ``kv_start_loc`` instead of ``kv_lens``.
     """
 
     name: str
@@ -69,7 +70,12 @@ class FlashAttnLibrary(Protocol):
         plan: FlashAttnPlan,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """``query``: ``[num_tokens, num_heads, head_dim]``; caches: ``[blocks, block_size, kv_heads, head_dim]``."""
+        """Compute attention.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_dim]``.
+            key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        """
         ...
 
 
@@ -85,11 +91,11 @@ _EITHER = Supports(
 
 
 class FlashAttn3:
-    """``flash_attn_with_kvcache`` of ``flash_attn_interface``, which takes ragged queries too.
+    """``flash_attn_with_kvcache`` of ``flash_attn_interface``, which also supports queries of different lengths.
 
-    Hazard: its kernel multiplies values of masked slots by zero, so that a NaN which an earlier holder left behind a
-    row's end, in the row's own last block, reaches the row (flash-attention issue 2374). The pool starts zeroed and
-    rows with numbers that are not finite end with an error, but their blocks are not cleared.
+    Hazard: its kernel multiplies the values of masked slots by zero. A NaN that an earlier request left past the row's
+    end, in the row's last block, therefore reaches the row (flash-attention issue 2374). The pool starts zeroed, and
+    requests with non-finite logits end with an error, but their blocks are not cleared.
 
     Raises:
         ImportError: the library is not installed, or not for this torch.
@@ -166,11 +172,11 @@ class FlashAttn2:
 
 
 VERSIONS: tuple[type[FlashAttn3] | type[FlashAttn2], ...] = (FlashAttn3, FlashAttn2)
-"""The faster first, where both would do."""
+"""In order of preference: version 3 is faster."""
 
 
 class FlashAttnBackend:
-    """``AttentionBackend`` by one version of the library. Holds no tensors; a plan dies with its step."""
+    """``AttentionBackend`` with one version of the library. Owns only the scales of fp8 caches."""
 
     name = "flash_attn"
     needs_host_lengths = False
@@ -187,7 +193,7 @@ class FlashAttnBackend:
         return self._plan(batch, int(batch.query_lens_cpu.max(initial=0)), int(visible.max(initial=0)))
 
     def plan_decode(self, batch: StepBatch) -> FlashAttnPlan:
-        """The longest row is not known: as many tokens as the table has room for, or as a window can touch blocks."""
+        """Plan with an upper bound for the longest row: the table's width, or the blocks that a window can overlap."""
         most = batch.block_table.shape[1] * batch.block_size
         if batch.window:
             most = min(most, (batch.window + 2 * batch.block_size - 2) // batch.block_size * batch.block_size)
@@ -208,10 +214,10 @@ class FlashAttnBackend:
         plan: FlashAttnPlan,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """As ``AttentionBackend.forward``.
+        """Compute ``AttentionBackend.forward``.
 
         Raises:
-            ValueError: the cache does not fit the plan, or the layer asks for what the library has not.
+            ValueError: the cache does not fit the plan, or the layer needs a feature that the library lacks.
         """
         refuse_sinks(self.name, spec)
         if kv_cache.shape[2] != plan.block_size or kv_cache.dtype is not query.dtype:
@@ -226,7 +232,7 @@ class FlashAttnBackend:
         return self._library.attend(query, kv_cache[0], kv_cache[1], plan, spec)
 
     def _plan(self, batch: StepBatch, max_query_len: int, max_kv_len: int) -> FlashAttnPlan:
-        """Without looking at a length on the host but the two given: this may be inside a capture."""
+        """Make a plan. Reads no lengths on the host, because this may run during graph capture."""
         table, kv_lens = batch.block_table, batch.seq_lens
         if batch.window:
             first = first_visible_block(batch)
@@ -250,10 +256,10 @@ class FlashAttnBackend:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """``name`` of an installed library.
+    """Return function ``name`` of an installed library.
 
     Raises:
-        ImportError: there is no such module, it does not load, or it is too old to have the function.
+        ImportError: the module is missing, does not load, or is too old to have the function.
     """
     found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
     if found is None:

@@ -1,8 +1,8 @@
-"""Attention by the FlashInfer library (Ye et al., arXiv 2501.01005): paged prefill and decode, planned on the host.
+"""Attention with the FlashInfer library (Ye et al., arXiv 2501.01005): paged prefill and decode, planned on the host.
 
-A plan of the library belongs to one of its wrappers, is made from lengths on the host and is copied to the device from
-the wrapper's pinned memory. A CUDA graph would have to be re-planned before every replay, from lengths that in a steady
-decode step only the device knows: so there are no graphs with this backend.
+A plan of the library belongs to one of its wrappers. It is made from lengths on the host and copied to the device from
+the wrapper's pinned memory. A CUDA graph would need a new plan before every replay, from lengths that in steady decode
+are only on the device, so this backend has no graphs.
 """
 
 import importlib
@@ -24,11 +24,11 @@ from quire.worker_proc.attention.library import (
 from quire.worker_proc.attention.supports import HALVES, Supports
 
 WORKSPACE_BYTES = 128 * 2**20
-"""Of partial results; the size that the library's documentation uses. One for all wrappers: they run one by one. Each
-wrapper has 8 MiB of its own besides."""
+"""Workspace for partial results; the size is that of the library's documentation. All wrappers share it, because they
+run one after the other. Each wrapper allocates another 8 MiB."""
 
 CUDA_CORE_GROUPS = (1, 2)
-"""Query heads per KV head up to which decode is as fast without tensor cores. That kernel knows only a few sizes."""
+"""Query heads per KV head for which decode is as fast without tensor cores; that kernel supports only a few sizes."""
 
 SUPPORTS = Supports(
     dtypes=HALVES,
@@ -39,12 +39,12 @@ SUPPORTS = Supports(
     deterministic=False,
     capabilities=(8, 12),
 )
-"""Its kernels with sinks are of another class, compiled per model."""
+"""Sinks are not supported: the library has them in a separate wrapper class whose kernels are compiled per model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What a plan of the library is made for, besides the rows. ``decode``: every row has one token."""
+    """Settings of a plan of the library, besides the rows. ``decode``: every row has one token."""
 
     decode: bool
     num_heads: int
@@ -57,17 +57,17 @@ class LayerKind:
 
     @property
     def tensor_cores(self) -> bool:
-        """Of decode; the tensor cores' kernel takes any group of heads, and 8-bit caches faster."""
+        """Whether decode uses tensor cores: that kernel supports all group sizes and is faster with 8-bit caches."""
         group = self.num_heads // self.num_kv_heads
         return group not in CUDA_CORE_GROUPS or self.kv_dtype in FP8_DTYPES
 
 
 @dataclass(slots=True)
 class Wrapper:
-    """One of the library's wrappers, with its own memory on both sides.
+    """One of the library's wrappers, with its own memory on host and device.
 
-    ``plan()`` of the library writes pinned memory and copies it without waiting, so that a second one could change
-    what the first has not copied yet: ``copied`` says when it has.
+    The library's ``plan()`` writes to pinned memory and copies it without waiting, so that a second call could change
+    the memory before the first copy is done: ``copied`` is the event after that copy.
     """
 
     inner: Any
@@ -83,9 +83,9 @@ class Wrapper:
 
 
 class WrapperPool:
-    """Owns wrappers and their workspace. A wrapper is lent to one plan at a time and comes back when that is dropped.
+    """Owns wrappers and their workspace. A wrapper is lent to one plan at a time and returned when the plan is deleted.
 
-    Kernels of the plan may still run then: they and the next plan's copies are in one stream, in order.
+    Kernels of that plan may then still run, which is safe: they and the next plan's copies are in one stream, in order.
 
     Raises:
         ImportError: the library is not installed.
@@ -97,7 +97,7 @@ class WrapperPool:
         self._free: dict[LayerKind, list[Wrapper]] = {}
 
     def lend(self, kind: LayerKind, borrower: object) -> Wrapper:
-        """By kind: a prefill wrapper decides once, from dtypes and sizes, which kernels it uses."""
+        """Lend a wrapper of ``kind`` to ``borrower``. A prefill wrapper chooses its kernels only once, by kind."""
         free = self._free.setdefault(kind, [])
         wrapper = free.pop() if free else self._make(kind)
         weakref.finalize(borrower, free.append, wrapper).atexit = False
@@ -112,10 +112,10 @@ class WrapperPool:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A step's pages as the library takes them, from each row's first visible block on.
+    """A step's pages in the library's format, from each row's first visible block on.
 
     Attributes:
-        indptr: int32 ``[num_rows + 1]`` on the host: where each row's pages start.
+        indptr: int32 ``[num_rows + 1]`` on the host: index of each row's first page.
         last_page_len: int32 ``[num_rows]`` on the host: tokens in each row's last page.
         indices: int32 ``[num_pages]`` on the device: block ids.
     """
@@ -126,7 +126,7 @@ class Pages:
 
     @classmethod
     def of(cls, batch: StepBatch) -> "Pages":
-        """Block ids stay on the device; the host knows only how many there are."""
+        """Make the pages of a step. Block ids stay on the device; only their number is known on the host."""
         size, table = batch.block_size, batch.block_table
         counts_cpu = -(-batch.seq_lens_cpu // size) - batch.first_visible // size
         indptr = np.concatenate([[0], counts_cpu.cumsum()]).astype(np.int32)
@@ -142,7 +142,7 @@ class Pages:
 
 @dataclass(slots=True, weakref_slot=True)
 class FlashInferPlan:
-    """A step's rows, and the library's plan for layers of each kind: as a rule there is one in a group."""
+    """A step's rows, and the library's plan for layers of each kind (usually one kind per group)."""
 
     batch: StepBatch
     pool: WrapperPool
@@ -150,7 +150,7 @@ class FlashInferPlan:
     _wrappers: dict[LayerKind, Any] = field(default_factory=dict)
 
     def of_layer(self, query: torch.Tensor, kv_cache: torch.Tensor, spec: AttentionSpec) -> Any:
-        """The library's wrapper, planned at the first layer of this kind."""
+        """Return the library's wrapper, planned at the first layer of this kind."""
         kind = LayerKind(
             decode=bool((self.batch.query_lens_cpu == 1).all()),
             num_heads=spec.num_heads,
@@ -195,13 +195,13 @@ class FlashInferPlan:
 
 
 class FlashInferBackend:
-    """``AttentionBackend`` by FlashInfer. Owns its wrappers and their workspace.
+    """``AttentionBackend`` with FlashInfer. Owns its wrappers and their workspace.
 
-    A step in which any row has more than one token is prefill to the library, decode rows and all. The library compiles
-    a kernel when it is first used, in the step that needs it, unless its package of compiled ones is installed.
+    If any row has more than one token, all rows of the step use the library's prefill. The library compiles a kernel at
+    its first use, in the middle of a step, unless its package of compiled kernels is installed.
 
     Args:
-        device: where the workspace is made, at once: so the memory plan sees it.
+        device: device of the workspace, which is allocated here so that the memory plan includes it.
 
     Raises:
         ImportError: the library is not installed, or not for this torch.
@@ -221,7 +221,7 @@ class FlashInferBackend:
         return FlashInferPlan(batch, self._pool)
 
     def plan_decode(self, batch: StepBatch) -> FlashInferPlan:
-        raise NotImplementedError("FlashInfer plans from lengths on the host")
+        raise NotImplementedError("FlashInfer needs lengths on the host")
 
     def attend(
         self,
@@ -243,10 +243,10 @@ class FlashInferBackend:
         plan: FlashInferPlan,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """As ``AttentionBackend.forward``.
+        """Compute ``AttentionBackend.forward``.
 
         Raises:
-            ValueError: the cache does not fit the plan, or the layer asks for what the library has not.
+            ValueError: the cache does not fit the plan, or the layer needs a feature that the library lacks.
         """
         batch = plan.batch
         refuse_sinks(self.name, spec)

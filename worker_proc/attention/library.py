@@ -1,6 +1,7 @@
-"""What backends over other people's attention kernels share: our own cache write, and which blocks a row's queries see.
+"""Code shared by backends that use external attention libraries: the cache write, and the blocks that queries see.
 
-Those libraries attend; head norms, rotation and the cache write stay our kernels, which also write 8-bit caches.
+The libraries compute attention only; head norms, rotation and the cache write use Quire's kernels, which also write
+8-bit caches.
 """
 
 import torch
@@ -12,14 +13,14 @@ from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 
 
 def nhd_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Keys and values apart, each as both libraries take pages: a token's heads lie together."""
+    """Return the cache shape of both libraries: keys and values separate, the heads of a token adjacent (NHD)."""
     return (2, num_blocks, block_size, num_kv_heads, head_dim)
 
 
 class CacheWriter:
-    """From a layer's projection to queries, keys and values in the cache. Owns the scales of fp8 caches.
+    """Writes the keys and values of a layer's projection to the cache. Owns the scales of fp8 caches.
 
-    On a CPU (tests of a backend whose library is a fake) the kernels' references do the same.
+    On a CPU (tests with a fake library) it uses the kernels' references.
     """
 
     def __init__(self) -> None:
@@ -33,10 +34,10 @@ class CacheWriter:
         spec: AttentionSpec,
         rotary: Rotary | None,
     ) -> torch.Tensor:
-        """Head norms, rotation and the cache write of ``AttentionBackend.attend``, in one launch.
+        """Apply the head norms, rotation and cache write of ``AttentionBackend.attend`` in one launch.
 
         Returns:
-            Queries, ``[num_tokens, num_heads, head_dim]``, contiguous.
+            The queries, ``[num_tokens, num_heads, head_dim]``, contiguous.
         """
         launch = fused_cache_write if qkv.is_cuda else fused_cache_write_reference
         has_keys = qkv.shape[1] > spec.num_heads
@@ -63,7 +64,7 @@ class CacheWriter:
         slot_mapping: torch.Tensor,
         spec: AttentionSpec,
     ) -> None:
-        """The cache write of ``AttentionBackend.forward``."""
+        """Write keys and values for ``AttentionBackend.forward``."""
         launch = write_cache if key.is_cuda else write_cache_reference
         launch(
             key,
@@ -75,7 +76,7 @@ class CacheWriter:
         )
 
     def _scale(self, scale: float, kv_cache: torch.Tensor) -> torch.Tensor | None:
-        """On the device, where kernels read it; made once: a captured graph must not copy from the host."""
+        """Return the scale as a device tensor, made once: a captured graph must not copy from the host."""
         if kv_cache.dtype not in FP8_DTYPES or scale == 1.0:
             return None
         place = (scale, kv_cache.device)
@@ -85,9 +86,9 @@ class CacheWriter:
 
 
 def first_visible_block(batch: StepBatch) -> torch.Tensor:
-    """int32 ``[num_rows]`` on the device, from lengths on the device: the block of a row's first visible position.
+    """Return the index of the block with each row's first visible position, int32 ``[num_rows]``, from device lengths.
 
-    What lies left of it may be anybody's by now. Attention over the rest is the same as over all: a window and the
+    Blocks left of it may belong to other rows. Attention without them gives the same result, because the window and the
     causal mask both count from the row's end.
     """
     if not batch.window:
@@ -98,10 +99,9 @@ def first_visible_block(batch: StepBatch) -> torch.Tensor:
 
 
 def refuse_sinks(name: str, spec: AttentionSpec) -> None:
-    """Guard against a caller that did not ask ``Supports``: a wrong answer is worse than an error.
+    """Raise ValueError if the layer has attention sinks, which neither library supports.
 
-    Raises:
-        ValueError: the layer has attention sinks, which neither library has.
+    ``Supports`` rejects such models at start; this guards against callers that skipped it.
     """
     if spec.sinks is not None:
-        raise ValueError(f"attention backend {name} has no sinks")
+        raise ValueError(f"attention backend {name} does not support sinks")

@@ -1,4 +1,4 @@
-"""What comes between a layer's projection and attention, in torch's own operators."""
+"""Head norms and rotation between a layer's projection and attention, with torch operators."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ def attend_unfused(
     spec: AttentionSpec,
     rotary: Rotary | None,
 ) -> torch.Tensor:
-    """``AttentionBackend.attend`` step by step."""
+    """Compute ``AttentionBackend.attend`` without fusion."""
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     qk, value = qkv, None
     if qkv.shape[1] > heads:
@@ -26,7 +26,7 @@ def attend_unfused(
 
 
 def normalise_and_rotate(qk: torch.Tensor, spec: AttentionSpec, rotary: Rotary | None) -> torch.Tensor:
-    """``qk``: ``[num_tokens, num_heads (+ num_kv_heads), head_dim]``, queries first."""
+    """Normalise and rotate ``qk``: ``[num_tokens, num_heads (+ num_kv_heads), head_dim]``, queries first."""
     if spec.q_norm is not None:
         assert spec.k_norm is not None
         parts = [F.rms_norm(qk[:, : spec.num_heads], qk.shape[-1:], spec.q_norm, spec.norm_eps)]

@@ -9,22 +9,23 @@ from quire.protocol.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> torch.Tensor:
-    """Angle per position of each pair of rotated dimensions, float32 ``[rotary_dim / 2]`` on the CPU.
+    """Return the angle per position of each pair of rotated dimensions, float32 ``[rotary_dim / 2]`` on the CPU.
 
-    RoFormer (arXiv 2104.09864), section 3.2.2; *linear* is position interpolation (arXiv 2306.15595); *llama3* is
-    the frequency-dependent stretch that Llama 3.1 ships in its ``config.json``: wavelengths beyond
-    ``original_max_position / low_freq_factor`` are divided by ``factor``, those under
-    ``original_max_position / high_freq_factor`` are kept, and between the two the share moves linearly.
+    Source: RoFormer (arXiv 2104.09864), section 3.2.2. *linear* is position interpolation (arXiv 2306.15595). *llama3*
+    is the frequency-dependent scaling in the ``config.json`` of Llama 3.1: frequencies with wavelengths over
+    ``original_max_position / low_freq_factor`` are divided by ``factor``, those with wavelengths under
+    ``original_max_position / high_freq_factor`` are kept, and the two are blended linearly in between.
 
-    *longrope* has one set of divisors for short contexts and one for long: which of them is decided by
-    ``max_position``, the longest that the engine will ever serve, and never by the context at hand: keys that lie in
-    the cache, or are shared as a prefix, were rotated long before anyone knew how long their request would grow.
+    *longrope* has one set of divisors for short contexts and one for long ones. ``max_position``, the longest context
+    that the engine serves, decides which one is used, not the length of a request: cached keys are rotated before the
+        final
+    length of their request is known.
 
     Args:
-        max_position: positions that the engine serves.
+        max_position: number of positions that the engine serves.
 
     Raises:
-        ConfigError: *dynamic* beyond the length of training, where frequencies would change as a request grows.
+        ConfigError: *dynamic* beyond the trained length, where frequencies would change as a request grows.
     """
     dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
@@ -34,7 +35,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> t
     if rope.kind == "dynamic" and max_position > rope.original_max_position:
         raise ConfigError(
             f"rope type dynamic serves up to max_position_embeddings ({rope.original_max_position}), "
-            f"not {max_position} positions: beyond it would rotate cached keys anew"
+            f"not {max_position} positions: beyond that, cached keys would have to be rotated again"
         )
     if rope.kind == "llama3":
         turns = rope.original_max_position * frequencies / (2 * math.pi)
@@ -49,13 +50,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> t
 
 
 def _blend(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
-    """``kept`` of each frequency as it was, the rest of it divided by ``factor``."""
+    """Blend: the share ``kept`` of each frequency, plus the remaining share of it divided by ``factor``."""
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
 def _kept_by_yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """arXiv 2309.00071, section 3.2: a ramp over the dimensions between those that turn ``beta_fast`` and ``beta_slow``
-    times within the original length."""
+    """Return the share of each frequency that yarn keeps (arXiv 2309.00071, section 3.2).
+
+    The share is a ramp between the dimensions that turn ``beta_fast`` and ``beta_slow`` times within the original
+    length.
+    """
 
     def dimension(turns: float) -> float:
         return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -69,14 +73,14 @@ def _kept_by_yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_position: int, device: torch.device | str) -> torch.Tensor:
-    """Cosines and signed sines of every position, float32 ``[2, max_position, rotary_dim]``.
+    """Return cosines and signed sines of every position, float32 ``[2, max_position, rotary_dim]``.
 
-    The sines of the first half are negated, so that ``rotate`` needs no negation of its own. Yarn's and longrope's
-    attention factor is in both.
+    The first half of the sines is negated, so that ``rotate`` needs no negation. Cosines and sines include the
+    attention factor of yarn and longrope.
     """
     frequencies = inverse_frequencies(rope, head_dim, max_position)
     table = torch.empty(2, max_position, 2 * len(frequencies), dtype=torch.float32, device=device)
-    if table.is_meta:  # arange and outer would import torch's compiler there, which takes seconds
+    if table.is_meta:  # on meta tensors arange and outer would import torch's compiler, which takes seconds
         return table
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device=device), frequencies.to(device))
     cos, sin = angles.cos(), angles.sin()

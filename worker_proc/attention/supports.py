@@ -1,4 +1,4 @@
-"""What a model asks of attention, what a backend has, and what is missing, in words: known before weights load."""
+"""Attention features: those that a model needs, those that a backend supports, and messages for missing ones."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model and the settings ask of attention.
+    """Attention features that a model and the settings need.
 
     Attributes:
-        dtype, kv_dtype: of the activations and of the cache.
-        block_sizes: of all KV groups, without repetitions.
+        dtype, kv_dtype: dtypes of the activations and of the cache.
+        block_sizes: distinct block sizes of all KV groups.
     """
 
     head_dim: int
@@ -46,17 +46,17 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Supports:
-    """What a backend has.
+    """Attention features that a backend supports.
 
     Attributes:
-        dtypes: of activations.
-        fp8_cache: caches of 8-bit floats with scales, besides those of the activations' dtype.
-        mixed_cache: caches of another dtype of 16 or 32 bits than the activations'.
-        head_dims: the ones there are kernels for; empty: every multiple of ``head_dim_multiple``.
-        most_head_dim: 0: any.
-        block_multiple: KV blocks have a multiple of this many tokens.
-        deterministic: equal bits for a request whatever else runs and however its prompt is cut.
-        capabilities: lowest and highest major compute capability; 0 for the highest: all later ones.
+        dtypes: dtypes of activations.
+        fp8_cache: caches of 8-bit floats with scales.
+        mixed_cache: caches of a 16-bit or 32-bit dtype other than the activations'.
+        head_dims: supported head dimensions; empty: every multiple of ``head_dim_multiple``.
+        max_head_dim: largest head dimension; 0: no limit.
+        block_multiple: the block size must be a multiple of this.
+        deterministic: a request's result has the same bits whatever else runs and however its prompt is chunked.
+        capabilities: lowest and highest major compute capability; 0 as the highest: all later ones.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALVES)
@@ -73,17 +73,17 @@ class Supports:
     capabilities: tuple[int, int] = (0, 0)
 
     def lacks(self, needs: Needs, capability: tuple[int, int] | None = None) -> list[str]:
-        """What is asked for and not there, a phrase for each; empty: it fits.
+        """Return a phrase for each missing feature; empty if all are supported.
 
         Args:
-            capability: of the CUDA device; None: there is none, or it does not matter.
+            capability: compute capability of the CUDA device; None: not checked.
         """
         missing = [*self._lacks_device(capability), *self._lacks_sizes(needs), *self._lacks_dtypes(needs)]
         features = {
             "sliding windows": needs.windows and not self.windows,
             "a soft cap on scores (attn_logit_softcapping)": needs.soft_cap and not self.soft_cap,
             "attention sinks": needs.sinks and not self.sinks,
-            "equal bits whatever else runs (--deterministic)": needs.deterministic and not self.deterministic,
+            "batch-independent results (--deterministic)": needs.deterministic and not self.deterministic,
         }
         return missing + [name for name, is_missing in features.items() if is_missing]
 
@@ -92,31 +92,33 @@ class Supports:
         if capability is None or (lowest <= capability[0] and (not highest or capability[0] <= highest)):
             return []
         last = f" to {highest}.x" if highest else " and later"
-        return [f"compute capability {capability[0]}.{capability[1]} (it has {lowest}.x{last * (lowest != highest)})"]
+        supported = f"{lowest}.x{last * (lowest != highest)}"
+        return [f"compute capability {capability[0]}.{capability[1]} (supported: {supported})"]
 
     def _lacks_sizes(self, needs: Needs) -> list[str]:
         missing = []
         dim = needs.head_dim
         if self.head_dims and dim not in self.head_dims:
-            missing.append(f"head_dim {dim} (it has {', '.join(map(str, self.head_dims))})")
+            missing.append(f"head_dim {dim} (supported: {', '.join(map(str, self.head_dims))})")
         elif dim % self.head_dim_multiple or (self.max_head_dim and dim > self.max_head_dim):
-            most = f" up to {self.max_head_dim}" if self.max_head_dim else ""
-            missing.append(f"head_dim {dim} (it has multiples of {self.head_dim_multiple}{most})")
+            limit = f" up to {self.max_head_dim}" if self.max_head_dim else ""
+            missing.append(f"head_dim {dim} (supported: multiples of {self.head_dim_multiple}{limit})")
         for size in needs.block_sizes:
             if size % self.block_multiple:
-                missing.append(f"KV blocks of {size} tokens (it has multiples: --block-size {self.block_multiple})")
+                missing.append(f"KV blocks of {size} tokens (use a multiple: --block-size {self.block_multiple})")
         return missing
 
     def _lacks_dtypes(self, needs: Needs) -> list[str]:
         missing = []
         if needs.dtype not in self.dtypes:
-            missing.append(f"--dtype {dtype_name(needs.dtype)} (it has {', '.join(map(dtype_name, self.dtypes))})")
+            names = ", ".join(map(dtype_name, self.dtypes))
+            missing.append(f"--dtype {dtype_name(needs.dtype)} (supported: {names})")
         has_cache = self.fp8_cache if needs.kv_dtype in FP8_DTYPES else self.mixed_cache
         if needs.kv_dtype is not needs.dtype and not has_cache:
-            missing.append(f"--kv-cache-dtype {dtype_name(needs.kv_dtype)} under {dtype_name(needs.dtype)} activations")
+            missing.append(f"--kv-cache-dtype {dtype_name(needs.kv_dtype)} with {dtype_name(needs.dtype)} activations")
         return missing
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As flags and ``config.json`` write it."""
+    """Return the name that flags and ``config.json`` use."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels."""
+"""Attention with Quire's Triton kernels."""
 
 from dataclasses import dataclass, field
 
@@ -13,27 +13,27 @@ from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
-from quire.worker_proc.attention.varlen_prefill import attend_fresh, takes_fresh
+from quire.worker_proc.attention.varlen_prefill import attend_fresh, can_attend_fresh
 
 FRESH_FROM = 512
-"""Tokens per row, on average, from which whole new prompts are torch's: its flash attention uses what Triton does not
-reach on Hopper (vLLM's blog of 2026-07-06 has its Triton kernel 2.9 times slower on an H20, for prompts of 8k). Of
-shorter rows each would be a launch. To be measured here: section prefill_attention of ``quire bench kernels``."""
+"""Average tokens per row from which whole new prompts use torch's flash attention, which uses Hopper instructions that
+Triton does not reach (vLLM's blog of 2026-07-06 measures its Triton kernel 2.9 times slower on an H20, for prompts of
+8k). With shorter rows the launches cost too much. Measure with section prefill_attention of ``quire bench kernels``."""
 
 FIXED_SPLIT = 1024
-"""Keys of a piece where results must not depend on the batch: long rows still have work for many programs."""
+"""Keys per piece in deterministic mode, small enough that a long row still occupies many programs."""
 
 
 @dataclass(slots=True)
 class TritonPlan:
-    """A step's rows, and how their work is cut for layers of each shape: as a rule there is one in a group."""
+    """A step's rows, and the kernels' plan for layers of each shape (usually one shape per group)."""
 
     batch: StepBatch
     fixed_split: int = 0
     _plans: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
 
     def of_layer(self, shape: AttentionShape, num_tokens: int) -> AttentionPlan:
-        """Made at the first layer of this shape: one small copy to the device."""
+        """Return the plan, which is made at the first layer of this shape with one small copy to the device."""
         if shape not in self._plans:
             batch = self.batch
             self._plans[shape] = plan_attention(
@@ -52,17 +52,17 @@ AnyPlan = TritonPlan | DecodePlan
 
 
 class TritonBackend:
-    """``AttentionBackend`` on a CUDA device, or on the CPU where Triton's interpreter is on (tests).
+    """``AttentionBackend`` on a CUDA device, or on the CPU with Triton's interpreter (tests).
 
-    Holds no tensors but the scales of fp8 caches and what ``plan_decode`` writes to: the caches are the caller's, and a
-    plan of ``plan`` dies with its step.
+    Owns only the scales of fp8 caches and the buffers of ``plan_decode``. The caches belong to the caller, and a plan
+    from ``plan`` is used for one step.
 
     Args:
-        max_rows: rows of the largest step of ``plan_decode``; 0: there will be none.
-        fresh_from: whole new prompts of at least so many tokens each, on average, are attended to by torch's operators
-            over their own keys (``varlen_prefill``); 0: never.
-        deterministic: a query's result depends, to the bit, on its own query, keys and values alone
-            (``paged_attention`` says how); then all plans are made on the host.
+        max_rows: maximum number of rows in ``plan_decode``; 0: ``plan_decode`` is not supported.
+        fresh_from: whole new prompts with at least this many tokens on average use torch operators over their own keys
+            (``varlen_prefill``); 0: never.
+        deterministic: a query's result depends, bit for bit, on its own query, keys and values alone (see
+            ``paged_attention``); all plans are then made on the host.
 
     Raises:
         RuntimeError: triton is not installed, or there is neither a CUDA device nor the interpreter.
@@ -82,7 +82,7 @@ class TritonBackend:
         self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Layout NHD: a token's heads lie together, so that the write of a token is one run of memory."""
+        """Return the shape of layout NHD, in which the write of a token is one contiguous run of memory."""
         return (2, num_blocks, block_size, num_kv_heads, head_dim)
 
     def plan(self, batch: StepBatch) -> TritonPlan:
@@ -90,13 +90,13 @@ class TritonBackend:
 
     def plan_decode(self, batch: StepBatch) -> DecodePlan:
         if self._pool is None:
-            raise NotImplementedError("this backend was made to plan on the host: without max_rows, or deterministic")
+            raise NotImplementedError("plan_decode needs max_rows > 0 and no deterministic mode")
         return DecodePlan(batch, self._pool)
 
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
-        """Head norms, rotation and the cache write in one launch, then attention."""
+        """Apply head norms, rotation and the cache write in one launch, then compute attention."""
         self._check_block_size(kv_cache, plan)
         owns_cache = qkv.shape[1] > spec.num_heads
         key = value = None
@@ -126,7 +126,7 @@ class TritonBackend:
         batch = plan.batch
         if isinstance(plan, DecodePlan) or not 0 < self._fresh_from * batch.num_rows <= len(qkv):
             return False
-        return len(qkv) == int(batch.query_lens_cpu.sum()) and takes_fresh(batch, spec, qkv.dtype, kv_cache.dtype)
+        return len(qkv) == int(batch.query_lens_cpu.sum()) and can_attend_fresh(batch, spec, qkv.dtype, kv_cache.dtype)
 
     def forward(
         self,
@@ -137,7 +137,7 @@ class TritonBackend:
         plan: AnyPlan,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """As ``AttentionBackend.forward``.
+        """Compute ``AttentionBackend.forward``.
 
         Raises:
             ValueError: a tensor does not fit the batch or the cache.
@@ -172,7 +172,7 @@ class TritonBackend:
         )
 
     def _scale(self, scale: float, kv_cache: torch.Tensor) -> torch.Tensor | None:
-        """On the device, since a kernel reads it there; made once, as a captured graph must not copy from the host."""
+        """Return the scale as a device tensor, made once: a captured graph must not copy from the host."""
         if kv_cache.dtype not in FP8_DTYPES or scale == 1.0:
             return None
         place = (scale, kv_cache.device)

@@ -1,4 +1,4 @@
-"""Triton attention's plan for steps of which only the device knows the lengths: what a captured graph has in it."""
+"""Plans of Triton attention for steps whose lengths are only on the device, for use in captured graphs."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from quire.worker_proc.attention.backend import StepBatch
 
 
 class DecodeBufferPool:
-    """The memory that plans are written to: one set for every kind of layer, the same in all steps and graphs."""
+    """Buffers for plans: one set per layer shape and window, shared by all steps and graphs."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
@@ -26,7 +26,7 @@ class DecodeBufferPool:
 
 @dataclass(slots=True)
 class DecodePlan:
-    """As ``TritonPlan``, for rows of one token each; a launch at the first layer of each shape, no copy, no wait."""
+    """``TritonPlan`` for rows of one token each: one launch at the first layer of each shape, no copy and no wait."""
 
     batch: StepBatch
     pool: DecodeBufferPool

@@ -1,7 +1,7 @@
-"""Attention of whole new prompts over their own keys and values, by torch's operators: no cache, no block tables.
+"""Attention of whole new prompts over their own keys and values, with torch operators, without cache and block tables.
 
-For prompts that were computed before by nobody, what the paged kernel would read from the cache lies in the step's own
-tensors, in order.
+If no token of a prompt was computed before this step, the keys and values that the paged kernel would read from the
+cache are in the step's own tensors, in order.
 """
 
 import functools
@@ -20,14 +20,14 @@ from quire.worker_proc.attention.supports import HALVES
 
 DTYPES = (torch.float32, *HALVES)
 FLASH_HEAD_DIMS = 256
-"""The widest head of torch's flash attention; they are multiples of 8."""
+"""Largest head dimension of torch's flash attention, which must be a multiple of 8."""
 
 
-def takes_fresh(batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Whether ``attend_fresh`` gives what attention over the cache would: one look at the host's lengths.
+def can_attend_fresh(batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    """Return whether ``attend_fresh`` gives the same result as attention over the cache; reads the host's lengths.
 
-    No row has a context, no token's view is cut by a window, and the layer asks for nothing but a scale. A
-    cache of another dtype would have rounded the keys; ``dtype``: of the activations.
+    It does if no row has computed tokens, no window hides a token, the layer has neither soft cap nor sinks nor scales,
+    and the cache has the activations' ``dtype`` (another dtype would round the keys).
     """
     longest = int(batch.seq_lens_cpu.max(initial=0))
     plain = not spec.soft_cap and spec.sinks is None
@@ -45,22 +45,22 @@ def attend_fresh(
     lens_cpu: npt.NDArray[np.int32],
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of each row over its own tokens.
+    """Compute causal attention of each row over its own tokens.
 
-    By torch's flash attention over ragged rows on a GPU that has it, else by ``scaled_dot_product_attention``, once for
-    every run of rows of equal length.
+    Uses torch's variable-length flash attention on a GPU that supports it, else ``scaled_dot_product_attention``, once
+    for every run of rows of equal length.
 
     Args:
         query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_dim]``, rotated.
         key, value: ``[num_tokens, num_kv_heads, head_dim]``, same dtype, keys rotated.
         query_start_loc: int32 ``[num_rows + 1]`` on the device.
-        lens_cpu: int32 ``[num_rows]``: tokens of each row, on the host.
+        lens_cpu: int32 ``[num_rows]`` on the host: number of tokens of each row.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]``.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above, or the lengths do not add up.
+        ValueError: a tensor does not have the shape, dtype or device above, or the sum of the lengths is wrong.
     """
     _check(query, key, value, query_start_loc, lens_cpu)
     if len(query) == 0:
@@ -95,7 +95,7 @@ def _row_by_row(
 
 
 def _runs(lens_cpu: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
-    """(length, rows) of neighbouring rows of equal length; rows without tokens are left out."""
+    """Return (length, number of rows) of each run of rows of equal length; skip rows without tokens."""
     runs: list[tuple[int, int]] = []
     for length in lens_cpu.tolist():
         if runs and runs[-1][0] == length:
@@ -107,7 +107,7 @@ def _runs(lens_cpu: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
 
 @functools.cache
 def _varlen_attn() -> Callable[..., Any] | None:
-    """torch's ``varlen_attn``; None where there is none, or one that knows no groups of heads (before torch 2.12)."""
+    """Return torch's ``varlen_attn``, or None if it is missing or lacks grouped heads (before torch 2.12)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -129,7 +129,7 @@ def _check(
         check_tensor(name, tensor, dims, (query.dtype,), query.device)
         dims["num_kv_heads"] = tensor.shape[1]
     if query.shape[1] % key.shape[1]:
-        raise ValueError(f"query: {query.shape[1]} heads are not a multiple of the {key.shape[1]} of keys")
+        raise ValueError(f"query: {query.shape[1]} heads, expected a multiple of the key's {key.shape[1]}")
     check_tensor("query_start_loc", query_start_loc, {"num_rows + 1": len(lens_cpu) + 1}, (torch.int32,), query.device)
     if int(lens_cpu.sum()) != len(query):
-        raise ValueError(f"lens_cpu: they add up to {int(lens_cpu.sum())}, expected {len(query)} (num_tokens)")
+        raise ValueError(f"lens_cpu: sum is {int(lens_cpu.sum())}, expected {len(query)} (num_tokens)")

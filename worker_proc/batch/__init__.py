@@ -1,1 +1,1 @@
-"""Rows, block tables and the inputs of a step."""
+"""Rows, block tables and inputs of a step."""

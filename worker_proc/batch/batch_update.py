@@ -1,13 +1,13 @@
-"""Gathers how the rows of the batch change in one step, for the BatchUpdate that processors are given."""
+"""Collects the row changes of one step for the BatchUpdate that logits processors receive."""
 
 from quire.protocol.request.logits_processors import AddedRequest, BatchUpdate, MovedRequest
 
 
 class BatchUpdateBuilder:
-    """Every removal, addition and move of a row goes through it.
+    """Collects every removal, addition and move of a row.
 
-    Guarantees: ``removed`` falls; ``pop_removed`` gives the smallest; a row that was popped (because a new request
-    takes it) is no removal any more. In return all removals of a step come before the first look at them.
+    Guarantees: ``removed`` is in descending order; ``pop_removed`` returns the smallest row; a popped row, which a new
+    request takes, no longer counts as removed. All removals of a step must be recorded before the first read of them.
     """
 
     def __init__(self) -> None:
@@ -17,29 +17,29 @@ class BatchUpdateBuilder:
         self.moved: list[MovedRequest] = []
 
     def removed_append(self, row: int) -> None:
-        """``row`` is freed. Raises RuntimeError after ``removed`` or ``pop_removed`` was used."""
+        """Record that ``row`` was freed. Raise RuntimeError after ``removed`` or ``pop_removed`` was used."""
         if self._sorted:
-            raise RuntimeError("a row is removed after the removed rows were looked at")
+            raise RuntimeError(f"row {row} removed after the removed rows were read")
         self._removed.append(row)
 
     @property
     def removed(self) -> list[int]:
-        """Freed rows that nobody took yet, in falling order."""
+        """Freed rows that no request has taken yet, in descending order."""
         if not self._sorted:
             self._removed.sort(reverse=True)
             self._sorted = True
         return self._removed
 
     def pop_removed(self) -> int | None:
-        """The smallest freed row, for a new request: it is no removal then. None when there is none."""
+        """Return the smallest freed row for a new request, or None; the row no longer counts as removed."""
         return self.removed.pop() if self._removed else None
 
     def reset(self) -> bool:
-        """Forget everything; true when there was anything."""
+        """Discard all changes; return whether there were any."""
         return self.get_and_reset(0) is not None
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
-        """The update, which nothing changes any more, or None when nothing happened. The builder is empty then."""
+        """Return the step's immutable update, or None if nothing changed, and empty the builder."""
         update = None
         if self._removed or self.added or self.moved:
             update = BatchUpdate(batch_size, tuple(self.removed), tuple(self.added), tuple(self.moved))

@@ -1,4 +1,4 @@
-"""Which blocks each row holds in one KV group: host truth, and the copy that kernels read."""
+"""Block table of one KV group: the blocks of each row on the host, and the device's copy that kernels read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,29 +13,31 @@ from quire.worker_proc.batch.input_batch import StepRefused
 Ints = npt.NDArray[np.integer[Any]]
 
 POISON_BLOCK_ID = -(2**31)
-"""Past the rows' lengths, when a test asks for it: no kernel that reads there can go unnoticed."""
+"""Written past the rows' lengths in tests, so that a kernel that reads there fails."""
 
-KNOWN = np.iinfo(np.int32).max
-"""Where the part of a row begins that the device does not know: nowhere."""
+NOTHING_UNSENT = np.iinfo(np.int32).max
+"""First unsent column of a row without unsent entries."""
 
 
 class BlockTable:
-    """One group's table: int32 ``[max_rows, max_blocks]``. Only entries below a row's length mean anything.
+    """One group's table: int32 ``[max_rows, max_blocks]``. Entries past a row's length are undefined.
 
-    Host truth and the device's copy are one tensor on a CPU. On a GPU they are two, and what changed is sent by
-    ``MultiGroupBlockTable.commit``: of each row the entries from the first that the device does not know. A moved row
-    is sent anew rather than copied on the device: runs are written in no order, so that a copy could read what
-    another run of the same step has overwritten, and a row is a few KiB at most.
+    On a CPU, the host's table and the device's copy are one tensor. On a GPU they are two, and
+    ``MultiGroupBlockTable.commit`` sends the changes: of each row, the entries from the first unsent one on. A moved
+    row is sent again instead of being copied on the device: the order in which runs are written is undefined, so a copy
+        could
+    read entries that another run of the same step has overwritten. A row is a few KiB at most.
 
-    Blocks may be larger where they are given out than where kernels read them: block ``b`` of ``block_size`` then is
-    the kernel's blocks ``b * ratio`` up to ``b * ratio + ratio - 1``. Entries, and all names below that do not say
-    otherwise, are the kernel's.
+    The scheduler's blocks may be larger than the blocks of the attention kernels: the scheduler's block ``b`` is then
+    the kernel blocks ``b * ratio`` to ``b * ratio + ratio - 1``. Table entries, and all names below unless noted, refer
+    to kernel blocks.
 
     Attributes:
-        block_size: positions in a kernel's block, for which an entry stands.
-        ratio: kernel's blocks in one that is given out.
-        num_blocks_per_row: int32 ``[max_rows]``.
-        device_copy: what kernels read.
+        block_size: positions per kernel block (per entry).
+        ratio: kernel blocks per block of the scheduler.
+        num_blocks_per_row: int32 ``[max_rows]``: number of entries of each row.
+        has_own_copy: whether ``device_copy`` is a separate tensor.
+        device_copy: the tensor that kernels read.
     """
 
     def __init__(
@@ -52,21 +54,21 @@ class BlockTable:
     ) -> None:
         """
         Args:
-            block_size: positions in a block that the scheduler gives out.
-            num_blocks: blocks in the pool, the null block included.
-            kernel_block_size: that of the attention kernels; None: the same.
-            null_allowed: whether the null block may stand for blocks that are read no more.
-            own_copy: whether the device's copy is another tensor; None: as the device needs it.
+            block_size: positions per block of the scheduler.
+            num_blocks: number of blocks in the pool, including the null block.
+            kernel_block_size: positions per block of the attention kernels; None: the same.
+            null_allowed: whether entries may be the null block, for blocks that are no longer read.
+            own_copy: whether the device's copy is a separate tensor; None: only if the device is not a CPU.
 
         Raises:
-            ValueError: block sizes that do not go together.
+            ValueError: ``kernel_block_size`` does not divide ``block_size``, or block ids exceed 32 bits.
         """
         self.block_size = block_size if kernel_block_size is None else kernel_block_size
         if self.block_size < 1 or block_size % self.block_size:
-            raise ValueError(f"blocks of {block_size} cannot be cut into blocks of {self.block_size}")
+            raise ValueError(f"block size {block_size} is not a multiple of the kernel block size {self.block_size}")
         self.ratio = block_size // self.block_size
         if num_blocks * self.ratio > 2**31:
-            raise ValueError(f"{num_blocks} blocks of {self.ratio} need more than 32 bits")
+            raise ValueError(f"{num_blocks} blocks of {self.ratio} kernel blocks need more than 32 bits")
         self._num_pool_blocks = num_blocks
         self._lowest_id = NULL_BLOCK_ID if null_allowed else NULL_BLOCK_ID + 1
         columns = -(-max_model_len // block_size) * self.ratio
@@ -75,13 +77,13 @@ class BlockTable:
         host = torch.from_numpy(self._ids)
         self.has_own_copy = device.type != "cpu" if own_copy is None else own_copy
         self.device_copy = host.to(device, copy=True) if self.has_own_copy else host
-        self._unknown_from = np.full(max_rows, KNOWN, np.int32)
+        self._unsent_from = np.full(max_rows, NOTHING_UNSENT, np.int32)
         self._changed = False
 
     # ---- rows
 
     def append_row(self, row: int, block_ids: Sequence[int] | Ints) -> None:
-        """Add blocks, as they are given out, at the end of a row: some that ``require_blocks`` lets pass."""
+        """Append the scheduler's blocks, which ``require_blocks`` has accepted, to a row."""
         ids = np.asarray(block_ids, np.int64)
         start = int(self.num_blocks_per_row[row])
         end = start + len(ids) * self.ratio
@@ -90,28 +92,28 @@ class BlockTable:
         self._stage(row, start)
 
     def append_rows(self, rows: Ints, block_ids: Ints) -> None:
-        """``append_row`` for many rows at once: a block for each of ``rows``, in the order in which rows get theirs."""
+        """Append one of the scheduler's blocks to each of ``rows``; a row may occur more than once."""
         ids = np.asarray(block_ids, np.int64)
         columns = self.num_blocks_per_row[rows] + self.ratio * rank_among_equals(rows)
         self._ids[rows[:, None], columns[:, None] + np.arange(self.ratio)] = self._kernel_blocks(ids)
-        np.minimum.at(self._unknown_from, rows, columns.astype(np.int32))
+        np.minimum.at(self._unsent_from, rows, columns.astype(np.int32))
         np.maximum.at(self.num_blocks_per_row, rows, columns.astype(np.int32) + self.ratio)
         self._changed = True
 
     def require_blocks(self, block_ids: Sequence[int] | Ints) -> None:
-        """Raises StepRefused: one is no block, as they are given out, that this table may hold."""
+        """Raise StepRefused unless all ids are valid ids of the scheduler for this table."""
         ids = np.asarray(block_ids, np.int64)
         if len(ids) and not self._lowest_id <= ids.min() <= ids.max() < self._num_pool_blocks:
-            raise StepRefused(f"a block id is not from {self._lowest_id} to {self._num_pool_blocks - 1}")
+            raise StepRefused(f"block ids must be between {self._lowest_id} and {self._num_pool_blocks - 1}")
 
     def require_room(self, end: int) -> None:
-        """Raises StepRefused: no row may have as many entries."""
+        """Raise StepRefused if a row cannot have ``end`` entries."""
         if end > self._ids.shape[1]:
-            most = self._ids.shape[1] // self.ratio
-            raise StepRefused(f"a request has {end // self.ratio} blocks, {most} are the most")
+            limit = self._ids.shape[1] // self.ratio
+            raise StepRefused(f"a request has {end // self.ratio} blocks, more than the maximum of {limit}")
 
     def _kernel_blocks(self, block_ids: Ints) -> Ints:
-        """``[len(block_ids), ratio]``"""
+        """Return the kernel blocks of each of the scheduler's blocks, ``[len(block_ids), ratio]``."""
         return block_ids[:, None] * self.ratio + np.arange(self.ratio)
 
     def move_row(self, source: int, target: int) -> None:
@@ -128,22 +130,22 @@ class BlockTable:
         self.num_blocks_per_row[row] = 0
 
     def _stage(self, row: int, start: int) -> None:
-        self._unknown_from[row] = min(self._unknown_from[row], start)
+        self._unsent_from[row] = min(self._unsent_from[row], start)
         self._changed = True
 
     def take_staged(self) -> tuple[Ints, npt.NDArray[np.int32]] | None:
-        """What the device does not know yet, and is taken to know from now on; None: nothing.
+        """Return the entries that were not sent to the device yet, and mark them as sent; None if there are none.
 
         Returns:
-            ``[num_runs, 3]``: row, first column, length; and the entries, one run behind the other.
+            ``[num_runs, 3]``: row, first column, length; and the entries of all runs, concatenated.
         """
         if not self._changed:
             return None
         self._changed = False
-        rows = np.flatnonzero(self._unknown_from < self.num_blocks_per_row)
-        starts = self._unknown_from[rows].astype(np.int64)
+        rows = np.flatnonzero(self._unsent_from < self.num_blocks_per_row)
+        starts = self._unsent_from[rows].astype(np.int64)
         lengths = self.num_blocks_per_row[rows] - starts
-        self._unknown_from[:] = KNOWN
+        self._unsent_from[:] = NOTHING_UNSENT
         first = np.cumsum(lengths) - lengths
         columns = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
         return np.stack((rows, starts, lengths), 1), self._ids[np.repeat(rows, lengths), columns]
@@ -151,52 +153,52 @@ class BlockTable:
     # ---- reading
 
     def block_ids(self, row: int) -> Ints:
-        """The blocks that a row holds, as they were given out."""
+        """Return the scheduler's blocks that a row holds."""
         return self._ids[row, : self.num_blocks_per_row[row] : self.ratio] // self.ratio
 
     def rows(self, rows: npt.NDArray[np.int64], max_seq_len: int) -> torch.Tensor:
-        """``[len(rows), ceil(max_seq_len / block_size)]`` on the device, for a kernel."""
+        """Return the rows' entries for a kernel: ``[len(rows), ceil(max_seq_len / block_size)]`` on the device."""
         table = self.device_copy[:, : -(-max_seq_len // self.block_size)]
-        if len(rows) and rows[-1] == len(rows) - 1:  # rows ascend: all of the first ones
+        if len(rows) and rows[-1] == len(rows) - 1:  # rows ascend, so these are rows 0 .. len(rows) - 1
             return table[: len(rows)]
         return table[torch.from_numpy(rows).to(table.device)]
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where each token's KV goes: ``block_id * block_size + offset`` for (row, position) pairs.
+        """Return the slot of each (row, position) pair: ``block_id * block_size + offset``.
 
         Raises:
-            StepRefused: a position whose block the row does not hold, or for which it holds the null block.
+            StepRefused: the row has no block for a position, or only the null block.
         """
         index, offset = np.divmod(positions, self.block_size)
         if (index < 0).any() or (index >= self.num_blocks_per_row[rows]).any():
-            raise StepRefused("a token has no block to be written to")
+            raise StepRefused("a token has no block for its slot")
         blocks = self._ids[rows, index].astype(np.int64)
         if (blocks < self.ratio).any():  # the null block is the kernel's blocks 0 to ratio - 1
-            raise StepRefused("a token has no block to be written to: its place holds the null block")
+            raise StepRefused("a token has no block for its slot: its block table entry is the null block")
         return blocks * self.block_size + offset
 
     # ---- invariants
 
     def check(self) -> None:
-        """Raise AssertionError unless the device's copy holds every row's entries as the host does. Waits for it."""
-        assert not self._changed or not self.has_own_copy, "what changed is not committed"
-        assert (self.num_blocks_per_row % self.ratio == 0).all(), "a block is held in part"
+        """Raise AssertionError unless entries are valid and the device's copy is equal. Waits for the device."""
+        assert not self._changed or not self.has_own_copy, "changes are not committed"
+        assert (self.num_blocks_per_row % self.ratio == 0).all(), "a row holds part of a block"
         held = np.arange(self._ids.shape[1]) < self.num_blocks_per_row[:, None]
         ids = self._ids[held]
-        most = self._num_pool_blocks * self.ratio
-        assert ((ids >= self._lowest_id * self.ratio) & (ids < most)).all(), "an entry is no block of the pool"
-        assert np.isin(self._ids[~held], (NULL_BLOCK_ID, POISON_BLOCK_ID)).all(), "an id is left past a row's length"
-        known = self.device_copy.cpu().numpy()
-        assert (known[held] == ids).all(), "the device does not know what the host does"
+        end = self._num_pool_blocks * self.ratio
+        assert ((ids >= self._lowest_id * self.ratio) & (ids < end)).all(), "an entry is not a block of the pool"
+        assert np.isin(self._ids[~held], (NULL_BLOCK_ID, POISON_BLOCK_ID)).all(), "stale id past a row's length"
+        copied = self.device_copy.cpu().numpy()
+        assert (copied[held] == ids).all(), "the device's copy differs from the host's table"
 
     def poison(self) -> None:
-        """Past every row's length put an id that is none, where kernels read: for tests. Lasts until rows change."""
+        """For tests: write an invalid id past every row's length in the device's copy. Lasts until rows change."""
         past = torch.from_numpy(np.arange(self._ids.shape[1]) >= self.num_blocks_per_row[:, None])
         self.device_copy[past.to(self.device_copy.device)] = POISON_BLOCK_ID
 
 
 def rank_among_equals(values: Ints) -> Ints:
-    """How many equal values stand before each: of ``[3, 5, 3, 3]``, ``[0, 0, 1, 2]``."""
+    """Return for each value the number of equal values before it: ``[0, 0, 1, 2]`` for ``[3, 5, 3, 3]``."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(values) else order

@@ -1,8 +1,7 @@
-"""What a diff must be to fit what a worker holds: asked of the whole step before anything of it is applied.
+"""Check of a diff against the worker's state: the whole step is checked before any part of it is applied.
 
-Only what the diff brings is looked at, one by one or as arrays: a step that brings nothing costs nothing here. What
-such a step may still lack, a block for a row that has come to the end of its own, is found before it runs
-(``BlockTable.slots``).
+Only the changes in the diff are checked, so a step without changes costs nothing here. Such a step may still lack a
+block for a row whose last block is full; ``BlockTable.slots`` finds that before the step runs.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ MAX_HANDLE = 2**31 - 1
 
 
 class DiffCheck:
-    """Reads the batch and its tables, and changes neither."""
+    """Checks diffs against the batch and its block tables. Changes neither."""
 
     def __init__(self, batch: InputBatch, tables: MultiGroupBlockTable, config: EngineConfig) -> None:
         self._batch, self._tables = batch, tables
@@ -31,7 +30,12 @@ class DiffCheck:
         self._max_tokens = config.max_num_batched_tokens
 
     def require(self, step: SchedulerOutput) -> None:
-        """Raises StepRefused: the step names what is not held, or would write where it may not, or does not add up."""
+        """Check the step's diff.
+
+        Raises:
+            StepRefused: the step refers to unknown requests or blocks, would write to a block that is in use, or is
+                inconsistent.
+        """
         if not _changes(step):
             return
         if _only_appends(step):
@@ -42,26 +46,26 @@ class DiffCheck:
         self._require_blocks(step, after)
 
     def _require_appends(self, step: SchedulerOutput) -> None:
-        """What most steps of a steady batch bring: blocks for those few whose next token begins one."""
+        """Check a diff that only appends blocks, as in steady decode for rows whose next token starts a block."""
         rows, groups, ids = _appended(step, self._batch)
         _require_groups(groups, len(self._tables.tables))
         batch = self._batch
         computed, runs = batch.num_computed[: batch.num_rows], batch.active[: batch.num_rows]
         for group, table in enumerate(self._tables.tables):
             span = table.block_size * table.ratio
-            mine = groups == group
-            _require_appended(table, ids[mine])
-            given = np.bincount(rows[mine], minlength=batch.num_rows)
-            held = table.num_blocks_per_row[: batch.num_rows] // table.ratio + given
+            of_group = groups == group
+            _require_appended(table, ids[of_group])
+            appended = np.bincount(rows[of_group], minlength=batch.num_rows)
+            held = table.num_blocks_per_row[: batch.num_rows] // table.ratio + appended
             table.require_room(int(held.max(initial=0)) * table.ratio)
             if ((held * span <= computed) & runs).any():
-                raise StepRefused("a token has no block to be written to")
+                raise StepRefused("a token has no block for its slot")
         self._tables.require_free(ids, ())
 
     def _require_new(self, step: SchedulerOutput, after: "_After") -> None:
         tokens = NOTHING if step.token_ids is None else step.token_ids
         if len(tokens) != sum(new.num_tokens for new in step.new_requests):
-            raise StepRefused("the new requests' tokens do not add up")
+            raise StepRefused("number of token ids does not match the new requests")
         if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:  # as unsigned, a negative id is a huge one
             raise StepRefused("a new request has a token id outside the vocabulary")
         for new in step.new_requests:
@@ -70,7 +74,7 @@ class DiffCheck:
                     raise StepRefused(f"handle {new.handle}: {name} has a token id outside the vocabulary")
 
     def _require_blocks(self, step: SchedulerOutput, after: "_After") -> None:
-        """Every position that runs has a block, which nobody else writes to or reads."""
+        """Check that every position to compute has a block that no other row writes or reads."""
         given = _split(step.new_requests, step.block_ids, len(self._tables.tables))
         rows, groups, ids = _appended(step, after)
         _require_groups(groups, len(self._tables.tables))
@@ -87,18 +91,18 @@ class DiffCheck:
             table.require_room(int(held.max(initial=0)) * table.ratio)
             span = table.block_size * table.ratio
             if (-(-(after.computed + after.lengths) // span) > held)[after.lengths > 0].any():
-                raise StepRefused("a token has no block to be written to")
+                raise StepRefused("a token has no block for its slot")
         self._tables.require_free(np.concatenate(claimed), after.leaving)
 
 
 class _After:
-    """The rows as the step will have them: those that are held, in place, and behind them the new ones.
+    """The rows after the diff: the present rows at their indices, followed by the new requests.
 
     Attributes:
-        num_held: rows before the step, those that leave included.
+        num_held: number of rows before the step, including those that the step removes.
         leaving: rows of removed handles.
-        lengths: tokens that each row computes, at most; 0 for who leaves or is parked.
-        computed: positions of each before the step.
+        lengths: int64: maximum number of tokens that each row computes; 0 for removed and parked rows.
+        computed: int64: number of computed positions of each row before the step.
     """
 
     def __init__(self, batch: InputBatch, step: SchedulerOutput, max_tokens: int) -> None:
@@ -107,7 +111,7 @@ class _After:
         self._new = {new.handle: self.num_held + index for index, new in enumerate(step.new_requests)}
         self.leaving = [batch.row(handle) for handle in step.removed]
         if len(set(self.leaving)) != len(self.leaving):
-            raise StepRefused("a handle is removed twice")
+            raise StepRefused("duplicate handle among the removed requests")
         self._removed = set(step.removed)
         self._require_rows(step)
         held, new = slice(0, self.num_held), step.new_requests
@@ -117,34 +121,38 @@ class _After:
         self._known = np.concatenate((batch.num_known[held], [n.num_tokens for n in new])).astype(np.int64)
         self.lengths = self._lengths(step)
         if not self.lengths.any():
-            raise StepRefused("nothing runs in this step")
+            raise StepRefused("step without running requests")
         if int(self.lengths.sum()) > max_tokens:
-            raise StepRefused(f"a step of {int(self.lengths.sum())} tokens; at most {max_tokens} fit")
+            raise StepRefused(f"step of {int(self.lengths.sum())} tokens exceeds the maximum of {max_tokens}")
 
     def row(self, handle: int) -> int:
-        """Raises StepRefused: it is not held once the step's removals and additions are done."""
+        """Return the row of ``handle`` after the diff. Raise StepRefused if the handle is unknown or removed."""
         found = self._new.get(handle)
         if found is None and handle in self._removed:
-            raise StepRefused(f"handle {handle} is not held any more")
+            raise StepRefused(f"handle {handle} is not held: this step removes it")
         return self._batch.row(handle) if found is None else found
 
     def _require_rows(self, step: SchedulerOutput) -> None:
         new, batch = step.new_requests, self._batch
         if self.num_held - len(step.removed) + len(new) > batch.max_rows:
-            raise StepRefused(f"{len(new)} new requests do not fit {batch.max_rows} rows")
+            raise StepRefused(f"{len(new)} new requests do not fit in {batch.max_rows} rows")
         if len(self._new) != len(new):
-            raise StepRefused("a handle is held already: it comes twice")
+            raise StepRefused("duplicate handle among the new requests")
         for request in new:
             handle, longest = request.handle, batch.tokens.data.shape[1]
             held = handle in batch.row_of and handle not in self._removed
             if held or not 0 <= handle <= MAX_HANDLE or not 0 < request.num_tokens <= longest:
-                raise StepRefused(f"handle {handle} is held already, or its length is wrong")
+                raise StepRefused(f"handle {handle} is in use or invalid, or its length is not between 1 and {longest}")
             if not 0 < request.num_prompt_tokens <= request.num_tokens:
-                raise StepRefused(f"handle {handle} has a prompt of {request.num_prompt_tokens} tokens")
+                raise StepRefused(
+                    f"handle {handle} has {request.num_prompt_tokens} prompt tokens of {request.num_tokens} tokens"
+                )
             if not 0 <= request.num_computed_tokens < request.num_tokens:
-                raise StepRefused(f"handle {handle} has {request.num_computed_tokens} tokens computed")
+                raise StepRefused(
+                    f"handle {handle} has {request.num_computed_tokens} computed tokens of {request.num_tokens} tokens"
+                )
             if not 0 <= request.seed < 2**64:
-                raise StepRefused(f"handle {handle} has no seed of 64 bits")
+                raise StepRefused(f"handle {handle} has a seed outside 64 bits")
 
     def _lengths(self, step: SchedulerOutput) -> npt.NDArray[np.int64]:
         lengths = np.ones(len(self.computed), np.int64)
@@ -152,18 +160,18 @@ class _After:
         for handle in step.parked:
             row = self._batch.row(handle)
             if not lengths[row] or handle in self._removed:
-                raise StepRefused(f"handle {handle} is parked already, or leaves")
+                raise StepRefused(f"handle {handle} to park is already parked or removed")
             lengths[row] = 0
         for handle in step.unparked:
             row = self.row(handle)
             if lengths[row]:
-                raise StepRefused(f"handle {handle} is to run again, and is not parked")
+                raise StepRefused(f"handle {handle} to unpark is not parked")
             lengths[row] = 1
         lengths[self.leaving] = 0
         for handle, count in _once(step.counts):
             row = self.row(handle)
             if not lengths[row] or not 0 < count <= self._batch.tokens.data.shape[1]:
-                raise StepRefused(f"handle {handle} is parked, or is to compute {count} tokens")
+                raise StepRefused(f"handle {handle} is parked or removed, or has an invalid count of {count} tokens")
             lengths[row] = count
         known = self._known
         if step.drafts:
@@ -171,21 +179,21 @@ class _After:
             for handle, allowed in _once(step.drafts):
                 row = self.row(handle)
                 if not 0 < allowed < lengths[row] or self.computed[row] + lengths[row] - allowed != known[row]:
-                    raise StepRefused(f"handle {handle} is to compute {allowed} drafts among {lengths[row]} tokens")
+                    raise StepRefused(f"handle {handle} cannot have {allowed} draft tokens among {lengths[row]} tokens")
                 known[row] += allowed
         if (self.computed + lengths > known)[lengths > 0].any():
-            raise StepRefused("a request is to compute tokens that nobody knows")
+            raise StepRefused("a request would compute tokens that are not known")
         return lengths
 
 
 def _changes(step: SchedulerOutput) -> bool:
-    """Whether the diff brings anything.
+    """Return whether the diff has changes.
 
     Raises:
-        StepRefused: it brings what no worker of this version knows what to do with.
+        StepRefused: the diff uses fields that this version does not support.
     """
     if step.draft_token_ids is not None or step.block_copies or step.blocks_to_zero:
-        raise StepRefused("the step uses a field that this version reserves")
+        raise StepRefused("step uses a field that this version does not support")
     lists = step.removed or step.parked or step.new_requests or step.unparked or step.counts or step.drafts
     arrays = (step.token_ids, step.block_ids, step.appended_handles, step.appended_block_ids, step.appended_groups)
     return bool(lists) or any(array is not None for array in arrays)
@@ -198,50 +206,52 @@ def _only_appends(step: SchedulerOutput) -> bool:
 
 def _require_groups(groups: Ints, num_groups: int) -> None:
     if len(groups) and not 0 <= groups.min() <= groups.max() < num_groups:
-        raise StepRefused(f"KV group {int(groups.min() if groups.min() < 0 else groups.max())} does not exist")
+        group = int(groups.min() if groups.min() < 0 else groups.max())
+        raise StepRefused(f"KV group must be between 0 and {num_groups - 1} (got {group})")
 
 
 def _once(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     if len({handle for handle, _ in pairs}) != len(pairs):
-        raise StepRefused("a handle is told twice how many tokens it computes")
+        raise StepRefused("duplicate handle in a list of token counts")
     return pairs
 
 
 def _split(new: Sequence[NewRequestData], block_ids: Int32 | None, num_groups: int) -> list[list[Int32]]:
-    """The blocks of each new request, per group."""
+    """Return the blocks of each new request, per group."""
     ids = NOTHING if block_ids is None else block_ids
     for request in new:
         if len(request.num_blocks) != num_groups or min(request.num_blocks) < 0:
-            raise StepRefused(f"handle {request.handle} comes with blocks for {len(request.num_blocks)} groups")
+            given = f"block counts for {len(request.num_blocks)} KV groups"
+            raise StepRefused(f"handle {request.handle} has {given} (expected {num_groups}), or a negative count")
     lengths = [count for request in new for count in request.num_blocks]
     if len(ids) != sum(lengths):
-        raise StepRefused("the new requests' blocks do not add up")
+        raise StepRefused("number of block ids does not match the new requests")
     pieces = np.split(ids, np.cumsum(lengths)[:-1]) if lengths else []
     return [pieces[start : start + num_groups] for start in range(0, len(pieces), num_groups)]
 
 
 def _appended(step: SchedulerOutput, held: "_After | InputBatch") -> tuple[Ints, Ints, Ints]:
-    """Row, group and id of each appended block; rows as ``held`` has them."""
+    """Return row, group and id of each appended block; ``held`` maps handles to rows."""
     handles, ids, groups = step.appended_handles, step.appended_block_ids, step.appended_groups
     handles = NOTHING if handles is None else handles
     ids = NOTHING if ids is None else ids
     groups = np.zeros_like(handles) if groups is None else groups
     if not len(handles) == len(ids) == len(groups):
-        raise StepRefused("the appended blocks do not add up")
+        raise StepRefused("handles, groups and ids of appended blocks have different lengths")
     return np.array([held.row(handle) for handle in handles.tolist()], np.int64), groups, ids
 
 
 def _require_new_blocks(table: BlockTable, ids: Int32, num_computed: int) -> Int32:
-    """Those that the row will write to; the null block may only stand before them."""
+    """Return the blocks that the row will write; the null block may only occur before them."""
     table.require_blocks(ids)
     own = ids[num_computed // (table.block_size * table.ratio) :]
     if not own.all():
-        raise StepRefused("a token has no block to be written to: its place holds the null block")
+        raise StepRefused("a token has no block for its slot: its block table entry is the null block")
     return own
 
 
 def _require_appended(table: BlockTable, ids: Ints) -> None:
-    """Tokens that are not computed yet go there: the null block is none for them."""
+    """Check appended block ids; the null block is not allowed, because the row will write to them."""
     table.require_blocks(ids)
     if not ids.all():
-        raise StepRefused(f"a block id is not from {NULL_BLOCK_ID + 1}: the null block is nobody's to write to")
+        raise StepRefused(f"appended block ids must be at least {NULL_BLOCK_ID + 1}: the null block is never written")

@@ -1,4 +1,4 @@
-"""The block tables of all KV groups: moved together, and brought to the device in one launch."""
+"""Block tables of all KV groups: changed together, and sent to the device in one launch."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from quire.worker_proc.batch.slot_owners import SlotOwners
 
 
 class MultiGroupBlockTable:
-    """One BlockTable per KV group, moved together, committed in one launch; a ``RowStore``.
+    """One BlockTable per KV group, changed together and committed in one launch; a ``RowStore``.
 
     Attributes:
         table_set: all device copies, as ``slot_mapping`` and ``prepare_decode`` take them.
@@ -23,14 +23,14 @@ class MultiGroupBlockTable:
     def __init__(self, tables: Sequence[BlockTable], owners: SlotOwners | None = None) -> None:
         """
         Args:
-            owners: of each block the row that writes to it; None: they are not kept.
+            owners: the row that writes to each block; None: not tracked.
         """
         self.tables = list(tables)
         self._owners = owners
         self.table_set = TableSet.of([t.device_copy for t in tables], [t.block_size for t in tables])
 
     def add_row(self, row: int, block_ids: Sequence[Sequence[int] | Ints]) -> None:
-        """Set a row's blocks, per group. Its computed positions must be known by then."""
+        """Set a row's blocks, per group. The row's ``num_computed`` must already be set."""
         self.clear_row(row)
         for group, (table, ids) in enumerate(zip(self.tables, block_ids, strict=True)):
             table.append_row(row, ids)
@@ -38,7 +38,7 @@ class MultiGroupBlockTable:
                 self._owners.add_blocks(row, group, table.block_ids(row))
 
     def append_rows(self, rows: Ints, groups: Ints, block_ids: Ints) -> None:
-        """Add blocks to rows: one block each, in the order in which rows get theirs."""
+        """Append one block to each of ``rows``; a row that occurs more than once gets its blocks in this order."""
         for group in np.unique(groups).tolist():
             table = self.tables[group]
             own = groups == group
@@ -49,14 +49,14 @@ class MultiGroupBlockTable:
                 self._owners.claim(own_rows, group, held + rank_among_equals(own_rows), ids)
 
     def require_free(self, block_ids: Ints, leaving: Sequence[int]) -> None:
-        """Changes nothing.
+        """Check that blocks may be written; changes nothing.
 
         Args:
-            block_ids: all that a step gives somebody to write to, in whatever group; no null block among them.
+            block_ids: all blocks that a step assigns for writing, in any group, without the null block.
             leaving: rows that the step removes.
 
         Raises:
-            StepRefused: slot overlap: one comes twice, or somebody who stays writes to it or reads it.
+            StepRefused: slot overlap: a block occurs twice, or a row that stays writes or reads it.
         """
         if self._owners is not None and len(block_ids):
             self._owners.require_free(block_ids, leaving)
@@ -74,9 +74,9 @@ class MultiGroupBlockTable:
             self._owners.clear_row(row)
 
     def commit(self) -> None:
-        """A step's changes are complete: bring the device's copies up to date.
+        """Update the device's copies after all changes of a step.
 
-        One small copy and one launch for all groups, or nothing.
+        Needs one small copy and one launch for all groups, or nothing if there are no changes.
         """
         if self._owners is not None:
             self._owners.end_step()
@@ -91,7 +91,7 @@ class MultiGroupBlockTable:
             return
         all_headers, all_values = np.concatenate(headers), np.concatenate(values)
         on_gpu = self.table_set.device.type == "cuda"
-        # Pinned memory of torch's is not handed out again before the copies out of it are done.
+        # torch's host allocator does not reuse pinned memory before the copies from it have finished.
         size = len(all_headers) * HEADER_WORDS + len(all_values)
         packed = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
         pack_runs(all_headers, all_values, packed.numpy())
@@ -120,14 +120,15 @@ def make_block_tables(
     device: torch.device,
     kernel_block_size: int | None = None,
 ) -> MultiGroupBlockTable:
-    """A worker's tables, as a layout's groups need them, and the proof that no two rows write the same slot.
+    """Make the block tables of a layout's groups, with the check that no two rows write the same slot.
 
     Args:
-        num_blocks: blocks in the pool that all groups share, the null block included.
+        num_blocks: number of blocks in the pool that all groups share, including the null block.
         num_computed: the batch's column, int32 ``[max_rows]``.
+        kernel_block_size: as in ``BlockTable``.
 
     Raises:
-        ValueError: block sizes that do not go together.
+        ValueError: ``kernel_block_size`` does not divide a group's block size.
     """
     tables = [
         BlockTable(

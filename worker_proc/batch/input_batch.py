@@ -1,7 +1,7 @@
-"""The persistent dense batch: one row per request held, kept over steps, rows ``[0, num_rows)`` without holes.
+"""Persistent batch: one row per request, kept between steps, in rows ``[0, num_rows)`` without gaps.
 
-Per-row state lives in columns that register themselves, so that adding, moving and clearing a row are loops over
-columns and no feature can be forgotten in one of them.
+Per-row state is kept in columns that are registered with the batch. Adding, moving and clearing a row are loops over
+all columns, so that no feature can be forgotten in one of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from quire.worker_proc.batch.batch_update import BatchUpdateBuilder
 
 
 class RowStore(Protocol):
-    """State of every row; what a table, a column or a processor registers with the batch."""
+    """State per row that follows row moves: a column, a block table or a logits processor registered with the batch."""
 
     def move_row(self, source: int, target: int) -> None: ...
 
@@ -26,7 +26,7 @@ class RowStore(Protocol):
 
 
 class Column:
-    """One value, or one short vector, per row: a NumPy array or a tensor of shape ``[max_rows, ...]``."""
+    """One value or short vector per row: a NumPy array or tensor of shape ``[max_rows, ...]``."""
 
     def __init__(self, data: Any, empty: Any = 0) -> None:
         self.data = data
@@ -40,9 +40,9 @@ class Column:
 
 
 class TokenColumn:
-    """The tokens of each request as far as the host knows them: int32 ``[max_rows, max_model_len]``.
+    """Tokens of each request that the host has: int32 ``[max_rows, max_model_len]``.
 
-    Those that came with it, and of those sampled here the ones that ``TokenHistory`` has caught up with.
+    They are the tokens from the diff, and the sampled ones that ``TokenHistory`` has copied from the device so far.
     """
 
     def __init__(self, max_rows: int, max_model_len: int) -> None:
@@ -61,7 +61,7 @@ class TokenColumn:
 
 
 class OutputLists:
-    """The running answers as lists, of those rows whose processors look at them; None for the others."""
+    """Output tokens as lists, for rows whose logits processors read them; None for the other rows."""
 
     def __init__(self, max_rows: int) -> None:
         self.data: list[list[int] | None] = [None] * max_rows
@@ -79,28 +79,31 @@ class OutputLists:
 
 
 class StepRefused(Exception):
-    """A diff that does not fit what this worker holds; nothing of the step is computed."""
+    """A diff does not fit the worker's state; no part of the step is computed."""
 
 
 class InputBatch:
-    """Which request is in which row, and the rows' columns.
+    """Owns the assignment of requests to rows, and the rows' columns.
 
     Columns, all ``[max_rows]``:
-        num_computed: positions whose KV is written by steps so far.
-        num_known: tokens known: given ones, and one more per sample taken.
-        num_prompt: of these, the prompt's.
-        active: runs one token per step unless told otherwise; parked rows do not.
-        serial: of the addition that made the row, from 1; never used again.
-        seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): the request's sampling.
+        num_computed: number of positions whose KV is written.
+        num_known: number of known tokens: those from the diff and the sampled ones.
+        num_prompt: number of prompt tokens.
+        active: false for parked rows; an active row computes one token per step unless the diff has another count.
+        serial: number of the addition that filled the row, from 1; never reused.
+        seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): sampling parameters.
 
     Attributes:
-        generation: counts the steps in which a row changed hands.
+        generation: number of steps in which requests were added or removed.
     """
 
     def __init__(
         self, max_rows: int, max_model_len: int, keeps_output: Callable[[SamplingParams], bool] = lambda sampling: False
     ) -> None:
-        """``keeps_output``: whether a request's answer is to be kept as a list, for its processors."""
+        """
+        Args:
+            keeps_output: whether the output tokens of a request are kept as a list, for its logits processors.
+        """
         self.max_rows = max_rows
         self.num_rows = 0
         self.row_of: dict[int, int] = {}
@@ -128,7 +131,7 @@ class InputBatch:
         self.num_prompt_logprobs = self._column(np.int32, -1)
 
     def register(self, store: RowStore) -> None:
-        """From now on ``store`` follows every change of rows."""
+        """Apply every future move and clearing of rows to ``store`` too."""
         self._stores.append(store)
 
     def _column(self, dtype: npt.DTypeLike, empty: Any = 0) -> npt.NDArray[Any]:
@@ -137,19 +140,19 @@ class InputBatch:
         return column.data  # type: ignore[no-any-return]
 
     def row(self, handle: int) -> int:
-        """The row of ``handle``. Raises StepRefused when it is not held."""
+        """Return the row of ``handle``. Raise StepRefused if the batch does not have it."""
         row = self.row_of.get(handle)
         if row is None:
             raise StepRefused(f"handle {handle} is not held")
         return row
 
     def change_rows(self, removed: Sequence[int], new: Sequence[NewRequestData], tokens: Int32 | None) -> list[int]:
-        """Remove handles, add requests, and close the holes that remain with the last rows.
+        """Remove handles, add requests, and fill the remaining gaps with the last rows.
 
-        The diff is trusted: ``DiffCheck`` has looked at the whole step.
+        The diff is trusted, because ``DiffCheck`` has checked it.
 
         Args:
-            tokens: the new requests' tokens, packed.
+            tokens: the new requests' tokens, concatenated.
 
         Returns:
             The new requests' rows, in order.
@@ -162,11 +165,11 @@ class InputBatch:
         self.generation += bool(removed or new)
         rows = [self._take_row() for _ in new]
         self._fill(new, rows, tokens)
-        self._close()
+        self._fill_gaps()
         return [self.row_of[n.handle] for n in new]
 
     def _take_row(self) -> int:
-        """For a new request: holes from the left first, then the end."""
+        """Return a row for a new request: the first gap, or else a row at the end."""
         row = self.builder.pop_removed()
         if row is None:
             row = self.num_rows
@@ -195,9 +198,9 @@ class InputBatch:
             self.serial[row] = self._num_added
             self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
             self.num_prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
-            self._tell_processors(row, request)
+            self._record_addition(row, request)
 
-    def _tell_processors(self, row: int, request: NewRequestData) -> None:
+    def _record_addition(self, row: int, request: NewRequestData) -> None:
         prompt: list[int] = []
         output: list[int] = []
         if self._keeps_output(request.sampling):
@@ -206,16 +209,16 @@ class InputBatch:
             self.outputs.set_row(row, output)
         self.builder.added.append(AddedRequest(row, request.sampling, prompt, output))
 
-    def _close(self) -> None:
-        """Fill each hole that remains with the last row."""
-        holes = self.builder.removed[::-1]
-        while holes:
+    def _fill_gaps(self) -> None:
+        """Fill each remaining gap with the last row."""
+        gaps = self.builder.removed[::-1]
+        while gaps:
             last = self.num_rows - 1
             self.num_rows -= 1
-            if holes[-1] == last:
-                holes.pop()
+            if gaps[-1] == last:
+                gaps.pop()
                 continue
-            target = holes.pop(0)
+            target = gaps.pop(0)
             for store in self._stores:
                 store.move_row(last, target)
                 store.clear_row(last)
@@ -223,7 +226,7 @@ class InputBatch:
             self.builder.moved.append(MovedRequest(last, target, MoveDirectionality.UNIDIRECTIONAL))
 
     def check(self) -> None:
-        """Raise AssertionError unless rows are dense and the map of handles is exact."""
+        """Raise AssertionError unless rows have no gaps and ``row_of`` and the columns are consistent."""
         assert sorted(self.row_of.values()) == list(range(self.num_rows)), "rows are not dense"
         for handle, row in self.row_of.items():
             assert self.handles[row] == handle, f"handle {handle} is not in row {row}"
@@ -231,6 +234,6 @@ class InputBatch:
             assert 0 < self.num_prompt[row] <= self.tokens.length[row] <= self.num_known[row]
             output = self.outputs.data[row]
             known = self.tokens.data[row, self.num_prompt[row] : self.tokens.length[row]]
-            assert output is None or output == known.tolist(), f"the list of handle {handle} is not its answer"
+            assert output is None or output == known.tolist(), f"wrong output list of handle {handle}"
         assert self.outputs.num_kept == sum(output is not None for output in self.outputs.data)
         assert not self.active[self.num_rows :].any(), "an empty row is active"

@@ -1,4 +1,4 @@
-"""The memory behind the block ids: one tensor per layer of the largest KV group, which the groups' layers share."""
+"""KV cache tensors: one tensor per layer of the largest KV group, which layers of the other groups share."""
 
 import mmap
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from quire.worker_proc.attention.backend import AttentionBackend
 def allocate_kv_caches(
     layout: KVLayout, num_blocks: int, num_kv_heads: int, backend: AttentionBackend, device: torch.device
 ) -> Mapping[int, torch.Tensor]:
-    """A cache for each layer that has one, by the layer's index; zeroed.
+    """Allocate zeroed caches for all layers that own one; return them by layer index.
 
-    A block id belongs to one group at a time, so that the first layers of all groups can live in one tensor, the
-    second ones in another: a pool holds as many blocks as the largest group alone would have.
+    A block id belongs to one group at a time. So the first layers of all groups share one tensor, the second layers
+    another, and so on: the pool has as many blocks as if the largest group were the only one.
 
     Args:
-        num_kv_heads: of this rank.
+        num_kv_heads: KV heads of this rank.
     """
     dtype: torch.dtype = getattr(torch, layout.dtype)
     caches: dict[int, torch.Tensor] = {}
@@ -27,7 +27,7 @@ def allocate_kv_caches(
         shape = backend.kv_cache_shape(num_blocks, group.block_size, num_kv_heads, layout.head_dim)
         for place, layer in enumerate(group.layers):
             if (place, shape) not in by_place:
-                # Through bytes: not every device fills 8-bit floats.
+                # Allocated as bytes, because not every device can zero 8-bit floats.
                 size = torch.Size(shape).numel() * dtype.itemsize
                 by_place[place, shape] = _zeros(size, device).view(dtype).view(shape)
             caches[layer] = by_place[place, shape]
@@ -35,9 +35,9 @@ def allocate_kv_caches(
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
-    """uint8 ``[size]``. A CPU's comes from the kernel as zeros, page by page when first used.
+    """Return zeros, uint8 ``[size]``. On a CPU the operating system provides zero pages when they are first used.
 
-    To write them would take a second per gigabyte here, and as long again to take them back from a process that died:
+    Writing zeros would take a second per gigabyte, and freeing the touched pages of a process that died as long again;
     a restart would wait for both.
     """
     if device.type != "cpu":

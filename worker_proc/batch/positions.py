@@ -1,4 +1,4 @@
-"""Which positions a step samples: one per row, and one more for each draft that is verified."""
+"""Positions that a step samples: one per row, and one more for each draft token to verify."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SampledPositions:
-    """What each row of the sampled logits stands for. A batch row's positions follow each other.
+    """Batch row and draft token of each row of the sampled logits. The positions of one batch row are adjacent.
 
     Attributes:
-        rows: int64 ``[num_positions]``, ascending: the batch row of each.
-        offsets: int64 ``[num_positions]``: drafts of the same row that come before it in this step.
-        drafts: int64 ``[num_positions]``: the draft that the sample here is compared with; -1 behind a row's last one.
-            So the drafts that precede position ``p`` are ``drafts[p - offsets[p] : p]``.
+        rows: int64 ``[num_positions]``, ascending: the batch row of each position.
+        offsets: int64 ``[num_positions]``: number of draft tokens of the same row before the position.
+        drafts: int64 ``[num_positions]``: the draft token that the position's sample is compared with; -1 after a row's
+            last draft token. The draft tokens before position ``p`` are ``drafts[p - offsets[p] : p]``.
     """
 
     rows: Ints
@@ -25,12 +25,12 @@ class SampledPositions:
 
     @classmethod
     def one_per_row(cls, rows: Ints) -> "SampledPositions":
-        """Of rows without drafts."""
+        """Return one position for each of ``rows``, without draft tokens."""
         return cls(rows, np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64))
 
     @classmethod
     def with_drafts(cls, rows: Ints, drafts: list[list[int]]) -> "SampledPositions":
-        """Of ``rows``, each with its drafts (which may be none)."""
+        """Return the positions of ``rows`` with their draft tokens; a row's list may be empty."""
         counts = np.array([len(own) + 1 for own in drafts], np.int64)
         ends = np.cumsum(counts)
         flat = np.full(int(counts.sum()), -1, np.int64)

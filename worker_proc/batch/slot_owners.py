@@ -1,10 +1,10 @@
-"""Who may write to each block: the proof that no two rows of the batch write the same slot.
+"""Owner of each block: the check that no two rows of the batch write the same slot.
 
-A row *claims* the blocks at and behind its computed position, for there it will write. Blocks before it are hits of
-the prefix cache: many rows may *read* one, and none may claim it. All KV groups share one pool, so a block has one
-owner whatever the group. A claim ends with its row, or when the row is past it: a group that reads back only so far
-gives up blocks behind its window while the row runs. A full block of any other group is never given up: who is past
-writing it still reads it.
+A row *claims* the blocks from its computed position on, because it will write to them. Blocks before that position are
+prefix cache hits: many rows may *read* one, and none may claim it. All KV groups share one pool, so a block has one
+owner in all groups. A claim ends when the row is removed. In a group with a sliding window it also ends when the block
+is left of the row's window, because the scheduler may free the block while the row runs. In a full attention group a
+full block stays claimed, because the row that wrote it still reads it.
 """
 
 from collections.abc import Sequence
@@ -20,30 +20,31 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 class SlotOwners:
-    """Owns, per block, the row that writes to it and how many rows read it. Works only on change.
+    """Owns, per block, the row that writes to it and the number of rows that read it. Does work only for changes.
 
-    A row claims under a key, which it takes along when it moves and gives back when it ends, so that neither touches
-    its claims. No key is used twice: what an ended row left in the columns says nothing.
+    A row claims blocks under a key, which moves with the row and becomes invalid when the row is removed, so that
+    neither a move nor a removal changes the claims. Keys are not reused: a claim under a key of a removed row is void.
 
-    It does not know who reads blocks of groups that give up blocks: only the scheduler knows which those are.
+    Readers of blocks in groups with a window are not counted: only the scheduler knows which blocks it has freed there.
     """
 
     def __init__(self, groups: Sequence[KVGroup], num_blocks: int, num_computed: npt.NDArray[np.int32]) -> None:
         """
         Args:
-            num_blocks: of the pool, the null block included.
+            num_blocks: number of blocks in the pool, including the null block.
             num_computed: the batch's column, int32 ``[max_rows]``; read, never written.
         """
         max_rows = len(num_computed)
         self._num_computed = num_computed
         self._block_size = np.array([g.block_size for g in groups], np.int64)
-        # How far back a token reads; 0: everything.
+        # Number of positions that a token sees; 0 means all.
         self._window = np.array([g.sliding_window for g in groups])
-        self._owner = np.zeros(num_blocks, np.int64)  # the key of the last claim
-        self._group = np.zeros(num_blocks, np.int32)  # and the group and the index in its row's table
+        # The last claim of each block: its key, group, and index in the row's block table.
+        self._owner = np.zeros(num_blocks, np.int64)
+        self._group = np.zeros(num_blocks, np.int32)
         self._index = np.zeros(num_blocks, np.int64)
         self._readers = np.zeros(num_blocks, np.int32)
-        # A key is a serial number times max_rows, plus a place: the place tells the row that holds it now.
+        # A key is a serial number times max_rows, plus a place, which maps to the row that has the key now.
         self._serial = 0
         self._key_of_place = np.full(max_rows, -1, np.int64)
         self._row_of_place = np.full(max_rows, -1, np.int64)
@@ -53,7 +54,7 @@ class SlotOwners:
         self._new_reads: list[tuple[int, Ints]] = []  # of this step: place, blocks
 
     def add_blocks(self, row: int, group: int, block_ids: Ints) -> None:
-        """A new row's blocks of one group: it reads those before its computed position and claims the others."""
+        """Add a new row's blocks of one group: it reads those before its computed position and claims the others."""
         if self._place_of_row[row] < 0:
             self._begin(row)
         own = min(int(self._num_computed[row] // self._block_size[group]), len(block_ids))
@@ -63,11 +64,11 @@ class SlotOwners:
         self.claim(row, group, np.arange(own, len(block_ids)), block_ids[own:])
 
     def claim(self, rows: int | Ints, group: int, indices: Ints, block_ids: Ints) -> None:
-        """Rows will write to blocks, which ``require_free`` has let pass, at ``indices`` of their tables; null blocks
-        are passed over.
+        """Claim blocks, which ``require_free`` has accepted, for the rows that will write to them; skip null blocks.
 
         Args:
-            rows: of each block, or one for all.
+            rows: the row of each block, or one row for all.
+            indices: index of each block in its row's block table.
         """
         of_block: Ints = np.broadcast_to(np.asarray(rows, np.int64), block_ids.shape)
         if not block_ids.all():
@@ -85,9 +86,10 @@ class SlotOwners:
         self._index[block_ids] = indices
 
     def end_step(self) -> None:
-        """From now on nobody may claim what this step's new rows read.
+        """Count the reads of this step's new rows; from now on no row may claim the blocks that they read.
 
-        Not before: a prefix is read in the very step that writes it, and the diff may name the reader first.
+        They are counted at the end of the step because a prefix may be read in the step that writes it, and the diff
+        may list the reader before the writer.
         """
         for place, read in self._new_reads:
             np.add.at(self._readers, read, 1)
@@ -95,13 +97,17 @@ class SlotOwners:
         self._new_reads.clear()
 
     def require_free(self, block_ids: Ints, leaving: Sequence[int] = ()) -> None:
-        """Before blocks are claimed. ``leaving``: rows whose claims and reads end before.
+        """Check that blocks may be claimed.
+
+        Args:
+            leaving: rows that the step removes; their claims and reads do not count.
 
         Raises:
-            StepRefused: a block comes twice, or some row writes it elsewhere, or reads it since an earlier step.
+            StepRefused: a block occurs twice, another row has claimed it, or a row has been reading it since an earlier
+                step.
         """
         if len(block_ids) > 1 and len(np.unique(block_ids)) < len(block_ids):
-            raise StepRefused("slot overlap: a block is given twice")
+            raise StepRefused("slot overlap: a block is assigned twice")
         gone = self._place_of_row[list(leaving)]
         taken = self._readers[block_ids] > self._num_reads(gone, block_ids)
         places = self._owner[block_ids] % len(self._key_of_place)
@@ -113,10 +119,10 @@ class SlotOwners:
             end = (self._index[held] + 1) * self._block_size[self._group[held]]
             taken[live] |= end > self._first_read(self._row_of_place[places[live]], self._group[held])
         if taken.any():
-            raise StepRefused(f"slot overlap: block {block_ids[taken][0]} is in use, and a row is to write to it")
+            raise StepRefused(f"slot overlap: block {block_ids[taken][0]} to write is in use by another row")
 
     def _num_reads(self, places: Ints, block_ids: Ints) -> Ints | int:
-        """How many of the readers of each block are these."""
+        """Return for each block the number of its reads by the rows at ``places``."""
         reads = [read for place in places.tolist() for read in self._reads.get(place, ())]
         if not reads:
             return 0
@@ -124,7 +130,7 @@ class SlotOwners:
         return np.searchsorted(read, block_ids, "right") - np.searchsorted(read, block_ids, "left")
 
     def _first_read(self, rows: Ints, groups: Ints) -> Ints:
-        """The first position that the next token of each row reads: blocks wholly before it are given up."""
+        """Return the first position that the next token of each row reads; claims of earlier blocks have ended."""
         position = self._num_computed[rows].astype(np.int64)
         window = self._window[groups]
         return np.where(window > 0, np.maximum(position - window + 1, 0), 0)
@@ -150,7 +156,7 @@ class SlotOwners:
         self._free_places.append(place)
 
     def move_row(self, source: int, target: int) -> None:
-        """The claims go along: the source, which the batch clears next, has none any more."""
+        """Move the claims; the source row has none afterwards."""
         if source == target:
             return
         self.clear_row(target)
@@ -163,15 +169,16 @@ class SlotOwners:
     # ---- invariants
 
     def check(self, block_ids: Sequence[Sequence[Ints]]) -> None:
-        """Raise AssertionError unless every block that a row will write to is its own, and readers are counted.
+        """Raise AssertionError unless each row has claimed the blocks that it will write, and reads are counted
+        exactly.
 
         Args:
-            block_ids: what each row, from 0 on, holds of each group: ``[num_rows][num_groups]`` arrays.
+            block_ids: block ids of each row, from row 0, and group: ``[num_rows][num_groups]`` arrays.
         """
         writers: dict[int, int] = {}
         for row, of_groups in enumerate(block_ids):
             place = self._place_of_row[row]
-            assert place >= 0 or not any(map(len, of_groups)), f"row {row} holds blocks and no key"
+            assert place >= 0 or not any(map(len, of_groups)), f"row {row} holds blocks without a key"
             for group, ids in enumerate(of_groups):
                 begin = self._num_computed[row] // self._block_size[group]
                 for block_id in ids[begin:][ids[begin:] != NULL_BLOCK_ID].tolist():
@@ -179,10 +186,10 @@ class SlotOwners:
                     writers[block_id] = row
                     assert self._owner[block_id] == self._key_of_place[place], f"row {row} has not claimed {block_id}"
         used = np.flatnonzero(self._key_of_place >= 0)
-        assert sorted([*self._free_places, *used]) == list(range(len(self._key_of_place))), "a place is lost"
-        assert (self._place_of_row[self._row_of_place[used]] == used).all(), "a key's row does not have it"
+        assert sorted([*self._free_places, *used]) == list(range(len(self._key_of_place))), "lost or duplicate place"
+        assert (self._place_of_row[self._row_of_place[used]] == used).all(), "place and row do not match"
         readers = np.zeros_like(self._readers)
         for reads in self._reads.values():
             for read in reads:
                 np.add.at(readers, read, 1)
-        assert (readers == self._readers).all(), "readers are counted wrongly"
+        assert (readers == self._readers).all(), "wrong reader counts"

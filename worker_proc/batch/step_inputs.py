@@ -1,4 +1,4 @@
-"""Which tokens a step computes, from the rows and what the diff says of them."""
+"""Inputs of the model for one step, made from the batch's rows and the diff."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from quire.worker_proc.batch.positions import Ints, SampledPositions
 
 @dataclass(slots=True)
 class StepInputs:
-    """What the model is given: the rows that run and their tokens, flattened row by row.
+    """The rows that run in a step and their tokens, flattened row by row.
 
     Attributes:
-        rows: rows that run, ascending.
-        query_lens: tokens of each of them.
-        seq_lens: tokens of each of them once this step's are computed.
-        token_rows, positions: int64 ``[num_tokens]``.
-        sampling: which of ``rows`` reach their last known position, as indices into ``rows``.
-        drafts: of each of ``sampling``, its drafts, which are its last tokens; None when nobody has any.
+        rows: int64 ``[num_rows]``: the rows that run, ascending.
+        query_lens: int32 ``[num_rows]``: number of tokens that the step computes of each row.
+        seq_lens: int32 ``[num_rows]``: number of computed tokens of each row after the step.
+        token_rows, positions: int64 ``[num_tokens]``: row and position of each token.
+        sampling: indices into ``rows`` of the rows that reach their last known position and sample.
+        drafts: the draft tokens of each row of ``sampling``, which are its last tokens; None if the step has none.
     """
 
     rows: Ints
@@ -40,7 +40,7 @@ class StepInputs:
 
     @property
     def sampled(self) -> SampledPositions:
-        """What the step samples."""
+        """The positions that the step samples."""
         rows = self.rows[self.sampling]
         return (
             SampledPositions.one_per_row(rows)
@@ -50,7 +50,7 @@ class StepInputs:
 
     @property
     def sampled_tokens(self) -> Ints:
-        """Index, among the flattened tokens, of each of these positions."""
+        """Index of each sampled position among the flattened tokens."""
         last = (np.cumsum(self.query_lens, dtype=np.int64) - 1)[self.sampling]
         if self.drafts is None:
             return last
@@ -61,14 +61,14 @@ class StepInputs:
 def prepare_inputs(
     batch: InputBatch, step: SchedulerOutput, proposals: Mapping[int, list[int]] | None = None
 ) -> StepInputs:
-    """Active rows compute one token each, but for those with a count.
+    """Make the step's inputs: active rows compute one token each, or their count in ``step.counts``.
 
     Args:
-        proposals: row → its drafts, at most as many as the step allows it; they are put behind its known tokens.
+        proposals: row → its draft tokens, at most as many as the step allows; they are written after its known tokens.
 
     Raises:
-        StepRefused: nothing runs, or tokens that are not known: what a step without changes may ask, at which
-            ``DiffCheck`` does not look.
+        StepRefused: no row runs, or a row would compute unknown tokens. A step without changes can cause this, because
+            ``DiffCheck`` does not check such a step.
     """
     lengths = batch.active[: batch.num_rows].astype(np.int32)
     for handle, count in step.counts:
@@ -77,19 +77,19 @@ def prepare_inputs(
     for handle, allowed in step.drafts:
         row = batch.row(handle)
         own = (proposals or {}).get(row, [])
-        assert len(own) <= allowed, "the proposer made more drafts than it was asked for"
+        assert len(own) <= allowed, f"proposer made {len(own)} draft tokens, at most {allowed} are allowed"
         lengths[row] -= allowed - len(own)
         num_drafts[row] = len(own)
         known = int(batch.num_known[row])
         batch.tokens.data[row, known : known + len(own)] = own
     rows = np.flatnonzero(lengths)
     if not len(rows):
-        raise StepRefused("nothing runs in this step")
+        raise StepRefused("step without running requests")
     query_lens = lengths[rows]
     computed, known_or_draft = batch.num_computed[rows], batch.num_known[rows] + num_drafts[rows]
     seq_lens = computed + query_lens
     if (seq_lens > known_or_draft).any() or (num_drafts[rows].astype(bool) & (seq_lens != known_or_draft)).any():
-        raise StepRefused("a request is to compute tokens that nobody knows")
+        raise StepRefused("a request would compute tokens that are not known")
     starts = np.cumsum(query_lens) - query_lens
     token_rows = np.repeat(rows, query_lens)
     offsets = np.arange(len(token_rows)) - np.repeat(starts, query_lens)

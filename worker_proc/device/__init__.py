@@ -1,1 +1,1 @@
-"""What a device can do, and transfers to and from it."""
+"""Properties of the device, and transfers to it."""

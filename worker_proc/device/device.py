@@ -1,4 +1,4 @@
-"""What a device can do well: choices that follow from the hardware, with the reason in words."""
+"""Choices that follow from the hardware, with a reason for the log."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ _PROBES = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 
 @dataclass(frozen=True, slots=True)
 class ComputeDtypes:
-    """In which dtypes a model is held and run.
+    """Dtypes of a model's weights and activations.
 
     Attributes:
-        weights: of weights and the embedding.
-        activations: of everything between: hidden states, norms, attention.
-        reason: why not all is as was asked; empty when it is.
+        weights: dtype of weights and the embedding.
+        activations: dtype of hidden states, norms and attention.
+        reason: why a dtype differs from the requested one; empty if none does.
     """
 
     weights: torch.dtype
@@ -25,14 +25,14 @@ class ComputeDtypes:
 
 
 def cpu_compute_dtypes(dtype: torch.dtype, native: Native | None) -> ComputeDtypes:
-    """The dtypes in which to hold and run a checkpoint of ``dtype`` on this CPU.
+    """Return the dtypes for a checkpoint of ``dtype`` on this CPU.
 
     Without 16-bit matrix instructions torch's bfloat16 and float16 linear layers are several times slower than its
-    float32 ones (each product is widened in software). The native library reads such weights as they are and computes
-    in float32; without it they are better widened once, when loaded, for twice the memory.
+    float32 ones (each product is widened in software). The native library reads 16-bit weights and computes in float32;
+    without it, weights are widened once when loaded, which doubles their memory.
 
     Args:
-        native: the library of ``quire.kernels.cpu.native``, or None where there is none.
+        native: the library of ``quire.kernels.cpu.native``, or None if it is not available.
     """
     if dtype not in _PROBES or has_matrix_instructions(dtype):
         return ComputeDtypes(dtype, dtype)
@@ -44,12 +44,12 @@ def cpu_compute_dtypes(dtype: torch.dtype, native: Native | None) -> ComputeDtyp
 
 
 def has_matrix_instructions(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies 16-bit ``dtype`` as such, and oneDNN uses it; false for wider dtypes."""
+    """Return whether this CPU has matrix instructions for 16-bit ``dtype`` that oneDNN uses; false for wider dtypes."""
     return dtype in _PROBES and _supported(_PROBES[dtype])
 
 
 def _supported(probe: str) -> bool:
-    """Ask oneDNN through torch; a build without the operator (ARM, no oneDNN) counts as a no."""
+    """Query oneDNN through torch; false for a build without the operator (ARM, no oneDNN)."""
     try:
         return bool(getattr(torch.ops.mkldnn, probe)())
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -1,1 +1,1 @@
-"""One step: launch, finish, result; CUDA graphs of steady decode."""
+"""Execution of one step: launch, finish, result; CUDA graphs of steady decode."""

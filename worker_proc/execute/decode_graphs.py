@@ -1,7 +1,7 @@
-"""Steady decode steps as CUDA graphs: captured for a few batch sizes when the worker starts, then replayed.
+"""CUDA graphs of steady decode steps: captured for several batch sizes when the worker starts, then replayed.
 
-A launch costs the host 5 to 10 µs, and a step has hundreds; a replay is one. Without a GPU, or with
-``--enforce-eager``, the very same step is launched kernel by kernel.
+A kernel launch costs the host 5 to 10 µs, and a step has hundreds of them; a replay is a single launch. Without a GPU,
+or with ``--enforce-eager``, the same step is launched kernel by kernel.
 """
 
 import time
@@ -16,29 +16,28 @@ log = event_logger("worker")
 
 _STEP_OF_SIZES = 8
 _WARM_UPS = 2
-"""Runs before a capture: kernels are compiled, and libraries take their workspaces, only when first used."""
+"""Runs before a capture, because kernels are compiled and libraries allocate their workspaces at their first use."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """``logits``: where a replay leaves them; None for a graph that samples too."""
+    """A captured graph. ``logits`` is the tensor that a replay writes; None for a graph with sampling."""
 
     graph: "torch.cuda.CUDAGraph"
     logits: torch.Tensor | None
 
 
 def capture_sizes(max_rows: int) -> list[int]:
-    """Batch sizes with a graph of their own, ascending: 1, 2, 4, multiples of 8, and past 256 of 32."""
+    """Return the batch sizes to capture, ascending: 1, 2, 4, multiples of 8, and above 256 multiples of 32."""
     sizes = {1, 2, 4, max_rows, *range(_STEP_OF_SIZES, min(max_rows, 256) + 1, _STEP_OF_SIZES)}
     sizes |= set(range(256, max_rows + 1, 4 * _STEP_OF_SIZES))
     return sorted(size for size in sizes if size <= max_rows)
 
 
 class DecodeGraphs:
-    """Runs a ``DecodeStep`` for any number of rows, by replay where that was captured.
+    """Runs a ``DecodeStep`` for any number of rows, by replay if a graph was captured.
 
-    All graphs share one pool of memory: one runs at a time, and what one leaves behind (logits) is read before the
-    next is launched.
+    All graphs share one memory pool: only one runs at a time, and its logits are read before the next one is launched.
     """
 
     def __init__(self, step: DecodeStep, *, eager: bool) -> None:
@@ -68,13 +67,13 @@ class DecodeGraphs:
         log.info("captured CUDA graphs", graphs=len(self._graphs), max_rows=self._sizes[-1], mib=taken, seconds=seconds)
 
     def run(self, num_rows: int, sampling: bool) -> torch.Tensor | None:
-        """One step of the batch's ``num_rows`` rows.
+        """Run one step of the batch's ``num_rows`` rows.
 
         Args:
-            sampling: choose tokens too, leave them in ``step.sampled`` and ``step.bad``, and advance.
+            sampling: also sample, write ``step.sampled`` and ``step.bad``, and advance.
 
         Returns:
-            Logits ``[num_rows, vocab_size]`` when it did not sample, valid until the next step.
+            Logits ``[num_rows, vocab_size]``, valid until the next step; None with sampling.
         """
         size = self._size_for(num_rows)
         captured = self._graphs.get((size, sampling))

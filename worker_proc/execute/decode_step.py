@@ -1,7 +1,7 @@
-"""A steady decode step as the device does it alone: nothing in it waits for the host or reads from it.
+"""Steady decode step on the device alone: no part of it waits for the host or reads host memory.
 
-Every row of the batch computes one token, its last sample. What the host knows better (who is in which row, how they
-sample) stands in ``RowColumns``, and is sent when it changed. ``decode_graphs`` captures this step and replays it.
+Every row of the batch computes one token, its last sampled one. State that only the host changes (the rows and their
+sampling parameters) is in ``RowColumns`` and is sent when it changes. ``decode_graphs`` captures and replays this step.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.models.decoder import Decoder
 
-_NOTHING = np.zeros(0, np.int32)
-"""Lengths on the host, which has none to give."""
+_NO_LENGTHS = np.zeros(0, np.int32)
+"""Host lengths of a ``StepBatch`` whose lengths are only on the device."""
 
 
 class RowColumns:
-    """The batch's columns that a decode step reads, on the device: views of one buffer, sent in one copy.
+    """Device copies of the batch columns that a decode step reads: views of one buffer, sent in one copy.
 
     Attributes:
-        row_of: int32 ``[max_rows]``: 0, 1, 2 .. up to the batch's rows, then -1.
+        row_of: int32 ``[max_rows]``: 0, 1, 2 .. for the batch's rows, then -1.
         num_computed, top_k: int32; seed: int64; temperature, top_p, min_p: float32; all ``[max_rows]``.
     """
 
@@ -52,7 +52,7 @@ class RowColumns:
         self.row_of.fill_(-1)
 
     def refresh(self, batch: InputBatch) -> None:
-        """Make the device's columns equal to the batch's."""
+        """Send the batch's columns to the device."""
         n = batch.num_rows
         source: tuple[npt.NDArray[Any], ...] = (
             batch.seed.view(np.int64),
@@ -71,11 +71,11 @@ class RowColumns:
 
 
 class DecodeStep:
-    """Owns the step's inputs and outputs, the same memory in every step; everything else is lent to it.
+    """Owns the inputs and outputs of a decode step, in the same memory for every step. Other state is shared.
 
     Attributes:
-        sampled: int64 ``[max_rows]``, the tokens of the last step that sampled here.
-        bad: bool ``[max_rows]``, where its logits were not finite.
+        sampled: int64 ``[max_rows]``: the tokens of the last step that was sampled here.
+        bad: bool ``[max_rows]``: whether the logits of each row were not finite.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DecodeStep:
         self._inputs = DecodeInputs.empty(max_rows, len(groups), device)
 
     def forward(self, size: int) -> torch.Tensor:
-        """Compute one token of each of the first rows, of which those past the batch are padding.
+        """Compute one token of each of the first ``size`` rows; rows past the batch are padding.
 
         Returns:
             Logits, float32 ``[size, vocab_size]``.
@@ -117,8 +117,8 @@ class DecodeStep:
                     seq_lens=inputs.seq_lens,
                     block_table=table.device_copy[:size],
                     slot_mapping=inputs.slot_mapping[index],
-                    query_lens_cpu=_NOTHING,
-                    seq_lens_cpu=_NOTHING,
+                    query_lens_cpu=_NO_LENGTHS,
+                    seq_lens_cpu=_NO_LENGTHS,
                     block_size=table.block_size,
                     window=group.sliding_window,
                 )
@@ -130,7 +130,7 @@ class DecodeStep:
         return self._model.logits(hidden)
 
     def sample(self, logits: torch.Tensor) -> None:
-        """Greedily, or by temperature and min-p, and go on: top-k, top-p and all else are the host's ``Sampler``'s."""
+        """Sample (greedily, or with temperature and min-p) and advance; ``Sampler`` handles all other parameters."""
         size = len(logits)
         columns = self.columns
         statistics = row_statistics(logits)
@@ -151,7 +151,7 @@ class DecodeStep:
         self.advance(tokens)
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Take ``tokens`` (int64, one per row) as the rows' next inputs."""
+        """Store ``tokens`` (int64, one per row) as the rows' next inputs, and advance the rows."""
         size = len(tokens)
         advance_decode(self.columns.row_of[:size], tokens, self._last_sampled, self.columns.num_computed)
 

@@ -1,4 +1,4 @@
-"""A step between its forward pass and its sampling."""
+"""State of a step between its forward pass and its sampling."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,18 @@ from quire.worker_proc.sampling.sampler import Sampled
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose forward pass is on its way, up to its sampling.
+    """A step whose forward pass is launched, up to its sampling.
 
     Attributes:
-        began: when, by ``time.perf_counter``.
-        logits: float32 ``[num_positions, vocab]``; None where nothing is sampled, or ``sampled`` is there already.
-        steady: the device's own decode step computed it.
-        prompt_rows: log probabilities of prompt tokens that it computed.
-        failure: it was not computed, for this reason; an empty string: all is well, or nothing is wanted.
-        void: there is nothing to sample, for nobody is held.
+        began: launch time, by ``time.perf_counter``.
+        positions: the positions to sample.
+        inputs: the model's inputs; None for a steady decode step.
+        logits: float32 ``[num_positions, vocab]``; None if nothing is sampled, or if ``sampled`` is set.
+        sampled: tokens that the step's graph has sampled already.
+        steady: whether it is a steady decode step.
+        prompt_rows: log probabilities of prompt tokens.
+        failure: why the step was not computed; empty if it was, or if it is void for another reason.
+        void: the step was not computed and there is nothing to sample: it failed, or the rows were dropped earlier.
     """
 
     step: int

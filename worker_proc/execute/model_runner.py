@@ -190,7 +190,7 @@ class ModelRunner:
     def _launch(self, step: SchedulerOutput, began: float) -> LaunchedStep:
         self._apply(step)
         if self.steady is not None:
-            if self.steady.takes(step):
+            if self.steady.enter(step):
                 positions = SampledPositions.one_per_row(np.arange(self.batch.num_rows))
                 sampling = not step.awaits_sample_inputs and self.sampler.is_plain(positions.rows)
                 found = self.steady.launch(sampling=sampling)
@@ -235,7 +235,7 @@ class ModelRunner:
         self.batch.builder.reset()
         self.batch.change_rows(list(self.batch.row_of), [], None)
         self.batch.builder.reset()
-        self.history.forget()
+        self.history.clear()
         self.sampler.reset()
         self._sampling_handles = NEVER_TOLD
         if self.steady is not None:

@@ -1,4 +1,4 @@
-"""A step's result on its way from the device to the scheduler."""
+"""Results of launched steps, and their copies from the device to the host."""
 
 import time
 from collections import deque
@@ -20,26 +20,26 @@ from quire.worker_proc.sampling.sampler import Sampled
 
 
 class PendingResult(Protocol):
-    """A step whose kernels are launched, or that has failed."""
+    """Result of a step whose kernels are launched, or which has failed."""
 
     @property
     def ready(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Whether ``result`` returns without waiting."""
         ...
 
     def result(self) -> ModelRunnerOutput:
-        """The message; waits for the device if it must."""
+        """Return the result message; wait for the device if necessary."""
         ...
 
 
 class StepClock:
-    """How long steps take the device: of two that overlap, the second begins when the first has ended."""
+    """Measures the device time of steps: of two overlapping steps, the second starts when the first has ended."""
 
     def __init__(self) -> None:
         self._ended = 0.0
 
     def end(self, began: float) -> float:
-        """Seconds of a step that has ended now, the oldest of those that had not."""
+        """Return the seconds of the step that has ended now; call it in the order in which steps were launched."""
         now = time.perf_counter()
         seconds = now - max(began, self._ended)
         self._ended = now
@@ -48,7 +48,7 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class NothingSampled:
-    """A step of which no row reached its last known position, or that was not computed (``failure`` says why)."""
+    """Result of a step without sampled tokens, or of one that was not computed (``failure`` is the reason)."""
 
     step: int
     handles: npt.NDArray[np.int32] | None = None
@@ -66,14 +66,14 @@ class NothingSampled:
 
 @dataclass(frozen=True, slots=True)
 class SampledResult:
-    """Tokens, which on a GPU are still being computed or copied.
+    """Result with sampled tokens, which on a GPU may still be computed or copied.
 
     Attributes:
-        handles: as in ``ModelRunnerOutput``: None where they are the same as in the result before.
-        row_handles: of the sampled rows, always.
-        copy: of ``sampled.tokens`` and ``sampled.bad``, in this order.
-        end: tells the clock that the step has ended, and gives its seconds.
-        accepted: of a step with drafts.
+        handles: as in ``ModelRunnerOutput``: None if they are the same as in the previous result.
+        row_handles: handles of the sampled rows, never None.
+        copy: copy of ``sampled.tokens`` and ``sampled.bad``, in this order.
+        end: ends the step in ``StepClock`` and returns its seconds.
+        accepted: accepted draft tokens; None for a step without drafts.
     """
 
     step: int
@@ -95,7 +95,7 @@ class SampledResult:
         accepted = self.accepted
         kept = np.arange(len(self.row_handles)) if accepted is None else accepted.kept
         owners = self.row_handles if accepted is None else np.repeat(self.row_handles, accepted.counts)
-        failed = [(int(owners[i]), why) for at, why in self.sampled.failed for i in np.flatnonzero(kept == at)]
+        failed = [(int(owners[i]), reason) for at, reason in self.sampled.failed for i in np.flatnonzero(kept == at)]
         return ModelRunnerOutput(
             self.step,
             tokens[kept].astype(np.int32),
@@ -110,7 +110,7 @@ class SampledResult:
         )
 
     def sent_logprobs(self, kept: Ints) -> Logprobs | None:
-        """The log probabilities, each with the index that its token has among those that are sent."""
+        """Return the log probabilities of the tokens in ``kept``, each with its token's index in the result message."""
         sampled = self.sampled.logprobs
         if sampled is None:
             return None
@@ -127,16 +127,16 @@ def _prompt_logprobs(rows: PromptRows | None) -> PromptLogprobs | None:
 
 
 def _on_host(logprobs: TopLogprobs) -> LogprobArrays:
-    """Waits for the device."""
+    """Copy log probabilities to the host; waits for the device."""
     token_ids, ranks = (tensor.cpu().numpy().astype(np.int32) for tensor in (logprobs.token_ids, logprobs.ranks))
     return LogprobArrays.of(token_ids, logprobs.values.cpu().numpy(), ranks)
 
 
 class HostCopy:
-    """Tensors being copied to the host; on a CPU they are there."""
+    """Tensors being copied to the host; on a CPU the tensors themselves."""
 
-    def __init__(self, there: list[torch.Tensor], copied: "torch.cuda.Event | None") -> None:
-        self._there = there
+    def __init__(self, tensors: list[torch.Tensor], copied: "torch.cuda.Event | None") -> None:
+        self._tensors = tensors
         self._copied = copied
 
     @property
@@ -144,50 +144,50 @@ class HostCopy:
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def arrays(self) -> list[npt.NDArray[np.generic]]:
-        """Waits for the device. Valid until three more copies have begun."""
+        """Wait for the device and return the arrays, which are valid until three more copies have begun."""
         if self._copied is not None:
             self._copied.synchronize()
-        return [tensor.numpy() for tensor in self._there]
+        return [tensor.numpy() for tensor in self._tensors]
 
 
 class HostCopies:
-    """Copies small results to the host on a stream of their own, so that the next step's kernels need not wait.
+    """Copies small results to the host on a separate stream, so that the next step's kernels do not wait for them.
 
-    Owns that stream and pinned memory. A tensor may be overwritten by what is launched after ``start``: the device
-    itself waits for the copy before (``before_next``).
+    Owns that stream and pinned memory. Kernels launched after ``start`` may overwrite the tensors if ``before_next``
+    was called before, which makes the device wait for the copy.
     """
 
-    _IN_TURN = 4
+    _NUM_BUFFERS = 4
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._pinned: deque[list[torch.Tensor]] = deque(maxlen=self._IN_TURN)
+        self._pinned: deque[list[torch.Tensor]] = deque(maxlen=self._NUM_BUFFERS)
         self._last: torch.cuda.Event | None = None
 
     def start(self, *tensors: torch.Tensor) -> HostCopy:
-        """Begin once what computes ``tensors`` is done; they stay referenced until it has ended."""
+        """Start a copy that runs after the kernels that compute ``tensors``, and keeps their memory until it ends."""
         if self._stream is None:
             return HostCopy(list(tensors), None)
-        there = self._take(tensors)
+        pinned = self._take(tensors)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for target, tensor in zip(there, tensors, strict=True):
+            for target, tensor in zip(pinned, tensors, strict=True):
                 target.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         self._last = copied
-        return HostCopy(there, copied)
+        return HostCopy(pinned, copied)
 
     def before_next(self) -> None:
-        """Make what is launched next on the device wait for the copies begun so far."""
+        """Make kernels launched from now on wait for the copies started so far."""
         if self._last is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last)
 
     def _take(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """Pinned memory of these shapes, in turn: at most three results are in use while a fourth is filled."""
-        if len(self._pinned) == self._IN_TURN:
+        """Return pinned memory of these shapes; the oldest of four buffers is reused, at most three are in use."""
+        if len(self._pinned) == self._NUM_BUFFERS:
             oldest = self._pinned.popleft()
             fits = len(oldest) == len(tensors) and all(
                 p.dtype == t.dtype and p.numel() >= t.numel() for p, t in zip(oldest, tensors, strict=True)
@@ -195,6 +195,6 @@ class HostCopies:
             if fits:
                 self._pinned.append(oldest)
                 return [p[: t.numel()].view(t.shape) for p, t in zip(oldest, tensors, strict=True)]
-        fresh = [torch.empty(max(t.numel(), 1), dtype=t.dtype, pin_memory=True) for t in tensors]
-        self._pinned.append(fresh)
-        return [p[: t.numel()].view(t.shape) for p, t in zip(fresh, tensors, strict=True)]
+        new = [torch.empty(max(t.numel(), 1), dtype=t.dtype, pin_memory=True) for t in tensors]
+        self._pinned.append(new)
+        return [p[: t.numel()].view(t.shape) for p, t in zip(new, tensors, strict=True)]

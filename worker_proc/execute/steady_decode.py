@@ -1,4 +1,4 @@
-"""When a step is a steady decode step, and what the host does about one: next to nothing."""
+"""Detection and launch of steady decode steps, which need almost no work on the host."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,9 @@ from quire.worker_proc.sampling.sampler import Sampled
 
 
 class SteadyDecode:
-    """Launches the steps in which every row computes one token, its last; others make what the device holds stale.
+    """Launches steps in which every row computes one token, its last one.
 
-    Owns whether the device's columns are those of the batch.
+    Owns the flag whether the device's columns are up to date; any other step makes them stale.
     """
 
     def __init__(
@@ -34,14 +34,16 @@ class SteadyDecode:
         self._steady = False
 
     def leave(self) -> None:
-        """A step is run in another way: what the device has of the rows is not theirs any more."""
+        """Mark the device's columns as stale, because another kind of step runs."""
         self._steady = False
 
-    def takes(self, step: SchedulerOutput) -> bool:
-        """Whether the step, whose diff is applied, is one; it must be launched then.
+    def enter(self, step: SchedulerOutput) -> bool:
+        """Return whether the step, whose diff is applied, is a steady decode step; if so, it must be launched here.
+
+        Sends the rows' columns to the device if they are stale.
 
         Raises:
-            StepRefused: it is, and a row has no block for its token.
+            StepRefused: it is a steady decode step, but a row has no block for its token.
         """
         changed = step.removed or step.new_requests or step.parked or step.unparked or step.counts or step.drafts
         if changed or not self._steady:
@@ -62,18 +64,18 @@ class SteadyDecode:
         )
 
     def _send_rows(self) -> None:
-        """Rows changed, or were computed otherwise: the device is told them anew."""
+        """Send the columns of all rows to the device, after row changes or other steps."""
         batch, n = self._batch, self._batch.num_rows
         self.graphs.step.columns.refresh(batch)
-        # Who came with all but one of its tokens computed has not sampled here.
-        given = np.flatnonzero(batch.num_computed[:n] < batch.tokens.length[:n])
-        if len(given):
-            tokens = batch.tokens.data[given, batch.num_computed[given]].astype(np.int64)
-            rows, ids = self._transfer(given, tokens)
+        # A request admitted with all but its last token computed has no sampled token on the device yet.
+        admitted = np.flatnonzero(batch.num_computed[:n] < batch.tokens.length[:n])
+        if len(admitted):
+            tokens = batch.tokens.data[admitted, batch.num_computed[admitted]].astype(np.int64)
+            rows, ids = self._transfer(admitted, tokens)
             self._last_sampled[rows] = ids
 
     def _require_new_blocks(self) -> None:
-        """Only a row that begins a block can lack one."""
+        """Check the rows whose next token starts a block; the others cannot lack one."""
         computed = self._batch.num_computed[: self._batch.num_rows]
         for block_size in {table.block_size for table in self._tables.tables}:
             beginning = np.flatnonzero(computed % block_size == 0)
@@ -81,16 +83,16 @@ class SteadyDecode:
                 self._require_blocks(beginning)
 
     def _require_blocks(self, rows: npt.NDArray[np.int64]) -> None:
-        """Raises StepRefused: one of ``rows`` has no block, or the null block, where its next token goes."""
+        """Raise StepRefused if one of ``rows`` has no block, or only the null block, for its next token."""
         for table in self._tables.tables:
             table.slots(rows, self._batch.num_computed[rows].astype(np.int64))
 
     def launch(self, *, sampling: bool) -> Sampled | torch.Tensor:
-        """Run the step with its sampling, or up to the logits; the caller advances the batch.
+        """Run the step with or without sampling; the caller advances the batch.
 
         Returns:
-            Tokens, in memory that the next step overwrites once their copy is done; or logits ``[num_rows, vocab]``, of
-            which the caller tells ``graphs.step.advance`` what was sampled.
+            With sampling: tokens, in memory that the next step overwrites after their copy is done. Otherwise logits
+            ``[num_rows, vocab]``; the caller must sample and pass the tokens to ``graphs.step.advance``.
         """
         n = self._batch.num_rows
         self._copies.before_next()

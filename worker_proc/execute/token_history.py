@@ -1,4 +1,4 @@
-"""Brings sampled tokens to the host's side of the batch: behind the device by default, exact when somebody asks."""
+"""Copies sampled tokens to the host's columns of the batch: late by default, and exact when a step needs them."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from quire.worker_proc.execute.pending_result import HostCopy
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """One token per row of a step, on its way. ``starts``: how many tokens each row had before it."""
+    """Sampled tokens of a step, one per row, being copied. ``starts``: each row's number of tokens before them."""
 
     handles: npt.NDArray[np.int32]
     serials: npt.NDArray[np.int64]
@@ -23,36 +23,37 @@ class _Sampled:
 
 
 class TokenHistory:
-    """Owns which steps' tokens the batch's ``tokens`` and ``outputs`` lack; nobody else adds sampled ones there.
+    """Owns the list of steps whose sampled tokens are missing in the batch's ``tokens`` and ``outputs``.
 
-    Catching up waits for the device, so it is done only where the next step needs the tokens themselves: for drafts
-    and for processors that look at the answer. What is there is taken without being asked for, and so is a step that
-    lies far back: its result was sent long ago.
+    No other class adds sampled tokens to these columns. ``catch_up`` waits for the device, so it is called only if the
+    next step needs the tokens on the host: for draft tokens, and for logits processors that read the output. Copies
+        that
+    are ready are stored at once, and so are those of the step before the previous one, whose result was already sent.
     """
 
-    _MOST_BEHIND = 3
-    """Copies to the host stay valid until three more have begun."""
+    _MAX_PENDING = 3
+    """A copy to the host stays valid until three more have begun."""
 
     def __init__(self, batch: InputBatch) -> None:
         self._batch = batch
-        self._behind: deque[_Sampled] = deque()
+        self._pending: deque[_Sampled] = deque()
 
     def sampled(self, rows: npt.NDArray[np.int64], copy: HostCopy) -> None:
-        """A step gave one token to each of ``rows``, whose ``num_known`` does not count it yet."""
+        """Record that a step sampled one token for each of ``rows``, before ``num_known`` counts it."""
         batch = self._batch
-        self._behind.append(
+        self._pending.append(
             _Sampled(batch.handles[rows], batch.serial[rows], rows, batch.num_known[rows], batch.generation, copy)
         )
-        while self._behind and (len(self._behind) == self._MOST_BEHIND or self._behind[0].copy.ready):
-            self._take(self._behind.popleft())
+        while self._pending and (len(self._pending) == self._MAX_PENDING or self._pending[0].copy.ready):
+            self._take(self._pending.popleft())
 
     def catch_up(self) -> None:
-        """Waits for the device: afterwards the host knows every token."""
-        while self._behind:
-            self._take(self._behind.popleft())
+        """Wait for the device and store all pending tokens."""
+        while self._pending:
+            self._take(self._pending.popleft())
 
     def extend(self, row: int, tokens: list[int]) -> None:
-        """``row`` got several tokens, which the host knows already; it was caught up before."""
+        """Add several tokens, already on the host, to ``row``; ``catch_up`` must have been called before."""
         column = self._batch.tokens
         start = int(column.length[row])
         column.data[row, start : start + len(tokens)] = tokens
@@ -61,16 +62,16 @@ class TokenHistory:
         if output is not None:
             output += tokens
 
-    def forget(self) -> None:
-        """All rows are gone."""
-        self._behind.clear()
+    def clear(self) -> None:
+        """Discard pending tokens after all rows were removed."""
+        self._pending.clear()
 
     def _take(self, step: _Sampled) -> None:
         tokens = step.copy.arrays()[0]
         rows, starts, batch = step.rows, step.starts, self._batch
-        if step.generation != batch.generation:  # rows have moved, or are gone, since
+        if step.generation != batch.generation:  # rows have moved or were removed since
             rows = np.array([batch.row_of.get(handle, -1) for handle in step.handles.tolist()], np.int64)
-            # A handle may be another request's by now, or the same one's that came again with its tokens.
+            # A handle may be reused by another request, or by the same request readmitted with these tokens.
             same = (rows >= 0) & (batch.serial[rows] == step.serials)
             rows, starts, tokens = rows[same], starts[same], tokens[: len(same)][same]
         tokens = tokens[: len(rows)]

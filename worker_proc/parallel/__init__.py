@@ -1,1 +1,1 @@
-"""Several ranks that hold one model together."""
+"""Communication between the ranks of a worker group."""

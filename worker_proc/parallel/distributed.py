@@ -1,4 +1,4 @@
-"""Ranks through ``torch.distributed``: NCCL between GPUs, gloo between CPUs of any kind."""
+"""Communication with ``torch.distributed``: NCCL between GPUs, gloo between CPUs."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 
 class DistributedGroup:
-    """``TensorParallel`` over the process group of this process, which it makes and owns.
+    """``TensorParallel`` over the process's ``torch.distributed`` group, which it creates and owns.
 
     Args:
-        rendezvous: a file that no group has used before, in a folder that all ranks see.
+        rendezvous: a file that no group has used before, in a folder that all ranks can access.
     """
 
     def __init__(self, backend: str, rendezvous: Path, rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""What a model needs of the other ranks."""
+"""Interface for communication between ranks."""
 
 from typing import Protocol
 
@@ -6,21 +6,21 @@ import torch
 
 
 class TensorParallel(Protocol):
-    """The ranks among which each layer's weights are cut; every rank calls the same operations in the same order."""
+    """The ranks that share each layer's weights; every rank calls the same operations in the same order."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, added in rank order so that all ranks get the same bits; ``x`` may be overwritten."""
+        """Return the sum over ranks, added in rank order so that all ranks get the same bits; may overwrite ``x``."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, width]`` of every rank, side by side in rank order: ``[rows, size * width]``."""
+        """Return every rank's ``[rows, width]`` side by side in rank order: ``[rows, size * width]``."""
         ...
 
     def close(self) -> None:
-        """The last call, when every rank is about to end."""
+        """Release resources. The last call, when all ranks are about to exit."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Sums over ranks through memory that all of them see: for processes of one machine that compute on its CPUs.
+"""Communication between ranks through shared memory, for CPU workers on one machine.
 
-An order of magnitude quicker than sockets for what a decode step sums (a few rows of hidden state).
+For the sums of a decode step (a few rows of hidden state) it is an order of magnitude faster than sockets.
 """
 
 import mmap
@@ -15,21 +15,22 @@ import torch
 from quire.protocol.errors import EngineError
 
 CHUNK_BYTES = 4 * 2**20
-"""What one rank may lay down at a time; more goes in several rounds."""
+"""Buffer size per rank; larger tensors are exchanged in several rounds."""
 
 _LINE_BYTES = 64
 _SPINS = 2000
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 
 
 class SharedMemoryGroup:
-    """``TensorParallel`` over one mapped file, which all ranks open.
+    """``TensorParallel`` over one memory-mapped file, which all ranks open.
 
-    Each rank lays its part into one of two buffers, counts its round up, and waits until all have counted as far.
-    Two are enough: whoever fills a buffer again has seen every rank begin the round after the one that it was read in.
+    In each round, a rank writes its part to one of two buffers, increments its counter, and waits until the counters of
+    all ranks have reached the same value. Two buffers are enough: before a rank writes to a buffer again, it has seen
+    every rank start the following round, so all reads of the buffer are done.
 
-    The counters are plain aligned 64-bit stores, made after the data is there: right on x86, whose stores are seen in
-    order. ``join_group`` does not choose this elsewhere.
+    The counters are plain aligned 64-bit stores after the data. This is correct on x86, where stores become visible in
+    order; ``join_group`` does not choose this class on other machines.
     """
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
@@ -37,7 +38,7 @@ class SharedMemoryGroup:
         self.size = size
         header = size * _LINE_BYTES
         total = header + 2 * size * CHUNK_BYTES
-        descriptor = _open_ours(path)
+        descriptor = _open_private(path)
         try:
             os.ftruncate(descriptor, total)
             self._memory = mmap.mmap(descriptor, total)
@@ -50,7 +51,7 @@ class SharedMemoryGroup:
         self._round = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum in rank order, in ``x``'s own memory when it is contiguous."""
+        """Return the sum in rank order, in ``x``'s own memory if it is contiguous."""
         x = x.contiguous()
         flat = x.view(-1)
         step = CHUNK_BYTES // x.element_size()
@@ -68,19 +69,19 @@ class SharedMemoryGroup:
         gathered = x.new_empty(rows, self.size, width)
         for start in range(0, rows, step):
             part = x[start : start + step].contiguous()
-            for rank, theirs in enumerate(self._exchange(part.view(-1))):
-                gathered[start : start + step, rank] = theirs.view(part.shape)
+            for rank, received in enumerate(self._exchange(part.view(-1))):
+                gathered[start : start + step, rank] = received.view(part.shape)
         return gathered.view(rows, self.size * width)
 
     def barrier(self) -> None:
-        """Return once every rank has called this."""
+        """Return once every rank has called this method."""
         self._exchange(torch.zeros(1))
 
     def close(self) -> None:
-        pass  # the file lies in the engine's folder, which goes with it
+        pass  # the file is in the engine's folder, which is removed with the engine
 
     def _exchange(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's ``part`` (flat, equal in length), valid until the next exchange but one."""
+        """Return every rank's ``part`` (1-D, equal lengths); valid until the second exchange after this one."""
         buffer = self._buffers[self._round % 2]
         size = part.numel() * part.element_size()
         buffer[self.rank, :size].view(part.dtype).copy_(part)
@@ -91,36 +92,36 @@ class SharedMemoryGroup:
         return [buffer[rank, :size].view(part.dtype) for rank in range(self.size)]
 
     def _wait_for(self, counter: int) -> None:
-        """Spin, then give way to whoever is waited for.
+        """Wait for a rank's counter: spin first, then yield the CPU to other processes.
 
         Raises:
-            EngineError: nobody came for two minutes. A rank that dies takes its whole group with it long before.
+            EngineError: timed out after two minutes. (If a rank dies, its whole group is ended much earlier.)
         """
         counters, expected = self._counters, self._round
         for _ in range(_SPINS):
             if counters[counter] >= expected:
                 return
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while counters[counter] < expected:
             os.sched_yield()
             if time.monotonic() > deadline:
-                raise EngineError("another rank does not come to the sum")
+                raise EngineError(f"timed out after {_TIMEOUT_S:.0f} s waiting for another rank in an exchange")
 
 
-def _open_ours(path: Path) -> int:
-    """A descriptor of the file, which the first rank makes.
+def _open_private(path: Path) -> int:
+    """Open the file, which the first rank creates; return its descriptor.
 
     Raises:
-        EngineError: there was one already that others made, or can read or reach by another name.
+        EngineError: the path is not a regular file of this user with mode 0600 and a single link.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would be waited for
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
     try:
         descriptor = os.open(path, flags, 0o600)
     except OSError:
-        raise EngineError("the ranks' shared memory cannot be opened: something else has its name") from None
+        raise EngineError(f"cannot open shared memory file {path}: another file has its name") from None
     info = os.fstat(descriptor)
-    ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink == 1
-    if not ours or info.st_mode & 0o077:
+    owned = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink == 1
+    if not owned or info.st_mode & 0o077:
         os.close(descriptor)
-        raise EngineError("the ranks' shared memory is not a file of mode 0600 that belongs to this user alone")
+        raise EngineError(f"shared memory file {path} must have mode 0600 and belong to this user alone")
     return descriptor

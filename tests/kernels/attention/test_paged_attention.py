@@ -1,4 +1,4 @@
-"""Attention without triton: the reference against dense attention, the work list's properties, what is refused."""
+"""Paged attention without triton: the reference, the work list's properties, and the launchers' argument checks."""
 
 from typing import Any
 
@@ -94,7 +94,7 @@ LOCAL = st.sampled_from([Visible(), Visible(window=700), Visible(prefix_len=272)
 
 
 def check_pieces(tiles: QueryTiles, pieces: np.ndarray[Any, Any]) -> dict[tuple[int, int], list[list[int]]]:
-    """Each tile's pieces, in order, cover its visible keys once; returns them by tile."""
+    """Check that each tile's pieces, in order, cover its visible keys exactly once; return the pieces by tile."""
     found: dict[tuple[int, int], list[list[int]]] = {}
     for row, first_token, *rest in pieces.tolist():
         found.setdefault((row, first_token), []).append(rest)
@@ -109,7 +109,7 @@ def check_pieces(tiles: QueryTiles, pieces: np.ndarray[Any, Any]) -> dict[tuple[
 
 @settings(deadline=None, max_examples=60)
 @given(LENGTHS, LOCAL, st.integers(1, 40), st.sampled_from([1, 8, 64]), st.sampled_from([128, 256]))
-def test_pieces_partition_what_is_visible(
+def test_pieces_partition_the_visible_keys(
     rows: list[tuple[int, int]], visible: Visible, capacity: int, tile_tokens: int, min_piece: int
 ) -> None:
     lens = np.array([query_len for query_len, _ in rows])
@@ -120,13 +120,13 @@ def test_pieces_partition_what_is_visible(
     work = cut_tiles(tiles, Cut(capacity, min_piece), tile_tokens, num_prefix, first_slot=7)
     found = check_pieces(tiles, work.pieces)
 
-    # The bounds: as many pieces as tiles and capacity; none much longer than its share.
+    # Bounds: at most tiles + capacity pieces, and none longer than 1.5 times its share.
     assert len(work.pieces) <= len(tiles.row) + capacity
     total = int((tiles.end_key - tiles.first_key // KEY_ALIGN * KEY_ALIGN).clip(0).sum())
     share = max(min_piece, round_up(-(-total // capacity)))
     assert (work.pieces[:, 3] - work.pieces[:, 2]).max(initial=0) <= round_up(1.5 * share)
 
-    # Slots: those that are used are used once; a merge names exactly the slots of its token's pieces.
+    # No slot is used twice, and a merge has exactly the slots of its token's pieces.
     slots = work.pieces[:, 4]
     assert (slots == NO_SLOT).sum() == sum(len(own) == 1 for own in found.values()) * (1 - num_prefix)
     used = [7 + i * tile_tokens for i in range((slots != NO_SLOT).sum())]
@@ -144,7 +144,7 @@ def test_pieces_partition_what_is_visible(
     assert merged == expected
 
 
-def test_a_uniform_batch_stays_whole_and_a_long_row_does_not() -> None:
+def test_long_rows_are_cut_and_equal_rows_stay_whole() -> None:
     def pieces_of(seqs: list[int]) -> list[int]:
         lens = np.ones(len(seqs), dtype=np.int64)
         tiles = tile_rows(lens, np.array(seqs), np.arange(len(seqs)), 1, Visible())
@@ -199,7 +199,7 @@ def lengths(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(values, dtype=np.int32)
 
 
-def test_mixed_steps_go_in_two_launches() -> None:
+def test_mixed_step_has_a_decode_and_a_prefill_launch() -> None:
     plan = plan_attention(lengths(1, 0, 200, 3), lengths(500, 5, 300, 7), SHAPE, CPU)
     assert [(section.regime, section.tile_tokens) for section in plan.sections] == [("decode", 4), ("prefill", 64)]
     assert plan.num_tokens == 204
@@ -210,20 +210,20 @@ def test_mixed_steps_go_in_two_launches() -> None:
     ("options", "message"),
     [
         ({"window": -1}, "window -1, .* negative"),
-        ({"common_prefix_len": 16, "window": 4}, "common_prefix_len: not together with a window"),
+        ({"common_prefix_len": 16, "window": 4}, "common_prefix_len: cannot be combined with a window"),
         ({"fixed_split": 100}, "fixed_split: 100 is not a multiple of 128"),
         ({"min_piece": 64}, "min_piece: 64 is not a positive multiple of 128"),
     ],
 )
-def test_plans_refuse_what_contradicts(options: dict[str, int], message: str) -> None:
+def test_plan_rejects_contradicting_options(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_attention(lengths(1), lengths(9), SHAPE, CPU, **options)
 
 
-def test_plans_refuse_lengths_and_buffers_that_do_not_fit() -> None:
+def test_plan_rejects_lengths_and_buffers_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="query_lens: each row needs a seq_len of at least its query length"):
         plan_attention(lengths(2), lengths(1), SHAPE, CPU)
-    with pytest.raises(ValueError, match="common_prefix_len: it is 16, and a row has only 9 keys"):
+    with pytest.raises(ValueError, match="common_prefix_len: 16 exceeds a row's 9 keys"):
         plan_attention(lengths(1, 1), lengths(20, 9), SHAPE, CPU, common_prefix_len=16)
     with pytest.raises(ValueError, match=r"max_rows: 0 is not in \[1, 8192\]"):
         allocate_decode(SHAPE, 0, CPU)
@@ -231,11 +231,11 @@ def test_plans_refuse_lengths_and_buffers_that_do_not_fit() -> None:
     starts, seqs = torch.arange(4, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"seq_lens: dimension 0 \(num_rows\) is 3, above the buffers' 2"):
         plan_decode(buffers, starts, seqs)
-    with pytest.raises(ValueError, match="prefix: it leaves 2 partials, the buffers hold 0"):
+    with pytest.raises(ValueError, match="prefix: 2 partial results do not fit buffers for 0"):
         plan_decode(buffers, starts[:3], seqs[:2], prefix=plan_prefix(SHAPE, 2, 128, CPU))
 
 
-def test_the_launcher_refuses_wrong_tensors_before_anything_else() -> None:
+def test_launcher_rejects_wrong_tensors() -> None:
     query, cache = torch.zeros(5, 4, 16), torch.zeros(2, 3, 8, 2, 16)
     rows = {
         "block_table": torch.zeros(2, 4, dtype=torch.int32),
@@ -244,23 +244,23 @@ def test_the_launcher_refuses_wrong_tensors_before_anything_else() -> None:
     }
     plan = plan_attention(lengths(5, 0), lengths(5, 0), SHAPE, CPU)
 
-    def refuse(message: str, **changed: Any) -> None:
+    def rejects(message: str, **changed: Any) -> None:
         arguments = {"query": query, "kv_cache": cache, "plan": plan, "scale": 1.0} | rows | changed
         with pytest.raises(ValueError, match=message):
             paged_attention(**arguments)
 
-    refuse(r"query: dimension 1 \(num_heads\) is 3, not a multiple of 2 KV heads", query=query[:, :3])
-    refuse(r"query: dimension 2 \(head_dim\) is 600, not in \[1, 512\]", query=torch.zeros(5, 4, 600))
-    refuse(r"kv_cache: dimension 4 \(head_dim\) is 8, expected 16", kv_cache=cache[..., :8])
-    refuse("kv_cache: dtype is torch.float16", kv_cache=cache.half())
-    refuse("plan: it is for AttentionShape", kv_cache=cache.view(2, 3, 4, 4, 16))
-    refuse(r"block_table: dimension 0 \(num_rows\) is 1, expected 2", block_table=rows["block_table"][:1])
-    refuse(r"query: dimension 0 \(num_tokens\) is 4, but the plan is for 5", query=query[:4])
-    refuse(r"sinks: dimension 0 \(num_heads\) is 3, expected 4", sinks=torch.zeros(3))
-    refuse("sinks: dtype is torch.float16", sinks=torch.zeros(4).half())
-    refuse("k_scale, v_scale: a cache of torch.float32 has no scales", v_scale=torch.ones(1))
-    refuse("k_scale: dimension 0", kv_cache=cache.to(torch.float8_e5m2), k_scale=torch.ones(3))
+    rejects(r"query: dimension 1 \(num_heads\) is 3, not a multiple of 2 KV heads", query=query[:, :3])
+    rejects(r"query: dimension 2 \(head_dim\) is 600, not in \[1, 512\]", query=torch.zeros(5, 4, 600))
+    rejects(r"kv_cache: dimension 4 \(head_dim\) is 8, expected 16", kv_cache=cache[..., :8])
+    rejects("kv_cache: dtype is torch.float16", kv_cache=cache.half())
+    rejects("plan: shape is AttentionShape", kv_cache=cache.view(2, 3, 4, 4, 16))
+    rejects(r"block_table: dimension 0 \(num_rows\) is 1, expected 2", block_table=rows["block_table"][:1])
+    rejects(r"query: dimension 0 \(num_tokens\) is 4, but the plan is for 5", query=query[:4])
+    rejects(r"sinks: dimension 0 \(num_heads\) is 3, expected 4", sinks=torch.zeros(3))
+    rejects("sinks: dtype is torch.float16", sinks=torch.zeros(4).half())
+    rejects("k_scale, v_scale: a cache of torch.float32 has no scales", v_scale=torch.ones(1))
+    rejects("k_scale: dimension 0", kv_cache=cache.to(torch.float8_e5m2), k_scale=torch.ones(3))
     three = {"query_start_loc": torch.zeros(4, dtype=torch.int32), "seq_lens": torch.zeros(3, dtype=torch.int32)}
-    refuse(r"\(num_rows\) is 3, but the plan is for 2", block_table=torch.zeros(3, 4, dtype=torch.int32), **three)
+    rejects(r"\(num_rows\) is 3, but the plan is for 2", block_table=torch.zeros(3, 4, dtype=torch.int32), **three)
     prefixed = plan_attention(lengths(5, 0), lengths(9, 9), SHAPE, CPU, common_prefix_len=8, num_tokens=6)
-    refuse(r"query: dimension 0 \(num_tokens\) is 5, but the prefix is planned for 6", plan=prefixed)
+    rejects(r"query: dimension 0 \(num_tokens\) is 5, but the prefix is planned for 6", plan=prefixed)

@@ -1,4 +1,4 @@
-"""The fused cache write's reference against the plain way, and what its launcher refuses. None of this needs triton."""
+"""Fused cache write without triton: the reference against separate operators, and the launcher's argument checks."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from quire.worker_proc.attention.rope import rope_table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("rotates", [False, True])
-def test_the_reference_equals_the_plain_way(rotates: bool, norm: bool, dtype: torch.dtype) -> None:
+def test_reference_equals_separate_operators(rotates: bool, norm: bool, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(1)
     heads, kv_heads, dim, tokens = 4, 2, 32, 6
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=rng).to(dtype)
@@ -36,7 +36,7 @@ def test_the_reference_equals_the_plain_way(rotates: bool, norm: bool, dtype: to
     key, value = torch.empty(2, tokens, kv_heads, dim, dtype=dtype)
     query = fused_cache_write_reference(qkv, heads, cache, slots, **turn, key_out=key, value_out=value)
     qk = normalise_and_rotate(qkv[:, : heads + kv_heads], spec, rotary)
-    # The plain way rounds after the norm, and after each product of the rotation.
+    # The separate operators round after the norm and after each product of the rotation.
     looser = {name: 2 * tolerance for name, tolerance in TOLERANCES[dtype].items()}
     torch.testing.assert_close(torch.cat([query, key], 1), qk, **looser)
     assert torch.equal(value, qkv[:, heads + kv_heads :])
@@ -44,7 +44,7 @@ def test_the_reference_equals_the_plain_way(rotates: bool, norm: bool, dtype: to
     assert torch.equal(cache, expected_cache)
 
 
-def test_a_worked_example_of_partial_rotation() -> None:
+def test_worked_example_of_partial_rotation() -> None:
     quarter_turn = torch.tensor([[[0.0, 0.0]], [[-1.0, 1.0]]])  # cosines, then sines
     qkv = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     query = fused_cache_write_reference(qkv, 1, None, None, rotary_table=quarter_turn, positions=torch.tensor([0]))
@@ -60,8 +60,8 @@ KEYS = torch.zeros(5, 2, 16)
     [
         ({"qkv": torch.zeros(5, 7, 16)}, r"qkv: dimension 1 is 7, expected 4 heads and twice a number of KV heads"),
         ({"qkv": torch.zeros(5, 8, 15)}, r"qkv: dimension 2 \(head_dim\) is 15, expected an even number"),
-        ({"kv_cache": None}, "keys need both, and queries alone neither"),
-        ({"qkv": torch.zeros(5, 4, 16)}, "keys need both, and queries alone neither"),
+        ({"kv_cache": None}, "expected both with keys, and neither with queries alone"),
+        ({"qkv": torch.zeros(5, 4, 16)}, "expected both with keys, and neither with queries alone"),
         ({"kv_cache": torch.zeros(2, 3, 8, 3, 16)}, r"kv_cache: dimension 3 \(num_kv_heads\) is 3, expected 2"),
         ({"slot_mapping": torch.zeros(4).long()}, r"slot_mapping: dimension 0 \(num_tokens\) is 4, expected 5"),
         ({"v_scale": torch.ones(1)}, "v_scale: a cache of torch.float32 is not scaled"),
@@ -78,7 +78,7 @@ KEYS = torch.zeros(5, 2, 16)
         ({"key_out": KEYS, "value_out": torch.zeros(2, 5, 16).transpose(0, 1)}, r"value_out: strides are .*contiguous"),
     ],
 )
-def test_the_launcher_refuses_wrong_tensors_before_anything_else(changed: dict[str, Any], message: str) -> None:
+def test_launcher_rejects_wrong_tensors(changed: dict[str, Any], message: str) -> None:
     right = {
         "qkv": torch.zeros(5, 8, 16),
         "num_heads": 4,

@@ -1,4 +1,4 @@
-"""The prepare decode references on a worked example, and what the launchers refuse. None of this needs triton."""
+"""Prepare decode without triton: the references on a worked example, and the launchers' argument checks."""
 
 import pytest
 import torch
@@ -42,14 +42,14 @@ def test_two_steps_of_three_rows() -> None:
     assert inputs.slot_mapping[0].tolist() == [9 * 4 + 3, 3 * 4 + 1, 4 * 4 + 1, -1]
 
 
-def test_padding_before_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="padding stands before a row"):
+def test_rejects_padding_before_a_row() -> None:
+    with pytest.raises(ValueError, match="padding before a row"):
         prepare_decode_reference(
             ints(-1, 0), torch.zeros(3).long(), ints(0, 0, 0), tables(), DecodeInputs.empty(2, 2, CPU)
         )
 
 
-def test_wrong_tensors_are_refused() -> None:
+def test_rejects_wrong_tensors() -> None:
     row_of, sampled, computed = ints(0, 1), torch.zeros(3, dtype=torch.int64), ints(0, 0, 0)
     inputs = DecodeInputs.empty(2, 2, CPU)
     with pytest.raises(ValueError, match="row_of: dtype"):

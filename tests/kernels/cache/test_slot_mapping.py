@@ -1,4 +1,4 @@
-"""The slot mapping reference on worked examples, and what the launcher refuses. None of this needs triton."""
+"""Slot mapping without triton: the reference on worked examples, and the launcher's argument checks."""
 
 import pytest
 import torch
@@ -22,11 +22,11 @@ def table_of(*rows: list[int]) -> torch.Tensor:
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
 
 
-def test_pad_slot_is_the_protocols() -> None:
+def test_pad_slot_equals_the_protocol_constant() -> None:
     assert PAD_SLOT_ID == kv_layout.PAD_SLOT_ID
 
 
-def test_a_chunk_that_crosses_a_block() -> None:
+def test_chunk_that_crosses_a_block_boundary() -> None:
     positions = torch.tensor([6, 7, 8])
     assert slot_mapping_reference(starts_of(3), positions, table_of([7, 3, 9]), 4).tolist() == [14, 15, 36]
 
@@ -51,17 +51,17 @@ def test_padding_and_a_row_without_tokens() -> None:
     assert slot_mapping_reference(starts_of(3, 0, 1), positions, table, 4).tolist() == expected
 
 
-def test_every_group_has_its_own_slots() -> None:
+def test_each_group_has_its_own_slots() -> None:
     tables = TableSet.of([table_of([7, 3]), table_of([2])], [4, 16])
     assert slot_mappings_reference(starts_of(2), torch.tensor([3, 4]), tables).tolist() == [[31, 12], [35, 36]]
 
 
-def test_the_reference_raises_outside_the_table() -> None:
+def test_reference_raises_outside_the_table() -> None:
     with pytest.raises(IndexError):
         slot_mapping_reference(starts_of(1), torch.tensor([8]), torch.zeros(1, 2, dtype=torch.int32), 4)
 
 
-def test_wrong_tensors_are_refused() -> None:
+def test_rejects_wrong_tensors() -> None:
     table, starts = torch.zeros(2, 4, dtype=torch.int32), starts_of(5, 0)
     tables, positions = TableSet.of([table], [8]), torch.zeros(5, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"query_start_loc: dimension 0 \(num_rows \+ 1\) is 2, expected 3"):
@@ -74,9 +74,9 @@ def test_wrong_tensors_are_refused() -> None:
         compute_slot_mappings(starts.to("meta"), positions.to("meta"), tables)
 
 
-def test_tables_that_cannot_be_described_are_refused() -> None:
+def test_table_set_rejects_invalid_tables() -> None:
     table = torch.zeros(2, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match="expected as many"):
+    with pytest.raises(ValueError, match="expected equal numbers"):
         TableSet.of([table], [8, 8])
     with pytest.raises(ValueError, match="block_size is 0"):
         TableSet.of([table], [0])

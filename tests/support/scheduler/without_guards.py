@@ -106,7 +106,7 @@ def places_of_logprobs() -> Iterator[None]:
     def fields(self: Any, kept: Any) -> Any:
         return real(self, np.arange(len(self.sampled.tokens)))
 
-    with mock.patch.object(pending_result.SampledResult, "place_logprobs", fields):
+    with mock.patch.object(pending_result.SampledResult, "sent_logprobs", fields):
         yield
 
 

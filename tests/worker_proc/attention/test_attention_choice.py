@@ -61,7 +61,7 @@ def pick(
 
 @pytest.fixture
 def launchable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where Triton can launch."""
+    """Make ``require_launchable`` accept this machine."""
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     require_launchable.cache_clear()
@@ -71,133 +71,141 @@ def launchable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch, launchable: None) -> None:
-    """All there is, installed."""
+    """Install fakes of all attention libraries."""
     fake_flashinfer.install(monkeypatch)
     fake_flash_attn.install(monkeypatch)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cpu"])
-def test_a_cpu_has_its_own(wanted: str) -> None:
+def test_cpu_backend_on_a_cpu(wanted: str) -> None:
     backend, said = pick(config_of(wanted, device="cpu"))
     assert backend.name == "cpu" and said.startswith('attention backend name="cpu (') and "the device is a CPU" in said
 
 
 @pytest.mark.parametrize("wanted", ["triton", "flashinfer", "flash_attn"])
-def test_a_cpu_has_no_other(wanted: str) -> None:
-    with pytest.raises(ConfigError, match=f"--attention-backend {wanted} needs a GPU; on a CPU there is: cpu"):
+def test_gpu_backends_are_rejected_on_a_cpu(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"--attention-backend {wanted} needs a GPU: use cpu or auto on a CPU"):
         pick(config_of(wanted, device="cpu"))
 
 
-def test_a_gpu_gets_triton(launchable: None) -> None:
+def test_triton_is_the_default_on_a_gpu(launchable: None) -> None:
     backend, said = pick(config_of())
     assert backend.name == "triton" and not backend.needs_host_lengths
     assert said.startswith('attention backend name=triton reason="the device is a GPU" ')
-    assert said.endswith('graphs="steady decode is replayed from CUDA graphs"')
-    assert pick(config_of("triton"))[1].startswith('attention backend name=triton reason="asked for" ')
+    assert said.endswith('graphs="steady decode uses CUDA graphs"')
+    assert pick(config_of("triton"))[1].startswith("attention backend name=triton reason=requested ")
 
 
-def test_the_line_says_why_there_are_no_graphs(launchable: None) -> None:
+def test_log_line_has_the_reason_for_missing_graphs(launchable: None) -> None:
     assert pick(config_of(enforce_eager=True))[1].endswith('no CUDA graphs (--enforce-eager)"')
     backend, said = pick(config_of(deterministic=True))
     assert backend.needs_host_lengths
-    assert "(keys in pieces of a fixed size)" in said and "launched kernel by kernel: no CUDA graphs" in said
+    assert "(fixed split of keys)" in said and "no CUDA graphs: the backend needs lengths on the host" in said
 
 
-def test_triton_serves_what_the_others_do_not(launchable: None) -> None:
+def test_triton_supports_features_that_the_libraries_lack(launchable: None) -> None:
     odd = {"head_dim": 80, "attention_sinks": True, "attention_soft_cap": 30.0, "windows": [8, 0], "block_size": 3}
     assert pick(config_of(**odd, dtype="float32", kv_cache_dtype="float8_e5m2"))[0].name == "triton"
-    with pytest.raises(ConfigError, match=r"--attention-backend triton: it has no head_dim 640 \(.*up to 512\)"):
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: does not support head_dim 640 \(.*up to 512\)"):
         pick(config_of(head_dim=640))
     with pytest.raises(
-        ConfigError, match=r"compute capability 7\.5 \(it has 8\.x and later\); nothing else fits here either"
+        ConfigError, match=r"compute capability 7\.5 \(supported: 8\.x and later\); no other backend is usable"
     ):
         pick(config_of(), TURING)
 
 
-def test_cpu_is_no_backend_of_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="cpu needs --device cpu; on a GPU there are: triton, flashinfer, flash_attn"):
+def test_cpu_backend_is_rejected_on_a_gpu() -> None:
+    with pytest.raises(
+        ConfigError, match="cpu needs --device cpu: use triton, flashinfer, flash_attn or auto on a GPU"
+    ):
         pick(config_of("cpu"))
 
 
-def test_triton_where_nothing_launches_is_refused_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_has_the_reason_why_triton_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     require_launchable.cache_clear()
     with pytest.raises(ConfigError, match="--attention-backend triton: Triton kernels need the triton package"):
         pick(config_of())
 
 
-def test_flashinfer_is_taken_when_asked_for(libraries: None) -> None:
+def test_flashinfer_is_used_if_requested(libraries: None) -> None:
     backend, said = pick(config_of("flashinfer", kv_cache_dtype="float8_e4m3fn", windows=[8, 0]))
     assert backend.name == "flashinfer"
     assert said.startswith(
         'attention backend name="flashinfer (workspace 128 MiB; kernels are compiled when first used)" '
     )
-    assert '"asked for" graphs="it is planned from lengths on the host' in said
+    assert 'reason=requested graphs="no CUDA graphs: the backend needs lengths on the host' in said
 
 
-def test_flash_attn_takes_the_version_that_fits(libraries: None) -> None:
+def test_flash_attn_uses_the_version_for_the_gpu(libraries: None) -> None:
     hopper, ampere = pick(config_of("flash_attn")), pick(config_of("flash_attn", block_size=256), AMPERE)
-    assert 'name="flash_attn (flash-attn 3)" reason="asked for" graphs="steady decode is replayed' in hopper[1]
-    assert "flash_attn (flash-attn 2): asked for; steady decode is replayed" in ampere[1]
+    assert 'name="flash_attn (flash-attn 3)" reason=requested graphs="steady decode uses CUDA graphs' in hopper[1]
+    assert 'name="flash_attn (flash-attn 2)" reason=requested graphs="steady decode uses CUDA graphs' in ampere[1]
     assert hopper[0].name == ampere[0].name == "flash_attn"
 
 
-def test_flash_attn_falls_back_to_the_version_that_is_installed(
-    monkeypatch: pytest.MonkeyPatch, libraries: None
-) -> None:
+def test_flash_attn_uses_the_installed_version(monkeypatch: pytest.MonkeyPatch, libraries: None) -> None:
     fake_flash_attn.install(monkeypatch, version_3=False)
     assert "(flash-attn 2)" in pick(config_of("flash_attn", block_size=512))[1]
     with pytest.raises(ConfigError) as error:
         pick(config_of("flash_attn"))
-    assert "flash-attn 3 is not usable here" in str(error.value)
-    assert "flash-attn 2: it has no KV blocks of 16 tokens (it has multiples: --block-size 256)" in str(error.value)
-    assert str(error.value).endswith("what fits here: triton, flashinfer")
+    assert "flash-attn 3: cannot load the library" in str(error.value)
+    assert "flash-attn 2: does not support KV blocks of 16 tokens (use a multiple: --block-size 256)" in str(
+        error.value
+    )
+    assert str(error.value).endswith("usable backends: triton, flashinfer")
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
-def test_a_library_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch, launchable: None) -> None:
+def test_missing_library(name: str, monkeypatch: pytest.MonkeyPatch, launchable: None) -> None:
     for module in ("flashinfer", "flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)
     extra = name.replace("_", "-")
-    with pytest.raises(ConfigError, match=rf"{name}: .*not usable here.*quire\[{extra}\].*what fits here: triton$"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*cannot load.*quire\[{extra}\].*usable backends: triton$"):
         pick(config_of(name, block_size=256))
 
 
 REFUSALS = [
-    ("flashinfer", {"head_dim": 80}, "no head_dim 80 (it has 64, 128, 256)"),
-    ("flashinfer", {"attention_sinks": True}, "no attention sinks"),
-    ("flashinfer", {"dtype": "float32"}, "no --dtype float32 (it has float16, bfloat16)"),
-    ("flashinfer", {"kv_cache_dtype": "float16"}, "no --kv-cache-dtype float16 under bfloat16 activations"),
-    ("flashinfer", {"deterministic": True}, "no equal bits whatever else runs (--deterministic)"),
-    ("flash_attn", {"head_dim": 84}, "flash-attn 3: it has no head_dim 84 (it has multiples of 8 up to 256)"),
-    ("flash_attn", {"head_dim": 512}, "no head_dim 512"),
-    ("flash_attn", {"attention_sinks": True}, "no attention sinks"),
-    ("flash_attn", {"dtype": "float32"}, "no --dtype float32"),
-    ("flash_attn", {"kv_cache_dtype": "float8_e4m3fn"}, "no --kv-cache-dtype float8_e4m3fn under bfloat16"),
-    ("flash_attn", {"deterministic": True}, "no equal bits whatever else runs"),
+    ("flashinfer", {"head_dim": 80}, "head_dim 80 (supported: 64, 128, 256)"),
+    ("flashinfer", {"attention_sinks": True}, "attention sinks"),
+    ("flashinfer", {"dtype": "float32"}, "--dtype float32 (supported: float16, bfloat16)"),
+    ("flashinfer", {"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 with bfloat16 activations"),
+    ("flashinfer", {"deterministic": True}, "batch-independent results (--deterministic)"),
+    (
+        "flash_attn",
+        {"head_dim": 84},
+        "flash-attn 3: does not support head_dim 84 (supported: multiples of 8 up to 256)",
+    ),
+    ("flash_attn", {"head_dim": 512}, "head_dim 512"),
+    ("flash_attn", {"attention_sinks": True}, "attention sinks"),
+    ("flash_attn", {"dtype": "float32"}, "--dtype float32"),
+    ("flash_attn", {"kv_cache_dtype": "float8_e4m3fn"}, "--kv-cache-dtype float8_e4m3fn with bfloat16"),
+    ("flash_attn", {"deterministic": True}, "batch-independent results"),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings", "words"), REFUSALS, ids=lambda x: str(x)[:40])
-def test_what_a_library_has_not_is_refused_before_the_start(
+def test_feature_that_a_library_lacks_is_an_error_at_start(
     name: str, settings: dict[str, Any], words: str, libraries: None
 ) -> None:
     with pytest.raises(ConfigError) as error:
         pick(config_of(name, **settings))
     message = str(error.value)
     assert message.startswith(f"--attention-backend {name}: ") and words in message
-    assert "what fits here: triton" in message
+    assert "usable backends: triton" in message
 
 
-def test_an_old_gpu_or_one_too_new(libraries: None) -> None:
-    with pytest.raises(ConfigError, match=r"no compute capability 7\.5 \(it has 8\.x to 12\.x\)"):
+def test_gpu_that_is_too_old_or_too_new(libraries: None) -> None:
+    with pytest.raises(ConfigError, match=r"compute capability 7\.5 \(supported: 8\.x to 12\.x\)"):
         pick(config_of("flashinfer"), TURING)
-    with pytest.raises(ConfigError, match=r"flash-attn 3: it has no compute capability 10\.0 \(it has 9\.x\)"):
+    with pytest.raises(
+        ConfigError, match=r"flash-attn 3: does not support compute capability 10\.0 \(supported: 9\.x\)"
+    ):
         pick(config_of("flash_attn"), BLACKWELL)
     assert pick(config_of("flash_attn", block_size=256), BLACKWELL)[0].name == "flash_attn"
 
 
-def test_everything_that_is_missing_is_said_at_once() -> None:
+def test_error_lists_all_missing_features() -> None:
     nothing = Supports(
         dtypes=HALVES, fp8_cache=False, head_dims=(64,), block_multiple=256, windows=False,
         soft_cap=False, sinks=False, deterministic=False, capabilities=(9, 9),

@@ -212,7 +212,7 @@ def _prepared(case: Case, spec: AttentionSpec, rotary: Rotary | None) -> tuple[t
 
 
 def test_describe_says_which_way_and_why() -> None:
-    assert CpuBackend(native=False).describe() == "cpu (torch operators; no native kernels: they were not asked for)"
+    assert CpuBackend(native=False).describe() == "cpu (torch operators; no native kernels: not requested)"
     assert make_backend("native").describe().startswith("cpu (native, ")
 
 

@@ -86,7 +86,7 @@ def test_attend_is_norms_rotation_write_and_attention(backend: FlashAttnBackend)
 
 
 def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(backend: FlashAttnBackend) -> None:
-    with pytest.raises(ValueError, match="flash_attn has no sinks"):
+    with pytest.raises(ValueError, match="flash_attn does not support sinks"):
         check(backend, step(backend, STEPS["mixed"], ask=Ask(sinks=True)))
     case = step(backend, STEPS["mixed"])
     with pytest.raises(ValueError, match=r"torch\.float32.*expected torch\.float16"):

@@ -88,7 +88,7 @@ def test_it_plans_on_the_host_alone(made: list[Any]) -> None:
 
 
 def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(made: list[Any]) -> None:
-    with pytest.raises(ValueError, match="flashinfer has no sinks"):
+    with pytest.raises(ValueError, match="flashinfer does not support sinks"):
         check(FlashInferBackend(CPU), step(STEPS["mixed"], Ask(sinks=True)))
     case = step(STEPS["mixed"])
     with pytest.raises(ValueError, match=r"block_size\) is 8, expected 16"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cpu_attention_cases import Ask, Case, attend_naively, make_case
 
-from quire.worker_proc.attention.varlen_prefill import attend_fresh, takes_fresh
+from quire.worker_proc.attention.varlen_prefill import attend_fresh, can_attend_fresh
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LENGTHS = {"one": [1], "equal": [7, 7, 7], "ragged": [13, 1, 1, 40, 5, 5], "an empty row": [3, 0, 4]}
@@ -63,11 +63,11 @@ def test_a_wrong_tensor_is_named() -> None:
         attend_fresh(x, x[:5], x, starts, lens, 1.0)
     with pytest.raises(ValueError, match="value: dtype"):
         attend_fresh(x, x, x.half(), starts, lens, 1.0)
-    with pytest.raises(ValueError, match="4 heads are not a multiple of the 3"):
+    with pytest.raises(ValueError, match="4 heads, expected a multiple of the key's 3"):
         attend_fresh(x, x[:, :3], x[:, :3], starts, lens, 1.0)
     with pytest.raises(ValueError, match="query_start_loc"):
         attend_fresh(x, x, x, starts[:1], lens, 1.0)
-    with pytest.raises(ValueError, match="lens_cpu: they add up to 5, expected 6"):
+    with pytest.raises(ValueError, match="lens_cpu: sum is 5, expected 6"):
         attend_fresh(x, x, x, starts, np.array([5], np.int32), 1.0)
 
 
@@ -76,7 +76,7 @@ def test_which_steps_it_takes() -> None:
 
     def takes(rows: list[tuple[int, int]], ask: Ask = Ask(), kv_dtype: torch.dtype = half) -> bool:  # noqa: B008
         case = make_case(rows, (4, 2, 8), 4, half, ask=ask)
-        return takes_fresh(case.batch, case.spec, half, kv_dtype)
+        return can_attend_fresh(case.batch, case.spec, half, kv_dtype)
 
     prompt = [(0, 9), (0, 3)]
     assert takes(prompt) and takes(prompt, Ask(window=9))

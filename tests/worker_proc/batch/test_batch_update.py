@@ -31,7 +31,7 @@ def test_removed_falls_and_what_is_taken_is_the_smallest(rows: list[int], taken:
 def test_no_removal_after_a_look(look: str) -> None:
     builder = removals([3, 5])
     {"removed": lambda: builder.removed, "pop_removed": builder.pop_removed}[look]()
-    with pytest.raises(RuntimeError, match="after the removed rows were looked at"):
+    with pytest.raises(RuntimeError, match="after the removed rows were read"):
         builder.removed_append(1)
 
 

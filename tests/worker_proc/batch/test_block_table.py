@@ -45,14 +45,14 @@ def test_slots_do_not_overflow_32_bits() -> None:
 
 @pytest.mark.parametrize("ids", [[0], [-1], [100], [5, 0], [5, 100, 6], [2**31 - 1]])
 def test_ids_that_no_request_may_write_to_are_refused(ids: list[int]) -> None:
-    with pytest.raises(StepRefused, match="not from 1 to 99"):
+    with pytest.raises(StepRefused, match="must be between 1 and 99"):
         table_of().require_blocks(ids)
 
 
 def test_more_blocks_than_a_request_can_have_are_refused() -> None:
     table = table_of(max_len=10)  # 3 blocks
     table.require_room(3)
-    with pytest.raises(StepRefused, match="has 4 blocks, 3 are the most"):
+    with pytest.raises(StepRefused, match="has 4 blocks, more than the maximum of 3"):
         table.require_room(4)
 
 
@@ -100,9 +100,9 @@ def test_a_block_given_out_is_several_of_the_kernels() -> None:
     assert view(table, [0], 96) == [[2, 3, 4, 5, 14, 15]]
     assert table.block_ids(0).tolist() == [1, 2, 7]
     assert slots(table, [0, 0, 0], [0, 31, 80]) == [32, 63, 15 * 16]
-    with pytest.raises(StepRefused, match="has 4 blocks, 3 are the most"):
+    with pytest.raises(StepRefused, match="has 4 blocks, more than the maximum of 3"):
         table.require_room(8)
-    with pytest.raises(StepRefused, match="not from 1 to 99"):
+    with pytest.raises(StepRefused, match="must be between 1 and 99"):
         table.require_blocks([100])
 
 
@@ -118,7 +118,7 @@ def test_slots_do_not_depend_on_how_blocks_are_cut(ids: list[int], ratio: int) -
 
 @pytest.mark.parametrize("kernel_block_size", [3, 16, 0])
 def test_blocks_that_cannot_be_cut_are_refused(kernel_block_size: int) -> None:
-    with pytest.raises(ValueError, match="cannot be cut"):
+    with pytest.raises(ValueError, match="not a multiple of the kernel block size"):
         table_of(block_size=8, kernel_block_size=kernel_block_size)
 
 
@@ -138,7 +138,7 @@ def test_the_null_block_may_stand_left_of_a_window_and_is_not_written_to(kernel_
     for position in (0, 3, 7):
         with pytest.raises(StepRefused, match="null block"):
             slots(table, [0, 0], [9, position])
-    with pytest.raises(StepRefused, match="not from 0 to 99"):
+    with pytest.raises(StepRefused, match="must be between 0 and 99"):
         table.require_blocks([-1])
 
 
@@ -320,7 +320,7 @@ def test_check_finds_a_device_that_does_not_know() -> None:
     groups.tables[0].device_copy[0, 2] = 5  # past the length: means nothing
     groups.check()
     groups.tables[0].device_copy[0, 1] = 5
-    with pytest.raises(AssertionError, match="does not know"):
+    with pytest.raises(AssertionError, match="differs from the host"):
         groups.check()
 
 
@@ -331,7 +331,7 @@ def test_check_finds_ids_where_none_should_be() -> None:
     with pytest.raises(AssertionError, match="past a row's length"):
         table.check()
     table.num_blocks_per_row[0] = 3
-    with pytest.raises(AssertionError, match="no block of the pool"):
+    with pytest.raises(AssertionError, match="not a block of the pool"):
         table.check()
 
 
@@ -339,5 +339,5 @@ def test_check_finds_half_a_block() -> None:
     table = table_of(block_size=8, kernel_block_size=4)
     table.append_row(0, [1])
     table.num_blocks_per_row[0] = 1
-    with pytest.raises(AssertionError, match="held in part"):
+    with pytest.raises(AssertionError, match="holds part of a block"):
         table.check()

@@ -148,6 +148,6 @@ def test_after_all_rows_are_gone_nothing_is_left_to_read() -> None:
     world.change([], {1: [1, 1]})
     copy = world.sample([10])
     world.change([1], {})
-    world.history.forget()
+    world.history.clear()
     world.history.catch_up()
     assert copy.waits == 0

@@ -166,7 +166,7 @@ def test_a_token_without_a_block_is_refused() -> None:
     both.step(**adding((0, [5, 9, 2], [1])))
     both.step()
     for runner in (both.host, both.device):
-        with pytest.raises(StepRefused, match="a token has no block to be written to"):
+        with pytest.raises(StepRefused, match="a token has no block for its slot"):
             runner.execute(SchedulerOutput(3))
 
 
