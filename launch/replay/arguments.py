@@ -1,4 +1,4 @@
-"""The flags of ``quire replay``. Nothing heavy is imported here, so that wrong flags are refused at once."""
+"""The flags of ``quire replay``. Imports nothing heavy, so that wrong flags are rejected at once."""
 
 import argparse
 import math
@@ -10,9 +10,11 @@ OVERLONG = ("refuse", "clip", "drop")
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
-    what = "a trace, compressed or not; or synthetic:KEY=VALUE,... (docs/traces.md)"
+    what = "trace file or folder, compressed or not, or synthetic:KEY=VALUE,... (docs/traces.md)"
     parser.add_argument("trace", type=Path, metavar="FILE|DIR", help=what)
-    parser.add_argument("--format", choices=FORMATS, default="auto", help="of the trace (auto: by what is in it)")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="auto", help="trace format (auto: detect from the content)"
+    )
     _add_workload(parser)
     _add_engine(parser)
     _add_server(parser)
@@ -22,53 +24,60 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     loops = group.add_mutually_exclusive_group()
-    loops.add_argument("--concurrency", type=_count, metavar="N", help="so many at a time; arrival times do not matter")
-    closed = "a turn comes when the one before it has ended, and its pause has passed"
+    concurrency = "keep N requests in flight and ignore arrival times"
+    loops.add_argument("--concurrency", type=_count, metavar="N", help=concurrency)
+    closed = "send each turn of a conversation when the previous turn has finished and the recorded pause has passed"
     loops.add_argument("--closed-loop", action="store_true", help=closed)
-    rate = "arrivals come X times as fast; pauses inside conversations stay (1)"
-    group.add_argument("--rate", type=_positive, metavar="X", help=rate)
-    group.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
-    group.add_argument("--start", type=_seconds, metavar="S", help="leave out what came before second S")
-    group.add_argument("--duration", type=_positive, metavar="S", help="only S seconds of it")
-    group.add_argument("--stagger", type=_seconds, metavar="S", help="between the beginnings of conversations (60)")
-    join = "in a closed loop, the turn after a sub-agent waits for it"
+    rate = "speed-up of arrivals; pauses inside conversations are unchanged (1)"
+    group.add_argument("--rate", type=_positive, metavar="FACTOR", help=rate)
+    group.add_argument("--limit", type=_count, metavar="N", help="use only the first N requests")
+    start = "skip requests that arrive before this time of the trace (0)"
+    group.add_argument("--start", type=_seconds, metavar="SECONDS", help=start)
+    duration = "length of the time window to use (to the end of the trace)"
+    group.add_argument("--duration", type=_positive, metavar="SECONDS", help=duration)
+    stagger = "time between the starts of conversations, for traces without a common clock (60)"
+    group.add_argument("--stagger", type=_seconds, metavar="SECONDS", help=stagger)
+    join = "in a closed loop, the turn after a sub-agent waits for the sub-agent"
     group.add_argument("--join-subagents", action="store_true", help=join)
-    group.add_argument("--seed", type=_whole, metavar="N", help="of arrivals and lengths that are drawn (0)")
-    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="counts the tokens of traces that have text only")
-    overlong = "prompts beyond --max-model-len: count as rejected, are cut, or are left out (refuse)"
+    group.add_argument("--seed", type=_whole, metavar="N", help="random seed for synthetic arrivals and lengths (0)")
+    tokenizer = "checkpoint whose tokenizer counts the tokens of text-only traces (the demo model)"
+    group.add_argument("--tokenizer", type=Path, metavar="DIR", help=tokenizer)
+    overlong = "requests longer than --max-model-len: reject them, clip their prompts, or drop them (refuse)"
     group.add_argument("--overlong", choices=OVERLONG, help=overlong)
-    reuse = "a next turn finds the answer before it in the cache, where the trace tells what became of it"
+    reuse = "let the next turn find the previous answer in the prefix cache, if the trace shows that it contains it"
     group.add_argument("--reuse-answers", action="store_true", help=reuse)
-    group.add_argument("--lenient", action="store_true", help="keep what is good of a damaged file")
+    group.add_argument("--lenient", action="store_true", help="skip damaged lines instead of rejecting the file")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    what = "a flag of the engine, such as block_size=32, or num_usable_blocks=4000; may be repeated"
-    group.add_argument("--set", action="append", default=[], type=_pair, metavar="K=V", help=what)
-    sweep = "one run for each value; may be repeated: all combinations"
-    group.add_argument("--sweep", action="append", default=[], type=_values, metavar="K=V1,V2", help=sweep)
-    compare = "a second run with this on top, and who waits longer in it, and why; may be repeated"
-    group.add_argument("--compare", action="append", default=[], type=_pair, metavar="K=V", help=compare)
-    cost = "how long steps take: table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS"
-    group.add_argument("--cost", metavar="MODEL", help=cost)
-    group.add_argument("--jobs", type=_count, metavar="N", help="processes of a sweep (one per core)")
+    what = "engine setting, such as block_size=32 or num_usable_blocks=4000; may be repeated"
+    group.add_argument("--set", action="append", default=[], type=_pair, metavar="KEY=VALUE", help=what)
+    sweep = "one run per value; repeat for all combinations of several keys"
+    group.add_argument("--sweep", action="append", default=[], type=_values, metavar="KEY=V1,V2", help=sweep)
+    compare = "second run with this setting; reports which requests take longer in it, and why; may be repeated"
+    group.add_argument("--compare", action="append", default=[], type=_pair, metavar="KEY=VALUE", help=compare)
+    cost = "cost model of a step: table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS"
+    group.add_argument("--cost", metavar="COST", help=cost)
+    group.add_argument("--jobs", type=_count, metavar="N", help="number of processes of a sweep (one per core)")
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("live: the workload as load on a running server")
-    group.add_argument("--against", metavar="URL", help="of an OpenAI-compatible server")
-    group.add_argument("--model", metavar="NAME", help="to ask for (the first that the server lists)")
-    group.add_argument("--api-key", metavar="KEY", help="of the server; else the variable QUIRE_API_KEY")
-    group.add_argument("--vocab-size", type=_count, metavar="N", help="invented prompts have token ids below this")
-    group.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="longer prompts are over-long, too")
+    group = parser.add_argument_group("live: send the workload to a running server")
+    group.add_argument("--against", metavar="URL", help="URL of an OpenAI-compatible server")
+    group.add_argument("--model", metavar="MODEL", help="model to request (the first that the server lists)")
+    group.add_argument("--api-key", metavar="KEY", help="API key of the server (environment variable QUIRE_API_KEY)")
+    vocabulary = "upper bound of the token ids in generated prompts"
+    group.add_argument("--vocab-size", type=_count, metavar="N", help=vocabulary)
+    most = "longest prompt to send; --overlong applies to longer ones"
+    group.add_argument("--max-prompt-tokens", type=_count, metavar="N", help=most)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument("--json", metavar="FILE", help="write the figures here; - is stdout, and nothing else on it")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run")
-    group.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    group.add_argument("--json", metavar="FILE", help="write the figures as JSON; - writes only them to stdout")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page with charts of the run")
+    group.add_argument("--perfetto", type=Path, metavar="FILE", help="write a Chrome trace for ui.perfetto.dev")
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -92,7 +101,7 @@ def _number(text: str, what: str, fits: Callable[[float], bool]) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or not fits(value):
-        raise argparse.ArgumentTypeError(f"must be {what}, not {text}")
+        raise argparse.ArgumentTypeError(f"must be {what} (got {text})")
     return value
 
 

@@ -1,4 +1,4 @@
-"""``quire replay``: which kind of replay the flags ask for, its run, and what is shown of it."""
+"""``quire replay``: choose the kind of replay from the flags, run it and publish the result."""
 
 import argparse
 import json
@@ -26,10 +26,10 @@ class UsageError(ConfigError):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Exit status 1 when a decision was not as recorded, or an answer of a server not whole.
+    """Run ``quire replay``; exit status 1 if a decision differs from the recorded one or a server's answer failed.
 
     Raises:
-        ConfigError: contradicting flags, a trace or a setting that cannot be used, or no server there.
+        ConfigError: contradicting flags, an unusable trace or setting, or an unreachable server.
     """
     _check(args)
     result = _replay(args)
@@ -60,7 +60,7 @@ SERVER_FLAGS = ("model", "api_key", "vocab_size", "max_prompt_tokens")
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Those of the flags that were used."""
+    """Return the flags among ``names`` that were given."""
     values = vars(args)
     return [f"--{name.replace('_', '-')}" for name in names if values[name] not in (None, False, [])]
 
@@ -68,20 +68,20 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
 def _check(args: argparse.Namespace) -> None:
     if args.against is not None:
         for flag in _given(args, ENGINE_FLAGS):
-            raise UsageError(f"{flag} is of a simulated engine, and --against has a real one")
+            raise UsageError(f"{flag} configures a simulated engine: it cannot be combined with --against")
         if args.perfetto is not None:
-            raise UsageError("--perfetto shows steps, and a client of --against sees none")
+            raise UsageError("--perfetto shows steps, which a client cannot see: it cannot be combined with --against")
     else:
         for flag in _given(args, SERVER_FLAGS):
-            raise UsageError(f"{flag} is of a server: it needs --against URL")
+            raise UsageError(f"{flag} configures a live run: it needs --against URL")
     if args.sweep and args.compare:
-        raise UsageError("--sweep and --compare: choose one")
+        raise UsageError("--sweep cannot be combined with --compare: choose one")
     if args.jobs is not None and not args.sweep:
-        raise UsageError("--jobs is of a sweep: it needs --sweep KEY=V1,V2")
+        raise UsageError("--jobs sets the processes of a sweep: it needs --sweep KEY=V1,V2")
     if args.sweep and (args.html or args.perfetto):
-        raise UsageError("--html and --perfetto show a run or two, not a sweep: run the setting of interest by itself")
+        raise UsageError("--html and --perfetto cannot show a sweep: run the setting of interest by itself")
     if args.compare and args.perfetto:
-        raise UsageError("--perfetto shows one run: run the settings one by one")
+        raise UsageError("--perfetto shows one run: it cannot be combined with --compare")
     _check_repeats(args)
     check_outputs(args)
 
@@ -94,11 +94,11 @@ def _check_repeats(args: argparse.Namespace) -> None:
                 raise UsageError(f"--{flag} {key} is given twice")
     for key, _ in args.sweep:
         if key in dict(args.set):
-            raise UsageError(f"--set and --sweep both have {key}")
+            raise UsageError(f"{key} is given to both --set and --sweep")
 
 
 def _is_exact(args: argparse.Namespace) -> bool:
-    """A trace of ours, and nothing asked that would change what happens in it."""
+    """Whether the trace is Quire's own and no flag changes the run."""
     from quire.launch.replay.formats.detect import detect_format
 
     if _given(args, (*WORKLOAD_FLAGS, *ENGINE_FLAGS)):
@@ -119,20 +119,20 @@ def _exact(args: argparse.Namespace) -> Result:
         result.exit_status = 1
         result.complaint = _first_difference(record.first_difference)
     elif record.decisions_equal:
-        result.head.insert(1, f"replayed exactly: the decisions of all {len(record.steps):,} steps are equal")
+        result.head.insert(1, f"replayed exactly: all decisions are equal ({len(record.steps):,} steps)")
     return result
 
 
 def _first_difference(found: dict[str, Any]) -> str:
-    whose = f" of request {found['req_id']}" if found["req_id"] else ""
-    values = f"recorded {_spell(found['recorded'])}, now {_spell(found['decided'])}"
+    request = f" of request {found['req_id']}" if found["req_id"] else ""
+    values = f"recorded {_format_value(found['recorded'])}, now {_format_value(found['decided'])}"
     where = f"{found['file'] or 'the trace'}, line {found['line']}"
     return (
-        f"decisions differ first at step {found['step']}: {found['kind']} {found['field']}{whose}: {values} ({where})"
+        f"decisions differ first at step {found['step']}: {found['kind']} {found['field']}{request}: {values} ({where})"
     )
 
 
-def _spell(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
@@ -142,7 +142,7 @@ def _what_if(args: argparse.Namespace) -> Result:
 
 
 def _run(args: argparse.Namespace, workload: Workload, more: dict[str, str]) -> RunRecord:
-    """``more``: settings on top of the user's."""
+    """Run one simulation. ``more`` overrides the user's settings."""
     from quire.launch.replay.simulate.whatif import prepare, run_workload
 
     setup, cost = prepare(workload, dict(args.set) | more, args.cost)
@@ -167,7 +167,7 @@ def _compare(args: argparse.Namespace) -> Result:
 
 
 def _sweep(args: argparse.Namespace) -> Result:
-    """Raises ConfigError: no run of them ended well; says why the first did not."""
+    """Raises ConfigError with the first run's error if no run of the sweep succeeded."""
     from quire.launch.replay.simulate.sweep import SweepTask, sweep
 
     task = SweepTask(args.trace, args.format, _load_options(args), dict(args.set), args.cost, _run_options(args))
@@ -215,7 +215,7 @@ def _load_options(args: argparse.Namespace) -> LoadOptions:
 
 
 def _content_unit(args: argparse.Namespace) -> int:
-    """Tokens per name of traces that have tokens or text: what the block size of every run is a multiple of."""
+    """Return the tokens per content id for traces with tokens or text: a divisor of every run's block size."""
     sizes = [value for key, value in (*args.set, *args.compare) if key == "block_size"]
     sizes += [value for key, values in args.sweep if key == "block_size" for value in values]
     return math.gcd(LoadOptions.block_size, *(int(size) for size in sizes if size.isascii() and size.isdigit()))

@@ -1,7 +1,7 @@
-"""``quire replay --against URL``: a workload as load on a running server, with answers of the trace's lengths.
+"""``quire replay --against URL``: send a workload to a running server and ask for answers of the recorded lengths.
 
-The calls come from the same sources as in a simulation, on the real clock; what the client sees is the record. What
-happens inside the server, its steps and queues, is not known here.
+The calls come from the same sources as in a simulation, on the real clock. The record holds only what the client sees:
+the server's steps and queues are unknown.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from quire.launch.replay.workload.sources import NEVER, Source, source_of
 from quire.launch.replay.workload.workload import Call, Workload
 from quire.protocol.errors import ConfigError
 
-PLAIN_VOCABULARY = 1024
-"""Of a server of which nothing is known: every real model has more, and some tests' models do not."""
+DEFAULT_VOCABULARY = 1024
+"""Vocabulary size assumed of an unknown server: real models have more. Some test models have fewer."""
 SMALL_VOCABULARY = 256
 MAX_MESSAGE = 200
 LATE_MS = 50.0
@@ -31,10 +31,10 @@ Progress = Callable[[float, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server, and what its user knows of it.
+    """The server to send requests to, as the user describes it.
 
     Attributes:
-        max_prompt_tokens: longer prompts are over-long, as those are that the server's context has no room for.
+        max_prompt_tokens: longer prompts are over-long, like prompts that do not fit the server's context.
     """
 
     url: str
@@ -46,26 +46,27 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What the server was found to understand.
+    """What the server supports, as found by probing it.
 
     Attributes:
-        context: most tokens of prompt and answer; None: it does not say.
-        forces: fields that make an answer as long as it shall be are understood.
-        priorities: so is a request's priority.
+        context: maximum number of prompt and output tokens together; None if the server does not report it.
+        token_ids: prompts may be token ids.
+        forces_length: the server accepts the fields that force the length of an answer.
+        priorities: the server accepts a request's priority.
     """
 
     model: str
     context: int | None
     vocab_size: int
     token_ids: bool = True
-    forces: bool = True
+    forces_length: bool = True
     priorities: bool = False
 
     def settings(self, num_output_tokens: int, priority: int = 0) -> RequestSettings:
-        further: dict[str, Any] = {"min_tokens": num_output_tokens} if self.forces else {}
+        extra: dict[str, Any] = {"min_tokens": num_output_tokens} if self.forces_length else {}
         if self.priorities:
-            further["priority"] = priority
-        return RequestSettings(self.model, num_output_tokens, 0.0, 0, False, self.forces, further)
+            extra["priority"] = priority
+        return RequestSettings(self.model, num_output_tokens, 0.0, 0, False, self.forces_length, extra)
 
 
 def run_live(
@@ -78,15 +79,15 @@ def run_live(
     progress: Progress | None = None,
     transport: Transport | None = None,
 ) -> RunRecord:
-    """Send every call, take every answer in. Ctrl-C ends it early; ``record.extra["interrupted"]`` then says so.
+    """Send every call and record its answer. After Ctrl-C, ``record.extra["interrupted"]`` is set.
 
     Args:
         overlong: refuse, clip or drop.
-        progress: told of the time and of the number of ended calls.
-        transport: instead of sockets, for tests.
+        progress: called with the time in seconds and the number of finished calls.
+        transport: replaces sockets in tests.
 
     Raises:
-        ConfigError: there is no server, or none that completes text.
+        ConfigError: no server answers at the URL, or it cannot complete text.
     """
     source = source_of(workload.calls, concurrency, closed_loop)
     return asyncio.run(_run(workload, target, source, overlong, progress, transport))
@@ -101,7 +102,7 @@ async def _run(
     transport: Transport | None,
 ) -> RunRecord:
     async with ServerClient(target.url, target.api_key, transport) as client:
-        server = await _look_at(client, target, any(call.priority for call in workload.calls))
+        server = await _probe(client, target, any(call.priority for call in workload.calls))
         before = await client.metrics()
         load = _Load(client, server, source, overlong, target.max_prompt_tokens, progress)
         interrupted = await load.run()
@@ -112,31 +113,33 @@ async def _run(
     record.notes[:0] = workload.notes
     if interrupted:
         record.extra["interrupted"] = True
-        record.notes.append(f"interrupted: {len(record.requests)} of {len(workload.calls)} requests had come")
+        record.notes.append(f"interrupted: {len(record.requests)} of {len(workload.calls)} requests had been sent")
     preemptions = "num_preemptions_total"
     if preemptions in before and preemptions in after:
         record.extra["server_preemptions"] = count = int(after[preemptions] - before[preemptions])
-        record.notes += [f"the server preempted {count} times, for all its clients"] if count else []
+        record.notes += [f"the server preempted {count} requests during the run, of all clients"] if count else []
     return record
 
 
-# ---- what the server understands
+# ---- what the server supports
 
 
-async def _look_at(client: ServerClient, target: Target, priorities: bool) -> Server:
-    """Ask in ever plainer words for one token, until the server answers: other servers refuse fields they do not know.
+async def _probe(client: ServerClient, target: Target, priorities: bool) -> Server:
+    """Request one token with fewer and fewer fields until the server answers.
+
+    Other servers reject requests with fields that they do not know.
 
     Raises:
-        ConfigError: it refuses the plainest, too, or fails.
+        ConfigError: the server rejects the simplest request too, or fails.
     """
     model, context = await client.find_card(target.model)
-    sizes = [target.vocab_size] if target.vocab_size is not None else [PLAIN_VOCABULARY, SMALL_VOCABULARY]
+    sizes = [target.vocab_size] if target.vocab_size is not None else [DEFAULT_VOCABULARY, SMALL_VOCABULARY]
     tries = [
-        Server(model, context, size, token_ids, forces, with_priority)
+        Server(model, context, size, token_ids, forces_length, with_priority)
         for token_ids in (True, False)
         for size in (sizes if token_ids else sizes[:1])
-        for forces in (True, False)
-        for with_priority in ((True, False) if priorities and forces else (False,))
+        for forces_length in (True, False)
+        for with_priority in ((True, False) if priorities and forces_length else (False,))
     ]
     for server in tries:
         prompt = [server.vocab_size - 1] if server.token_ids else "a"
@@ -146,7 +149,7 @@ async def _look_at(client: ServerClient, target: Target, priorities: bool) -> Se
         kind, message = timing.error
         if not kind.startswith(("http 400", "http 422")):
             raise ConfigError(f"the server cannot complete a prompt: {kind}: {message[:MAX_MESSAGE]}".rstrip(": "))
-    raise ConfigError(f"the server refuses every prompt: {message[:MAX_MESSAGE]}")
+    raise ConfigError(f"the server rejects every prompt: {message[:MAX_MESSAGE]}")
 
 
 # ---- load
@@ -164,7 +167,7 @@ class _Load:
         max_prompt_tokens: int | None,
         progress: Progress | None,
     ) -> None:
-        self.record = RunRecord(cost="a real server, seen from its client")
+        self.record = RunRecord(cost="a real server, measured by its client")
         self._client, self._server, self._source = client, server, source
         self._overlong = overlong
         self._max_prompt_tokens = max_prompt_tokens
@@ -175,12 +178,12 @@ class _Load:
         self._gaps: Counter[float] = Counter()
         self._counts: Counter[str] = Counter()
         self._late_s = 0.0
-        self._begun = 0.0
+        self._start = 0.0
         self._first_message: dict[str, str] = {}
 
     async def run(self) -> bool:
-        """Until every call has ended, or until it is cancelled; whether it was."""
-        self._begun = time.perf_counter()
+        """Run until every call has finished; return whether the run was cancelled before that."""
+        self._start = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
                 await self._drive(group)
@@ -192,7 +195,7 @@ class _Load:
         return interrupted
 
     def _now(self) -> float:
-        return time.perf_counter() - self._begun
+        return time.perf_counter() - self._start
 
     async def _drive(self, group: asyncio.TaskGroup) -> None:
         source = self._source
@@ -218,7 +221,7 @@ class _Load:
                 pass
 
     async def _send(self, call: Call) -> None:
-        """One call from its arrival to its end, whatever that is."""
+        """Send one call and record how it ends."""
         num_tokens, refusal = self._fit(call)
         run = RequestRun(call.request_id, self._now(), call.num_prompt_tokens, call.conversation, call.priority)
         try:
@@ -244,7 +247,7 @@ class _Load:
                 self._progress(self._now(), self._counts["ended"])
 
     def _fit(self, call: Call) -> tuple[int, str]:
-        """How many tokens of the prompt to send, and why none, where it is too long."""
+        """Return the number of prompt tokens to send, and the reason if the prompt is too long to send."""
         limits = []
         if self._server.context is not None:
             limits.append((self._server.context - call.num_output_tokens, "the server's context"))
@@ -255,11 +258,11 @@ class _Load:
             return call.num_prompt_tokens, ""
         if self._overlong == "clip" and room >= 1:
             return room, ""
-        return 0, f"a prompt of {call.num_prompt_tokens} tokens and its answer do not fit {what}"
+        return 0, f"prompt of {call.num_prompt_tokens} tokens and its answer exceed {what}"
 
     def _take(self, run: RequestRun, timing: Timing, call: Call) -> None:
-        """``timing``: on the run's clock."""
-        # Some servers say the ending in a chunk of its own, behind the last token's.
+        """Record the outcome of a call. ``timing`` is on the run's clock."""
+        # Some servers send the finish reason in a separate chunk after the last token's.
         times = timing.chunks[: timing.output_tokens] or timing.chunks
         run.arrival, run.end = timing.sent, times[-1] if times else timing.ended
         if times:
@@ -269,7 +272,7 @@ class _Load:
         run.num_output_tokens = timing.output_tokens
         if timing.error is not None:
             kind, message = timing.error
-            if kind == TOO_LONG:  # by the server's own tokenizer, which the trace does not know
+            if kind == TOO_LONG:  # counted by the server's own tokenizer
                 run.finish, run.finish_detail, run.end = "rejected", message[:MAX_MESSAGE], run.arrival
                 return
             run.finish, run.finish_detail = "error", f"{kind}: {message[:MAX_MESSAGE]}".rstrip(": ")
@@ -281,7 +284,7 @@ class _Load:
         for earlier, later in pairwise(times):
             self._gaps[round((later - earlier) * 1e3, 3)] += 1
 
-    # ---- what came of it
+    # ---- results
 
     def _finish(self) -> None:
         record, server = self.record, self._server
@@ -290,7 +293,7 @@ class _Load:
         record.virtual_s = max((run.end for run in record.requests), default=first) - first
         record.wall_s = self._now()
         record.itl = sorted(self._gaps.items())
-        record.settings = {"max_model_len": server.context, "forced_lengths": server.forces}
+        record.settings = {"max_model_len": server.context, "forced_lengths": server.forces_length}
         errors = {key.removeprefix("error "): n for key, n in sorted(self._counts.items()) if key.startswith("error ")}
         record.extra |= {"errors": errors, "client_late_ms": self._late_s * 1e3}
         record.notes += [f"error: {n} x {kind}: {self._first_message[kind]}".rstrip(": ") for kind, n in errors.items()]
@@ -298,15 +301,16 @@ class _Load:
 
     def _notes(self) -> list[str]:
         server, counts = self._server, self._counts
-        said = (
-            (not server.token_ids, "the server takes no token ids: invented prompts are words of one letter"),
-            (not server.forces, "the server cannot be made to end answers where the trace says"),
-            (counts["other length"], f"{counts['other length']} answers are not as long as the trace says"),
+        folded = self._prompts.num_folded
+        possible = (
+            (not server.token_ids, "the server accepts no token ids: generated prompts are one-letter words"),
+            (not server.forces_length, "the server does not support forced output lengths"),
+            (counts["other length"], f"{counts['other length']} answers differ in length from the trace"),
             (counts["clipped"], f"{counts['clipped']} over-long prompts were clipped"),
             (counts["dropped"], f"{counts['dropped']} over-long prompts were dropped"),
-            (self._prompts.num_folded, f"{self._prompts.num_folded} prompts have ids of another vocabulary, folded"),
-            (self._late_s * 1e3 > LATE_MS, f"this client sent up to {self._late_s * 1e3:.0f} ms late"),
+            (folded, f"{folded} prompts have token ids beyond the server's vocabulary: ids were taken modulo its size"),
+            (self._late_s * 1e3 > LATE_MS, f"this client sent requests up to {self._late_s * 1e3:.0f} ms late"),
         )
-        notes = [text for holds, text in said if holds]
-        notes.append("answers are the server's own: what a next turn could find of them in the cache is missed")
+        notes = [text for holds, text in possible if holds]
+        notes.append("answers are the server's own: later turns cannot find recorded answers in its prefix cache")
         return notes

@@ -1,4 +1,4 @@
-"""Prompts for a running server, from what a trace tells of them: equal contents become equal tokens."""
+"""Prompts for a running server, made from a trace's contents: equal contents become equal tokens."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,37 +7,37 @@ from quire.launch.measure.http_client import Prompt
 from quire.launch.replay.workload.workload import Call
 
 _OWN = 2**32 - 2
-"""The space of tokens that no id of the trace covers; the call's number is their id."""
+"""The id space of tokens that no content id of the trace covers; their id is the call's number."""
 FIRST_TOKEN = 3
-"""Below it most vocabularies have their marks for a text's beginning, its end and padding."""
+"""Most vocabularies have their begin, end and padding tokens below this id."""
 CUT_MARGIN = 0.95
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class PromptMaker:
-    """Makes a call's prompt when it is due, so that a workload's prompts are never all held at once.
+    """Makes a call's prompt when the call is due, so that the prompts of a workload are never all in memory.
 
     Attributes:
-        num_folded: prompts whose own token ids did not fit the server's vocabulary; they were taken modulo its size,
-            which leaves equal prefixes equal.
+        num_folded: number of prompts with token ids beyond the server's vocabulary. The ids are taken modulo its size,
+            which keeps equal prefixes equal.
     """
 
     def __init__(self, vocab_size: int, *, token_ids: bool) -> None:
         """
         Args:
-            vocab_size: ids below this are the server's.
-            token_ids: the server takes prompts as ids; else they are words of one letter, which most tokenizers make
-                one token of.
+            vocab_size: size of the server's vocabulary.
+            token_ids: the server accepts prompts as token ids. Otherwise prompts are one-letter words, each of which
+                is one token for most tokenizers.
         """
         self._vocab_size = vocab_size
         self._token_ids = token_ids
         self.num_folded = 0
 
     def make(self, call: Call, num_tokens: int) -> Prompt:
-        """The first ``num_tokens`` of the call's prompt.
+        """Return the first ``num_tokens`` of the call's prompt.
 
-        Text goes first: token ids are of the trace's tokenizer, which need not be the server's. A text is cut to the
-        share of its characters that the tokens are, and a little more, since tokens differ in length.
+        Text is preferred to token ids, because the server's tokenizer may differ from the trace's. A text is cut to the
+        same share of its characters, less ``CUT_MARGIN`` because tokens differ in length.
         """
         if call.text:
             if num_tokens >= call.num_prompt_tokens:
@@ -46,9 +46,9 @@ class PromptMaker:
         if call.tokens is not None and self._token_ids:
             return self._own_ids(np.asarray(call.tokens[:num_tokens], np.int64))
         if not self._token_ids:
-            letters = invented_tokens(call, num_tokens, len(_LETTERS), first=0).tolist()
+            letters = generate_tokens(call, num_tokens, len(_LETTERS), first=0).tolist()
             return " ".join(_LETTERS[letter] for letter in letters)
-        ids: list[int] = invented_tokens(call, num_tokens, self._vocab_size).tolist()
+        ids: list[int] = generate_tokens(call, num_tokens, self._vocab_size).tolist()
         return ids
 
     def _own_ids(self, ids: NDArray[np.int64]) -> list[int]:
@@ -58,10 +58,10 @@ class PromptMaker:
         return [int(token) for token in ids]
 
 
-def invented_tokens(call: Call, num_tokens: int, vocab_size: int, *, first: int = FIRST_TOKEN) -> NDArray[np.int64]:
-    """Token ids [num_tokens] int64 from ``first`` to below ``vocab_size``: a hash of (space, id, place in its unit).
+def generate_tokens(call: Call, num_tokens: int, vocab_size: int, *, first: int = FIRST_TOKEN) -> NDArray[np.int64]:
+    """Return token ids [num_tokens] int64 in [first, vocab_size): a hash of (space, id, offset in the id's unit).
 
-    The same id gives the same tokens in every call and every run; what no id covers is the call's own.
+    The same id gives the same tokens in every call and every run. Tokens without an id are unique to the call.
     """
     places = np.arange(num_tokens, dtype=np.uint64)
     spaces = np.full(num_tokens, _OWN, np.uint64)
@@ -80,7 +80,7 @@ def invented_tokens(call: Call, num_tokens: int, vocab_size: int, *, first: int 
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finishing steps: every bit of the input moves half of those of the output. [n] uint64 each."""
+    """Hash [n] uint64 to [n] uint64 with the finaliser of SplitMix64: each input bit flips half of the output bits."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""What a replay shows: tables or JSON on stdout, files of several kinds, a bar while it runs."""
+"""Outputs of a replay: tables or JSON on stdout, report files, and a progress bar."""
 
 import argparse
 import json
@@ -22,12 +22,13 @@ Progress = Callable[[float, int], None]
 
 @dataclass(slots=True)
 class Result:
-    """What is to be shown.
+    """The result of a replay, ready to publish.
 
     Attributes:
+        figures: the content of ``--json``.
+        records: the runs for ``--html`` and ``--perfetto``.
         head, notes: lines above and below the tables.
-        figures: for ``--json``.
-        complaint: last, to stderr: what is wrong with what was replayed.
+        complaint: what is wrong with the replayed run; printed last, to stderr.
     """
 
     figures: Any
@@ -49,7 +50,10 @@ def result_of(record: RunRecord) -> Result:
 
 @contextmanager
 def progress_bar(total: int | None, unit: str = " requests") -> Iterator[Progress]:
-    """A bar on a terminal, for runs that take a while; told of the run's own seconds and of what has ended."""
+    """Show a progress bar on a terminal once a run takes longer than ``PROGRESS_AFTER_S``.
+
+    Yields a function of the run's own time in seconds and the number of finished units.
+    """
     with tqdm(
         total=total,
         desc="Replay",
@@ -60,25 +64,25 @@ def progress_bar(total: int | None, unit: str = " requests") -> Iterator[Progres
         disable=not sys.stderr.isatty(),
     ) as bar:
 
-        def tell(now: float, ended: int) -> None:
+        def update(now: float, ended: int) -> None:
             bar.set_postfix_str(f"{now:,.0f} s", refresh=False)
             bar.update(ended - bar.n)
 
-        yield tell
+        yield update
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Before the run: nobody wants to hear after an hour that there is no such folder."""
+    """Check the output paths before a run that may take an hour. Raises ConfigError."""
     named = (("--json", None if args.json in (None, "-") else Path(args.json)), ("--html", args.html))
     for flag, path in (*named, ("--perfetto", args.perfetto)):
         if path is not None and path.is_dir():
-            raise ConfigError(f"{flag} {path}: is a folder")
+            raise ConfigError(f"{flag} {path}: is a folder, not a file")
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
+            raise ConfigError(f"{flag} {path}: folder {path.parent} not found")
 
 
 def publish(result: Result, args: argparse.Namespace) -> None:
-    """Raises ConfigError: a file cannot be written; what goes to stdout is there by then."""
+    """Print the result, then write the report files. Raises ConfigError if a file cannot be written."""
     line = json.dumps(result.figures, allow_nan=False)
     if args.json == "-":
         print(line, flush=True)

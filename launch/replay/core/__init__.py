@@ -1,1 +1,1 @@
-"""A Scheduler for replays: of arrivals and results without tokens, and by the policies of other engines."""
+"""The Scheduler for replays: arrivals and results without tokens, and the policies of other engines."""

@@ -1,4 +1,4 @@
-"""A pool that reuses blocks strictly in the order in which they were freed: what some other engines do."""
+"""A block pool that allocates free blocks strictly in the order in which they were freed, as some other engines do."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 
 
 class FifoBlockPool(BlockPool):
-    """Keeps a freed block without a findable content in line, although one with a content is lost for it meanwhile."""
+    """Queues freed blocks without cached content last, so that cached blocks may be evicted before them."""
 
     def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
         self.free_block_queue.append_n(freed)

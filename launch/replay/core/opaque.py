@@ -1,4 +1,4 @@
-"""Requests of which a trace has no tokens: arrivals, results, and what is known of their text."""
+"""Events and requests without tokens: arrivals, results and token stores with lengths and block hashes only."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,9 +14,9 @@ from quire.scheduler_proc.requests.request import Request
 
 
 class OpaqueRequest(msgspec.Struct, frozen=True):
-    """An arrival without its tokens: lengths, and the name of each full block (``block_hashes`` joined).
+    """An arrival without tokens: lengths, and the hash of each full block (``block_hashes``, concatenated).
 
-    Names of blocks that its answer will fill may stand behind those of the prompt.
+    Hashes of blocks that the output will fill may follow those of the prompt.
     """
 
     request_id: str
@@ -33,16 +33,16 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> list[bytes]:
-        """The single hashes, cut without Python code for each: a prompt may have thousands."""
+        """The block hashes as a list, split by numpy because a prompt may have thousands."""
         joined = self.block_hashes
         names: list[bytes] = np.frombuffer(joined, f"V{self.hash_bytes}").tolist() if joined else []
         return names
 
 
 class OpaqueResult(msgspec.Struct, frozen=True):
-    """A result without its tokens: the requests that got one, ended or were bad.
+    """A step result without tokens: the handles of the requests that sampled, finished or were bad.
 
-    ``handles``: absent while the same as in the last result that had them.
+    ``handles`` is None if they are those of the last result that had them.
     """
 
     step: int
@@ -56,16 +56,16 @@ class OpaqueResult(msgspec.Struct, frozen=True):
 
 
 class OpaqueTokens:
-    """A TokenStore that knows only how many tokens there are, and the names that their full blocks have, or will have.
+    """A TokenStore with a length and block hashes but no tokens.
 
-    A name shows among ``block_hashes`` once its block is full; a full block for which none was given has none, and so
-    do all after it.
+    A hash appears in ``block_hashes`` once its block is full. After the first full block without a known hash,
+    ``block_hashes`` stops growing.
     """
 
     __slots__ = ("_block_size", "_length", "_names", "block_hashes")
 
     def __init__(self, length: int, block_size: int, names: Sequence[bytes]) -> None:
-        """``names``: of the first blocks of ``block_size`` tokens, those to come included as far as they are known."""
+        """``names`` are the hashes of the first blocks of ``block_size`` tokens, including blocks not full yet."""
         self._length = length
         self._block_size = block_size
         self._names = list(names)
@@ -75,11 +75,11 @@ class OpaqueTokens:
         return self._length
 
     def add_future_hash(self, name: bytes) -> None:
-        """The name of the next block that has none yet."""
+        """Add the hash of the first block that has none."""
         self._names.append(name)
 
     def follow(self, on_full_block: Callable[[bytes], None]) -> None:
-        """The names came from the reader of the trace, which is not called back with them."""
+        """Ignore the callback: the hashes come from the trace, not from tokens."""
 
     def append(self, token: int) -> None:
         self._grow(1)
@@ -94,7 +94,7 @@ class OpaqueTokens:
             self.block_hashes += self._names[known : self._length // self._block_size]
 
     def array(self) -> Int32:
-        """Zeros: a simulated worker needs lengths only."""
+        """Return zeros: a simulated worker needs only the length."""
         return np.zeros(self._length, np.int32)
 
     def tail(self, start: int) -> list[int]:
@@ -102,7 +102,7 @@ class OpaqueTokens:
 
 
 class RecordedEndings:
-    """The endings that the recorded result had, in place of a look at its tokens."""
+    """Endings taken from the recorded result instead of from its tokens."""
 
     def __init__(self, ended: Sequence[Ended]) -> None:
         self._ended = {each.handle: each for each in ended}
@@ -111,11 +111,11 @@ class RecordedEndings:
         return list(self._ended)
 
     def verdict(self, request: Request, token: int) -> Ending | None:
-        told = self._ended.get(request.handle)
-        if told is None or request.num_output_tokens < told.num_output_tokens:
+        recorded = self._ended.get(request.handle)
+        if recorded is None or request.num_output_tokens < recorded.num_output_tokens:
             return length_ending(request)
-        return Ending(EndReason(told.reason), told.stop_reason, told.detail)
+        return Ending(EndReason(recorded.reason), recorded.stop_reason, recorded.detail)
 
     def bad_row_detail(self, handle: int) -> str:
-        told = self._ended.get(handle)
-        return "" if told is None else told.detail
+        recorded = self._ended.get(handle)
+        return "" if recorded is None else recorded.detail

@@ -1,4 +1,4 @@
-"""Steps as another engine would decide them."""
+"""A Planner that schedules steps as another engine would."""
 
 from operator import attrgetter
 from typing import Any
@@ -35,10 +35,10 @@ class ImitatingPlanner(Planner):
             super().schedule_rows(plan, prefills, decodes)
 
     def _schedule_in_order(self, plan: StepPlan, first: int) -> None:
-        """Every request in order of admission, prefills as soon as it is their turn.
+        """Schedule all running requests in order of admission, prefills included.
 
-        ``first``: the place of the earliest prefill. A request in steady decode that comes after it may get nothing,
-        and so leaves steady decode.
+        ``first`` is the position of the earliest prefill. Requests in steady decode after it leave steady decode,
+        because the budget may be exhausted before them.
         """
         later = [r for r in self.steady_decode.batch.values() if r.order > first and r not in plan.grown]
         plan.budget += len(later)

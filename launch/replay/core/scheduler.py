@@ -1,4 +1,4 @@
-"""The live engine's Scheduler, for replays: without tokens, by other policies, and many steps at once."""
+"""The Scheduler for replays: events without tokens, policies of other engines, and fast-forward."""
 
 from functools import partial
 
@@ -20,9 +20,10 @@ from quire.scheduler_proc.requests.request import Request
 
 
 class ReplayScheduler(Scheduler):
-    """Decides as the live one does where the policies are the live engine's; also takes events without tokens.
+    """The live engine's Scheduler, which also consumes events without tokens and follows ``policies``.
 
-    The tokens of such a request are zeros, which no client is sent, and which do not end it: the recorded endings do.
+    Requests without tokens have zeros instead. The zeros are sent to no client and finish no request: recorded endings
+    and lengths do.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ReplayScheduler(Scheduler):
         if event.num_output_tokens < 0:
             raise Refusal("invalid_value", "num_output_tokens", "num_output_tokens must be at least 0")
         if event.hash_bytes < 1 or len(event.block_hashes) % event.hash_bytes:
-            raise Refusal("invalid_value", "block_hashes", "block_hashes must be whole hashes of hash_bytes each")
+            raise Refusal("invalid_value", "block_hashes", "length of block_hashes must be a multiple of hash_bytes")
         names = event.names if self.config.enable_prefix_caching else []
         tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
         return admission.build(event, client, tokens, event.num_prompt_tokens)
@@ -86,7 +87,7 @@ class ReplayScheduler(Scheduler):
         self.results.update_from_output(output, RecordedEndings(event.ended), deliver=False)
 
     def find(self, handle: int) -> Request | None:
-        """The live request with this handle; O(requests) when it does not run."""
+        """Return the unfinished request with this handle; O(requests) when it is not running."""
         table = self.table
         found = table.running.get(handle) or table.leaving.get(handle)
         return found or next((r for r in table.requests.values() if r.handle == handle), None)
@@ -95,7 +96,7 @@ class ReplayScheduler(Scheduler):
 
     @property
     def num_quiet_steps(self) -> int:
-        """How many of the next steps need no deciding: all requests are in steady decode, and none is due in them."""
+        """The number of next steps without a decision: all requests are in steady decode and none is due."""
         config, batch, table = self.config, self.steady_decode.batch, self.table
         if table.unsteady or table.waiting or table.leaving or any(table.ended_handles):
             return 0
@@ -108,13 +109,13 @@ class ReplayScheduler(Scheduler):
         return min(self.steady_decode.calendar, default=self.last_step + 1) - self.last_step - 1
 
     def fast_forward(self, count: int, now: float) -> None:
-        """As ``count`` times a result without tokens of the oldest step, and then ``schedule``.
+        """Do ``count`` times: consume a result of the oldest step, then ``schedule``.
 
-        Leaves everything as these would, but makes no messages, which would have said nothing but tokens.
+        The state afterwards is the same, but no messages are made: they would contain only tokens.
 
         Args:
             count: at most ``num_quiet_steps``.
-            now: when the last of the steps is decided.
+            now: when the last of the steps is scheduled, in seconds.
         """
         self.kv.pool.now = now
         clock, records = self.steady_decode.clock, self.in_flight.records

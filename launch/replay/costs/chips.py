@@ -1,4 +1,4 @@
-"""What chips can do, by their data sheets: built in by name, or from a file."""
+"""Data sheets of chips: built in by name, or read from a file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,13 +18,13 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One accelerator. All figures are per second, in bytes and floating-point operations, without sparsity.
 
     Attributes:
-        flops: of matrix products, by dtype (bfloat16, float16, float32).
-        bandwidth: of its memory.
-        gemm_efficiency, attention_efficiency: what large matrix products, and attention over long prompts, reach of
-            ``flops``.
-        memory_efficiency: what a kernel that streams weights or KV reaches of ``bandwidth``.
-        kernel_seconds: the least that a kernel takes, its place in the stream included.
-        link_bandwidth, link_latency: to the other chips of a group: one way, and per message.
+        flops: peak of matrix products by dtype (bfloat16, float16, float32).
+        bandwidth: peak of its memory.
+        gemm_efficiency, attention_efficiency: share of ``flops`` that large matrix products, and attention over long
+            prompts, reach.
+        memory_efficiency: share of ``bandwidth`` that a kernel reaches which streams weights or KV.
+        kernel_seconds: minimum time of a kernel, including its launch in the stream.
+        link_bandwidth, link_latency: to the other chips of a group, one way and per message.
     """
 
     name: str = "chip"
@@ -43,14 +43,14 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return Link(self.link_bandwidth, self.link_latency)
 
     def flops_of(self, dtype: str) -> float:
-        """Raises ConfigError for a dtype that the chip's description does not name."""
+        """Return the peak for ``dtype``. Raises ConfigError if the chip's description has none."""
         if dtype not in self.flops:
             raise ConfigError(f"{self.name}: flops has no {dtype}; it has {', '.join(self.flops)}")
         return self.flops[dtype]
 
 
 def _gpu(name: str, half: float, single: float, memory: float, bandwidth: float, link: float, latency: float) -> Chip:
-    """TFLOP/s, GB, GB/s, GB/s one way, microseconds."""
+    """Build a Chip from TFLOP/s (16 bits, 32 bits), GB, GB/s, GB/s one way and microseconds."""
     return Chip(
         name=name,
         flops={"bfloat16": half * 1e12, "float16": half * 1e12, "float32": single * 1e12},
@@ -71,10 +71,10 @@ CHIPS = {
         _gpu("l4", 121, 30.3, 24.0, 300, 25, 10),
         _gpu("l40s", 362, 91.6, 48.0, 864, 25, 10),
         _gpu("mi300x", 1307, 163, 206, 5300, 448, 2.5),
-        # Its clock runs above the one that the sheet's products are for: measured ones come to all of them.
+        # Its clock exceeds the data sheet's, so measured products reach nearly all of the sheet's peak.
         msgspec.structs.replace(_gpu("rtx4090", 165, 82.6, 25.25, 1008, 25, 10), gemm_efficiency=0.97),
         _gpu("rtxpro6000", 504, 126, 101.97, 1597, 50, 10),
-        # A server of 32 cores with eight channels of memory.
+        # A server with 32 cores and eight memory channels.
         Chip(
             name="cpu",
             flops={"bfloat16": 3e12, "float16": 3e12, "float32": 3e12},
@@ -86,14 +86,14 @@ CHIPS = {
         ),
     )
 }
-"""By name; makers' figures for dense products."""
+"""Built-in chips by name, with the makers' figures for dense products."""
 
 
 def find_chip(name: str) -> Chip:
-    """A built-in chip, or one described in a YAML or JSON file of Chip's attributes.
+    """Return a built-in chip, or the one described by a YAML or JSON file with Chip's attributes.
 
     Raises:
-        ConfigError: neither; says the nearest name, or what is wrong with the file.
+        ConfigError: an unknown name (suggests the nearest), or an invalid file.
     """
     if name.lower() in CHIPS:
         return CHIPS[name.lower()]
@@ -101,7 +101,7 @@ def find_chip(name: str) -> Chip:
     if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
         return _read_chip(path)
     near = did_you_mean(name.lower(), CHIPS) or f"; known: {', '.join(CHIPS)}, or a YAML or JSON file"
-    raise ConfigError(f"{name}: no such chip{near}")
+    raise ConfigError(f"{name}: unknown chip{near}")
 
 
 def _read_chip(path: Path) -> Chip:

@@ -1,4 +1,4 @@
-"""How long a step takes: the seam between a simulated worker and the models of machines in ``costs/``."""
+"""The interface of cost models, which give a simulated step its duration, and the constant model."""
 
 from typing import Protocol
 
@@ -6,26 +6,26 @@ from quire.launch.replay.run.step_shape import StepShape
 
 
 class CostModel(Protocol):
-    """Seconds of steps on a machine.
+    """The duration of a step on a simulated machine.
 
     Attributes:
-        kv_bytes: what the machine has for the KV cache after weights and activations; 0 where it does not tell.
+        kv_bytes: memory for the KV cache after weights and activations; 0 if unknown.
     """
 
     @property
     def kv_bytes(self) -> int: ...
 
     def seconds(self, step: StepShape) -> float:
-        """From the worker's beginning of the step to its tokens being there."""
+        """Return the seconds from the start of the step in the worker until its tokens are ready."""
         ...
 
     def describe(self) -> str:
-        """One line: which machine and model, and from where."""
+        """Return one line with the machine, the model and the source of the figures."""
         ...
 
 
 class ConstantCost:
-    """Every step takes the same."""
+    """The same duration for every step."""
 
     def __init__(self, milliseconds: float) -> None:
         self._seconds = milliseconds / 1e3

@@ -1,4 +1,4 @@
-"""Reads tables of measured times, plain or compressed, and says the line that is wrong."""
+"""Reads CSV tables of measured times, compressed or not. Errors name the line."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,16 +11,12 @@ from quire.protocol.errors import ConfigError
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """``name`` in ``folder``, plain or compressed; None where there is neither."""
+    """Return the path of ``name`` in ``folder``, compressed or not, or None."""
     return next((path for end in ("", ".gz", ".xz", ".zst") if (path := folder / (name + end)).is_file()), None)
 
 
 def read_text(path: Path) -> str:
-    """All of a file, unpacked.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Read a whole file, decompressed. Raises ConfigError if it cannot be read."""
     try:
         with open_decompressed(path) as file:
             return file.read().decode()
@@ -29,7 +25,7 @@ def read_text(path: Path) -> str:
 
 
 def read_measured(path: Path, keys: Sequence[str], value: str) -> Iterator[tuple[int, list[str], float]]:
-    """Each row's line, its ``keys`` columns as they stand, and its ``value``, a positive number.
+    """Yield each row's line number, the texts of its ``keys`` columns, and its ``value``, a positive number.
 
     Raises:
         ConfigError: names the file, and the line where there is one.
@@ -39,21 +35,21 @@ def read_measured(path: Path, keys: Sequence[str], value: str) -> Iterator[tuple
 
 
 def read_points(path: Path, keys: Sequence[str], value: str) -> dict[tuple[int, ...], float]:
-    """By whole-numbered ``keys``, the ``value``; of points that occur more than once, the mean.
+    """Read ``value`` by the integers in the columns ``keys``; repeated points are averaged.
 
     Raises:
-        ConfigError: names the file, and the line where there is one; or there is no row at all.
+        ConfigError: a bad line or a table without rows; names the file, and the line if there is one.
     """
     sums: dict[tuple[int, ...], tuple[float, int]] = {}
     for line, texts, number in read_measured(path, keys, value):
         try:
             point = tuple(map(int, texts))
         except ValueError:
-            raise ConfigError(f"{path}:{line}: {', '.join(keys)} must be whole numbers, not {texts}") from None
+            raise ConfigError(f"{path}:{line}: {', '.join(keys)} must be whole numbers (got {texts})") from None
         if min(point) < 0:
-            raise ConfigError(f"{path}:{line}: {', '.join(keys)} must not be negative: {texts}")
+            raise ConfigError(f"{path}:{line}: {', '.join(keys)} must not be negative (got {texts})")
         total, count = sums.get(point, (0.0, 0))
         sums[point] = total + number, count + 1
     if not sums:
-        raise ConfigError(f"{path}: no rows")
+        raise ConfigError(f"{path}: the table has no rows")
     return {point: total / count for point, (total, count) in sums.items()}

@@ -1,4 +1,4 @@
-"""How long steps take, learnt from the steps of a Quire trace that were timed."""
+"""A cost model fitted to the timed steps of a Quire trace."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,16 +16,16 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.trace.lines import Keyframe, Lost, Result, StepDecision, WorkerEpoch
 
-LEAST_STEPS = 50
-MOST_STEPS = 50_000
-"""Of a longer trace as many, evenly spread, are fitted to."""
+MIN_STEPS = 50
+MAX_STEPS = 50_000
+"""Number of steps, evenly spaced, that are used of a longer trace."""
 KNEES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""From so many tokens of a step on, each further one may cost more: where compute takes over from memory."""
+"""Numbers of tokens above which a further token may cost more: where compute becomes the bottleneck, not memory."""
 ROUNDS = 20
-LEAST_SHARE = 0.01
-"""A fit is never taken to expect less than this share of what a step took: it is divided by."""
+MIN_SHARE = 0.01
+"""Lower bound of an expected time as a share of the measured one, because errors are divided by the expected time."""
 HUBER = 2.0
-"""Errors beyond so many standard deviations count by their size, not by their square."""
+"""Number of standard deviations above which an error counts linearly, not squared."""
 
 
 class TimedStep(NamedTuple):
@@ -36,13 +36,12 @@ class TimedStep(NamedTuple):
 class FittedCost:
     """A sum of non-negative parts, each proportional to one number of a step.
 
-    The parts: the step itself; prompt tokens; pairs of prompt tokens and the tokens that they attend to; tokens of
-    those that decode; tokens that these attend to; rows that sample; and tokens of the step beyond each of ``KNEES``.
+    The parts: the step itself; prefill tokens; (query, key) pairs of prefills; decode tokens; tokens that decodes
+    attend to; sampling rows; and the step's tokens beyond each of ``KNEES``.
 
     Attributes:
         coefficients: float64 ``[6 + len(KNEES)]``: seconds per unit of each part.
-        errors: float64: what each step that was fitted to would have been off by, as a share of its time, had the
-            fit not known it.
+        errors: float64 ``[steps]``: leave-one-out error of each fitted step, relative to its measured time.
     """
 
     def __init__(self, coefficients: Floats, errors: Floats, kv_bytes: int, source: str) -> None:
@@ -80,43 +79,43 @@ class FittedCost:
 
 
 def fit(path: Path) -> FittedCost:
-    """From the timed steps of the trace at ``path``.
+    """Fit a cost model to the timed steps of the trace at ``path``.
 
     Raises:
-        ConfigError: no readable trace, or too few timed steps in it.
+        ConfigError: an unreadable trace, speculative decoding, or too few timed steps.
     """
     reader = TraceReader(path)
     config, layout = reader.header.config, reader.header.kv_layout
     if config.num_speculative_tokens:
-        raise ConfigError(f"{path}: steps with drafts cannot be fitted to; record without --speculative-config")
+        raise ConfigError(f"{path}: cannot fit to steps with draft tokens: record without --speculative-config")
     steps = timed_steps(reader)
-    if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"{path} has {len(steps)} timed steps; a fit needs {LEAST_STEPS}")
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(f"{path}: a fit needs {MIN_STEPS} timed steps (got {len(steps)})")
     coefficients, errors = fit_steps(steps)
     return FittedCost(coefficients, errors, reader.header.num_blocks * layout.block_bytes, path.name)
 
 
 def timed_steps(trace: Iterable[TraceLine]) -> list[TimedStep]:
-    """Steps that the worker timed, up to the first lines that are lost.
+    """Return the steps with a measured time, up to the first lost line.
 
-    A step's time is from when it could begin (it was decided, and the one before was answered) to its answer: what the
-    worker says of it, and what the processes took to tell each other, for a simulation has nothing else for that.
-    Steps that waited for masks are left out: they waited for the scheduler.
+    A step's time is from when it could begin (it was scheduled and the previous result had arrived) to its own result.
+    It includes the worker's time and the communication between the processes, which a simulation does not model
+    separately. Steps that waited for grammar masks are skipped, because they waited for the scheduler.
 
     Raises:
-        ConfigError: a step names a request that is not there.
+        ConfigError: a step names an unknown request.
     """
     rows = SimulatedRows()
     shapes: dict[int, tuple[StepShape, float]] = {}
     answered = float("-inf")
     timed: list[TimedStep] = []
-    for told in trace:
-        match told.line:
+    for entry in trace:
+        match entry.line:
             case StepDecision() as decision:
                 try:
                     shape = rows.apply(_as_diff(decision))
                 except KeyError as error:
-                    raise ConfigError(f"{told.file}: line {told.number} names request {error}, unknown there") from None
+                    raise ConfigError(f"{entry.file}:{entry.number}: unknown request handle {error}") from None
                 if not decision.awaits_sample_inputs:
                     shapes[decision.step] = shape, decision.now
             case Result(step=step, seconds=seconds, now=now):
@@ -136,7 +135,7 @@ def timed_steps(trace: Iterable[TraceLine]) -> list[TimedStep]:
 
 
 def _as_diff(decision: StepDecision) -> SchedulerOutput:
-    """As much of the diff as says what the step computes."""
+    """Convert a decision to a diff with only the fields that determine the step's shape."""
     new = [
         NewRequestData(
             row.handle, "", row.num_prompt_tokens, row.num_tokens, row.num_computed_tokens, [], SamplingParams(), 0
@@ -154,14 +153,14 @@ def _as_diff(decision: StepDecision) -> SchedulerOutput:
 
 
 def fit_steps(steps: list[TimedStep]) -> tuple[Floats, Floats]:
-    """Coefficients, and the error of each fitted step by all the others; both as FittedCost has them.
+    """Return FittedCost's ``coefficients`` and ``errors``.
 
-    What counts of an error is its share of the step's time as the fit has it, so that short steps are met as well as
-    long ones. (As a share of the time that was measured, being too high would count for more than being too low.)
-    Steps that took oddly long (the first ones: kernels are compiled) hardly count, by Huber's weights.
+    Errors are minimised relative to the fitted time, so that short steps fit as well as long ones. (Relative to the
+    measured time, an estimate that is too high would weigh more than one that is too low.) Huber weights make unusually
+    slow steps, such as the first ones, in which kernels are compiled, count little.
     """
-    if len(steps) > MOST_STEPS:
-        chosen = np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int)
+    if len(steps) > MAX_STEPS:
+        chosen = np.linspace(0, len(steps) - 1, MAX_STEPS).astype(int)
         steps = [steps[index] for index in chosen]
     seconds = np.array([step.seconds for step in steps])
     parts = np.array([_parts(step.shape) for step in steps])
@@ -173,10 +172,10 @@ def fit_steps(steps: list[TimedStep]) -> tuple[Floats, Floats]:
         root = np.sqrt(weights) / expected
         solution = nonnegative_least_squares(parts * root[:, None], seconds * root)
         found = parts @ solution
-        expected = np.maximum(found, LEAST_SHARE * seconds)
+        expected = np.maximum(found, MIN_SHARE * seconds)
         weights = _huber_weights((found - seconds) / expected, has_prefill)
-    pull = _pull(parts[:, solution > 0] * root[:, None])
-    return solution / np.where(units > 0, units, 1.0), (found - seconds) / (1.0 - pull) / seconds
+    leverage = _leverage(parts[:, solution > 0] * root[:, None])
+    return solution / np.where(units > 0, units, 1.0), (found - seconds) / (1.0 - leverage) / seconds
 
 
 def _parts(shape: StepShape) -> list[float]:
@@ -187,7 +186,10 @@ def _parts(shape: StepShape) -> list[float]:
 
 
 def _huber_weights(errors: Floats, has_prefill: npt.NDArray[np.bool_]) -> Floats:
-    """``[steps]``. Each kind of step has its own spread: where few steps have prefill, these would be the odd ones."""
+    """Return weights ``[steps]``, scaled separately for steps with and without prefill.
+
+    With a common scale, the rarer kind would count as outliers.
+    """
     weights = np.ones(len(errors))
     for kind in (has_prefill, ~has_prefill):
         if kind.any():
@@ -197,9 +199,11 @@ def _huber_weights(errors: Floats, has_prefill: npt.NDArray[np.bool_]) -> Floats
     return weights
 
 
-def _pull(parts: Floats) -> Floats:
-    """``[steps]``: how far each step moves the fit to itself, from 0 to below 1 (the diagonal of the hat matrix). Its
-    error without it would be ``1 / (1 - pull)`` times as large."""
+def _leverage(parts: Floats) -> Floats:
+    """Return the leverage ``[steps]`` of each step, in [0, 1): the diagonal of the hat matrix.
+
+    The step's leave-one-out error is ``1 / (1 - leverage)`` times its error.
+    """
     orthogonal, _ = np.linalg.qr(parts)
-    pull: Floats = (orthogonal**2).sum(axis=1)
-    return np.minimum(pull, 1.0 - 1e-9)
+    leverage: Floats = (orthogonal**2).sum(axis=1)
+    return np.minimum(leverage, 1.0 - 1e-9)

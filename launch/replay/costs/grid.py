@@ -1,4 +1,4 @@
-"""Measured times between the points at which they were measured: linear, along each axis."""
+"""Linear interpolation of measured times, along each axis."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,9 @@ import numpy as np
 
 
 class Curve:
-    """Times by one whole number, at every number up to ``top`` at hand, beyond it along the last two points.
+    """Times as a function of one integer, tabulated up to ``top`` and extrapolated from the last two points beyond.
 
-    Numbers below the first point take its time: a kernel has a least time.
+    Numbers below the first point have its time, because a kernel has a minimum time.
     """
 
     def __init__(self, points: Mapping[int, float], top: int) -> None:
@@ -28,10 +28,10 @@ class Curve:
 
 
 class Grid:
-    """Times by two or more numbers, on the corners of a grid of which some were not measured.
+    """Times as a function of two or more numbers, on a grid with missing points.
 
-    Those are filled along the axes, the last axis first: times are near to linear in each. Below the first value of an
-    axis the first counts; beyond the last, what its last two say.
+    Missing points are interpolated along the axes, the last axis first, because times are nearly linear in each. Below
+    the first value of an axis the first value is used; beyond the last, the last two are extrapolated.
     """
 
     def __init__(self, points: Mapping[tuple[int, ...], float]) -> None:
@@ -46,16 +46,16 @@ class Grid:
         self._floor = float(values.min())
 
     def at(self, *x: float) -> float:
-        """One number per axis."""
+        """Return the time at ``x``, one number per axis."""
         return self._along(self._corners(x[:-1]), x[-1])
 
     def at_both(self, x: Sequence[float], last: float, other: float) -> tuple[float, float]:
-        """At ``x``, which has all axes but the last, and two numbers on that: for less than twice the work."""
+        """Return the times at two values of the last axis, for less than twice the work; ``x`` has the other axes."""
         corners = self._corners(x)
         return self._along(corners, last), self._along(corners, other)
 
     def _corners(self, x: Sequence[float]) -> list[tuple[int, float]]:
-        """(offset, share) of the lines along the last axis that lie around ``x``."""
+        """Return (offset, weight) of the lines along the last axis that surround ``x``."""
         corners = [(0, 1.0)]
         for axis, stride, number in zip(self._axes, self._strides, x, strict=False):
             place, weight = _place(axis, number)
@@ -83,7 +83,7 @@ class Grid:
 
 
 def _place(axis: Sequence[int], number: float) -> tuple[int, float]:
-    """The place before ``number`` on an axis, and how far it lies towards the next; above 1 beyond the end."""
+    """Return the index before ``number`` on an axis and the relative distance to the next; above 1 beyond the end."""
     if number <= axis[0] or len(axis) == 1:
         return 0, 0.0
     place = min(bisect_right(axis, number), len(axis) - 1) - 1
@@ -91,7 +91,7 @@ def _place(axis: Sequence[int], number: float) -> tuple[int, float]:
 
 
 def _fill(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]", axes: Sequence[Sequence[int]]) -> None:
-    """Replace each nan by what its line along some axis says; the longest-known way first."""
+    """Replace each nan by interpolation along an axis: first lines with two or more known points, then with one."""
     for least in (2, 1):
         for axis in reversed(range(values.ndim)):
             lines = np.moveaxis(values, axis, -1)
@@ -102,7 +102,7 @@ def _fill(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]", axes: Seq
 
 
 def _fill_line(line: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]", axis: Sequence[int], least: int) -> None:
-    """In place; a line with fewer than ``least`` known points stays as it is."""
+    """Fill the nans of a line in place, unless it has fewer than ``least`` known points."""
     known = np.flatnonzero(~np.isnan(line))
     if len(known) < least or len(known) == len(line):
         return

@@ -1,9 +1,9 @@
-"""Steps from tables of measured kernels: matrix products, attention, all-reduces.
+"""A cost model from tables of measured kernels: matrix products, attention, all-reduces.
 
-The layout is that of ``cost_tables_h200``: CSV files, whose names begin with ``gemm``, ``context_attention``,
-``generation_attention`` and ``custom_allreduce`` (that one only for more ranks than one), with latencies in
-milliseconds. They are kernel times: norms, rotations and sampling are added as bytes over the chip's bandwidth; gaps
-between kernels, scheduling and the network are not in them, nor added.
+The tables are aiconfigurator's CSV files, whose names begin with ``gemm``, ``context_attention``,
+``generation_attention`` and ``custom_allreduce`` (the last only for several ranks), with latencies in milliseconds.
+Norms, rotary embeddings and sampling are added as bytes over the chip's bandwidth. Gaps between kernels, scheduling and
+the network are not included.
 """
 
 from collections.abc import Sequence
@@ -19,29 +19,29 @@ from quire.protocol.model.model_config import ModelConfig
 
 _TOP = 16_384
 _HEAD_TOP = 512
-"""Tokens, and rows of the head, up to which sums are ready."""
+"""Numbers of tokens, and of rows of the output projection, up to which times are tabulated."""
 
 
 class KernelTableCost(OnChips):
-    """A dense model, put together from kernels of its shapes; between measured shapes, linear.
+    """The time of a dense model as the sum of its kernels, interpolated between measured shapes.
 
-    A prefill after cached context takes what the whole would, less what the cached part would: the products of the two
-    are the same.
+    The attention of a prefill after cached context takes the time of the whole prompt minus that of the cached part,
+    because the numbers of products are equal.
     """
 
     def __init__(self, folder: Path, model: ModelConfig, tensor_parallel_size: int = 1, chip: Chip | None = None):
         """
         Args:
-            chip: that the tables were measured on; None: an H200.
+            chip: chip on which the tables were measured; None: an H200.
 
         Raises:
-            ConfigError: a table is missing or broken, or lacks the model's heads; names file and line.
+            ConfigError: a table is missing or invalid or lacks the model's heads; names file and line.
         """
         super().__init__(model, chip or CHIPS["h200"], tensor_parallel_size)
         if model.moe is not None:
-            raise ConfigError(f"{folder}: the tables have no experts; use roofline:CONFIG,CHIP for such models")
+            raise ConfigError(f"{folder}: the tables do not cover mixture-of-experts models: use roofline:CONFIG,CHIP")
         if model.head_dim != 128:
-            raise ConfigError(f"{folder}: the tables are of heads of 128, not {model.head_dim}; use roofline")
+            raise ConfigError(f"{folder}: head_dim must be 128 (got {model.head_dim}): use roofline:CONFIG,CHIP")
         self._folder = folder
         self._by_tokens = self._token_curve(folder)
         self._by_samples = self._head_curve(folder)
@@ -53,8 +53,8 @@ class KernelTableCost(OnChips):
 
     def describe(self) -> str:
         return (
-            f"table: kernels for {self._model.architecture} of {self._model.num_layers} layers {self._on}, "
-            f"from {self._folder} (no gaps between kernels, no scheduling)"
+            f"table: kernels of {self._model.architecture} with {self._model.num_layers} layers {self._on}, "
+            f"from {self._folder} (without gaps between kernels and scheduling)"
         )
 
     def seconds(self, step: StepShape) -> float:
@@ -63,21 +63,26 @@ class KernelTableCost(OnChips):
             millis = self._decodes.at(step.num_decodes, step.decode_context / step.num_decodes)
         if step.prefills:
             least = self._prefill_curve.values[1]
-            millis += least + sum(max(self._until(k + n) - self._until(k), 0.0) for n, k in step.prefills)
+            millis += least + sum(
+                max(self._prompt_millis(k + n) - self._prompt_millis(k), 0.0) for n, k in step.prefills
+            )
         samples = max(step.num_samples, 1)
         return (
             self._by_tokens.at(step.num_tokens) + self._by_samples.at(samples) + millis * self._model.num_layers
         ) * 1e-3
 
-    def _until(self, tokens: int) -> float:
-        """One prompt's attention, less the least that a kernel takes; squares beyond the longest one measured."""
+    def _prompt_millis(self, tokens: int) -> float:
+        """Return the milliseconds of one prompt's attention, less the minimum time of a kernel.
+
+        Beyond the longest measured prompt the time is quadratic.
+        """
         curve = self._prefill_curve
         if tokens <= self._longest:
             return curve.values[tokens] - curve.values[1]
         return (curve.values[self._longest] - curve.values[1]) * (tokens / self._longest) ** 2
 
     def _token_curve(self, folder: Path) -> Curve:
-        """Milliseconds by tokens of all layers but for attention."""
+        """Return the milliseconds of all layers without attention, by tokens."""
         model, ranks = self._model, self._ranks
         queries, keys = model.num_heads * model.head_dim // ranks, model.num_kv_heads * model.head_dim // ranks
         keys = max(keys, model.head_dim)
@@ -107,7 +112,7 @@ class KernelTableCost(OnChips):
 
 
 def _exchange(path: Path, num_ranks: int) -> Grid:
-    """Milliseconds of an all-reduce by its numbers (``message_size`` counts numbers of 16 bits)."""
+    """Return the milliseconds of an all-reduce by elements (``message_size`` counts 16-bit elements)."""
     points: dict[tuple[int, ...], float] = {}
     found: set[str] = set()
     for _, (ranks, size, backend), millis in read_measured(path, ("num_gpus", "message_size", "backend"), "latency"):
@@ -115,7 +120,7 @@ def _exchange(path: Path, num_ranks: int) -> Grid:
         if ranks == str(num_ranks) and not backend.endswith("eager"):  # as in a captured step
             points[int(size),] = millis
     if not points:
-        raise ConfigError(f"{path}: no rows for {num_ranks} ranks; it has {', '.join(sorted(found))}")
+        raise ConfigError(f"{path}: no rows for {num_ranks} ranks; the table has {', '.join(sorted(found))}")
     return Grid(points)
 
 
@@ -130,12 +135,12 @@ def _find(folder: Path, name: str) -> Path | None:
 def _file(folder: Path, name: str) -> Path:
     path = _find(folder, name)
     if path is None:
-        raise ConfigError(f"{folder}: no {name}*.csv")
+        raise ConfigError(f"{folder}: {name}*.csv not found")
     return path
 
 
 def _gemm_grid(path: Path) -> tuple[Grid, Sequence[int]]:
-    """By (columns, inner, rows), and the numbers of rows that were measured."""
+    """Return milliseconds by (columns, inner size, rows), and the measured numbers of rows."""
     points = read_points(path, ("n", "k", "m"), "latency")
     return Grid(points), sorted({m for _, _, m in points})
 
@@ -143,23 +148,25 @@ def _gemm_grid(path: Path) -> tuple[Grid, Sequence[int]]:
 def _decode_grid(path: Path, heads: tuple[int, int]) -> Grid:
     points = read_points(path, ("num_heads", "num_key_value_heads", "batch_size", "step"), "latency")
     # ``step`` counts the tokens before the new one.
-    return Grid({(p[2], p[3] + 1): millis for p, millis in _of_heads(path, points, heads).items()})
+    return Grid({(p[2], p[3] + 1): millis for p, millis in _select_heads(path, points, heads).items()})
 
 
 def _prefill_curve(path: Path, heads: tuple[int, int]) -> dict[int, float]:
     points = read_points(path, ("num_heads", "num_key_value_heads", "batch_size", "isl"), "latency")
-    found = {p[3]: millis for p, millis in _of_heads(path, points, heads).items() if p[2] == 1}
+    found = {p[3]: millis for p, millis in _select_heads(path, points, heads).items() if p[2] == 1}
     if not found:
         raise ConfigError(f"{path}: no rows of batch_size 1 for {heads[0]} heads")
     return found
 
 
-def _of_heads(path: Path, points: dict[tuple[int, ...], float], heads: tuple[int, int]) -> dict[tuple[int, ...], float]:
+def _select_heads(
+    path: Path, points: dict[tuple[int, ...], float], heads: tuple[int, int]
+) -> dict[tuple[int, ...], float]:
     found = {point: millis for point, millis in points.items() if point[:2] == heads}
     if not found:
         known = sorted({point[:2] for point in points})
         raise ConfigError(
             f"{path}: no rows for {heads[0]} heads over {heads[1]} KV heads; "
-            f"it has {', '.join(f'{a}/{b}' for a, b in known)}"
+            f"the table has {', '.join(f'{a}/{b}' for a, b in known)}"
         )
     return found

@@ -1,14 +1,14 @@
-"""Steps from a profile of single layers, taken on the machine itself: kernel times by tokens, rows and contexts.
+"""A cost model from a profile of single layers: measured times by tokens, requests and contexts.
 
-A folder has what LLMServingSim's profiler writes, for one rank: ``profile_meta.yaml`` (model, gpu, and optionally
+The folder has the files of LLMServingSim's profiler for one rank: ``profile_meta.yaml`` (model, gpu, and optionally
 skew_fit and engine_effective), ``profile_dense.csv`` (layer, tokens, time_us), ``profile_per_sequence.csv`` (layer,
-sequences, time_us) and ``profile_attention.csv`` (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us); of a model
+sequences, time_us) and ``profile_attention.csv`` (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us); for a model
 with experts also ``profile_moe.csv`` (tokens, activated_experts, time_us). A step is
 
     embedding + layers x (dense layers + attention) + final norm + head and sampler,
 
-each at the tokens, or the requests, that the step has. What is not in it: scheduling (an asynchronous engine decides a
-step while the last one runs) and the gaps between kernels (a captured graph has next to none).
+each at the step's number of tokens or requests. Not included: scheduling (an asynchronous engine schedules a step while
+the previous one runs) and gaps between kernels (a captured graph has almost none).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,22 +29,22 @@ DENSE, PER_SEQUENCE, ATTENTION = "profile_dense.csv", "profile_per_sequence.csv"
 EXPERTS = "profile_moe.csv"
 
 _ONCE = frozenset({"embedding", "final_layernorm"})
-"""Dense layers that a model has one of; all others are in each layer."""
+"""Parts that a model has once; all others are in each layer."""
 
 _TWICE = frozenset({"layernorm"})
-"""One before attention, one before the feed-forward layers."""
+"""Parts that are in each layer twice: before attention and before the feed-forward network."""
 
 _NEEDED = frozenset({"qkv_proj", "o_proj"})
 _FEED_FORWARD = frozenset({"gate_up_proj", "down_proj"})
 _UNLESS_EXPERTS = _FEED_FORWARD | {"act_fn"}
-"""In the layers without experts only."""
+"""Parts of layers without experts."""
 
 _TOP = 16_384
-"""Tokens up to which sums are ready."""
+"""Number of tokens up to which times are tabulated."""
 
 
 class LayerProfileCost:
-    """Looks a step up: one sum for what goes by tokens, one for what goes by requests, and attention on its grid."""
+    """The time of a step: a sum by tokens, a sum by requests, and attention from its grid."""
 
     kv_bytes = 0
 
@@ -53,16 +53,16 @@ class LayerProfileCost:
     ) -> None:
         """
         Args:
-            model: for the number of layers.
-            name: of the chip.
-            captured: batch sizes of captured graphs, ascending: a smaller step is padded to the next. Empty: none are.
-            skew: how far a batch of decodes with unequal contexts is from the time of one that has the mean, towards
-                that of one that has the longest: 0 for not at all. The profile of attention has equal contexts only.
+            model: provides the number of layers.
+            name: name of the chip.
+            captured: batch sizes of captured graphs, ascending; a smaller step is padded to the next. May be empty.
+            skew: weight of the longest context in the time of decodes with unequal contexts: 0 uses the mean context,
+                1 the longest. The profile has equal contexts only.
 
         Raises:
-            ConfigError: a table is missing, or broken: names file and line.
+            ConfigError: a table is missing or invalid; names file and line.
         """
-        self._told = f"profiled layers of {model.num_layers} on {name}, from {folder}"
+        self._description = f"profile of {model.num_layers} layers on {name}, from {folder}"
         self._by_tokens = _padded(_token_times(folder, model), captured)
         sequences = _layer_points(_table(folder, PER_SEQUENCE), "sequences", frozenset({"lm_head"}))
         self._by_sequences = Curve(_sum(sequences, dict.fromkeys(sequences, 1)), _TOP)
@@ -75,7 +75,7 @@ class LayerProfileCost:
         return micros * 1e-6 + self._attention.micros(step) * self._layer_seconds
 
     def describe(self) -> str:
-        return f"table: {self._told}"
+        return f"table: {self._description}"
 
 
 def is_layer_profile(folder: Path) -> bool:
@@ -85,22 +85,24 @@ def is_layer_profile(folder: Path) -> bool:
 def load_layer_profile(folder: Path, model: ModelConfig | None, tensor_parallel_size: int) -> LayerProfileCost:
     """
     Args:
-        model: None: the one that ``profile_meta.yaml`` names.
+        model: None: the model named by ``profile_meta.yaml``.
 
     Raises:
-        ConfigError: a file is missing or broken, the model is not known, or there is more than one rank.
+        ConfigError: a missing or invalid file, an unknown model, or more than one rank.
     """
     if tensor_parallel_size > 1:
-        raise ConfigError(f"{folder}: its layers are of 1 rank (got {tensor_parallel_size}): use roofline:CONFIG,CHIP")
+        raise ConfigError(
+            f"{folder}: a layer profile supports one rank (got {tensor_parallel_size}): use roofline:CONFIG,CHIP"
+        )
     meta = _meta(folder)
     if model is None:
         if not isinstance(meta.get("model"), str):
-            raise ConfigError(f"{folder}: no profile_meta.yaml names the model: use table:DIR,CONFIG")
+            raise ConfigError(f"{folder}: profile_meta.yaml does not name the model: use table:DIR,CONFIG")
         model = find_model(meta["model"])
-    most = _part(meta, "engine_effective").get("max_num_seqs", 256)
+    most = _submapping(meta, "engine_effective").get("max_num_seqs", 256)
     captured = captured_sizes(min(2 * most, 512) if isinstance(most, int) else 512)
-    fit = _part(meta, "skew_fit")
-    skew = (_part(_part(fit, "per_tp"), 1) or fit).get("alpha_default")
+    fit = _submapping(meta, "skew_fit")
+    skew = (_submapping(_submapping(fit, "per_tp"), 1) or fit).get("alpha_default")
     skew = float(skew) if isinstance(skew, int | float) and 0 <= skew <= 1 else 0.0
     return LayerProfileCost(folder, model, str(meta.get("gpu", folder.name)), captured, skew)
 
@@ -116,16 +118,16 @@ def _meta(folder: Path) -> dict[Any, Any]:
     return meta
 
 
-def _part(whole: dict[Any, Any], key: object) -> dict[Any, Any]:
+def _submapping(whole: dict[Any, Any], key: object) -> dict[Any, Any]:
     part = whole.get(key)
     return part if isinstance(part, dict) else {}
 
 
 class AttentionGrids:
-    """Microseconds of one layer's attention: of decodes alone, of prefills alone, and of both in one batch.
+    """Microseconds of one layer's attention for decodes alone, prefills alone, and both in one batch.
 
-    Three grids, for kernels take another way where every query is one token, and there is nothing between one decode
-    and none.
+    There are three grids, because kernels take another path if every query is one token, and interpolation between no
+    decode and one is meaningless.
     """
 
     def __init__(self, path: Path, skew: float = 0.0) -> None:
@@ -137,23 +139,23 @@ class AttentionGrids:
         mixed = {p: t for p, t in points.items() if p[0] > 0 and p[2] > 0}
         for kind, found in (("decodes alone", decodes), ("prefills alone", prefills), ("both", mixed)):
             if not found:
-                raise ConfigError(f"{path}: no row has {kind}")
+                raise ConfigError(f"{path}: no row for {kind}")
         self._decodes, self._prefills, self._mixed = Grid(decodes), Grid(prefills), Grid(mixed)
 
     def micros(self, step: StepShape) -> float:
         decodes, prefills = step.num_decodes, step.prefills
         if not prefills:
-            return self._spread(step) if decodes else 0.0
+            return self._decode_micros(step) if decodes else 0.0
         if len(prefills) == 1:
-            return self._spread(step, *prefills[0])
-        chunk, before = as_one(prefills)
+            return self._decode_micros(step, *prefills[0])
+        chunk, before = merge_prefills(prefills)
         together = self._prefills.at(chunk, before)
         apart = sum(self._prefills.at(*each) for each in prefills)
-        saved = max(together - apart, 0.0)  # several short prompts score fewer pairs than one long one
-        return self._spread(step, chunk, before) - saved
+        saved = max(together - apart, 0.0)  # several short prompts have fewer pairs than one long one
+        return self._decode_micros(step, chunk, before) - saved
 
-    def _spread(self, step: StepShape, chunk: float = 0, before: float = 0) -> float:
-        """Of the step's decodes beside one prefill, if any; between equal contexts and the longest, by ``skew``."""
+    def _decode_micros(self, step: StepShape, chunk: float = 0, before: float = 0) -> float:
+        """Return the time of the step's decodes with at most one prefill, weighted by ``skew``."""
         decodes = step.num_decodes
         if not decodes:
             return self._prefills.at(chunk, before)
@@ -165,10 +167,10 @@ class AttentionGrids:
         return equal + self._skew * max(longest - equal, 0.0)
 
 
-def as_one(prefills: Sequence[tuple[int, int]]) -> tuple[int, float]:
-    """(tokens, context before them) of the one prefill that scores as many pairs as all these do together.
+def merge_prefills(prefills: Sequence[tuple[int, int]]) -> tuple[int, float]:
+    """Return (tokens, context) of the single prefill with as many (query, key) pairs as these together.
 
-    A context of 0 where they score fewer than one prompt of as many tokens would.
+    The context is 0 if they have fewer pairs than one prompt of as many tokens.
     """
     tokens = sum(chunk for chunk, _ in prefills)
     pairs = sum(chunk * (before + chunk / 2) for chunk, before in prefills)
@@ -176,13 +178,13 @@ def as_one(prefills: Sequence[tuple[int, int]]) -> tuple[int, float]:
 
 
 def captured_sizes(most_tokens: int) -> list[int]:
-    """Batch sizes of which an engine such as vLLM captures graphs: 1, 2, 4, every 8 to 256, every 16 beyond."""
+    """Return the batch sizes of captured graphs as in vLLM: 1, 2, 4, multiples of 8 to 256, then of 16."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, most_tokens + 1, 16)]
     return [size for size in sizes if size <= most_tokens]
 
 
 def _padded(micros: Mapping[int, float], captured: Sequence[int]) -> Curve:
-    """By tokens; a step that fits a captured graph is as long as that graph is."""
+    """Return the curve by tokens; a step that fits a captured graph takes as long as the graph."""
     curve = Curve(micros, _TOP)
     below = 0
     for size in captured:
@@ -193,7 +195,7 @@ def _padded(micros: Mapping[int, float], captured: Sequence[int]) -> Curve:
 
 
 def _token_times(folder: Path, model: ModelConfig) -> dict[int, float]:
-    """Microseconds by tokens: dense layers and experts, each as many times as the model has them."""
+    """Return microseconds by tokens of all dense layers and experts of the model."""
     with_experts = expert_layers(model)
     without = model.num_layers - with_experts
     dense = _layer_points(_table(folder, DENSE), "tokens", _NEEDED | (_FEED_FORWARD if without else frozenset()))
@@ -216,24 +218,24 @@ def _times(name: str, num_layers: int, num_without_experts: int) -> int:
 def _table(folder: Path, name: str) -> Path:
     path = find_file(folder, name)
     if path is None:
-        raise ConfigError(f"{folder}: no {name}, which a profile of layers has")
+        raise ConfigError(f"{folder}: {name} not found")
     return path
 
 
 def _layer_points(path: Path, key: str, needed: frozenset[str]) -> dict[str, dict[int, float]]:
-    """Microseconds by layer and number."""
+    """Return microseconds by layer name and number of tokens or sequences."""
     points: dict[str, dict[int, float]] = {}
     for line, (layer, number), micros in read_measured(path, ("layer", key), "time_us"):
         if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(f"{path}:{line}: {key} must be a whole number from 1, not {number!r}")
+            raise ConfigError(f"{path}:{line}: {key} must be a whole number of at least 1 (got {number!r})")
         points.setdefault(layer, {})[int(number)] = micros
     if missing := sorted(needed - points.keys()):
-        raise ConfigError(f"{path}: no row has layer {', '.join(missing)}")
+        raise ConfigError(f"{path}: no row for layer {', '.join(missing)}")
     return points
 
 
 def _sum(layers: Mapping[str, Mapping[int, float]], times: Mapping[str, int]) -> dict[int, float]:
-    """All layers, each as many times as it is run, at every number at which any was measured."""
+    """Return the total of all layers, each multiplied by ``times``, at every measured number."""
     numbers = sorted({number for points in layers.values() for number in points})
     curves = {name: Curve(points, numbers[-1]) for name, points in layers.items()}
     return {number: sum(times[name] * curve.at(number) for name, curve in curves.items()) for number in numbers}

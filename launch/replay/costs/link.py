@@ -1,24 +1,25 @@
-"""What ranks say to each other: an all-reduce after each attention and each feed-forward layer."""
+"""Communication between ranks: all-reduces."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between the chips of one group.
+    """The interconnect of the chips of one group.
 
     Attributes:
-        bandwidth: bytes per second that one chip sends, and at once receives.
-        latency: seconds of one message.
+        bandwidth: bytes per second that a chip sends and, simultaneously, receives.
+        latency: seconds per message.
     """
 
     bandwidth: float
     latency: float
 
     def all_reduce(self, num_bytes: float, num_ranks: int) -> float:
-        """Seconds. In a ring each rank passes on 2 (n - 1) parts of an n-th each; small sums go in one exchange.
+        """Return the seconds of an all-reduce, by ring or by one exchange, whichever is faster.
 
-        One exchange means that each rank sends everything to every other: less latency, more bytes.
+        In a ring of n ranks, each rank sends 2 (n - 1) times 1/n of the data. In one exchange, each rank sends all data
+        to every other rank: less latency, more bytes.
         """
         if num_ranks == 1:
             return 0.0

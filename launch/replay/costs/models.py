@@ -1,4 +1,4 @@
-"""Which model a cost is asked for: a config.json, a folder with one, or a name."""
+"""Finds the shape of a model by a config.json, a folder with one, or a name."""
 
 from pathlib import Path
 from typing import Any
@@ -38,33 +38,33 @@ MODELS = SHAPES | {
     "qwen3-14b": _dense(_QWEN3, 5120, 17408, 40, 40, 8),
     "qwen3-32b": _dense(_QWEN3, 5120, 25600, 64, 64, 8),
 }
-"""Published shapes by name: those of the benchmarks, and more that others measured."""
+"""Published shapes by name: those of the benchmarks, and others with published measurements."""
 
 _SAME_SHAPE = {"llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b", "llama-3.3-70b": "llama-3.1-70b"}
 _SUFFIXES = ("-instruct", "-2507", "-hf", "-it", "-base", "-thinking")
 
 
 def find_model(name: str) -> ModelConfig:
-    """``name``: a config.json, a folder with one, or a model's name, with or without its publisher's.
+    """Return the model of a config.json, of a folder with one, or of a name, with or without its publisher.
 
     Raises:
-        ConfigError: none of these; says the nearest name.
+        ConfigError: file not found, or an unknown name (suggests the nearest).
     """
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return parse_model_config(read_json(path), str(path))
     if path.suffix == ".json":
-        raise ConfigError(f"{path}: there is no such file")
+        raise ConfigError(f"{path}: file not found")
     short = _short(name)
     if short in MODELS:
         return MODELS[short]
     near = did_you_mean(short, MODELS) or f"; known: {', '.join(MODELS)}"
-    raise ConfigError(f"{name}: neither a config.json nor the name of a known shape{near}")
+    raise ConfigError(f"{name}: neither a config.json nor a known model name{near}")
 
 
 def _short(name: str) -> str:
-    """As ``MODELS`` has it: without publisher, and without what does not change the shape."""
+    """Return the key of ``MODELS``: without the publisher and suffixes that do not affect the shape."""
     short = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     while stripped := next((s for s in _SUFFIXES if short.endswith(s)), ""):
         short = short.removesuffix(stripped)

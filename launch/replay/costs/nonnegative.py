@@ -1,4 +1,4 @@
-"""Least squares where no coefficient may be negative."""
+"""Least squares with non-negative coefficients."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,15 +7,17 @@ Floats = npt.NDArray[np.float64]
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """The ``x >= 0`` for which ``matrix @ x`` is nearest to ``target``: the active set method of Lawson and Hanson
-    (Solving Least Squares Problems, 1974), on the triangle of a QR decomposition.
+    """Return the ``x >= 0`` that minimises ``|matrix @ x - target|``.
+
+    This is the active set method of Lawson and Hanson (Solving Least Squares Problems, 1974), applied to the triangle
+    of a QR decomposition.
 
     Args:
-        matrix: float64 ``[rows, columns]``, with at least as many rows as columns; its columns of like size.
+        matrix: float64 ``[rows, columns]`` with rows >= columns; the columns are of similar magnitude.
         target: float64 ``[rows]``.
 
     Returns:
-        float64 ``[columns]``; 0 exactly where a column is not used.
+        float64 ``[columns]``; exactly 0 for unused columns.
     """
     orthogonal, triangle = np.linalg.qr(matrix)
     right = orthogonal.T @ target
@@ -37,7 +39,7 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 def _settle(
     triangle: Floats, right: Floats, solution: Floats, used: npt.NDArray[np.bool_]
 ) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """From ``solution`` towards the best one with the ``used`` columns; those that would become negative go."""
+    """Move from ``solution`` to the optimum of the ``used`` columns; drop columns that would become negative."""
     while True:
         trial = np.zeros_like(solution)
         trial[used] = np.linalg.lstsq(triangle[:, used], right, rcond=None)[0]

@@ -1,4 +1,4 @@
-"""``--cost``: which model of a machine a simulation goes by."""
+"""Parses ``--cost`` to a cost model."""
 
 from pathlib import Path
 
@@ -25,22 +25,22 @@ KINDS = {
 
 
 def parse_cost(spec: str, *, tensor_parallel_size: int = 1, model: ModelConfig | None = None) -> CostModel:
-    """The cost that ``spec`` names.
+    """Return the cost model of ``spec``.
 
     ``constant:MS``, ``roofline:CONFIG,CHIP``, ``table:DIR[,CONFIG]`` or ``fitted:FILE``. CONFIG is a config.json, a
-    folder with one, or a model's name; CHIP a built-in name or a file (chips.py); DIR has tables of kernels, or a
-    profile of layers.
+    folder with one, or a model's name; CHIP a built-in name or a file (chips.py); DIR has kernel tables or a layer
+    profile.
 
     Args:
-        tensor_parallel_size: ranks of the machine.
-        model: in place of a CONFIG that is not said; a profile of layers is of the model that it names.
+        tensor_parallel_size: number of ranks of the machine.
+        model: replaces a missing CONFIG, except for a layer profile, which names its own model.
 
     Raises:
-        ConfigError: says what of it is not known, and the nearest that is.
+        ConfigError: an invalid spec; names the unknown part and the nearest known name.
     """
     kind, colon, rest = spec.partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"cost {spec!r}: no such kind{did_you_mean(kind, KINDS)}; known: {', '.join(KINDS.values())}")
+        raise ConfigError(f"cost {spec!r}: unknown kind{did_you_mean(kind, KINDS)}; known: {', '.join(KINDS.values())}")
     if not colon or not rest:
         raise ConfigError(f"cost {spec!r}: must be {KINDS[kind]}")
     match kind:
@@ -55,7 +55,7 @@ def parse_cost(spec: str, *, tensor_parallel_size: int = 1, model: ModelConfig |
 
 
 def config_of(spec: str) -> str:
-    """The CONFIG that ``spec`` names; empty where it names none."""
+    """Return the CONFIG part of ``spec``, or ""."""
     kind, _, rest = spec.partition(":")
     if kind == "roofline":
         return rest.rpartition(",")[0]
@@ -63,10 +63,10 @@ def config_of(spec: str) -> str:
 
 
 def default_cost(workload: Workload, *, tensor_parallel_size: int = 1, model: ModelConfig | None = None) -> CostModel:
-    """Where nobody says one: the trace's own timed steps, else an H200.
+    """Return the default cost model: a fit to the trace's own timed steps, else a roofline of an H200.
 
     Args:
-        model: what the H200 runs; None: an 8B model.
+        model: the model on the H200; None: an 8B model.
 
     Raises:
         ConfigError: the trace has too few timed steps.
@@ -87,20 +87,20 @@ def _roofline(spec: str, rest: str, ranks: int, model: ModelConfig | None) -> Co
 def _table(rest: str, ranks: int, model: ModelConfig | None) -> CostModel:
     folder, named = _folder_and_config(rest)
     shape = find_model(named) if named else None
-    if is_layer_profile(folder):  # of its own model, not of one that is asked about
+    if is_layer_profile(folder):  # a layer profile names its own model
         return load_layer_profile(folder, shape, ranks)
     if is_kernel_tables(folder):
         return KernelTableCost(folder, shape or model or find_model(DEFAULT_MODEL), ranks)
-    raise ConfigError(f"{folder}: neither tables of kernels (gemm*.csv, ...) nor a profile of layers (profile_*.csv)")
+    raise ConfigError(f"{folder}: neither kernel tables (gemm*.csv, ...) nor a layer profile (profile_*.csv)")
 
 
 def _folder_and_config(rest: str) -> tuple[Path, str]:
-    """A folder's name may have a comma itself."""
+    """Split ``DIR[,CONFIG]``; the folder's name may itself contain a comma."""
     if not Path(rest).expanduser().is_dir() and "," in rest:
         rest, _, config = rest.rpartition(",")
     else:
         config = ""
     folder = Path(rest).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder")
+        raise ConfigError(f"{folder}: folder not found")
     return folder, config

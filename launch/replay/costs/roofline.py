@@ -1,4 +1,4 @@
-"""Steps from first principles: each kernel takes what its products or its bytes take, whichever is more."""
+"""A roofline cost model: each kernel takes the time of its products or of its bytes, whichever is longer."""
 
 from collections import Counter
 
@@ -11,15 +11,15 @@ from quire.protocol.model.kv_layout import DTYPE_BYTES
 from quire.protocol.model.model_config import ModelConfig
 
 UTILIZATION = 0.9
-"""Of a chip's memory, what an engine uses."""
+"""Share of a chip's memory that an engine uses."""
 
 
 class OnChips:
-    """A model on one chip, or cut among several."""
+    """A model on one chip, or split across several."""
 
     def __init__(self, model: ModelConfig, chip: Chip, tensor_parallel_size: int) -> None:
-        """Raises ConfigError where the model cannot be cut so."""
-        check_cut(model, tensor_parallel_size)
+        """Raises ConfigError if the heads cannot be split across that many ranks."""
+        check_split(model, tensor_parallel_size)
         self._model, self._chip, self._ranks = model, chip, tensor_parallel_size
         self._bytes = DTYPE_BYTES[model.dtype]
         self._on = f"on {chip.name}" + (f" x {tensor_parallel_size}" if tensor_parallel_size > 1 else "")
@@ -30,17 +30,16 @@ class OnChips:
 
 
 class Roofline(OnChips):
-    """Heads and widths are cut among the ranks, hidden states are not.
+    """Counts products and bytes of weights, KV and hidden states, and two all-reduces per layer.
 
-    Products and bytes of weights, KV and hidden states are counted; two sums over all ranks per layer. Experts: each
-    token goes to its own choice, evenly, so that few tokens read few experts. Windows bound contexts (of decodes by
-    their mean).
+    Heads and intermediate widths are split across the ranks, hidden states are not. Tokens choose experts uniformly and
+    independently, so that few tokens read few experts. Windows bound contexts, for decodes their mean context.
     """
 
     def __init__(self, model: ModelConfig, chip: Chip, tensor_parallel_size: int = 1) -> None:
         """
         Raises:
-            ConfigError: the model cannot be cut so, or the chip does not know its dtype.
+            ConfigError: the heads cannot be split across the ranks, or the chip has no figure for the model's dtype.
         """
         super().__init__(model, chip, tensor_parallel_size)
         self._flops = chip.flops_of(model.dtype)
@@ -51,9 +50,8 @@ class Roofline(OnChips):
 
     def describe(self) -> str:
         model = self._model
-        return (
-            f"roofline: {model.architecture} of {model.num_layers} layers, hidden size {model.hidden_size}, {self._on}"
-        )
+        shape = f"{model.num_layers} layers and hidden size {model.hidden_size}"
+        return f"roofline: {model.architecture} with {shape} {self._on}"
 
     def seconds(self, step: StepShape) -> float:
         tokens, samples = step.num_tokens, max(step.num_samples, 1)
@@ -66,7 +64,7 @@ class Roofline(OnChips):
         return by_tokens + by_samples + self._attention_seconds(step)
 
     def _token_seconds(self, tokens: int) -> float:
-        """All but attention and the head, over all layers."""
+        """Return the seconds of all layers without attention, and without the output projection."""
         model, ranks = self._model, self._ranks
         hidden, queries, keys = model.hidden_size, self._rank_heads(), self._rank_kv_heads()
         around = self._product(tokens, hidden, queries + 2 * keys) + self._product(tokens, queries, hidden)
@@ -85,7 +83,7 @@ class Roofline(OnChips):
         return self._product(samples, self._model.hidden_size, width) + self._stream(3 * samples * width, kernels=2)
 
     def _expert_seconds(self, tokens: int) -> float:
-        """Of one layer: those experts are read that any token chose; the router's scores are small."""
+        """Return the seconds of one layer's experts; only experts that some token chose are read."""
         model, moe = self._model, self._model.moe
         assert moe is not None
         chosen = moe.num_experts_per_token
@@ -111,28 +109,30 @@ class Roofline(OnChips):
         return total
 
     def _rank_heads(self) -> float:
-        """Width of one rank's queries."""
+        """Return the width of one rank's queries."""
         return self._model.num_heads * self._model.head_dim / self._ranks
 
     def _rank_kv_heads(self) -> float:
-        """Width of one rank's keys: one head at least, that several ranks then have."""
+        """Return the width of one rank's keys: at least one head, which several ranks may share."""
         return max(self._model.num_kv_heads / self._ranks, 1) * self._model.head_dim
 
     def _product(self, rows: float, inner: float, columns: float) -> float:
-        """Of a (rows, inner) by an (inner, columns) matrix."""
+        """Return the seconds of a (rows, inner) by (inner, columns) matrix product."""
         products = 2 * rows * inner * columns / (self._flops * self._chip.gemm_efficiency)
         streamed = (rows * inner + inner * columns + rows * columns) * self._bytes / self._streamed
         return max(products, streamed) + self._chip.kernel_seconds
 
     def _stream(self, numbers: float, kernels: int) -> float:
-        """Kernels that only read and write."""
+        """Return the seconds of kernels that only read and write."""
         return numbers * self._bytes / self._streamed + kernels * self._chip.kernel_seconds
 
 
-def check_cut(model: ModelConfig, tensor_parallel_size: int) -> None:
-    """Raises ConfigError unless the heads can be shared out among so many ranks."""
+def check_split(model: ModelConfig, tensor_parallel_size: int) -> None:
+    """Raise ConfigError unless the heads can be split evenly across the ranks."""
     ranks = tensor_parallel_size
     if ranks < 1 or model.num_heads % ranks:
-        raise ConfigError(f"tensor_parallel_size={ranks}: {model.num_heads} heads cannot be shared out among them")
+        raise ConfigError(f"tensor_parallel_size={ranks} does not divide the {model.num_heads} attention heads")
     if model.num_kv_heads % ranks and ranks % model.num_kv_heads:
-        raise ConfigError(f"tensor_parallel_size={ranks}: {model.num_kv_heads} KV heads cannot be shared out")
+        raise ConfigError(
+            f"tensor_parallel_size={ranks} neither divides nor is a multiple of {model.num_kv_heads} KV heads"
+        )

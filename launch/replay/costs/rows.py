@@ -1,4 +1,4 @@
-"""A worker's rows as numbers only: what a diff makes a step cost, and who gets a token from it."""
+"""A worker's rows without tensors: derives the shape and the sampling requests of each step from its diff."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 
 @dataclass(slots=True)
 class _Row:
-    """``base`` and the number of steps so far add up to its computed tokens, while it is active; else it has those."""
+    """A row. Its computed tokens are ``base`` plus the number of steps while it is active, and ``base`` otherwise."""
 
     base: int
     num_known: int
@@ -20,9 +20,9 @@ class _Row:
 
 
 class SimulatedRows:
-    """Applies diffs as a worker does, in time that follows what changed and not how many rows there are.
+    """Applies diffs like a worker, in time proportional to the changes and not to the number of rows.
 
-    An active row's computed tokens grow by one in each step by themselves; only rows that did otherwise are touched.
+    The computed tokens of an active row grow by one per step implicitly; only rows with other counts are updated.
     """
 
     def __init__(self) -> None:
@@ -31,21 +31,21 @@ class SimulatedRows:
         self._num_active = 0
         self._sum_base = 0
         self._prefilling: dict[int, _Row] = {}
-        """Rows with known tokens that are not computed."""
+        """Rows with known tokens that are not computed yet."""
         self._sampling: dict[int, None] = {}
-        """Active rows whose last known token is computed, in the order in which they came to it."""
+        """Active rows whose last known token is computed, in the order in which that happened."""
         self._changed = True
         self._longest = 0
-        """Largest ``base`` of the sampling rows, where ``_longest_known``."""
+        """Largest ``base`` of the sampling rows; valid only if ``_longest_known``."""
         self._longest_known = False
 
     def hold(self, handles: Iterable[int]) -> None:
-        """Rows that were there before anything that is told, and only wait to be removed."""
+        """Add rows from before the start of the trace, which will only be removed."""
         for handle in handles:
             self._rows[handle] = _Row(0, 0, active=False)
 
     def apply(self, diff: SchedulerOutput) -> StepShape:
-        """Take one step's diff; ``take_handles`` then says whose tokens it brings."""
+        """Apply one step's diff and return its shape; ``take_handles`` then returns its sampling requests."""
         for handle in diff.removed:
             self._deactivate(handle)
             del self._rows[handle]
@@ -62,17 +62,17 @@ class SimulatedRows:
         return shape
 
     def steady_shape(self) -> StepShape:
-        """Of the next step, if its diff is empty."""
+        """Return the shape of the next step if its diff is empty."""
         active = self._num_active
         context = self._sum_base + active * (self._step + 1)
         return StepShape([], active, context, active, self._longest_decode())
 
     def fast_forward(self, count: int) -> None:
-        """As many steps whose diffs are empty, while all active rows sample."""
+        """Apply ``count`` empty diffs. All active rows must be sampling."""
         self._step += count
 
     def take_handles(self) -> Int32 | None:
-        """Who samples in the step just applied, where others than in the step before; else None."""
+        """Return the handles that sample in the last applied step, or None if they are those of the step before."""
         if not self._changed:
             return None
         self._changed = False
@@ -80,7 +80,7 @@ class SimulatedRows:
 
     @property
     def handles(self) -> list[int]:
-        """Who samples in the step just applied."""
+        """The handles that sample in the last applied step."""
         return list(self._sampling)
 
     def _add(self, new: NewRequestData) -> None:
@@ -111,7 +111,7 @@ class SimulatedRows:
             self._longest_known = False
 
     def _longest_decode(self) -> int:
-        """Context of the longest row that decodes in the next step; looked for where others decode than before."""
+        """Return the longest context of the next step's decodes, recomputed only when the decoding rows change."""
         if not self._sampling:
             return 0
         if not self._longest_known:

@@ -1,4 +1,4 @@
-"""Agents' requests as text: prompts and answers are cut into tokens here, and contents are hashes of those."""
+"""Agent requests as text: prompts and answers are tokenized here, and content ids are hashes of the tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from quire.launch.config.model_folder import DEMO_MODEL
-from quire.launch.replay.formats.content import chain_ids, tell_answers
+from quire.launch.replay.formats.content import chain_ids, set_answers
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import Faults, files_of, finish, records
 from quire.launch.replay.workload.workload import Call, Content, Workload
@@ -21,7 +21,7 @@ _BATCH = 64
 
 
 class _Line(msgspec.Struct):
-    """``timestamp``: microseconds since 1970, of when the request was logged."""
+    """A logged request; ``timestamp`` is microseconds since 1970."""
 
     timestamp: int | float
     input: str
@@ -30,17 +30,17 @@ class _Line(msgspec.Struct):
 
 
 def load(path: Path, options: LoadOptions) -> Workload:
-    """The first request comes at 0; a session's turns are in order of their times.
+    """Load a trace. The first request arrives at 0; the turns of a session are ordered by time.
 
     Raises:
-        ConfigError: a line is bad, or there is no tokenizer.
+        ConfigError: a bad line, or a missing tokenizer.
     """
     faults = Faults(options.lenient)
     lines: list[_Line] = []
     for file in files_of(path):
         for number, line in records(file, _Line, faults):
             if not 0 <= line.timestamp <= 2**62:
-                faults.add(file, number, f"`timestamp` cannot be {line.timestamp}")
+                faults.add(file, number, f"`timestamp` must be between 0 and 2**62 (got {line.timestamp})")
             else:
                 lines.append(line)
     faults.num_earlier = sum(b.timestamp < a.timestamp for a, b in pairwise(lines))
@@ -61,8 +61,8 @@ def load(path: Path, options: LoadOptions) -> Workload:
         )
         calls.append(call)
     _chain(calls)
-    notes = [f"text is cut by the tokenizer of {'the demo model' if options.tokenizer is None else folder}"]
-    notes.append("times are when requests were logged: a pause in a conversation has the original answer's time in it")
+    notes = [f"text is tokenized by the tokenizer of {'the demo model' if options.tokenizer is None else folder}"]
+    notes.append("times are those of logging: pauses in conversations include the time of the recorded answer")
     return finish(Workload("agent-text", str(path), calls, notes=notes), options, faults)
 
 
@@ -74,11 +74,11 @@ def _chain(calls: list[Call]) -> None:
             call.after, call.pause = before[-1].number, call.arrival - before[-1].arrival
         before.append(call)
     for conversation in turns.values():
-        tell_answers(conversation)
+        set_answers(conversation)
 
 
 def _tokenize(lines: list[_Line], folder: Path) -> list[tuple[_Line, array[int], int]]:
-    """Each line with its prompt's tokens and its answer's length."""
+    """Return each line with its prompt's tokens and its answer's length."""
     tokenizer = TextIn.load(folder).tokenizer
     if tokenizer is None:
         raise ConfigError(f"{folder}: {NO_TOKENIZER}")

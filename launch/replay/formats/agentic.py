@@ -1,6 +1,6 @@
-"""Coding agents' conversations: one per line, with think times, sub-agents, and chained ids of full blocks.
+"""Conversations of coding agents, one per line, with think times, sub-agents, and chained ids of full blocks.
 
-A conversation's numbers name contents of its own (the publisher's ids are local), sub-agents' included.
+Ids are local to a conversation and its sub-agents: equal ids of two conversations are different contents.
 """
 
 from array import array
@@ -9,14 +9,14 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from quire.launch.replay.formats.content import tell_answers
+from quire.launch.replay.formats.content import set_answers
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import AnswerLength, Faults, PromptLength, Seconds, files_of, finish, records
 from quire.launch.replay.workload.workload import Call, Content, Workload
 
 
 class _Request(msgspec.Struct, tag_field="type"):
-    """``t``: seconds from the start of the conversation, or of the sub-agent; ``api_time``: what the answer took."""
+    """A request; ``t``: seconds from the start of the conversation or sub-agent; ``api_time``: its latency."""
 
     t: Seconds
     num_prompt_tokens: PromptLength = msgspec.field(name="in")
@@ -50,14 +50,14 @@ class _Conversation(msgspec.Struct):
 
 
 class _Bad(Exception):
-    """Why a conversation cannot be used."""
+    """An invalid conversation, with the reason."""
 
 
 def load(path: Path, options: LoadOptions) -> Workload:
-    """Conversation k, from 0, starts at ``stagger * k`` seconds.
+    """Load a trace. Conversation k, from 0, starts at ``stagger * k`` seconds.
 
     Raises:
-        ConfigError: a line is bad (lenient: the whole conversation is left out).
+        ConfigError: a bad line (lenient: the whole conversation is skipped).
     """
     faults = Faults(options.lenient)
     workload = Workload("agentic", str(path), [])
@@ -78,20 +78,20 @@ def load(path: Path, options: LoadOptions) -> Workload:
         waits = "waits for the last of them" if options.join_subagents else "does not wait for them"
         workload.notes.append(f"{num_subagents} sub-agents: in a closed loop the conversation {waits}")
     workload.notes.append(
-        f"conversations start {options.stagger:g} s apart and share no prefix with each other: the trace does not show "
-        "what system prompt they have in common"
+        f"conversations start {options.stagger:g} s apart and share no prefix with each other: the trace does not "
+        "identify common system prompts"
     )
     return finish(workload, options, faults)
 
 
 def _label(name: str, labels: dict[str, int]) -> str:
-    """Another one for each conversation, also where two have the same name."""
+    """Return a unique label for a conversation; names may repeat."""
     count = labels[name] = labels.get(name, 0) + 1
     return name if count == 1 else f"{name}#{count}"
 
 
 class _Builder:
-    """Makes calls of one conversation, numbered from ``first`` as they stand in the file."""
+    """Builds the calls of one conversation, numbered from ``first`` in file order."""
 
     def __init__(self, conversation: _Conversation, label: str, space: int, first: int, options: LoadOptions) -> None:
         self.num_subagents = self.num_empty = 0
@@ -103,17 +103,17 @@ class _Builder:
         self._joins = options.join_subagents
         self._calls: list[Call] = []
         self._main: list[Call] = []
-        self._ends: dict[int, float] = {}  # when the recorded answers ended
-        self._joined: Call | None = None  # the last call of the sub-agents since the last main request
+        self._ends: dict[int, float] = {}  # end of each recorded answer by call number
+        self._joined: Call | None = None  # last call of the sub-agents since the last main request
 
     def build(self) -> list[Call]:
-        """Raises: _Bad: a request's ids or times are wrong."""
+        """Build the calls. Raises _Bad if a request's ids or times are invalid."""
         for place, entry in enumerate(self._conversation.requests):
             if isinstance(entry, _SubAgent):
                 self._add_subagent(place, entry)
             else:
                 self._add_main(place, entry)
-        tell_answers(self._main)
+        set_answers(self._main)
         return self._calls
 
     def _add_main(self, place: int, request: _Request) -> None:
@@ -126,7 +126,7 @@ class _Builder:
         self._main.append(call)
 
     def _add_subagent(self, place: int, entry: _SubAgent) -> None:
-        """Its first call comes after the main request before it; the recorded think time is 0 there."""
+        """Add a sub-agent's calls; the first follows the preceding main request, with a recorded think time of 0."""
         self.num_subagents += 1
         turns: list[Call] = []
         for index, request in enumerate(entry.requests):
@@ -136,7 +136,7 @@ class _Builder:
             elif self._main:
                 self._follow(call, self._main[-1], None)
             turns.append(call)
-        tell_answers(turns)
+        set_answers(turns)
         if turns and (self._joined is None or self._ends[turns[-1].number] > self._ends[self._joined.number]):
             self._joined = turns[-1]
 
@@ -146,12 +146,12 @@ class _Builder:
         if len(request.hash_ids) != expected:
             raise _Bad(
                 f"request {name}: `hash_ids` has {len(request.hash_ids)} entries; "
-                f"{request.num_prompt_tokens} tokens make {expected} full blocks"
+                f"{request.num_prompt_tokens} tokens have {expected} full blocks"
             )
         try:
             ids = array("Q", request.hash_ids)
         except OverflowError:
-            raise _Bad(f"request {name}: `hash_ids` must be from 0 to 2**64 - 1") from None
+            raise _Bad(f"request {name}: `hash_ids` must be between 0 and 2**64 - 1") from None
         call = Call(
             self._first + len(self._calls),
             f"{self._label}/{name}",
@@ -168,7 +168,10 @@ class _Builder:
         return call
 
     def _follow(self, call: Call, before: Call, request: _Request | None) -> None:
-        """``request``: where its think time is counted from the end of ``before``, which it then cannot precede."""
+        """Let ``call`` follow ``before`` in a closed loop.
+
+        With ``request``, the pause is its think time, and ``call`` must not precede ``before``.
+        """
         if request is not None and call.arrival < before.arrival:
             raise _Bad(f"request {call.request_id}: `t` {request.t:g} is less than that of the request before it")
         call.after = before.number

@@ -1,4 +1,4 @@
-"""Arrival processes and length distributions, by name: what a workload without times or lengths is made of."""
+"""Arrival processes and length distributions by name, for synthetic workloads."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Arrivals:
-    """A process with ``rate`` requests per second; ``str`` gives it as the user writes it."""
+    """An arrival process with ``rate`` requests per second; ``str`` returns its spec."""
 
     kind: str
     parameters: Mapping[str, float]
@@ -31,7 +31,7 @@ class Arrivals:
         return ":".join([self.kind, *(f"{value:g}" for value in self.parameters.values())])
 
     def times(self, count: int, random: np.random.Generator) -> Doubles:
-        """Seconds, from 0, of ``count`` arrivals, in order."""
+        """Return the times of ``count`` arrivals in seconds from 0, ascending."""
         if self.kind == "at-once":
             return np.zeros(count)
         rate = self.parameters["rate"]
@@ -46,18 +46,20 @@ class Arrivals:
 
 
 def parse_arrivals(spec: str) -> Arrivals:
-    """``poisson:RATE``, ``gamma:RATE:CV``, ``weibull:RATE:CV``, ``constant:RATE``, ``burst:RATE:SIZE``, ``at-once``.
+    """Parse an arrival process.
+
+    ``poisson:RATE``, ``gamma:RATE:CV``, ``weibull:RATE:CV``, ``constant:RATE``, ``burst:RATE:SIZE`` or ``at-once``.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: an invalid spec.
     """
     kind, *given = spec.split(":")
     if kind not in _PARAMETERS:
         known = ", ".join(_PARAMETERS)
-        raise ConfigError(f"unknown arrival process {kind!r}{did_you_mean(kind, _PARAMETERS)}; known are: {known}")
+        raise ConfigError(f"unknown arrival process {kind!r}{did_you_mean(kind, _PARAMETERS)}; known: {known}")
     names = _PARAMETERS[kind]
     if len(given) != len(names):
-        raise ConfigError(f"arrivals {spec!r}: give {':'.join([kind, *names]).upper().replace(kind.upper(), kind)}")
+        raise ConfigError(f"arrivals {spec!r}: must be {':'.join([kind, *names]).upper().replace(kind.upper(), kind)}")
     parameters = {name: positive(text, f"arrivals {spec!r}: {name}") for name, text in zip(names, given, strict=True)}
     if "size" in parameters and not parameters["size"].is_integer():
         raise ConfigError(f"arrivals {spec!r}: size must be a whole number")
@@ -65,18 +67,18 @@ def parse_arrivals(spec: str) -> Arrivals:
 
 
 def positive(text: str, what: str) -> float:
-    """Raises: ConfigError: ``text`` is no finite number above 0."""
+    """Parse a finite number above 0. Raises ConfigError, with ``what`` as the subject."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (0 < value <= 1e12):
-        raise ConfigError(f"{what} must be a number above 0, not {text!r}")
+        raise ConfigError(f"{what} must be a number above 0 (got {text!r})")
     return value
 
 
 def draw_gaps(family: str, cv: float, count: int, random: np.random.Generator) -> Doubles:
-    """``count`` gaps of mean 1 with this coefficient of variation, gamma or Weibull distributed."""
+    """Draw ``count`` gaps of mean 1 and coefficient of variation ``cv``, gamma or Weibull distributed."""
     if family == "gamma":
         shape = 1 / cv**2
         return random.gamma(shape, 1 / shape, count)
@@ -85,7 +87,10 @@ def draw_gaps(family: str, cv: float, count: int, random: np.random.Generator) -
 
 
 def weibull_shape(cv: float) -> float:
-    """Its coefficient of variation falls as the shape grows: found by halving an interval (of the logarithm)."""
+    """Return the shape parameter for a coefficient of variation, by bisection of its logarithm.
+
+    The coefficient of variation decreases as the shape grows.
+    """
 
     def log_moments(shape: float) -> float:
         return math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)
@@ -99,32 +104,34 @@ def weibull_shape(cv: float) -> float:
 
 
 Lengths = Callable[[int, np.random.Generator], npt.NDArray[np.int64]]
-"""How many, and a generator of random numbers, to so many lengths in tokens."""
+"""Draws lengths in tokens, given their number and a random generator."""
 
 
 def parse_lengths(spec: str, what: str, largest: int) -> Lengths:
-    """``fixed:N`` (or ``N``), ``uniform:LOW:HIGH`` (both included), ``lognormal:MEAN:CV`` (of at least 1 token).
+    """Parse a length distribution.
+
+    ``fixed:N`` (or ``N``), ``uniform:LOW:HIGH`` (inclusive) or ``lognormal:MEAN:CV`` (at least 1 token).
 
     Raises:
-        ConfigError: it is none of these, or a length would lie outside of 1 to ``largest``.
+        ConfigError: an invalid spec, or lengths above ``largest``.
     """
     kind, *given = spec.split(":") if ":" in spec else ("fixed", spec)
     counts = {"fixed": 1, "uniform": 2, "lognormal": 2}
     if kind not in counts:
-        raise ConfigError(f"{what}: unknown distribution {kind!r}; known are: fixed, uniform, lognormal, file")
+        raise ConfigError(f"{what}: unknown distribution {kind!r}; known: fixed, uniform, lognormal, file")
     if len(given) != counts[kind]:
-        raise ConfigError(f"{what}: give fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV or file:PATH, not {spec!r}")
+        raise ConfigError(f"{what}: must be fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV or file:PATH (got {spec!r})")
     numbers = [positive(text, f"{what}: {kind}") for text in given]
     if numbers[0] > largest or (kind == "uniform" and numbers[1] > largest):
-        raise ConfigError(f"{what}: no request can have more than {largest} tokens")
+        raise ConfigError(f"{what}: lengths must be at most {largest} tokens (got {spec!r})")
     if kind == "lognormal":
         mean, cv = numbers
         variance = math.log1p(cv**2)
         mu, sigma = math.log(mean) - variance / 2, math.sqrt(variance)
         return lambda n, random: np.clip(np.rint(random.lognormal(mu, sigma, n)), 1, largest).astype(np.int64)
     if not all(number.is_integer() for number in numbers):
-        raise ConfigError(f"{what}: {spec!r} must have whole numbers")
+        raise ConfigError(f"{what}: lengths must be whole numbers (got {spec!r})")
     low, high = int(numbers[0]), int(numbers[-1])
     if low > high:
-        raise ConfigError(f"{what}: {spec!r} has its ends the wrong way round")
+        raise ConfigError(f"{what}: LOW must not exceed HIGH (got {spec!r})")
     return lambda n, random: random.integers(low, high, n, np.int64, endpoint=True)

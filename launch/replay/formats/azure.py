@@ -1,4 +1,4 @@
-"""Azure's LLM inference traces: CSV of times and lengths, nothing of contents."""
+"""Azure's LLM inference traces: CSV of times and lengths, without contents."""
 
 import re
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ _EPOCH = datetime(1970, 1, 1)
 
 
 def load(path: Path, options: LoadOptions) -> Workload:
-    """The first request comes at 0.
+    """Load a trace. The first request arrives at 0.
 
     Raises:
-        ConfigError: a line is bad, or times decrease (lenient: they are sorted).
+        ConfigError: a bad line, or decreasing times (lenient: they are sorted).
     """
     faults = Faults(options.lenient)
     rows = [row for file in files_of(path) for row in _rows(file, faults)]
     first = min((when for when, _, _ in rows), default=0)
     calls = [Call(i, f"{i}", (when - first) / 1e9, n_in, n_out) for i, (when, n_in, n_out) in enumerate(rows)]
-    notes = ["the trace does not tell contents: no prompt shares a prefix with another"]
+    notes = ["the trace has no contents: no prompt shares a prefix with another"]
     return finish(Workload("azure", str(path), calls, notes=notes), options, faults)
 
 
 def _rows(file: Path, faults: Faults) -> Iterator[tuple[int, int, int]]:
-    """Nanoseconds since 1970, prompt tokens, answer tokens."""
+    """Yield (nanoseconds since 1970, prompt tokens, output tokens)."""
     last = 0
     for number, (time, prompt, answer) in read_table(file, COLUMNS, faults):
         try:
@@ -45,7 +45,7 @@ def _rows(file: Path, faults: Faults) -> Iterator[tuple[int, int, int]]:
 
 
 def _nanoseconds(text: str) -> int:
-    """Exact: the trace has seven digits behind the point, which a datetime cannot hold."""
+    """Parse a time exactly: the trace has seven decimals, more than a datetime holds."""
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(f"`TIMESTAMP` is no time: {text!r}")

@@ -1,4 +1,4 @@
-"""Contents named by ids: of tokens, by a chain of hashes; and what answers became in the next turn."""
+"""Content ids: hashes of tokens, and the contents of answers that the next turn repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.launch.replay.workload.workload import Call, Content
 
 
 def chain_ids(tokens: Sequence[int], unit: int) -> array[int]:
-    """One id per full ``unit`` of tokens, of them and of all before: 64 bits of a BLAKE2 chain."""
+    """Return one id per full ``unit`` of tokens: a 64-bit BLAKE2 hash of these and all earlier tokens."""
     data = memoryview(array("I", tokens)).cast("B")
     step = unit * array("I").itemsize
     name = b""
@@ -23,16 +23,16 @@ def chain_ids(tokens: Sequence[int], unit: int) -> array[int]:
 
 
 def extends(longer: Content, shorter: Content) -> bool:
-    """Whether all units that ``shorter`` names begin ``longer``, which names more."""
+    """Whether the ids of ``longer`` start with those of ``shorter`` and are more."""
     count = len(shorter.ids)
     same = (longer.unit, longer.space) == (shorter.unit, shorter.space)
     return same and len(longer.ids) > count and longer.ids[:count] == shorter.ids
 
 
-def tell_answers(turns: Sequence[Call]) -> None:
-    """Where a turn's prompt extends the one before, that one's answer is known by it.
+def set_answers(turns: Sequence[Call]) -> None:
+    """Set ``answer`` of each turn whose prompt, as the next turn's prompt begins with it.
 
-    By tokens where there are any, else by ids; a prompt that is shorter than one id tells nothing.
+    Prompts are compared by tokens if known, else by ids; a prompt shorter than one unit has no id to compare.
     """
     for call, following in pairwise(turns):
         if call.content is None or following.content is None or not extends(following.content, call.content):

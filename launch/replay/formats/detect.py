@@ -1,4 +1,4 @@
-"""Which format a trace has, by what it holds and not by its name; and the one way to load any."""
+"""Detects the format of a trace by its content, not by its name, and loads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOADERS: Mapping[str, Loader] = {
     "azure": azure.load,
 }
 FORMATS = (*_LOADERS, "synthetic")
-"""What ``--format`` takes, besides auto."""
+"""The values of ``--format`` except auto."""
 
 _MARKS = {
     "mooncake": ("timestamp", "input_length", "hash_ids"),
@@ -45,37 +45,37 @@ _LOOK_AHEAD = 20
 
 
 def load_workload(path: Path, format: str, options: LoadOptions) -> Workload:
-    """The calls of a trace, in order of arrival.
+    """Load a trace of any format.
 
     Args:
         path: a file, a folder, or a ``synthetic:`` spec.
         format: one of ``FORMATS``, or auto.
 
     Raises:
-        ConfigError: the format is unknown, or the trace cannot be used; says where and why.
+        ConfigError: an unknown format or an unusable trace; names the file and the line if there is one.
     """
     if format == "auto":
         format = detect_format(path)
     if format == "synthetic":
         return synthetic.load(path, options, lambda other: load_workload(other, "auto", LoadOptions(seed=options.seed)))
     if format not in _LOADERS:
-        raise ConfigError(f"unknown format {format!r}{did_you_mean(format, FORMATS)}; known are: {_known()}")
+        raise ConfigError(f"unknown format {format!r}{did_you_mean(format, FORMATS)}; known: {_known()}")
     if not path.exists():
-        raise ConfigError(f"{path}: no such file or folder")
+        raise ConfigError(f"{path}: file or folder not found")
     return _LOADERS[format](path, options)
 
 
 def detect_format(path: Path) -> str:
-    """Raises: ConfigError: nothing is there, or it is none of the formats."""
+    """Return the format of a trace. Raises ConfigError if the path does not exist or has no known format."""
     if str(path).startswith(synthetic.PREFIX):
         return "synthetic"
     if path.is_dir():
-        return _of_folder(path)
+        return _detect_folder(path)
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file or folder")
-    found = _of_file(path)
+        raise ConfigError(f"{path}: file or folder not found")
+    found = _detect_file(path)
     if found is None:
-        raise ConfigError(f"{path}: this is none of the formats that are known: {_known()}")
+        raise ConfigError(f"{path}: unknown trace format; known: {_known()}")
     return found
 
 
@@ -83,37 +83,37 @@ def _known() -> str:
     return ", ".join(FORMATS)
 
 
-def _of_folder(folder: Path) -> str:
-    found = {file.name: _of_file(file) or "unknown" for file in files_of(folder)}
+def _detect_folder(folder: Path) -> str:
+    found = {file.name: _detect_file(file) or "unknown" for file in files_of(folder)}
     formats = set(found.values())
     if formats == {"unknown"}:
-        raise ConfigError(f"{folder}: no file in it has a format that is known: {_known()}")
+        raise ConfigError(f"{folder}: contains no file of a known format: {_known()}")
     if len(formats) > 1:
         listed = ", ".join(f"{name}: {format}" for name, format in found.items())
-        raise ConfigError(f"{folder}: its files have different formats; name one of them ({listed})")
+        raise ConfigError(f"{folder}: its files have different formats: name one file ({listed})")
     return formats.pop()
 
 
-def _of_file(file: Path) -> str | None:
-    """By its first line. Raises: ConfigError: it is empty, or cannot be read."""
+def _detect_file(file: Path) -> str | None:
+    """Detect the format by the first lines. Raises ConfigError if the file is empty or unreadable."""
     lines = read_lines(file, Faults(False))
     first = next(lines, None)
     if first is None:
         raise ConfigError(f"{file}: the file is empty")
     number, line = first
     if line.lstrip().startswith(b"{"):
-        found = _of_record(file, number, line)
+        found = _detect_record(file, number, line)
         # A scheduler's trace may begin with records of other kinds.
         rest = islice(lines, _LOOK_AHEAD if found is None else 0)
-        return next((kind for kind in (found, *(_of_record(file, *each) for each in rest)) if kind), None)
+        return next((kind for kind in (found, *(_detect_record(file, *each) for each in rest)) if kind), None)
     return "azure" if set(azure.COLUMNS) <= set(fields_of(line)) else None
 
 
-def _of_record(file: Path, number: int, line: bytes) -> str | None:
+def _detect_record(file: Path, number: int, line: bytes) -> str | None:
     try:
         record = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file}:{number}: this begins like JSON lines, but: {error}") from None
+        raise ConfigError(f"{file}:{number}: invalid JSON: {error}") from None
     if record.get("kind") == "header":
         return "quire"
     for name, keys in _MARKS.items():

@@ -1,4 +1,4 @@
-"""Mooncake's request traces: times, lengths, and chained ids of 512-token blocks (the last one, partly filled, too)."""
+"""Mooncake's request traces: times, lengths, and chained ids of 512-token blocks, including the last partial one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNIT = 512
 
 
 class _Line(msgspec.Struct):
-    """``timestamp`` is milliseconds; an id names a block and all before it."""
+    """A request; ``timestamp`` is milliseconds, and an id identifies a block and all blocks before it."""
 
     timestamp: Seconds
     input_length: PromptLength
@@ -24,10 +24,10 @@ class _Line(msgspec.Struct):
 
 
 def load(path: Path, options: LoadOptions) -> Workload:
-    """Several files of a folder run side by side, each with ids of its own.
+    """Load a trace. Several files of a folder run concurrently, each with its own id space.
 
     Raises:
-        ConfigError: a line is bad, or times decrease within a file (lenient: they are sorted).
+        ConfigError: a bad line, or decreasing times within a file (lenient: they are sorted).
     """
     faults = Faults(options.lenient)
     workload = Workload("mooncake", str(path), [])
@@ -57,11 +57,11 @@ def load(path: Path, options: LoadOptions) -> Workload:
 def _ids(line: _Line, file: Path, number: int, faults: Faults) -> array[int] | None:
     expected = -(-line.input_length // UNIT)
     if len(line.hash_ids) != expected:
-        what = f"`hash_ids` has {len(line.hash_ids)} entries; {line.input_length} tokens make {expected}"
+        what = f"`hash_ids` has {len(line.hash_ids)} entries; {line.input_length} tokens need {expected}"
         faults.add(file, number, what)
         return None
     try:
         return array("Q", line.hash_ids)
     except OverflowError:
-        faults.add(file, number, "`hash_ids` must be from 0 to 2**64 - 1")
+        faults.add(file, number, "`hash_ids` must be between 0 and 2**64 - 1")
         return None

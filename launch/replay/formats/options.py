@@ -1,4 +1,4 @@
-"""What the user says of how a trace is to be read, whatever its format."""
+"""Options for loading a trace of any format."""
 
 import math
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from quire.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Times are seconds of the trace, before ``rate``.
+    """Load options. Times are seconds of the trace, before ``rate`` is applied.
 
     Attributes:
-        rate: conversations and independent requests start this many times as fast; pauses inside a conversation (a
-            tool, a person) stay as they are.
-        lenient: leave bad lines out and count them, rather than refuse the file.
-        limit: the first so many calls; None for all.
-        stagger: seconds between the starts of conversations, where the trace has no common clock (agentic).
-        seed: of a synthetic workload's arrivals and lengths.
-        start, duration: only calls that come in this window; ``duration`` None: to the end.
-        join_subagents: in a closed loop, the request after a sub-agent waits for it (agentic).
-        tokenizer: folder of the checkpoint whose tokenizer cuts text; None for the demo model's.
-        block_size: tokens per content id where the trace has tokens or text rather than ids.
+        rate: speed-up of the starts of conversations and independent requests; pauses inside a conversation (tool
+            calls, think time) are unchanged.
+        lenient: skip and count bad lines instead of rejecting the file.
+        limit: number of calls to use; None for all.
+        stagger: seconds between the starts of conversations, if the trace has no common clock (agentic).
+        seed: random seed for synthetic arrivals and lengths.
+        start, duration: window of arrivals to use; ``duration`` None: to the end.
+        join_subagents: in a closed loop, the request after a sub-agent waits for the sub-agent (agentic).
+        tokenizer: checkpoint folder whose tokenizer is applied to text; None for the demo model's.
+        block_size: tokens per content id, if the trace has tokens or text but no ids.
     """
 
     rate: float = 1.0
@@ -36,7 +36,7 @@ class LoadOptions:
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError: a number is out of its range."""
+        """Raises ConfigError if a number is out of range."""
         for name, value, is_good in (
             ("rate", self.rate, self.rate > 0),
             ("limit", self.limit, self.limit is None or self.limit > 0),
@@ -47,4 +47,4 @@ class LoadOptions:
             ("block_size", self.block_size, self.block_size > 0),
         ):
             if not is_good or (value is not None and not math.isfinite(value)):
-                raise ConfigError(f"{name.replace('_', '-')} cannot be {value}")
+                raise ConfigError(f"{name.replace('_', '-')} is out of range (got {value})")

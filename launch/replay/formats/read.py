@@ -1,4 +1,4 @@
-"""Files of traces, line by line: compressed or not, good or bad; a bad line is one clear error, or is counted."""
+"""Reads trace files line by line, compressed or not. A bad line is an error, or is skipped and counted if lenient."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ T = TypeVar("T")
 
 
 class Faults:
-    """Bad lines of one load: the first is raised, or each is left out and counted where the user is lenient.
+    """Bad lines of one load: the first one raises, or, if lenient, all are skipped and counted.
 
     Attributes:
-        empty: how many prompts or answers had no token. ``num_earlier``: lines that were out of order.
+        count: bad lines.
+        empty: prompts and answers without a token.
+        num_earlier: lines out of order.
     """
 
     def __init__(self, lenient: bool) -> None:
@@ -37,25 +39,21 @@ class Faults:
         self._first = ""
 
     def add(self, path: Path, line: int, what: str) -> None:
-        """Raises: ConfigError: unless lenient."""
-        said = f"{path}:{line}: {what}"
+        """Count a bad line. Raises ConfigError unless lenient."""
+        text = f"{path}:{line}: {what}"
         if not self.lenient:
-            raise ConfigError(said)
+            raise ConfigError(text)
         self.count += 1
-        self._first = self._first or said
+        self._first = self._first or text
 
     def add_earlier(self, path: Path, line: int, what: str) -> None:
-        """A line's time is less than in the line before: lenient, it is counted, and is no bad line.
-
-        Raises:
-            ConfigError: unless lenient.
-        """
+        """Count a line that is earlier than the previous one; it is used. Raises ConfigError unless lenient."""
         self.num_earlier += 1
         if not self.lenient:
             self.add(path, line, what)
 
     def at_least_one_token(self, num_tokens: int, what: str = "answer") -> int:
-        """A prompt or an answer of no tokens cannot be run: it is counted, and has one."""
+        """Return at least one token and count empty prompts and answers, which cannot be run."""
         self.empty[what] += not num_tokens
         return num_tokens or 1
 
@@ -63,19 +61,20 @@ class Faults:
         notes = []
         if self.count:
             lines = "1 bad line was" if self.count == 1 else f"{self.count} bad lines were"
-            notes.append(f"{lines} left out; the first: {self._first}")
+            notes.append(f"{lines} skipped; the first: {self._first}")
         for what, count in self.empty.items():
             if count:
                 notes.append(f"{count} empty {what}{'s are' if count > 1 else ' is'} taken as one token")
         if self.num_earlier:
             lines = f"{self.num_earlier} line{'s are' if self.num_earlier > 1 else ' is'}"
-            notes.append(f"{lines} earlier than the one before: all were sorted by time")
+            notes.append(f"{lines} earlier than the previous one: all were sorted by time")
         return notes
 
 
 def read_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and bytes of each line that is not blank. A file that begins with a brace alone on its line is
-    one JSON object over many lines, and given as one.
+    """Yield the number, from 1, and the bytes of each line that is not blank.
+
+    A file whose first line is a single brace is one JSON object over several lines and is yielded as one line.
 
     Raises:
         ConfigError: see ``_physical_lines``.
@@ -92,11 +91,11 @@ def read_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
 
 
 def _physical_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and bytes of each line that is not blank.
+    """Yield the number, from 1, and the bytes of each line that is not blank.
 
     Raises:
-        ConfigError: the file cannot be opened or decompressed (lenient: what came before the break is given), or one
-            line is absurdly long.
+        ConfigError: the file cannot be opened or decompressed (lenient: the lines before the damage are used), or a
+            line is longer than ``MAX_LINE_BYTES``.
     """
     number = 1
     try:
@@ -112,36 +111,36 @@ def _physical_lines(path: Path, faults: Faults) -> Iterator[tuple[int, bytes]]:
 
 
 def records(path: Path, type_: type[T], faults: Faults) -> Iterator[tuple[int, T]]:
-    """Line number and value of every good line of a file of JSON lines; others are counted as bad."""
+    """Yield the line number and value of each valid line of a JSON lines file; others are added to ``faults``."""
     decoder = msgspec.json.Decoder(type_)
     for number, line in read_lines(path, faults):
         try:
             value = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            faults.add(path, number, _plain(str(error)))
+            faults.add(path, number, _readable(str(error)))
         else:
             yield number, value
 
 
-def _plain(error: str) -> str:
+def _readable(error: str) -> str:
     return error.replace(" - at `$.", " - in `").replace("`$`", "the line")
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself, or in order of name those of a folder that by their names may hold a trace.
+    """Return the file itself, or the files of a folder that may be traces by their names, sorted by name.
 
     Raises:
-        ConfigError: nothing is there.
+        ConfigError: path not found, or no such file in the folder.
     """
     if path.is_dir():
         files = sorted(entry for entry in path.iterdir() if entry.is_file() and _may_be_trace(entry.name))
         if not files:
             folders = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
             hint = f"; name one of its folders: {folders}" if folders else ""
-            raise ConfigError(f"{path}: the folder holds no file of a trace ({', '.join(_SUFFIXES)}){hint}")
+            raise ConfigError(f"{path}: the folder contains no trace file ({', '.join(_SUFFIXES)}){hint}")
         return files
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file or folder")
+        raise ConfigError(f"{path}: file or folder not found")
     return [path]
 
 
@@ -152,7 +151,7 @@ def _may_be_trace(name: str) -> bool:
 
 
 def shift_times(calls: list[Call], rate: float) -> None:
-    """Let conversations, and calls of none, start ``rate`` times as fast; what is inside one keeps its distances."""
+    """Divide the start times of conversations and independent calls by ``rate``; gaps inside conversations stay."""
     if rate == 1:
         return
     starts: dict[str, float] = {}
@@ -162,9 +161,9 @@ def shift_times(calls: list[Call], rate: float) -> None:
 
 
 def finish(workload: Workload, options: LoadOptions, faults: Faults) -> Workload:
-    """Cut to the window and the limit, scale, put in order of arrival (equal times as they stand) and number.
+    """Apply the window, the limit and the rate; sort the calls stably by arrival and renumber them.
 
-    ``call.number`` and ``call.after`` may be any numbers that are unique among the calls.
+    Before that, ``call.number`` and ``call.after`` may be any numbers that are unique among the calls.
 
     Raises:
         ConfigError: no call is left.
@@ -181,15 +180,15 @@ def finish(workload: Workload, options: LoadOptions, faults: Faults) -> Workload
     del calls[options.limit or len(calls) :]
     workload.notes += faults.notes()
     if not calls:
-        why = f"none of its {total} requests is in the window" if total else "it holds no request"
+        why = f"none of its {total} requests is in the window" if total else "contains no request"
         raise ConfigError("; ".join([f"{workload.source}: {why}", *workload.notes]))
     if len(calls) < total:
-        workload.notes.append(f"{len(calls)} of {total} requests are taken")
+        workload.notes.append(f"{len(calls)} of {total} requests are used")
     numbers = {call.number: new for new, call in enumerate(calls)}
     for call in calls:
         call.number = numbers[call.number]
         call.after = None if call.after is None else numbers.get(call.after)
     if options.rate != 1:
-        workload.notes.append(f"starts come {options.rate:g} times as fast; pauses inside a conversation are unchanged")
+        workload.notes.append(f"arrivals are {options.rate:g} times as fast; pauses inside conversations are unchanged")
     workload.calls = calls
     return workload

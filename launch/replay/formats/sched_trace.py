@@ -1,7 +1,7 @@
 """Scheduler traces of three record kinds: step_snapshot, prefix_cache_event and step_decision.
 
-They show steps, not requests: what each request was is told from what was done for it. The key that names the kind,
-and that of the time, differ between writers.
+The records describe steps, not requests: requests are inferred from the decisions about them. The keys for the kind and
+the time differ between writers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = {
     "prefix_cache_event": "local_hit_tokens",
     "step_decision": "num_scheduled_tokens",
 }
-"""Each kind with a field that only it has."""
+"""The record kinds, each with a field that no other kind has."""
 KIND_KEYS = ("event", "kind", "type", "record", "record_type", "event_type", "name")
 _TIME_KEYS = ("ts", "time", "timestamp", "now", "t", "wall_time", "monotonic")
 _UNITS = {"": 1.0, "_s": 1.0, "_ms": 1e-3, "_us": 1e-6, "_ns": 1e-9}
@@ -32,7 +32,7 @@ _MIN_BLOCK, _MAX_BLOCK = 4, 1024
 
 
 def kind_of(record: Mapping[str, Any]) -> str:
-    """Empty where it is none of the three."""
+    """Return the kind of a record, or "" for none of the three."""
     for key in KIND_KEYS:
         kind = record.get(key)
         if isinstance(kind, str) and kind in KINDS:
@@ -41,7 +41,7 @@ def kind_of(record: Mapping[str, Any]) -> str:
 
 
 def time_of(record: Mapping[str, Any]) -> float | None:
-    """Seconds. A bare number that would be a date long past or to come is read as milli-, micro- or nanoseconds."""
+    """Return the time in seconds, or None. Numbers too large for seconds are milli-, micro- or nanoseconds."""
     for key in _TIME_KEYS:
         for unit, scale in _UNITS.items():
             value = record.get(key + unit)
@@ -53,14 +53,15 @@ def time_of(record: Mapping[str, Any]) -> float | None:
 
 
 @dataclass
-class _Seen:
-    """One request, as far as it has been seen.
+class _SeenRequest:
+    """The state of one request, as inferred from the records so far.
 
     Attributes:
-        num_computed: tokens whose KV it has; ``num_known``: its prompt and the answer so far.
-        last: when it was last in a step.
-        num_hit_tokens: when it was first let in.
-        looked_at: the step of its last prefix_cache_event.
+        num_known: prompt and output tokens so far.
+        num_computed: tokens whose KV is computed.
+        last: time of the last step that scheduled it.
+        num_hit_tokens: hits at its first admission.
+        lookup_step: the step of its last prefix_cache_event.
     """
 
     arrival: float
@@ -71,14 +72,14 @@ class _Seen:
     last: float = 0.0
     num_hit_tokens: int = 0
     has_run: bool = False
-    looked_at: Any = None
+    lookup_step: Any = None
 
 
 @dataclass
 class _Reader:
-    """Follows the records in order, and gathers requests by id in order of their first appearance."""
+    """Processes the records in order and collects requests by id, in order of their first appearance."""
 
-    requests: dict[str, _Seen] = field(default_factory=dict)
+    requests: dict[str, _SeenRequest] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     hits: list[int] = field(default_factory=list)
     last_scheduled: set[str] = field(default_factory=set)
@@ -87,7 +88,7 @@ class _Reader:
     untimed: int = 0
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Raises: ValueError: a field is missing or wrong; the text names it."""
+        """Process one record. Raises ValueError, which names the field, if one is missing or invalid."""
         kind = kind_of(record)
         if not kind:
             self.num_other += 1
@@ -109,11 +110,11 @@ class _Reader:
             self.untimed += 1
             return _count(record, "step") * _STEP_SECONDS
         if not 0 <= now < 1e15:
-            raise ValueError(f"its time cannot be {now}")
+            raise ValueError(f"the time must be between 0 and 1e15 (got {now})")
         return now
 
     def _snapshot(self, record: Mapping[str, Any], now: float) -> None:
-        """Queues may be given by number, or by the ids of those in them."""
+        """Process a snapshot. Queues may be numbers, or lists of request ids."""
         for key, setting in (
             ("max_num_running_reqs", "max_num_seqs"),
             ("max_num_scheduled_tokens", "max_num_batched_tokens"),
@@ -127,21 +128,21 @@ class _Reader:
             for each in listed if isinstance(listed, list) else []:
                 name = each.get("req_id", each.get("request_id")) if isinstance(each, dict) else each
                 if isinstance(name, str):
-                    self._see(name, now)
+                    self._request(name, now)
 
     def _prefix_cache(self, record: Mapping[str, Any], now: float) -> None:
-        """Comes whenever a waiting request is looked at: when it is let in, and whenever there was no room."""
+        """Process a prefix cache lookup. Each attempt to admit a waiting request has one, successful or not."""
         prompt, known = _count(record, "total_prompt_tokens", 1), _count(record, "num_tokens", 1)
         hit = _count(record, "local_hit_tokens")
         computed = hit + (_count(record, "external_hit_tokens") if record.get("external_hit_tokens") else 0)
         if known < prompt or computed > known:
-            raise ValueError(f"`num_tokens` {known} does not fit the prompt's {prompt} and the {computed} found")
-        seen = self._see(_name(record.get("req_id"), "req_id"), now)
+            raise ValueError(f"`num_tokens` {known} is less than the prompt's {prompt} or the {computed} tokens hit")
+        seen = self._request(_name(record.get("req_id"), "req_id"), now)
         job_id = record.get("job_id")
         if job_id is not None:
             seen.job_id = str(job_id)
         seen.num_prompt_tokens, seen.num_known, seen.num_computed = prompt, known, computed
-        seen.looked_at = record.get("step")
+        seen.lookup_step = record.get("step")
         if not seen.has_run:
             seen.num_hit_tokens = computed
         if hit:
@@ -150,14 +151,14 @@ class _Reader:
     def _decision(self, record: Mapping[str, Any], now: float) -> None:
         counts = record.get("num_scheduled_tokens")
         if not isinstance(counts, dict):
-            raise ValueError("`num_scheduled_tokens` must be an object of request ids and numbers")
+            raise ValueError("`num_scheduled_tokens` must be an object of numbers by request id")
         numbers = {name: _count(counts, name) for name in counts}
         for name in record.get("preempted_req_ids") or ():
-            seen = self._see(_name(name, "preempted_req_ids"), now)
-            if seen.looked_at != record.get("step"):  # else it was let in again in this very step
+            seen = self._request(_name(name, "preempted_req_ids"), now)
+            if seen.lookup_step != record.get("step"):  # else it was admitted again in the same step
                 seen.num_computed = 0
         for name, count in numbers.items():
-            seen = self._see(name, now)
+            seen = self._request(name, now)
             seen.last, seen.has_run = now, True
             self.num_drafted += count > 1 and seen.num_computed + 1 == seen.num_known
             seen.num_computed += count
@@ -166,15 +167,15 @@ class _Reader:
         if numbers:
             self.last_scheduled = set(numbers)
 
-    def _see(self, name: str, now: float) -> _Seen:
-        return self.requests.setdefault(name, _Seen(now, last=now))
+    def _request(self, name: str, now: float) -> _SeenRequest:
+        return self.requests.setdefault(name, _SeenRequest(now, last=now))
 
 
 def load(path: Path, options: LoadOptions) -> Workload:
-    """Requests come when they first appear; answers are as long as they were seen to grow.
+    """Load a trace. Requests arrive at their first appearance; output lengths are the decodes seen.
 
     Raises:
-        ConfigError: a line is bad, or no request can be told from the records.
+        ConfigError: a bad line, or no complete request.
     """
     faults = Faults(options.lenient)
     reader = _Reader()
@@ -192,7 +193,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
 
 
 def _infer_block_size(reader: _Reader) -> int:
-    """Hits are whole blocks, so their greatest common divisor is the block size, or a multiple of it."""
+    """Infer the block size as the greatest common divisor of the hits, which are whole blocks."""
     divisor = reduce(math.gcd, reader.hits, 0)
     if len(set(reader.hits)) > 1 and _MIN_BLOCK <= divisor <= _MAX_BLOCK and divisor & (divisor - 1) == 0:
         reader.settings["block_size"] = divisor
@@ -200,8 +201,8 @@ def _infer_block_size(reader: _Reader) -> int:
     return 16
 
 
-def _calls(whole: dict[str, _Seen], first: float, unit: int) -> list[Call]:
-    """A request shares with the one before it in its job what it had found in the cache, and nothing else."""
+def _calls(whole: dict[str, _SeenRequest], first: float, unit: int) -> list[Call]:
+    """Make the calls. A request shares its hit tokens with the previous one of its job, and nothing else."""
     calls: list[Call] = []
     before: dict[str, Call] = {}
     fresh = 0
@@ -226,31 +227,31 @@ def _calls(whole: dict[str, _Seen], first: float, unit: int) -> list[Call]:
     return calls
 
 
-def _notes(reader: _Reader, whole: dict[str, _Seen]) -> list[str]:
+def _notes(reader: _Reader, whole: dict[str, _SeenRequest]) -> list[str]:
     hits = sum(seen.num_hit_tokens for seen in whole.values())
     prompts = sum(seen.num_prompt_tokens for seen in whole.values())
     notes = [
-        "requests come when they first appear in the trace, which may be when they were first let in",
-        f"{hits} of {prompts} prompt tokens were found in the cache then; prompts share as much as that with the one "
-        "before in their job, and nothing with others: the trace does not tell contents",
+        "requests arrive at their first appearance in the trace, which may be their first admission",
+        f"{hits} of {prompts} prompt tokens hit the prefix cache then; prompts share that many tokens with the "
+        "previous one in their job and none with others, because the trace has no contents",
     ]
     if "block_size" in reader.settings:
         notes.append(f"block_size {reader.settings['block_size']} is the greatest common divisor of the hits")
     if reader.untimed:
-        notes.append(f"{reader.untimed} records have no time: a step is taken as {_STEP_SECONDS * 1e3:g} ms")
+        notes.append(f"{reader.untimed} records have no time: a step is assumed to take {_STEP_SECONDS * 1e3:g} ms")
     partial = len(reader.requests) - len(whole)
     if partial:
-        notes.append(f"{partial} requests are left out: the trace does not have their beginning, or they never ran")
+        notes.append(f"{partial} requests are skipped: the trace lacks their beginning, or they never ran")
     still = sum(name in whole for name in reader.last_scheduled)
     if still:
-        notes.append(f"{still} requests ran in the last step: their answers may have been longer")
+        notes.append(f"{still} requests were running in the last step: their outputs may have been longer")
     if reader.num_drafted:
         notes.append(
-            f"{reader.num_drafted} times a request computed drafts: all are counted as accepted, so answers may be too "
+            f"{reader.num_drafted} times a request computed draft tokens: all count as accepted, so outputs may be too "
             "long"
         )
     if reader.num_other:
-        notes.append(f"{reader.num_other} records are of no known kind")
+        notes.append(f"{reader.num_other} records of unknown kinds are ignored")
     return notes
 
 
@@ -259,11 +260,11 @@ def _count(record: Mapping[str, Any], key: str, least: int = 0) -> int:
     if value is None:
         raise ValueError(f"`{key}` is missing")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_TOKENS:
-        raise ValueError(f"`{key}` must be a whole number from {least} to {MAX_TOKENS}, not {str(value)[:40]}")
+        raise ValueError(f"`{key}` must be a whole number from {least} to {MAX_TOKENS} (got {str(value)[:40]})")
     return value
 
 
 def _name(value: Any, key: str) -> str:
     if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ValueError(f"`{key}` must be a request's id")
+        raise ValueError(f"`{key}` must be a request id")
     return str(value)

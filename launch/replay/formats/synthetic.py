@@ -1,4 +1,4 @@
-"""Invented workloads: ``synthetic:requests=500,arrivals=gamma:4:2,input=lognormal:800:1,output=fixed:128``."""
+"""Synthetic workloads: ``synthetic:requests=500,arrivals=gamma:4:2,input=lognormal:800:1,output=fixed:128``."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _DEFAULTS = {
 
 
 def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload]) -> Workload:
-    """``path`` is the whole spec; what it leaves out is as in ``_DEFAULTS``.
+    """Generate the workload of the spec ``path``; missing keys have the values of ``_DEFAULTS``.
 
-    ``input`` and ``output`` may be ``file:PATH``: lengths drawn from that trace's; both from one file are drawn
-    together. Each request belongs to one of ``prefix_groups`` at random and begins with its group's ``prefix_tokens``
-    tokens, on top of ``input``.
+    ``input`` and ``output`` may be ``file:PATH``: lengths are drawn from that trace, in pairs if both name the same
+    file. Each request belongs to a random one of ``prefix_groups`` groups and begins with its group's ``prefix_tokens``
+    tokens, in addition to ``input``.
 
     Args:
-        load_other: loads the trace that lengths are drawn from.
+        load_other: loads the trace of a ``file:PATH``.
 
     Raises:
-        ConfigError: the spec is wrong.
+        ConfigError: an invalid spec.
     """
     given = parse_spec(str(path))
     count = _whole(given, "requests", 1, MAX_CALLS)
@@ -47,7 +47,7 @@ def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload
     inputs, outputs = _lengths(given, count, random, load_other)
     groups, prefix = _whole(given, "prefix_groups", 0, MAX_CALLS), _whole(given, "prefix_tokens", 0, 2**24)
     if (groups == 0) != (prefix == 0):
-        raise ConfigError("synthetic: prefix_groups and prefix_tokens go together")
+        raise ConfigError("synthetic: prefix_groups and prefix_tokens must both be 0 or both be positive")
     shared = [Content(array("Q", [group]), max(1, prefix)) for group in range(groups)]
     members = random.integers(0, max(1, groups), count).tolist()
     calls = []
@@ -55,18 +55,18 @@ def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload
         content = shared[members[i]] if groups else None
         calls.append(Call(i, f"{i}", times[i], int(inputs[i]) + prefix, int(outputs[i]), content))
     shown = ",".join(f"{key}={value}" for key, value in given.items())
-    note = f"invented, seed {options.seed}: {shown}"
+    note = f"synthetic workload, seed {options.seed}: {shown}"
     return finish(Workload("synthetic", str(path), calls, notes=[note]), options, Faults(False))
 
 
 def parse_spec(spec: str) -> dict[str, str]:
-    """Raises: ConfigError: an unknown key, or a piece without ``=``."""
+    """Parse the keys of a spec. Raises ConfigError for an unknown key or a missing ``=``."""
     given = dict(_DEFAULTS)
     for piece in filter(None, spec.removeprefix(PREFIX).split(",")):
         key, equals, value = piece.partition("=")
         if not equals or key not in given:
             known = ", ".join(_DEFAULTS)
-            raise ConfigError(f"synthetic: {piece!r} is not KEY=VALUE{did_you_mean(key, given)}; keys are: {known}")
+            raise ConfigError(f"synthetic: {piece!r} is not KEY=VALUE{did_you_mean(key, given)}; known keys: {known}")
         given[key] = value
     return given
 
@@ -74,14 +74,14 @@ def parse_spec(spec: str) -> dict[str, str]:
 def _whole(given: dict[str, str], key: str, low: int, high: int) -> int:
     text = given[key]
     if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-        raise ConfigError(f"synthetic: {key} must be a whole number from {low} to {high}, not {text!r}")
+        raise ConfigError(f"synthetic: {key} must be a whole number from {low} to {high} (got {text!r})")
     return int(text)
 
 
 def _lengths(
     given: dict[str, str], count: int, random: np.random.Generator, load_other: Callable[[Path], Workload]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Prompts' and answers'."""
+    """Return the lengths of all prompts and of all answers."""
     drawn: dict[str, npt.NDArray[np.int64]] = {}
     files: dict[str, list[Call]] = {}
     lengths = []

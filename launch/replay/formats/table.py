@@ -1,4 +1,4 @@
-"""CSV files with a header, as traces have them: no quotes, either kind of line end."""
+"""CSV files of traces: a header, no quotes, either kind of line ending."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ def fields_of(line: bytes) -> list[str]:
 
 
 def read_table(path: Path, columns: Sequence[str], faults: Faults) -> Iterator[tuple[int, list[str]]]:
-    """Line number and the fields of ``columns``, in this order whatever the file's.
+    """Yield each line's number and its fields of ``columns``, in this order.
 
     Raises:
-        ConfigError: the header lacks one of them; a line has more or fewer fields than the header (unless lenient).
+        ConfigError: the header lacks a column, or, unless lenient, a line has more or fewer fields than the header.
     """
     header: list[str] = []
     for number, line in read_lines(path, faults):
@@ -33,7 +33,7 @@ def read_table(path: Path, columns: Sequence[str], faults: Faults) -> Iterator[t
 
 
 def token_count(text: str, column: str, least: int = 0) -> int:
-    """Raises: ValueError: it is no whole number from ``least`` to what a request can be."""
+    """Parse a number of tokens. Raises ValueError unless it is a whole number from ``least`` to ``MAX_TOKENS``."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= MAX_TOKENS):
-        raise ValueError(f"`{column}` must be a whole number from {least} to {MAX_TOKENS}, not {text[:40]!r}")
+        raise ValueError(f"`{column}` must be a whole number from {least} to {MAX_TOKENS} (got {text[:40]!r})")
     return int(text)

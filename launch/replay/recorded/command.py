@@ -1,4 +1,4 @@
-"""A recorded trace through the real Scheduler again: were all decisions equal, and what was the run like?"""
+"""Exact replay of a recorded trace, with a record of the run."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,18 +19,18 @@ from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.lines import Arrival, Header, Lost, Result, StepDecision
 
 Progress = Callable[[float, int], None]
-"""Told now and then of the recorded time and the number of ended requests."""
+"""Called from time to time with the recorded time in seconds and the number of finished requests."""
 
 _PROGRESS_EVERY = 1024
 
 
 def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None = None) -> RunRecord:
-    """Replay ``path`` exactly: ``decisions_equal`` and ``first_difference`` of the record say how it went.
+    """Replay the trace at ``path`` exactly and return the record of the recorded run, up to the first difference.
 
-    The record is of the recorded run with its own times, up to the first difference.
+    The record's ``decisions_equal`` and ``first_difference`` are the verdict.
 
     Args:
-        lenient: where lines are missing or damaged, stop there; what was before is compared.
+        lenient: stop at the first missing or damaged line instead of raising; the lines before it are compared.
 
     Raises:
         ConfigError: the trace cannot be read, or lines of it are missing.
@@ -54,9 +54,9 @@ def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None
     record.decisions_equal = None if gaps and difference is None else difference is None
     if difference is not None:
         record.first_difference = msgspec.to_builtins(difference)
-        record.notes.append(f"the run is shown up to the first difference: {difference}")
+        record.notes.append(f"the figures end at the first difference: {difference}")
     if not header.complete:
-        record.notes.append("the run had begun before: this begins at an idle moment of it")
+        record.notes.append("the trace begins in the middle of a run, at an idle scheduler")
     record.notes += reader.notes
     record.notes += [f"compared up to {gap.file}:{gap.number}, where lines are missing" for gap in gaps]
     record.extra["lines"] = run.num_lines
@@ -65,16 +65,16 @@ def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None
 
 
 def _until_lost(lines: Iterable[TraceLine], gaps: list[TraceLine]) -> Iterator[TraceLine]:
-    """What can be replayed: after a gap nothing can. The gap is added to ``gaps``."""
-    for told in lines:
-        if isinstance(told.line, Lost):
-            gaps.append(told)
+    """Yield the lines before the first ``lost`` line, and append that to ``gaps``: nothing after it can be replayed."""
+    for each in lines:
+        if isinstance(each.line, Lost):
+            gaps.append(each)
             return
-        yield told
+        yield each
 
 
 class _Run:
-    """Fills the record of a run while its trace is replayed; see ``trace.exact.Observer``."""
+    """Fills the record of a run while its trace is replayed (an ``exact.Observer``)."""
 
     def __init__(self, record: RunRecord, progress: Progress | None) -> None:
         self._record = record
@@ -84,35 +84,37 @@ class _Run:
         self._num_ended = 0
         self._times_back = 0
 
-    def begin(self, header: Header, scheduler: Scheduler, tap: DecisionLog) -> None:
+    def begin(self, header: Header, scheduler: Scheduler, decision_log: DecisionLog) -> None:
         self._begin = header.now
         self._scheduler = scheduler
-        self._tap = tap
-        self._collector = RunCollector(self._record, scheduler, tap)
+        self._decision_log = decision_log
+        self._collector = RunCollector(self._record, scheduler, decision_log)
 
     def arrived(self, line: Arrival) -> None:
         now = self._time(line.now)
         run = RequestRun(line.req_id, now, line.num_prompt_tokens, line.job_id, line.priority)
-        ended_at_once = bool(self._tap.ended_requests)
-        self._collector.arrived(run, line.client, self._tap.ended_requests[0].handle if ended_at_once else None)
+        ended_at_once = bool(self._decision_log.ended_requests)
+        self._collector.arrived(
+            run, line.client, self._decision_log.ended_requests[0].handle if ended_at_once else None
+        )
         if ended_at_once:
             self._count(len(self._collector.changed(now)))
 
-    def decided(self, line: StepDecision, decisions: list[Decision]) -> None:
+    def step_decided(self, line: StepDecision, decisions: list[Decision]) -> None:
         now = self._time(line.now)
         step = self._scheduler.in_flight.records[-1]
         prefill = sum([row.num_tokens for row in step.rows.values() if row.is_prefill])
         shape = StepShape([(prefill, 0)] if prefill else [], step.num_tokens - prefill, 0, 0)
-        self._collector.decided(now, line.step, shape)
+        self._collector.step_decided(now, line.step, shape)
         self._collector.note(now, decisions)
 
-    def answered(self, line: Result, decisions: list[Decision]) -> None:
+    def step_finished(self, line: Result, decisions: list[Decision]) -> None:
         now = self._time(line.now)
         begin = min(max(now - line.seconds, self._worker_free), now)
         self._worker_free = now
         handles = None if line.handles is None else np.array(line.handles, np.int32)
         accepted = 0 if line.counts is None else sum(line.counts) - len(line.counts)
-        ended = self._collector.answered(now, line.step, begin, now, handles, accepted)
+        ended = self._collector.step_finished(now, line.step, begin, now, handles, accepted)
         self._collector.note(now, decisions)
         self._count(len(ended))
         if self._progress is not None and len(self._record.steps) % _PROGRESS_EVERY == 0:
@@ -125,18 +127,18 @@ class _Run:
         self._count(len(ended))
 
     def finish(self) -> None:
-        """What never ended stays unfinished."""
+        """Complete the record; requests without an ending stay unfinished."""
         runs = self._record.requests
         last = max([run.end for run in runs], default=0.0)
         self._collector.finish(max(last - runs[0].arrival, 0.0) if runs else 0.0)
         if self._times_back:
-            self._record.notes.append(f"the clock went back {self._times_back} times: it was taken to stand still")
+            self._record.notes.append(f"the clock went back {self._times_back} times: the last time is used instead")
 
     def _count(self, num_ended: int) -> None:
         self._num_ended += num_ended
 
     def _time(self, now: float) -> float:
-        """Seconds since the header was written; never less than before."""
+        """Return the seconds since the header was written, never less than before."""
         self.num_lines += 1
         since = now - self._begin
         if since < self._now:

@@ -1,4 +1,4 @@
-"""Packed files as plain bytes, a bounded piece at a time: what is packed may be thousands of times its size."""
+"""Decompression with bounded memory: the data of a file may be thousands of times its size."""
 
 import gzip
 import importlib
@@ -11,26 +11,26 @@ from typing import IO, Any, Protocol, cast
 from quire.protocol.errors import ConfigError
 
 _GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
-_MOST_MEMORY = 128 * 2**20
-"""That an unpacker may take for what it looks back to; who wants more is damaged, or means it ill."""
+_MAX_MEMORY = 128 * 2**20
+"""Bytes for a decompressor's window; a larger window means a corrupt or malicious file."""
 _PIECE = 2**20
 _ZSTD_CHUNK = 256
-"""Packed bytes at a time: four of them may stand for 128 KiB, and nothing else bounds what they unpack to at once."""
+"""Compressed bytes per call: four bytes may expand to 128 KiB, and zstd has no other bound on the output of a call."""
 
 
 class Damaged(OSError):
-    """Packed data that cannot be, or wants too much memory."""
+    """Corrupt compressed data, or data that needs too much memory."""
 
 
 DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)
-"""What reading such a file raises where it is cut short or damaged."""
+"""Errors of reading a compressed file that is cut short or damaged."""
 
 
 def open_decompressed(file: Path) -> IO[bytes]:
-    """The unpacked bytes of a file; its first bytes tell how it is packed, whatever its name.
+    """Open a file and decompress it. The first bytes determine the compression, not the name.
 
     Raises:
-        ConfigError: it cannot be opened, or nothing here can unpack it.
+        ConfigError: the file cannot be opened, or the package for its compression is not installed.
     """
     try:
         with file.open("rb") as raw:
@@ -38,26 +38,28 @@ def open_decompressed(file: Path) -> IO[bytes]:
         if magic.startswith(_GZIP):
             return cast(IO[bytes], gzip.open(file))
         if magic.startswith(_XZ):
-            return io.BufferedReader(_Unpacked(file.open("rb"), _Xz()), _PIECE)
+            return io.BufferedReader(_DecompressedFile(file.open("rb"), _Xz()), _PIECE)
         if magic.startswith(_ZSTD):
-            unpacker = _zstd(file)
-            return io.BufferedReader(_Unpacked(file.open("rb"), unpacker), _PIECE)
+            decompressor = _zstd(file)
+            return io.BufferedReader(_DecompressedFile(file.open("rb"), decompressor), _PIECE)
         return file.open("rb")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from None
 
 
-class _Unpacker(Protocol):
-    """One stream after the other."""
+class _Decompressor(Protocol):
+    """Decompresses concatenated streams."""
 
     at_end: bool
-    """Between two streams: more may come, and nothing must."""
+    """Whether the position is between two streams, where the file may end."""
 
-    def unpack(self, read: Any) -> bytes:
-        """Some bytes; ``read(count)`` gives packed ones. Empty when there are no more of those, or none came out yet.
+    def decompress(self, read: Any) -> bytes:
+        """Return some decompressed bytes, empty at the end of the input or if none are ready yet.
+
+        ``read(count)`` returns compressed bytes.
 
         Raises:
-            Damaged: they are none.
+            Damaged: the data is corrupt.
         """
         ...
 
@@ -68,16 +70,16 @@ class _Xz:
         self._stream: lzma.LZMADecompressor | None = None
         self._rest = b""
 
-    def unpack(self, read: Any) -> bytes:
-        packed = b""
+    def decompress(self, read: Any) -> bytes:
+        compressed = b""
         if self._stream is None or self._stream.needs_input:
-            packed, self._rest = self._rest or read(_PIECE // 16), b""
+            compressed, self._rest = self._rest or read(_PIECE // 16), b""
         if self._stream is None:
-            if not packed:
+            if not compressed:
                 return b""
-            self._stream, self.at_end = lzma.LZMADecompressor(lzma.FORMAT_XZ, _MOST_MEMORY), False
+            self._stream, self.at_end = lzma.LZMADecompressor(lzma.FORMAT_XZ, _MAX_MEMORY), False
         try:
-            ready = self._stream.decompress(packed, _PIECE)
+            ready = self._stream.decompress(compressed, _PIECE)
         except lzma.LZMAError as error:
             raise Damaged(str(error)) from None
         if self._stream.eof:
@@ -90,18 +92,18 @@ class _Zstd:
     def __init__(self, package: Any) -> None:
         self.at_end = True
         self._package = package
-        self._unpacker = package.ZstdDecompressor(max_window_size=_MOST_MEMORY)
+        self._decompressor = package.ZstdDecompressor(max_window_size=_MAX_MEMORY)
         self._stream: Any = None
         self._rest = b""
 
-    def unpack(self, read: Any) -> bytes:
-        packed, self._rest = self._rest or read(_ZSTD_CHUNK), b""
-        if not packed:
+    def decompress(self, read: Any) -> bytes:
+        compressed, self._rest = self._rest or read(_ZSTD_CHUNK), b""
+        if not compressed:
             return b""
         if self._stream is None:
-            self._stream, self.at_end = self._unpacker.decompressobj(), False
+            self._stream, self.at_end = self._decompressor.decompressobj(), False
         try:
-            ready: bytes = self._stream.decompress(packed)
+            ready: bytes = self._stream.decompress(compressed)
         except self._package.ZstdError as error:
             raise Damaged(str(error)) from None
         if self._stream.eof:
@@ -114,15 +116,15 @@ def _zstd(file: Path) -> _Zstd:
     try:
         return _Zstd(importlib.import_module("zstandard"))
     except ImportError:
-        raise ConfigError(f"{file}: reading it needs the package zstandard: pip install 'quire[trace]'") from None
+        raise ConfigError(f"{file}: package zstandard is not installed: pip install 'quire[trace]'") from None
 
 
-class _Unpacked(io.RawIOBase):
-    """Reading raises EOFError where a stream is cut short, Damaged where it is damaged."""
+class _DecompressedFile(io.RawIOBase):
+    """Decompressed bytes of a file. Reading raises EOFError if a stream is cut short, Damaged if it is corrupt."""
 
-    def __init__(self, packed: IO[bytes], unpacker: _Unpacker) -> None:
-        self._packed = packed
-        self._unpacker = unpacker
+    def __init__(self, compressed: IO[bytes], decompressor: _Decompressor) -> None:
+        self._compressed = compressed
+        self._decompressor = decompressor
         self._ready = memoryview(b"")
         self._at_eof = False
 
@@ -131,21 +133,21 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            if self._at_eof and self._unpacker.at_end:
+            if self._at_eof and self._decompressor.at_end:
                 return 0
-            ready = self._unpacker.unpack(self._read)
-            if not ready and self._at_eof and not self._unpacker.at_end:
-                raise EOFError("it ends within a frame")
+            ready = self._decompressor.decompress(self._read)
+            if not ready and self._at_eof and not self._decompressor.at_end:
+                raise EOFError("the file ends within a frame")
             self._ready = memoryview(ready)
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
     def _read(self, count: int) -> bytes:
-        packed = self._packed.read(count)
-        self._at_eof = not packed
-        return packed
+        compressed = self._compressed.read(count)
+        self._at_eof = not compressed
+        return compressed
 
     def close(self) -> None:
-        self._packed.close()
+        self._compressed.close()
         super().close()

@@ -1,4 +1,4 @@
-"""Where two decisions differ, down to the number."""
+"""Locates the first difference between two decisions, down to the list index."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,14 @@ ALTERED = "another: the line was changed after it was written"
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first thing that was not as recorded.
+    """The first difference between a trace and its replay.
 
     Attributes:
-        line: its number in ``file``, from 1.
-        step: that the line is of, or else the last one decided before it.
-        field: of the line, such as ``counts[2]``; ``crc`` where the line is not the one that was written.
-        req_id: empty where it is about nobody.
+        line: line number in ``file``, from 1.
+        step: the line's step, or the last step decided before it.
+        field: the line's field, such as ``counts[2]``; ``crc`` if the line was altered after it was written.
+        recorded, decided: the values of the field in the trace and in the replay.
+        req_id: the request concerned; empty if none.
     """
 
     line: int
@@ -33,13 +34,13 @@ class Difference(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}" if self.file else f"line {self.line}"
-        whose = f" of {self.req_id!r}" if self.req_id else ""
+        request = f" of {self.req_id!r}" if self.req_id else ""
         field = f", {self.field}" if self.field else ""
-        return f"{where}: {self.kind} (step {self.step}){field}{whose}: recorded {self.recorded}, now {self.decided}"
+        return f"{where}: {self.kind} (step {self.step}){field}{request}: recorded {self.recorded}, now {self.decided}"
 
 
 class Differs(Exception):
-    """A field is not as recorded."""
+    """Raised when a field differs from the recorded one."""
 
     def __init__(self, field: str, recorded: Any, decided: Any, req_id: str = "") -> None:
         super().__init__(field)
@@ -54,14 +55,14 @@ def kind_of(line: AnyLine) -> str:
 
 
 def id_in(line: AnyLine) -> str:
-    """Whom the line is about; empty where it is about nobody, or many."""
-    told = msgspec.structs.asdict(line)
-    event = told.get("event")
-    return str(told.get("req_id") or (msgspec.structs.asdict(event).get("request_id", "") if event else ""))
+    """Return the id of the request that the line is about, empty if it is about none or several."""
+    fields = msgspec.structs.asdict(line)
+    event = fields.get("event")
+    return str(fields.get("req_id") or (msgspec.structs.asdict(event).get("request_id", "") if event else ""))
 
 
 def compare(field: str, recorded: Any, decided: Any, req_id: str = "") -> None:
-    """Raises Differs, at the first part of a list or struct that is not equal."""
+    """Raise Differs at the first unequal element or field, if any."""
     if recorded == decided:
         return
     if isinstance(recorded, list) and isinstance(decided, list):
@@ -74,17 +75,17 @@ def compare(field: str, recorded: Any, decided: Any, req_id: str = "") -> None:
 
 
 def compare_decisions(recorded: StepDecision, decided: StepDecision, name_of: Callable[[int], str]) -> None:
-    """Raises Differs, naming the request. ``name_of``: the request id of a handle, or nothing."""
+    """Raise Differs with the request's id if the decisions differ. ``name_of`` maps a handle to a request id or ""."""
     if recorded == decided:
         return
     for field in StepDecision.__struct_fields__:
-        ours, theirs = getattr(decided, field), getattr(recorded, field)
-        if ours != theirs:
-            compare(field, theirs, ours, _whose(field, theirs, ours, recorded, name_of) if ours != theirs else "")
+        now, before = getattr(decided, field), getattr(recorded, field)
+        if now != before:
+            compare(field, before, now, _request_of(field, before, now, recorded, name_of) if now != before else "")
 
 
 def is_quiet(diff: SchedulerOutput) -> bool:
-    """It says only that there is a step: then it is compared without being made a line."""
+    """Whether the diff contains nothing but its step number: it is then compared without converting it to a line."""
     return not (
         diff.appended_handles is not None
         or diff.new_requests
@@ -113,17 +114,17 @@ def is_quiet_line(line: StepDecision) -> bool:
 
 
 def first_index(recorded: list[Any], decided: list[Any]) -> int:
-    """Of the first element that is not equal, or that only one of the two has."""
+    """Return the index of the first element that differs or exists in only one list."""
     pairs = enumerate(zip(recorded, decided, strict=False))
-    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(recorded), len(decided)))
+    return next((at for at, (before, now) in pairs if before != now), min(len(recorded), len(decided)))
 
 
 def _at(listed: list[Any], at: int) -> Any:
     return listed[at] if at < len(listed) else NOTHING
 
 
-def _whose(field: str, recorded: Any, decided: Any, decision: StepDecision, name_of: Callable[[int], str]) -> str:
-    """The request that the first difference in ``field`` is about."""
+def _request_of(field: str, recorded: Any, decided: Any, decision: StepDecision, name_of: Callable[[int], str]) -> str:
+    """Return the id of the request that the first difference in ``field`` is about."""
     if not isinstance(recorded, list):
         return ""
     at = first_index(recorded, decided)
@@ -138,7 +139,7 @@ def _whose(field: str, recorded: Any, decided: Any, decision: StepDecision, name
 
 
 def _owner(rows: list[NewRow], at: int) -> str:
-    """Whose block the one with this index is."""
+    """Return the id of the request that owns the block with this index."""
     for row in rows:
         at -= sum(row.num_blocks)
         if at < 0:

@@ -1,4 +1,4 @@
-"""Exact replay: a fresh Scheduler is fed what a recorded one consumed, and must decide the same, field by field."""
+"""Exact replay: feed the recorded events to a new Scheduler and compare every decision, field by field."""
 
 from collections.abc import Iterable
 from typing import Protocol, assert_never
@@ -50,52 +50,52 @@ from quire.scheduler_proc.trace.translate import decision_line
 
 MAX_BLOCKS = 2**26
 _IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
-"""A line that was altered can say anything: what that breaks inside is a difference, too."""
+"""Errors inside the Scheduler that an altered line may cause; they count as differences."""
 
 
 class Observer(Protocol):
-    """Is shown a replay while it goes. Takes the Scheduler's messages; the replay takes its decisions."""
+    """Follows a replay line by line. It must take the Scheduler's messages; the replay takes the decisions."""
 
-    def begin(self, header: Header, scheduler: ReplayScheduler, tap: DecisionLog) -> None:
-        """The Scheduler is there; ``tap`` is told of what happens in it, and belongs to the replay but for ``hits``."""
+    def begin(self, header: Header, scheduler: ReplayScheduler, decision_log: DecisionLog) -> None:
+        """Start. ``decision_log`` is the Scheduler's; the observer may take its ``hits`` and nothing else."""
         ...
 
     def arrived(self, line: Arrival) -> None: ...
 
-    def decided(self, line: StepDecision, decisions: list[Decision]) -> None: ...
+    def step_decided(self, line: StepDecision, decisions: list[Decision]) -> None: ...
 
-    def answered(self, line: Result, decisions: list[Decision]) -> None: ...
+    def step_finished(self, line: Result, decisions: list[Decision]) -> None: ...
 
     def changed(self, now: float, decisions: list[Decision]) -> None:
-        """Anything else happened."""
+        """Called after every other line."""
         ...
 
 
 def replay_lines(
     lines: Iterable[TraceLine], *, check: bool = False, observe: Observer | None = None
 ) -> Difference | None:
-    """Replay a trace; None when every decision, snapshot and ending is the recorded one.
+    """Replay a trace; return the first difference, or None if every decision, snapshot and ending is equal.
 
     Args:
-        lines: the header first.
+        lines: the lines of the trace, from its header on.
         check: call the Scheduler's ``check()`` after every line.
 
     Raises:
-        ConfigError: there is no header, lines were lost, or the trace begins in the middle without a keyframe.
+        ConfigError: no header, lost lines, or a trace that begins in the middle without a keyframe.
     """
-    told = iter(lines)
-    first = next(told, None)
+    entries = iter(lines)
+    first = next(entries, None)
     if first is None or not isinstance(first.line, Header):
         raise ConfigError("a trace must begin with its header")
-    keyframe = None if first.line.complete else next(told, None)
+    keyframe = None if first.line.complete else next(entries, None)
     if not first.line.complete and (keyframe is None or not isinstance(keyframe.line, Keyframe)):
-        raise ConfigError(f"{first.file}: it begins in the middle of a run, and cannot be replayed exactly")
+        raise ConfigError(f"{first.file}: trace begins in the middle of a run without a keyframe: cannot replay it")
     if not first.is_intact:
         return _altered(first, 0)
     replay = _begin(first, first.line, observe)
     if keyframe is not None and (difference := replay.begin_at(keyframe)) is not None:
         return difference
-    for each in told:
+    for each in entries:
         difference = replay.take(each)
         if difference is not None:
             return difference
@@ -106,81 +106,80 @@ def replay_lines(
     return None
 
 
-def _begin(told: TraceLine, header: Header, observe: Observer | None) -> "_Replay":
-    """Raises ConfigError where no engine can be as the header says."""
+def _begin(entry: TraceLine, header: Header, observe: Observer | None) -> "_Replay":
+    """Build the replay's Scheduler. Raises ConfigError if the header describes an impossible engine."""
     if not 0 < header.num_blocks <= MAX_BLOCKS:
-        raise ConfigError(f"{told.file}:{told.number}: num_blocks must be from 1 to {MAX_BLOCKS}: {header.num_blocks}")
+        raise ConfigError(
+            f"{entry.file}:{entry.number}: num_blocks must be between 1 and {MAX_BLOCKS} (got {header.num_blocks})"
+        )
     try:
         return _Replay(header, observe)
     except (*_IMPOSSIBLE, ConfigError) as error:
-        raise ConfigError(f"{told.file}:{told.number}: no engine can be as the header says: {error}") from None
+        raise ConfigError(f"{entry.file}:{entry.number}: the header describes an impossible engine: {error}") from None
 
 
 def _refusal(line: Lost | Keyframe) -> str:
     if isinstance(line, Keyframe):
-        return "a keyframe stands here, which only a trace that begins in the middle has, as its second line"
-    return (
-        f"{line.lines} lines are missing here; "
-        "what follows cannot be replayed exactly (--lenient replays what is before)"
-    )
+        return "unexpected keyframe: only the second line of a trace that begins in the middle may be one"
+    return f"{line.lines} lines are missing: cannot replay the lines after them (--lenient replays the lines before)"
 
 
-def _altered(told: TraceLine, step: int) -> Difference:
-    line = told.line
-    return Difference(told.number, step, kind_of(line), "crc", line.crc, ALTERED, id_in(line), told.file)
+def _altered(entry: TraceLine, step: int) -> Difference:
+    line = entry.line
+    return Difference(entry.number, step, kind_of(line), "crc", line.crc, ALTERED, id_in(line), entry.file)
 
 
 class _Replay:
-    """A Scheduler, and what was recorded and is still to be compared with what it does."""
+    """A replay: owns the new Scheduler and the recorded lines that are not compared yet."""
 
     def __init__(self, header: Header, observer: Observer | None) -> None:
         self._header = header
-        self._tap = DecisionLog()
-        self.scheduler = ReplayScheduler(header.config, header.kv_layout, header.num_blocks, hooks=self._tap)
+        self._decision_log = DecisionLog()
+        self.scheduler = ReplayScheduler(header.config, header.kv_layout, header.num_blocks, hooks=self._decision_log)
         self._observer = observer
         if observer is not None:
-            observer.begin(header, self.scheduler, self._tap)
+            observer.begin(header, self.scheduler, self._decision_log)
         self._step = 0
         self._admissions: list[TraceLine] = []
         self._decisions: list[Decision] = []
 
-    def begin_at(self, told: TraceLine) -> Difference | None:
-        """At a keyframe, before anything else: what comes is compared from there on."""
-        line = told.line
+    def begin_at(self, entry: TraceLine) -> Difference | None:
+        """Restore the Scheduler from a keyframe, before any other line."""
+        line = entry.line
         assert isinstance(line, Keyframe)
         try:
             restore(self.scheduler, line.state)
         except _IMPOSSIBLE as error:
-            return self._located(told, Differs("state", "an engine's", str(error)))
+            return self._located(entry, Differs("state", "a valid state", str(error)))
         self._step = line.state.step
         self._changed(line.now)
-        return None if told.is_intact else _altered(told, self._step)
+        return None if entry.is_intact else _altered(entry, self._step)
 
-    def take(self, told: TraceLine) -> Difference | None:
-        """Feed or compare one line. What the Scheduler tells its clients is the observer's."""
-        line = told.line
+    def take(self, entry: TraceLine) -> Difference | None:
+        """Feed or compare one line. The observer takes the Scheduler's messages to clients."""
+        line = entry.line
         if isinstance(line, Lost | Keyframe):
-            raise ConfigError(f"{told.file}:{told.number}: {_refusal(line)}")
+            raise ConfigError(f"{entry.file}:{entry.number}: {_refusal(line)}")
         if isinstance(line, PrefixCacheEvent):
-            self._admissions.append(told)
-            return None if told.is_intact else _altered(told, line.step)
+            self._admissions.append(entry)
+            return None if entry.is_intact else _altered(entry, line.step)
         try:
             self._take(line)
         except Differs as found:
-            return self._located(told, found)
+            return self._located(entry, found)
         except _IMPOSSIBLE as error:
-            return self._located(told, Differs("", "a line that fits", repr(error)))
-        self._tap.ended_requests.clear()
-        return None if told.is_intact else _altered(told, self._step)
+            return self._located(entry, Differs("", "a valid line", repr(error)))
+        self._decision_log.ended_requests.clear()
+        return None if entry.is_intact else _altered(entry, self._step)
 
-    def _located(self, told: TraceLine, found: Differs) -> Difference:
-        if found.field == "admissions":  # a line of its own, before this one
-            told = next((each for each in self._admissions if id_in(each.line) == found.req_id), told)
-        line = told.line
+    def _located(self, entry: TraceLine, found: Differs) -> Difference:
+        if found.field == "admissions":  # recorded in a line before this one
+            entry = next((each for each in self._admissions if id_in(each.line) == found.req_id), entry)
+        line = entry.line
         step = line.step if isinstance(line, StepDecision | StepSnapshot | PrefixCacheEvent | Result) else self._step
         req_id = found.req_id or id_in(line)
         return Difference(
-            told.number, step, kind_of(line), found.field, found.recorded, found.decided, req_id, told.file
+            entry.number, step, kind_of(line), found.field, found.recorded, found.decided, req_id, entry.file
         )
 
     def _take(self, line: AnyLine) -> None:
@@ -188,13 +187,13 @@ class _Replay:
             case StepDecision():
                 self._decide(line)
             case Result():
-                self._answer(line)
+                self._take_result(line)
             case StepSnapshot():
                 self._compare_snapshot(line)
             case Arrival():
                 self._arrive(line)
             case Tick():
-                self._tick(line)
+                self._take_tick(line)
             case Event():
                 self._add_future_hashes(line.hashes)
                 self.scheduler.consume(line.event, line.client)
@@ -217,38 +216,38 @@ class _Replay:
     def _arrive(self, line: Arrival) -> None:
         key = (line.client, line.req_id)
         if key in self.scheduler.table.requests:
-            raise Differs("req_id", line.req_id, "refused: it is in use")
+            raise Differs("req_id", line.req_id, "rejected: the id is in use")
         self.scheduler.consume(opaque_request(line, self._header.hash_bytes), line.client)
-        if key not in self.scheduler.table.requests and not self._tap.ended_requests:
-            refused = [m for _, m in self.scheduler.take_messages() if isinstance(m, Rejected)]
-            raise Differs(refused[0].param, "accepted", f"refused: {refused[0].message}")
+        if key not in self.scheduler.table.requests and not self._decision_log.ended_requests:
+            rejected = [m for _, m in self.scheduler.take_messages() if isinstance(m, Rejected)]
+            raise Differs(rejected[0].param, "accepted", f"rejected: {rejected[0].message}")
         if self._observer is not None:
             self._observer.arrived(line)
 
-    def _answer(self, line: Result) -> None:
+    def _take_result(self, line: Result) -> None:
         self._add_future_hashes(line.hashes)
         for ended in line.ended:
             self._check_length(ended)
         try:
             self.scheduler.consume(opaque_result(line))
         except WorkerFault as fault:
-            raise Differs(_blamed(str(fault)), "a result that fits", str(fault)) from None
-        if self._tap.ended_requests != line.ended:
-            at = first_index(line.ended, self._tap.ended_requests)
-            ended = line.ended[at] if at < len(line.ended) else self._tap.ended_requests[at]
-            compare("ended", line.ended, self._tap.ended_requests, self._name_of(ended.handle))
+            raise Differs(_faulty_field(str(fault)), "a valid result", str(fault)) from None
+        if self._decision_log.ended_requests != line.ended:
+            at = first_index(line.ended, self._decision_log.ended_requests)
+            ended = line.ended[at] if at < len(line.ended) else self._decision_log.ended_requests[at]
+            compare("ended", line.ended, self._decision_log.ended_requests, self._name_of(ended.handle))
         decisions = self._take_decisions()
         if self._observer is not None:
-            self._observer.answered(line, decisions)
+            self._observer.step_finished(line, decisions)
 
     def _check_length(self, ended: Ended) -> None:
-        """That it ended for its length needs no token to be seen. That it did not end is seen without looking here."""
+        """Check the length of an ending by length. (A missing one is found by comparing the endings.)"""
         request = self.scheduler.find(ended.handle)
         if request is None or ended.reason != EndReason.LENGTH:
             return
         most = request.max_total_tokens - request.num_prompt_tokens
         if ended.num_output_tokens != most:
-            raise Differs("ended", f"at its length after {ended.num_output_tokens} tokens", most, request.request_id)
+            raise Differs("ended", f"by length after {ended.num_output_tokens} tokens", most, request.request_id)
 
     def _begin_worker_epoch(self, line: WorkerEpoch) -> None:
         self._add_future_hashes(line.hashes)
@@ -284,10 +283,10 @@ class _Replay:
         self._step = line.step
         self._decisions.clear()
         if self._observer is not None:
-            self._observer.decided(line, decisions)
-        self._tap.hits.clear()
+            self._observer.step_decided(line, decisions)
+        self._decision_log.hits.clear()
 
-    def _tick(self, line: Tick) -> None:
+    def _take_tick(self, line: Tick) -> None:
         self._add_future_hashes(line.hashes)
         diff = self.scheduler.schedule(line.now)
         if diff is not None:
@@ -296,41 +295,43 @@ class _Replay:
         self._compare_admissions(self._step + 1)
         compare("reasons", line.reasons, self._reasons())
         self._decisions.clear()
-        self._tap.hits.clear()
+        self._decision_log.hits.clear()
         if self._observer is not None:
             self._observer.changed(line.now, decisions)
 
     def _as_line(self, line: StepDecision, diff: SchedulerOutput) -> StepDecision:
-        """What was decided as it would have been recorded; what is no decision is as in ``line``."""
+        """Return the decision as a trace line; fields that are no decision are copied from ``line``."""
         running = self.scheduler.table.running
         priorities = [running[row.handle].priority for row in diff.new_requests]
         decided = decision_line(line.now, diff, priorities, self._reasons(), line.hashes)
-        msgspec.structs.force_setattr(decided, "crc", line.crc)  # ours alone as yet, and a copy is dear
+        msgspec.structs.force_setattr(decided, "crc", line.crc)  # not shared yet; a copy is expensive
         return decided
 
     def _reasons(self) -> list[Reason]:
-        """All since the last decision."""
+        """Return the reasons since the last compared line."""
         return [Reason(d.kind, d.request_id, d.reason, d.beneficiary, d.num_blocks) for d in self._decisions]
 
     def _take_decisions(self) -> list[Decision]:
-        """The newest; they are compared with the next line that tells any."""
+        """Take the Scheduler's new decisions; they are compared with the next line that has reasons."""
         decisions = self.scheduler.decisions.take()
         self._decisions += decisions
         return decisions
 
     def _compare_admissions(self, step: int) -> None:
-        """Of this decision, each of which has a line of its own before it."""
-        if not self._admissions and not self._tap.hits:
+        """Compare the admissions of a step; each is recorded in a line before the decision."""
+        if not self._admissions and not self._decision_log.hits:
             return
-        told = [_hit(each.line) for each in self._admissions]
-        done = [(h.request_id, step, h.num_hit_tokens, h.num_prompt_tokens, h.num_tokens) for h in self._tap.hits]
-        if told != done:
-            at = first_index(told, done)
-            name = told[at][0] if at < len(told) else done[at][0]
+        recorded = [_hit(each.line) for each in self._admissions]
+        decided = [
+            (h.request_id, step, h.num_hit_tokens, h.num_prompt_tokens, h.num_tokens) for h in self._decision_log.hits
+        ]
+        if recorded != decided:
+            at = first_index(recorded, decided)
+            name = recorded[at][0] if at < len(recorded) else decided[at][0]
             raise Differs(
                 "admissions",
-                told[at] if at < len(told) else NOTHING,
-                done[at] if at < len(done) else NOTHING,
+                recorded[at] if at < len(recorded) else NOTHING,
+                decided[at] if at < len(decided) else NOTHING,
                 name,
             )
         self._admissions.clear()
@@ -350,7 +351,7 @@ class _Replay:
             compare(field, getattr(line, field), decided)
 
     def _compare_header(self, line: Header) -> None:
-        """Of a further file: the same engine, but for steps that were halved on the way."""
+        """Compare the header of a later file: the engine is the same, but its token budget may have been halved."""
         first = self._header
         most = first.config.max_num_batched_tokens
         compare("config", msgspec.structs.replace(line.config, max_num_batched_tokens=most), first.config)
@@ -364,12 +365,12 @@ class _Replay:
 
 def _hit(line: AnyLine) -> tuple[str, int, int, int, int]:
     assert isinstance(line, PrefixCacheEvent)
-    local = line.local_hit_tokens + line.external_hit_tokens  # there is no other place than this engine
+    local = line.local_hit_tokens + line.external_hit_tokens  # Quire itself records only local hits
     return line.req_id, line.step, local, line.total_prompt_tokens, line.num_tokens
 
 
-def _blamed(fault: str) -> str:
-    """The field of a result that a refusal of it is about."""
+def _faulty_field(fault: str) -> str:
+    """Return the result field that a WorkerFault's message is about."""
     words = {"expected": "step", "other requests": "handles", "bad or failed": "bad", "drafts do": "drafts"}
     words["more drafts"] = "drafts"
     return next((field for word, field in words.items() if word in fault), "counts")

@@ -1,4 +1,4 @@
-"""Lines of a trace as events without tokens."""
+"""Conversion of trace lines to events without tokens."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from quire.scheduler_proc.trace.lines import Arrival, Result
 
 
 def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
-    """``hash_bytes``: length of each of the line's hashes."""
+    """Convert an arrival line; ``hash_bytes`` is the length of each hash in it."""
     return OpaqueRequest(
         line.req_id,
         line.num_prompt_tokens,
@@ -25,7 +25,7 @@ def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
 
 
 def opaque_result(line: Result) -> OpaqueResult:
-    """Without the line's hashes, which the replay is given before."""
+    """Convert a result line without its hashes, which the replay adds before."""
     return OpaqueResult(
         line.step,
         _array(line.handles),

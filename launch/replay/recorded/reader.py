@@ -1,4 +1,4 @@
-"""Reads the lines of a trace: whole, rotated, packed or cut short. What is wrong is said with file and line."""
+"""Reads the lines of a trace: whole, rotated, compressed or cut short. Errors name the file and the line."""
 
 import re
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from quire.scheduler_proc.trace import lines
 from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Lost
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, QuireError)
-"""QuireError: sampling parameters that cannot be."""
+"""Errors of decoding a line; QuireError: invalid sampling parameters."""
 _LONGEST_HEADER = 2**24
 LONGEST_LINE = 2**26
-"""Bytes. A state of a large engine has some millions; a line without end would take all memory."""
+"""Bytes. The keyframe of a large engine has a few million; a line without an end would fill the memory."""
 _CRC = b',"crc":'
 
 
 class TraceLine(NamedTuple):
-    """``number``: from 1 within ``file``. ``is_intact``: the line has the checksum that it says."""
+    """A line with its position. ``number`` counts from 1 within ``file``; ``is_intact``: its checksum is right."""
 
     line: AnyLine
     number: int
@@ -32,7 +32,7 @@ class TraceLine(NamedTuple):
 
 
 class _First(msgspec.Struct):
-    """As much of a first line as every version will have."""
+    """The fields of a first line that every format version has."""
 
     kind: str = ""
     format: str = ""
@@ -40,25 +40,25 @@ class _First(msgspec.Struct):
 
 
 class TraceReader:
-    """The lines of one trace, in order, of all its files. Owns no file while nobody iterates.
+    """Iterates over the lines of all files of a trace, in order. Files are open only during an iteration.
 
-    With ``lenient`` what is damaged is replaced by a ``Lost`` line each, and counted.
+    With ``lenient``, each damaged line is replaced by a ``Lost`` line and counted.
 
     Attributes:
-        files: of the trace, in order, as far as they were found.
-        header: of the first file.
+        files: the files of the trace that were found, in order.
+        header: header of the first file.
         num_left_out: damaged lines so far.
-        notes: what a reader of the result should know, once the iteration is over.
+        notes: problems to show to the user, complete after the iteration.
     """
 
     def __init__(self, path: Path, *, lenient: bool = False, keep_altered: bool = False) -> None:
         """
         Args:
-            path: a file, whose further parts are found beside it, or a folder that holds one trace.
-            keep_altered: lines whose checksum does not match are given as they are, with ``is_intact`` false.
+            path: the first file of a trace, with the other parts beside it, or a folder with one trace.
+            keep_altered: yield lines with a wrong checksum, with ``is_intact`` false.
 
         Raises:
-            ConfigError: there is no trace, it is of another version, or begins in the middle.
+            ConfigError: no trace, an unsupported version, or a missing first part.
         """
         self._lenient = lenient
         self._keep_altered = keep_altered
@@ -68,29 +68,29 @@ class TraceReader:
         self.header = read_header(self.files[0])
         self._is_version_1 = _first_line(self.files[0])[1].version == version_1.VERSION
         if self.header.part:
-            self._complain(f"{self.files[0]} is part {self.header.part} of a trace; the parts before it are missing")
+            self._report(f"{self.files[0]} is part {self.header.part} of a trace; the parts before it are missing")
 
     def __iter__(self) -> Iterator[TraceLine]:
-        """Raises ConfigError at what is damaged, or missing, unless the reader is lenient."""
+        """Yield every line. Raises ConfigError at damaged or missing data unless the reader is lenient."""
         for at, file in enumerate(self.files):
             if at and read_header(file).part != self.header.part + at:
-                self._complain(f"{file} is part {read_header(file).part}, not {self.header.part + at} of the trace")
+                self._report(f"{file} is part {read_header(file).part}, not {self.header.part + at} of the trace")
                 return
             end = None
-            for told in self._read(file):
-                yield told
-                if isinstance(told.line, End):
-                    end = told.line
+            for each in self._read(file):
+                yield each
+                if isinstance(each.line, End):
+                    end = each.line
             if end is None or not end.next_part:
                 self._note_end(end, at)
                 return
-        self._complain(f"{self.files[-1]} says that the trace goes on in another file, which is missing")
+        self._report(f"{self.files[-1]} is not the last part of the trace; the next part is missing")
 
     def _note_end(self, end: End | None, at: int) -> None:
         if end is None:
-            self.notes.append(f"{self.files[at]} has no end: it was cut short, or is still being written")
+            self.notes.append(f"{self.files[at]} has no end line: it was cut short or is still being written")
         if self.files[at + 1 :]:
-            self.notes.append(f"{self.files[at]} is the last part; {self.files[at + 1]} is of another trace")
+            self.notes.append(f"{self.files[at]} is the last part; {self.files[at + 1]} belongs to another trace")
 
     def _read(self, file: Path) -> Iterator[TraceLine]:
         name, number = file.name, 0
@@ -105,7 +105,7 @@ class TraceReader:
                         return
                     yield self._decode(raw, number, name, file)
         except DECOMPRESSION_ERRORS as error:
-            yield self._damaged(f"{file}:{number + 1}: {_say(error)}", number + 1, name)
+            yield self._damaged(f"{file}:{number + 1}: {_describe(error)}", number + 1, name)
 
     def _decode(self, raw: bytes, number: int, name: str, file: Path) -> TraceLine:
         if self._is_version_1:
@@ -116,9 +116,9 @@ class TraceReader:
             what = "is cut short" if not raw.endswith(b"\n") else f"is damaged: {error}"
             return self._damaged(f"{file}:{number}: the line {what}", number, name)
         body, _, crc = raw.rpartition(_CRC)
-        if crc32(b"}", crc32(body)) == line.crc and crc.rstrip() == b"%d}" % line.crc:  # as it was written
+        if crc32(b"}", crc32(body)) == line.crc and crc.rstrip() == b"%d}" % line.crc:  # the bytes are unchanged
             return TraceLine(line, number, name)
-        if lines.is_intact(line):  # written again by somebody, with other spaces
+        if lines.is_intact(line):  # rewritten with other spaces
             return TraceLine(line, number, name)
         if self._keep_altered:
             return TraceLine(line, number, name, False)
@@ -126,13 +126,13 @@ class TraceReader:
 
     def _damaged(self, text: str, number: int, name: str) -> TraceLine:
         if not self.num_left_out:
-            self._complain(text)
+            self._report(text)
         self.num_left_out += 1
         return TraceLine(Lost(lines=1), number, name)
 
-    def _complain(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if not self._lenient:
-            raise ConfigError(f"{text} (--lenient keeps what is good)")
+            raise ConfigError(f"{text} (--lenient skips damaged lines)")
         self.notes.append(text)
 
 
@@ -144,8 +144,8 @@ def read_header(file: Path) -> Header:
     """
     raw, first = _first_line(file)
     if first.kind != "header" or first.format != lines.FORMAT:
-        kind = f"format {first.format[:40]!r}" if first.format else "no header of one"
-        raise ConfigError(f"{file}:1: the line is not the header of a Quire trace ({kind})")
+        kind = f"format {first.format[:40]!r}" if first.format else "no format"
+        raise ConfigError(f"{file}:1: not the header of a Quire trace ({kind})")
     if first.version not in (version_1.VERSION, lines.VERSION):
         raise ConfigError(
             f"{file} has version {first.version} of the trace format; this Quire reads versions 1 to {lines.VERSION}"
@@ -154,7 +154,7 @@ def read_header(file: Path) -> Header:
         header = lines.decode_line(version_1.upgrade(raw) if first.version == version_1.VERSION else raw)
     except _UNREADABLE as error:
         raise ConfigError(f"{file}:1: the line is damaged: {error}") from None
-    assert isinstance(header, Header)  # it says so
+    assert isinstance(header, Header)  # by its kind
     return header
 
 
@@ -163,7 +163,7 @@ def _first_line(file: Path) -> tuple[bytes, _First]:
         with open_decompressed(file) as stream:
             raw = stream.readline(_LONGEST_HEADER)
     except DECOMPRESSION_ERRORS as error:
-        raise ConfigError(f"{file}: {_say(error)}") from None
+        raise ConfigError(f"{file}: {_describe(error)}") from None
     if not raw:
         raise ConfigError(f"{file} is empty")
     try:
@@ -173,7 +173,7 @@ def _first_line(file: Path) -> tuple[bytes, _First]:
 
 
 def is_trace(file: Path) -> bool:
-    """Whether it begins as one of ours, of whatever version."""
+    """Whether the file begins with the header of a Quire trace of any version."""
     try:
         with open_decompressed(file) as stream:
             return msgspec.json.decode(stream.readline(_LONGEST_HEADER), type=_First).format == lines.FORMAT
@@ -182,11 +182,11 @@ def is_trace(file: Path) -> bool:
 
 
 def _find_files(path: Path) -> list[Path]:
-    """The files of one trace, in order."""
+    """Return the files of one trace, in order."""
     if path.is_dir():
-        return _of_folder(path)
+        return _find_in_folder(path)
     if not path.exists():
-        raise ConfigError(f"{path}: no such file")
+        raise ConfigError(f"{path}: file not found")
     parts: list[tuple[int, Path]] = []
     for sibling in path.parent.iterdir() if path.name else ():
         found = re.fullmatch(re.escape(path.name) + r"\.(\d+)", sibling.name)
@@ -195,16 +195,16 @@ def _find_files(path: Path) -> list[Path]:
     return [path, *(sibling for _, sibling in sorted(parts))]
 
 
-def _of_folder(folder: Path) -> list[Path]:
+def _find_in_folder(folder: Path) -> list[Path]:
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and is_trace(file)]
     headers = {file: read_header(file) for file in files}
     if not files:
-        raise ConfigError(f"{folder} holds no Quire trace")
+        raise ConfigError(f"{folder} contains no Quire trace")
     firsts = [file for file in files if headers[file].part == 0]
     if len(firsts) > 1:
-        raise ConfigError(f"{folder} holds {len(firsts)} traces, of which {firsts[0].name} is one: name it")
+        raise ConfigError(f"{folder} contains {len(firsts)} traces: name one of them, such as {firsts[0].name}")
     return sorted(files, key=lambda file: headers[file].part)
 
 
-def _say(error: Exception) -> str:
-    return f"the packed data is damaged or cut short ({error})"
+def _describe(error: Exception) -> str:
+    return f"the compressed data is damaged or cut short ({error})"

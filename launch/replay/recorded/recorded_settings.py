@@ -1,4 +1,4 @@
-"""What the header of a recorded trace says of the engine, in the words of ``--set``."""
+"""The engine settings in the header of a trace, by ``--set`` key."""
 
 from typing import Any
 
@@ -22,13 +22,13 @@ SETTINGS = (
     "reserve_full_sequence",
     "watermark",
 )
-"""Flags of the engine that decide what its scheduler does."""
+"""Engine flags that affect scheduling."""
 
 _FLAG_OF_DTYPE = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 def recorded_settings(header: Header) -> dict[str, Any]:
-    """Without the model: only its shape is recorded, not its name."""
+    """Return the recorded settings, without the model: only its shape is recorded, not its name."""
     settings = {name: getattr(header.config, name) for name in SETTINGS}
     settings["kv_cache_dtype"] = _FLAG_OF_DTYPE.get(header.config.kv_cache_dtype, header.config.kv_cache_dtype)
     return settings | {"num_usable_blocks": header.num_blocks - 1}

@@ -1,4 +1,4 @@
-"""How long each answer of a trace got, and the names of its blocks: found out from the lines alone."""
+"""The length, the block hashes and the ending of each request of a trace, derived from its lines."""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -26,10 +26,13 @@ from quire.scheduler_proc.trace.lines import (
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """One request. ``names``: of its full blocks, prompt and answer, joined.
+class RequestOutcome:
+    """The outcome of one request.
 
-    ``ending``: aborted, failed, unfinished (when the trace ended) or rejected; empty when it ended by itself.
+    Attributes:
+        names: hashes of the full blocks of its prompt and output, concatenated.
+        num_tokens: output tokens.
+        ending: aborted, failed, rejected, or unfinished at the end of the trace; empty if it finished normally.
     """
 
     arrival: Arrival
@@ -40,21 +43,21 @@ class Answer:
     is_held: bool = False
 
 
-class Answers:
-    """Follows all requests through the lines, at a cost that follows what changed: no line is looked at per request.
+class RequestOutcomes:
+    """Tracks all requests through the lines, in time proportional to what each line changes.
 
     Attributes:
-        all: in order of arrival; right after ``close``.
+        all: outcomes in order of arrival; complete after ``close``.
     """
 
     def __init__(self) -> None:
-        self.all: list[Answer] = []
-        self._live: dict[tuple[int, str], Answer] = {}
-        self._by_handle: dict[int, Answer] = {}
-        self._no_handle: dict[str, list[Answer]] = {}
+        self.all: list[RequestOutcome] = []
+        self._live: dict[tuple[int, str], RequestOutcome] = {}
+        self._by_handle: dict[int, RequestOutcome] = {}
+        self._no_handle: dict[str, list[RequestOutcome]] = {}
         self._sampling: list[int] = []
         self._num_results = 0
-        """That brought a token to each of ``_sampling``, and are not counted with them yet."""
+        """Results with one token for each of ``_sampling`` that are not added to ``num_tokens`` yet."""
         self._step = self._stale_until = 0
 
     def take(self, line: AnyLine) -> None:
@@ -62,25 +65,25 @@ class Answers:
             case Arrival():
                 self._arrive(line)
             case StepDecision():
-                self._name(line.hashes)
+                self._add_hashes(line.hashes)
                 self._step = line.step
                 for row in line.new:
                     self._identify(row)
             case Result():
-                self._name(line.hashes)
+                self._add_hashes(line.hashes)
                 self._add_tokens(line)
             case Tick():
-                self._name(line.hashes)
+                self._add_hashes(line.hashes)
             case Event():
-                self._name(line.hashes)
-                self._happen(line.client, line.event)
+                self._add_hashes(line.hashes)
+                self._take_event(line.client, line.event)
             case ClientDropped():
-                self._name(line.hashes)
+                self._add_hashes(line.hashes)
                 for key in [key for key in self._live if key[0] == line.client]:
                     self._end(key, "aborted")
             case WorkerEpoch():
-                self._name(line.hashes)
-                self._settle()
+                self._add_hashes(line.hashes)
+                self._add_pending()
                 self._sampling, self._stale_until = [], self._step
             case Keyframe(state=state):
                 self._step, self._stale_until, self._sampling = state.step, state.stale_until, state.rows
@@ -90,69 +93,72 @@ class Answers:
                 assert_never(line)
 
     def close(self) -> None:
-        """Nothing comes any more."""
-        self._settle()
+        """Complete the outcomes after the last line."""
+        self._add_pending()
 
     def _arrive(self, line: Arrival) -> None:
-        answer = Answer(line, bytearray(line.block_hashes), line.num_output_tokens)
-        self.all.append(answer)
-        self._live[line.client, line.req_id] = answer
-        self._no_handle.setdefault(line.req_id, []).append(answer)
+        outcome = RequestOutcome(line, bytearray(line.block_hashes), line.num_output_tokens)
+        self.all.append(outcome)
+        self._live[line.client, line.req_id] = outcome
+        self._no_handle.setdefault(line.req_id, []).append(outcome)
 
     def _identify(self, row: NewRow) -> None:
-        """The first line with its handle. Two clients may use one id: then its length tells, or who came first."""
+        """Assign a handle to a request from its first row.
+
+        If two clients use the same id, the prompt length decides, then the order of arrival.
+        """
         known = self._by_handle.get(row.handle)
         if known is not None and known.arrival.req_id == row.req_id:
             return
         waiting = self._no_handle.get(row.req_id, [])
         fitting = [each for each in waiting if each.arrival.num_prompt_tokens == row.num_prompt_tokens]
-        for answer in fitting[:1]:
-            answer.handle = row.handle
-            self._by_handle[row.handle] = answer
-            self._forget_waiting(answer)
+        for outcome in fitting[:1]:
+            outcome.handle = row.handle
+            self._by_handle[row.handle] = outcome
+            self._remove_waiting(outcome)
 
-    def _forget_waiting(self, answer: Answer) -> None:
-        waiting = self._no_handle.get(answer.arrival.req_id, [])
-        if answer in waiting:
-            waiting.remove(answer)
+    def _remove_waiting(self, outcome: RequestOutcome) -> None:
+        waiting = self._no_handle.get(outcome.arrival.req_id, [])
+        if outcome in waiting:
+            waiting.remove(outcome)
         if not waiting:
-            self._no_handle.pop(answer.arrival.req_id, None)
+            self._no_handle.pop(outcome.arrival.req_id, None)
 
-    def _name(self, hashes: list[tuple[int, bytes]]) -> None:
+    def _add_hashes(self, hashes: list[tuple[int, bytes]]) -> None:
         for handle, name in hashes:
-            if (answer := self._by_handle.get(handle)) is not None:
-                answer.names += name
+            if (outcome := self._by_handle.get(handle)) is not None:
+                outcome.names += name
 
     def _add_tokens(self, line: Result) -> None:
         if line.step <= self._stale_until:
             return
         if line.handles is not None:
-            self._settle()
+            self._add_pending()
             self._sampling = line.handles
         if line.counts is None:
             self._num_results += 1
         else:
             for handle, count in zip(self._sampling, line.counts, strict=False):
-                if (answer := self._by_handle.get(handle)) is not None:
-                    answer.num_tokens += count
+                if (outcome := self._by_handle.get(handle)) is not None:
+                    outcome.num_tokens += count
         for ended in line.ended:
-            self._end_told(ended)
+            self._end_recorded(ended)
 
-    def _settle(self) -> None:
-        """Count the results so far with each request that got a token from them."""
+    def _add_pending(self) -> None:
+        """Add the pending results to ``num_tokens`` of each request that sampled in them."""
         if self._num_results:
             for handle in self._sampling:
-                if (answer := self._by_handle.get(handle)) is not None:
-                    answer.num_tokens += self._num_results
+                if (outcome := self._by_handle.get(handle)) is not None:
+                    outcome.num_tokens += self._num_results
             self._num_results = 0
 
-    def _end_told(self, ended: Ended) -> None:
-        answer = self._by_handle.get(ended.handle)
-        if answer is not None:
-            key = (answer.arrival.client, answer.arrival.req_id)
+    def _end_recorded(self, ended: Ended) -> None:
+        outcome = self._by_handle.get(ended.handle)
+        if outcome is not None:
+            key = (outcome.arrival.client, outcome.arrival.req_id)
             self._end(key, "failed" if ended.reason == EndReason.ERROR else "", ended.num_output_tokens)
 
-    def _happen(self, client: int, event: OtherEvent) -> None:
+    def _take_event(self, client: int, event: OtherEvent) -> None:
         match event:
             case Abort():
                 for request_id in event.request_ids:
@@ -162,11 +168,11 @@ class Answers:
             case Stop():
                 self._end((client, event.request_id), "", event.num_output_tokens, at_most=True)
             case Hold() | Release():
-                if (answer := self._live.get((client, event.request_id))) is not None:
-                    answer.is_held = isinstance(event, Hold)
-            case Refuse():  # of nobody else: then it changed nothing
-                answer = self._live.get((client, event.request_id))
-                if answer is not None and answer.is_held:
+                if (outcome := self._live.get((client, event.request_id))) is not None:
+                    outcome.is_held = isinstance(event, Hold)
+            case Refuse():  # has no effect on a request that is not held
+                outcome = self._live.get((client, event.request_id))
+                if outcome is not None and outcome.is_held:
                     self._end((client, event.request_id), "rejected")
             case Control():
                 pass
@@ -174,13 +180,13 @@ class Answers:
                 assert_never(event)
 
     def _end(self, key: tuple[int, str], ending: str, num_tokens: int | None = None, *, at_most: bool = False) -> None:
-        """``num_tokens``: of its answer; None: as many as it got. ``at_most``: if it got so many."""
-        answer = self._live.pop(key, None)
-        if answer is None:
+        """End a request with ``num_tokens``, or with as many as it got; ``at_most``: with the smaller of the two."""
+        outcome = self._live.pop(key, None)
+        if outcome is None:
             return
-        self._settle()
+        self._add_pending()
         if num_tokens is not None:
-            answer.num_tokens = min(max(num_tokens, 0), answer.num_tokens) if at_most else num_tokens
-        answer.ending = "failed" if ending == "rejected" and answer.num_tokens else ending
-        self._by_handle.pop(answer.handle, None)
-        self._forget_waiting(answer)
+            outcome.num_tokens = min(max(num_tokens, 0), outcome.num_tokens) if at_most else num_tokens
+        outcome.ending = "failed" if ending == "rejected" and outcome.num_tokens else ending
+        self._by_handle.pop(outcome.handle, None)
+        self._remove_waiting(outcome)

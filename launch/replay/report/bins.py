@@ -1,4 +1,4 @@
-"""Reductions of a long run to what a chart can show: steps in bins of time, histograms, hit rates over time."""
+"""Reduces a long run to chart data: steps in bins of time, histograms, hit rates over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ HISTOGRAM_BINS = 80
 RATE_BINS = 160
 STEP_COLUMNS = ("running", "waiting", "held", "cached", "free", "prefill_tokens", "decode_tokens")
 _IDLE_GAP = 20
-"""A pause of more than so many steps (of the median length) is a gap in the chart, not a longer step."""
+"""A pause longer than this many median steps is a gap in the chart, not a longer step."""
 
 
 def microseconds(seconds: float) -> int:
@@ -22,17 +22,17 @@ def microseconds(seconds: float) -> int:
 
 
 def bin_steps(steps: StepColumns, preemptions: Sequence[float], max_bins: int = MAX_STEP_BINS) -> dict[str, Any]:
-    """Columns over at most ``max_bins`` bins of equal time; a run of few steps has one bin per step.
+    """Return columns over at most ``max_bins`` bins of equal time; a run of few steps has one bin per step.
 
-    A row holds until the next. The last row repeats the one before it, at the end of the run and without preemptions.
+    A row is valid until the next one. The last row repeats the previous row at the end of the run, without preemptions.
     A pause of the engine is a row of None.
 
     Args:
         preemptions: seconds, in any order.
 
     Returns:
-        ``time``: microseconds. ``count``: steps of each bin, None where each has one. STEP_COLUMNS: means over the
-        steps of a bin. ``largest``: the tokens of its largest step. ``preemptions``: how many it had.
+        ``time``: microseconds. ``count``: steps per bin, None if each bin has one. STEP_COLUMNS: means over the steps
+        of a bin. ``largest``: tokens of its largest step. ``preemptions``: number of preemptions.
     """
     if not len(steps):
         return {name: [] for name in ("time", *STEP_COLUMNS, "largest", "preemptions")} | {"count": None}
@@ -55,7 +55,7 @@ def bin_steps(steps: StepColumns, preemptions: Sequence[float], max_bins: int = 
 
 
 def _starts(begin: Floats, end: Floats, max_bins: int) -> npt.NDArray[np.int64]:
-    """Index of each bin's first step."""
+    """Return the index of each bin's first step."""
     if len(begin) <= max_bins:
         return np.arange(len(begin))
     width = max(float(end.max() - begin[0]) / max_bins, 1e-9)
@@ -69,10 +69,10 @@ def _rows(column: Floats, pauses: npt.NDArray[np.int64]) -> list[float | None]:
 
 
 def histogram(name: str, label: str, runs: Sequence[Sequence[tuple[float, int]]]) -> dict[str, Any]:
-    """(milliseconds, how often) pairs of each run in bins that the runs share: logarithmic where they span much.
+    """Count (milliseconds, count) pairs of each run in bins that all runs share: logarithmic for a wide range.
 
     Returns:
-        ``edges``: one more than bins, milliseconds. ``counts``: per run. Empty lists where no run has a value.
+        ``edges``: milliseconds, one more than bins. ``counts``: per run. Both are empty if no run has a value.
     """
     values = [np.array([value for value, _ in run], np.float64) for run in runs]
     weights = [np.array([count for _, count in run], np.int64) for run in runs]
@@ -88,23 +88,23 @@ def histogram(name: str, label: str, runs: Sequence[Sequence[tuple[float, int]]]
 
 
 def _edges(low: float, high: float) -> tuple[Floats, bool]:
-    """Rounded, so that the last bit of another machine's floats does not change the page."""
+    """Return edges, rounded so that floating-point differences between machines do not change the page."""
     positive = max(low, high * 1e-5, 1e-3)
     log = high > 30 * positive
     if log:
         edges = np.geomspace(positive, high, HISTOGRAM_BINS + 1)
     else:
-        # Values that hardly differ get an axis wide enough that its ends have different labels.
+        # For nearly equal values, widen the axis until its ends have different labels.
         room = max(0.05 * (high - low) if high - low > 0.1 * high else 0.25 * high, 1e-4)
         edges = np.linspace(max(low - room, 0.0), high + room, HISTOGRAM_BINS + 1)
     return np.array([float(f"{edge:.6g}") for edge in edges]), log
 
 
 def hit_rates(requests: Sequence[RequestRun], begin: float, end: float) -> dict[str, list[float]]:
-    """Share of prompt tokens found in the prefix cache, by the time of a request's first admission.
+    """Return the share of prompt tokens found in the prefix cache, by time of the first admission.
 
     Returns:
-        ``time``: microseconds, ends of bins with an admission; ``rate`` in that bin; ``total`` until its end.
+        ``time``: microseconds, ends of the bins with an admission. ``rate``: in the bin. ``total``: up to its end.
     """
     admitted = [run for run in requests if run.scheduled >= 0]
     width = max(end - begin, 1e-6) / RATE_BINS

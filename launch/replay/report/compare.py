@@ -1,4 +1,4 @@
-"""Two runs of one workload, request by request: which waited longer in the second, and for what."""
+"""Compares two runs of one workload request by request: which took longer in the second run, and why."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,16 @@ from typing import Any
 
 from quire.launch.measure.report import Table
 from quire.launch.replay.report.figures import latency
-from quire.launch.replay.run.request_states import COMPUTING, QueueHead, life, stretches_by_reason
+from quire.launch.replay.run.request_states import COMPUTING, QueueHead, seconds_by_reason, stretches_by_reason
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
-MOST_SHOWN = 10
-MOST_BEHIND = 3
+MAX_SHOWN = 10
+MAX_BEHIND = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Seconds of a request in each run by ``what``: a reason to wait, prefill or decode."""
+    """Seconds of a request in each run for one ``what``: a wait reason or a state."""
 
     what: str
     seconds: tuple[float, float]
@@ -31,9 +31,9 @@ class RequestDelta:
     """One request in both runs. Changes are the second run's figure minus the first's, in milliseconds.
 
     Attributes:
-        parts: what its end-to-end time consists of, the largest change first; the changes add up to ``e2e``.
-        preempted_for: the request that got its blocks, for each preemption in the second run; ``none``: no request did.
-        behind: requests of the second run that ran longest while this one waited, and how many seconds of that.
+        parts: parts of the end-to-end latency, the largest change first; the changes add up to ``e2e``.
+        preempted_for: for each preemption in the second run, the request that got the blocks, or ``none``.
+        behind: the requests of the second run that ran longest while this one waited, with the seconds.
     """
 
     request_id: str
@@ -47,29 +47,29 @@ class RequestDelta:
     behind: list[tuple[str, float]] = field(default_factory=list)
 
     @property
-    def blame(self) -> str:
-        """Why it took longer or less long, in words."""
-        said = [f"{part.what} {_signed(part.change * 1e3)} ms" for part in self.parts[:3] if abs(part.change) >= 5e-7]
+    def why(self) -> str:
+        """Why the request took more or less time, as text."""
+        causes = [f"{part.what} {_signed(part.change * 1e3)} ms" for part in self.parts[:3] if abs(part.change) >= 5e-7]
         if self.behind and any(part.what not in COMPUTING and part.change > 0 for part in self.parts):
-            said.append("behind " + ", ".join(name for name, _ in self.behind))
+            causes.append("behind " + ", ".join(name for name, _ in self.behind))
         if self.preemptions:
             times = f"preempted {_signed(self.preemptions)} times"
-            said.append(
+            causes.append(
                 times + (f" (for {', '.join(dict.fromkeys(self.preempted_for))})" if self.preempted_for else "")
             )
         if self.cached_tokens:
-            said.append(f"{_signed(self.cached_tokens)} cached tokens")
-        return "; ".join(said) or "nothing changed"
+            causes.append(f"{_signed(self.cached_tokens)} cached tokens")
+        return "; ".join(causes) or "nothing changed"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs, compared by the requests that ended well in both.
+    """A comparison of two runs by the requests that succeeded in both.
 
     Attributes:
-        deltas: all of them, by how much longer they took in the second run, the longest first.
-        parts: seconds of all of them together, by what they went to.
-        only_first, only_second: ids of those that ended well in one run only (rejected, failed or absent in the other).
+        deltas: one per request, the largest increase of end-to-end latency first.
+        parts: total seconds of these requests by wait reason or state.
+        only_first, only_second: ids of requests that succeeded in one run only.
     """
 
     titles: tuple[str, str]
@@ -81,7 +81,7 @@ class Comparison:
 
     @property
     def slower(self) -> list[RequestDelta]:
-        """The requests that took longer in the second run, the longest first."""
+        """The requests that took longer in the second run, the largest increase first."""
         return [delta for delta in self.deltas if delta.e2e > 0]
 
     @property
@@ -89,7 +89,7 @@ class Comparison:
         return sum(delta.e2e < 0 for delta in self.deltas)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON's types only."""
+        """Return the comparison as JSON types."""
         return {
             "runs": list(self.titles),
             "settings": {key: list(values) for key, values in self.settings.items()},
@@ -100,7 +100,7 @@ class Comparison:
             "seconds_by_reason": {part.what: list(part.seconds) for part in self.parts},
             "only_first": self.only_first,
             "only_second": self.only_second,
-            "most_delayed": [_delta_dict(delta) for delta in self.slower[:MOST_SHOWN]],
+            "most_delayed": [_delta_dict(delta) for delta in self.slower[:MAX_SHOWN]],
         }
 
     def tables(self) -> list[Table]:
@@ -113,9 +113,9 @@ class Comparison:
                 [(part.what, [*part.seconds, part.change]) for part in self.parts],
             ),
         ]
-        if shown := self.slower[:MOST_SHOWN]:
-            rows = [(each.request_id, (each.ttft, each.queue, each.e2e, each.blame)) for each in shown]
-            made.append(Table("waited longer, ms", ("ttft", "queue", "e2e", "why"), rows))
+        if shown := self.slower[:MAX_SHOWN]:
+            rows = [(each.request_id, (each.ttft, each.queue, each.e2e, each.why)) for each in shown]
+            made.append(Table("took longer, ms", ("ttft", "queue", "e2e", "why"), rows))
         return made
 
     def text(self) -> str:
@@ -124,14 +124,15 @@ class Comparison:
             f"first:  {self.titles[0]}",
             f"second: {self.titles[1]}",
             *(f"  {key}: {first} -> {second}" for key, (first, second) in self.settings.items()),
-            f"{len(self.deltas)} requests ended in both: {len(self.slower)} later in the second, {self.num_faster} "
-            f"earlier; {len(self.only_first)} in the first only, {len(self.only_second)} in the second only",
+            f"{len(self.deltas)} requests finished in both runs: {len(self.slower)} slower in the second, "
+            f"{self.num_faster} faster; {len(self.only_first)} finished in the first only, {len(self.only_second)} "
+            "in the second only",
         ]
         return "\n\n".join(["\n".join(lines), *(table.text() for table in self.tables())])
 
 
 def compare(a: RunRecord, b: RunRecord) -> Comparison:
-    """Compare ``b`` with ``a``. Requests are matched by id, and requests of equal ids by order of arrival."""
+    """Compare ``b`` with ``a``. Requests are matched by id, then by order of arrival."""
     first, second = _by_name(a), _by_name(b)
     common = [name for name in first if name in second]
     heads = QueueHead(a.requests), QueueHead(b.requests)
@@ -143,13 +144,13 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
         for part in delta.parts:
             whole[part.what][0] += part.seconds[0]
             whole[part.what][1] += part.seconds[1]
-    for delta, run in [pair for pair in pairs if pair[0].e2e > 0][:MOST_SHOWN]:
+    for delta, run in [pair for pair in pairs if pair[0].e2e > 0][:MAX_SHOWN]:
         delta.behind.extend(_ran_meanwhile(run, b.requests))
     keys = dict.fromkeys([*a.settings, *b.settings])
-    told = {key: (a.settings.get(key), b.settings.get(key)) for key in keys}
+    settings = {key: (a.settings.get(key), b.settings.get(key)) for key in keys}
     return Comparison(
         (a.title, b.title),
-        {key: values for key, values in told.items() if values[0] != values[1]},
+        {key: values for key, values in settings.items() if values[0] != values[1]},
         deltas,
         _ranked({what: (seconds[0], seconds[1]) for what, seconds in whole.items()}),
         [run.request_id for name, run in first.items() if name not in second],
@@ -158,8 +159,8 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
 
 
 def _delta(a: RequestRun, b: RequestRun, heads: tuple[QueueHead, QueueHead]) -> RequestDelta:
-    before, after, spent = latency(a), latency(b), (life(a, heads[0]), life(b, heads[1]))
-    whats = dict.fromkeys([*spent[0], *spent[1]])
+    before, after, spent = latency(a), latency(b), (seconds_by_reason(a, heads[0]), seconds_by_reason(b, heads[1]))
+    names = dict.fromkeys([*spent[0], *spent[1]])
     return RequestDelta(
         b.request_id,
         (after.ttft or 0.0) - (before.ttft or 0.0),
@@ -167,13 +168,13 @@ def _delta(a: RequestRun, b: RequestRun, heads: tuple[QueueHead, QueueHead]) -> 
         (after.queue or 0.0) - (before.queue or 0.0),
         b.num_cached_tokens - a.num_cached_tokens,
         b.num_preemptions - a.num_preemptions,
-        _ranked({what: (spent[0].get(what, 0.0), spent[1].get(what, 0.0)) for what in whats}),
+        _ranked({what: (spent[0].get(what, 0.0), spent[1].get(what, 0.0)) for what in names}),
         [moment.other or "none" for moment in b.moments if moment.what == "preempt"],
     )
 
 
 def _ran_meanwhile(run: RequestRun, others: Sequence[RequestRun]) -> list[tuple[str, float]]:
-    """Return the requests that it waited behind, and for how many seconds, the longest first. O(requests)."""
+    """Return the requests that ran while ``run`` waited, with the seconds, the longest first. O(requests)."""
     waits = [(begin, end) for begin, end, what in stretches_by_reason(run) if what not in COMPUTING]
     if not waits:
         return []
@@ -183,11 +184,11 @@ def _ran_meanwhile(run: RequestRun, others: Sequence[RequestRun]) -> list[tuple[
             share = sum(max(min(end, other.end) - max(begin, other.scheduled), 0.0) for begin, end in waits)
             if share > 0:
                 shares.append((other.request_id, share))
-    return sorted(shares, key=lambda pair: (-pair[1], pair[0]))[:MOST_BEHIND]
+    return sorted(shares, key=lambda pair: (-pair[1], pair[0]))[:MAX_BEHIND]
 
 
 def _by_name(record: RunRecord) -> dict[tuple[str, int], RequestRun]:
-    """The requests that ended well, by id and by how many before had the same id."""
+    """Return the successful requests by (id, number of requests so far with this id)."""
     counts: dict[str, int] = defaultdict(int)
     found: dict[tuple[str, int], RequestRun] = {}
     for run in record.requests:
@@ -216,7 +217,7 @@ def _delta_dict(delta: RequestDelta) -> dict[str, Any]:
         "seconds_by_reason": {part.what: list(part.seconds) for part in delta.parts},
         "preempted_for": delta.preempted_for,
         "behind": [[name, seconds] for name, seconds in delta.behind],
-        "why": delta.blame,
+        "why": delta.why,
     }
 
 

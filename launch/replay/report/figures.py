@@ -9,17 +9,17 @@ from typing import NamedTuple
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 UNSUCCESSFUL = ("", "rejected", "abort", "error")
-"""Values of ``RequestRun.finish`` that exclude a request from all latencies; empty: it had not ended."""
+"""Values of ``RequestRun.finish`` that exclude a request from all latencies; empty: unfinished."""
 
 
 class Latency(NamedTuple):
-    """One request's times, in milliseconds; None where there is none.
+    """Latencies of one request in milliseconds; None if undefined.
 
     Attributes:
         ttft: from arrival to the first token.
-        tpot: between tokens after the first, on average; None for an answer of one token.
+        tpot: mean time between tokens after the first; None for a single output token.
         e2e: from arrival to the end.
-        queue: from arrival to the first admission; None in the record of a client, which cannot know it.
+        queue: from arrival to the first admission; None in a live run, whose client cannot measure it.
     """
 
     ttft: float | None = None
@@ -29,7 +29,7 @@ class Latency(NamedTuple):
 
 
 def latency(run: RequestRun) -> Latency:
-    """Return the latencies of a request, all None if it was rejected, failed, aborted or had not ended."""
+    """Return the latencies of a request, all None if it was rejected, failed, aborted or unfinished."""
     if run.finish in UNSUCCESSFUL or run.first_token < 0:
         return Latency()
     gaps = run.num_output_tokens - 1
@@ -56,7 +56,7 @@ def spread(sorted_values: Sequence[float]) -> dict[str, float | None]:
 
 
 class PrefixCache(NamedTuple):
-    """Hits of the prefix cache over all requests; rejected requests count among the input tokens and hit nothing."""
+    """Prefix cache hits of all requests. Rejected requests count as input tokens without a hit."""
 
     hit_tokens: int
     hit_blocks: int
@@ -69,7 +69,7 @@ class PrefixCache(NamedTuple):
 
 
 def prefix_cache(record: RunRecord) -> PrefixCache:
-    """Counted once per request, at its first admission: what it finds again after a preemption is its own."""
+    """Return the hits at first admissions: hits after a preemption are the request's own blocks and do not count."""
     hit_tokens = sum(run.num_cached_tokens for run in record.requests)
     return PrefixCache(
         hit_tokens,
@@ -83,17 +83,17 @@ def weighted_percentile(sorted_counts: Sequence[tuple[float, int]], q: float) ->
     """Return the nearest-rank percentile: the smallest value that at least ``q`` percent of all do not exceed.
 
     Args:
-        sorted_counts: (value, how often), ascending, and at least one.
+        sorted_counts: (value, count) in ascending order; not empty.
         q: 0 to 100; 0 gives the smallest.
     """
     counts = list(accumulate(count for _, count in sorted_counts))
-    # The product can lie a rounding error above a whole number, which would be the next rank.
+    # Round, because a product slightly above a whole number would select the next rank.
     rank = math.ceil(round(q * counts[-1] / 100, 9))
     return sorted_counts[bisect_left(counts, max(rank, 1))][0]
 
 
 def weighted_spread(sorted_counts: Sequence[tuple[float, int]]) -> dict[str, float | None]:
-    """As ``spread``, of values given as (value, how often), ascending."""
+    """Return ``spread`` of (value, count) pairs in ascending order."""
     if not sorted_counts:
         return dict.fromkeys(("mean", "p50", "p90", "p99"))
     mean = math.fsum(value * count for value, count in sorted_counts) / sum(count for _, count in sorted_counts)

@@ -1,4 +1,4 @@
-"""The data of the page: plain values that become JSON, made from the runs' records only."""
+"""The JSON data of the HTML page, made from the runs' records only."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ MAX_TEXT = 200
 
 
 def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return the data; times are whole microseconds on each run's clock. ``left_out`` counts what has no room."""
+    """Return the page's data. Times are whole microseconds on each run's clock; ``left_out`` counts omitted items."""
     latencies = [figures.sorted_latencies(run) for run in runs]
     distributions = [
         bins.histogram("ttft", "Time to first token", _ones(latencies, "ttft")),
@@ -57,7 +57,7 @@ def _run(record: RunRecord, latency: dict[str, list[float]], end: float, num_run
         "notes": list(record.notes),
         "settings": {key: str(value) for key, value in sorted(record.settings.items())},
         "equal": record.decisions_equal,
-        "difference": None if record.first_difference is None else _told(record.first_difference),
+        "difference": None if record.first_difference is None else _difference_texts(record.first_difference),
         "facts": _facts(record),
         "latency": {name: figures.spread(values) for name, values in latency.items()}
         | {"itl": figures.weighted_spread(record.itl)},
@@ -71,7 +71,7 @@ def _run(record: RunRecord, latency: dict[str, list[float]], end: float, num_run
 
 
 def _comparison(found: Comparison) -> dict[str, Any]:
-    """Milliseconds. ``seconds``: (what, in the first run, in the second) of all requests together."""
+    """Return the comparison in milliseconds; ``seconds``: (what, first run, second run) over all requests."""
     return {
         "both": len(found.deltas),
         "slower": len(found.slower),
@@ -79,13 +79,13 @@ def _comparison(found: Comparison) -> dict[str, Any]:
         "only": [len(found.only_first), len(found.only_second)],
         "seconds": [(cut(part.what), *part.seconds) for part in found.parts],
         "delayed": [
-            [cut(each.request_id), each.ttft, each.queue, each.e2e, cut(each.blame)]
+            [cut(each.request_id), each.ttft, each.queue, each.e2e, cut(each.why)]
             for each in found.slower[:MAX_DELAYED]
         ],
     }
 
 
-def _told(difference: dict[str, Any]) -> dict[str, str]:
+def _difference_texts(difference: dict[str, Any]) -> dict[str, str]:
     return {str(key): str(value)[:2000] for key, value in sorted(difference.items())}
 
 
@@ -124,7 +124,7 @@ def _preemption_times(record: RunRecord) -> list[float]:
 
 
 def _reasons(record: RunRecord) -> list[tuple[str, int, int]]:
-    """(reason, preemptions, preempted requests), the most frequent first."""
+    """Return (reason, preemptions, preempted requests), the most frequent first."""
     counts: Counter[str] = Counter()
     met: dict[str, set[int]] = {}
     for number, run in enumerate(record.requests):
@@ -136,14 +136,14 @@ def _reasons(record: RunRecord) -> list[tuple[str, int, int]]:
 
 
 class _Words:
-    """Numbers for strings that are repeated."""
+    """Numbers repeated strings, so that the page contains each once."""
 
     def __init__(self) -> None:
         self.known: list[str] = []
         self._numbers: dict[str, int] = {}
 
     def number(self, word: str) -> int:
-        """Return its number, -1 for the empty word."""
+        """Return the number of a word; -1 for the empty one."""
         if not word:
             return -1
         word = cut(word)
@@ -158,7 +158,7 @@ def cut(text: str) -> str:
 
 
 def _kept_moments(requests: Sequence[RequestRun], most: int) -> tuple[list[list[Moment]], int]:
-    """Return at most ``most`` moments, per request, and how many are left out; reasons to wait are the first."""
+    """Return the moments of each request, at most ``most`` in all, and how many are omitted: wait reasons first."""
     total = sum(len(run.moments) for run in requests)
     if total <= most:
         return [run.moments for run in requests], 0
@@ -179,10 +179,10 @@ def _kept_moments(requests: Sequence[RequestRun], most: int) -> tuple[list[list[
 def _requests(
     requests: Sequence[RequestRun], moments: Sequence[Sequence[Moment]], end: float, words: _Words
 ) -> dict[str, list[Any]]:
-    """Columns. All times but ``arrival`` count from it; -1: none.
+    """Return the requests as columns. Times other than ``arrival`` are relative to it; -1: none.
 
-    ``stretches``: state, microseconds, state, ... without gaps; ``moments``: time, what, reason, other, ..., where
-    other is a request's index, -1 for none, or -2 - the number of a word.
+    ``stretches``: state, microseconds, state, ... without gaps. ``moments``: time, what, reason, other, ..., where
+    other is a request's index, -1 for none, or -2 minus the number of a word.
     """
     numbers = {run.request_id: number for number, run in enumerate(requests)}
 
@@ -194,7 +194,7 @@ def _requests(
     def since(run: RequestRun, time: float) -> int:
         return microseconds(time) - microseconds(run.arrival) if time >= 0 else -1
 
-    def told(run: RequestRun, kept: Sequence[Moment]) -> list[int]:
+    def flatten(run: RequestRun, kept: Sequence[Moment]) -> list[int]:
         flat: list[int] = []
         for moment in kept:
             flat += since(run, moment.time), words.number(moment.what), words.number(moment.reason), other(moment.other)
@@ -215,7 +215,7 @@ def _requests(
         "first": [since(run, run.first_token) for run in requests],
         "end": [since(run, run.end) for run in requests],
         "stretches": [_flat_stretches(run, end) for run in requests],
-        "moments": [told(run, kept) for run, kept in zip(requests, moments, strict=True)],
+        "moments": [flatten(run, kept) for run, kept in zip(requests, moments, strict=True)],
     }
 
 

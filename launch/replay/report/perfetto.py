@@ -1,8 +1,7 @@
-"""A run as a Chrome trace, which https://ui.perfetto.dev opens: steps, counters, a bar per request, arrows.
+"""Writes a run as a Chrome trace for https://ui.perfetto.dev: steps, counters, a bar per request, arrows.
 
-Each request is on a lane: a thread that shows one request after another. There are as many lanes as concurrent
-requests.
-Requests are plain slices, because arrows cannot end at asynchronous ones.
+Each request is on a lane, a thread that shows one request after another; there are as many lanes as concurrent
+requests. Requests are ordinary slices, because arrows cannot end at asynchronous ones.
 """
 
 import gzip
@@ -27,7 +26,7 @@ _COLOURS = {"queued": "grey", "prefill": "yellow", "decode": "good", "preempted"
 
 
 def write_perfetto(path: Path, record: RunRecord) -> None:
-    """Write event by event, compressed if the name ends in ``.gz``. The same record gives the same bytes.
+    """Write the trace event by event, compressed if the name ends in ``.gz``. Equal records give equal bytes.
 
     Raises:
         OSError: the file cannot be written.
@@ -35,7 +34,7 @@ def write_perfetto(path: Path, record: RunRecord) -> None:
     with path.open("wb") as raw:
         if path.suffix != ".gz":
             _write(raw, record)
-        else:  # no name and no time in the header
+        else:  # without name and time in the header, for equal bytes
             with gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) as packed:
                 _write(packed, record)
 
@@ -65,13 +64,13 @@ def _events(record: RunRecord) -> Iterator[Event]:
     yield _name(_REQUESTS, 0, "process_name", "requests")
     yield from _steps(record)
     yield from _counters(record)
-    lives = _lives(record)
-    for lane in range(max((life.lane for life in lives), default=-1) + 1):
+    timelines = _timelines(record)
+    for lane in range(max((timeline.lane for timeline in timelines), default=-1) + 1):
         yield _name(_REQUESTS, lane + 1, "thread_name", f"lane {lane}")
-    for life in lives:
-        yield from _slices(life)
-        yield from _instants(life)
-    yield from _flows(lives)
+    for timeline in timelines:
+        yield from _slices(timeline)
+        yield from _instants(timeline)
+    yield from _flows(timelines)
 
 
 def _name(process: int, thread: int, kind: str, name: str) -> Event:
@@ -79,7 +78,7 @@ def _name(process: int, thread: int, kind: str, name: str) -> Event:
 
 
 def _steps(record: RunRecord) -> Iterator[Event]:
-    """A step ends where the next begins at the latest: slices of one thread must not overlap."""
+    """Yield a slice per step, cut at the start of the next: slices of one thread must not overlap."""
     steps = record.steps
     for i, begin in enumerate(steps.begin):
         end = min(steps.end[i], steps.begin[i + 1]) if i + 1 < len(steps) else steps.end[i]
@@ -110,21 +109,21 @@ def _counters(record: RunRecord) -> Iterator[Event]:
                 yield {"ph": "C", "pid": _ENGINE, "name": name, "ts": _time(begin), "args": args}
 
 
-class _Life(NamedTuple):
+class _Timeline(NamedTuple):
     run: RequestRun
     lane: int
     stretches: list[Stretch]
     begin: float
     end: float
 
-    def lives_at(self, time: float) -> bool:
+    def is_active_at(self, time: float) -> bool:
         return self.begin <= time < self.end
 
 
-def _lives(record: RunRecord) -> list[_Life]:
-    """Place each request on the lowest lane that is free when it arrives."""
+def _timelines(record: RunRecord) -> list[_Timeline]:
+    """Place each request on the lowest free lane at its arrival."""
     cut = run_end(record.requests, list(record.steps.end[-1:]))
-    lives: list[_Life] = []
+    timelines: list[_Timeline] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     num_lanes = 0
@@ -137,16 +136,16 @@ def _lives(record: RunRecord) -> list[_Life]:
         lane = heapq.heappop(free)
         found = stretches(run, cut)
         end = found[-1].end if found else run.arrival
-        lives.append(_Life(run, lane, found, run.arrival, end))
+        timelines.append(_Timeline(run, lane, found, run.arrival, end))
         heapq.heappush(busy, (end, lane))
-    return lives
+    return timelines
 
 
-def _slices(life: _Life) -> Iterator[Event]:
-    run = life.run
-    if not life.stretches:
+def _slices(timeline: _Timeline) -> Iterator[Event]:
+    run = timeline.run
+    if not timeline.stretches:
         why = {"request": run.request_id, "why": run.finish_detail}
-        yield _instant(life.lane, run.finish or "nothing happened", run.arrival, why)
+        yield _instant(timeline.lane, run.finish or "nothing happened", run.arrival, why)
         return
     args: dict[str, Any] = {
         "prompt tokens": run.num_prompt_tokens,
@@ -158,48 +157,51 @@ def _slices(life: _Life) -> Iterator[Event]:
         "finish": run.finish,
         "detail": run.finish_detail,
     }
-    yield _slice(_REQUESTS, life.lane + 1, f"request {run.request_id}", life.begin, life.end, args)
-    for each in life.stretches:
-        told = {"reason": each.reason, "beneficiary": each.other} if each.state == "preempted" else {}
-        event = _slice(_REQUESTS, life.lane + 1, each.state, each.begin, each.end, told)
+    yield _slice(_REQUESTS, timeline.lane + 1, f"request {run.request_id}", timeline.begin, timeline.end, args)
+    for each in timeline.stretches:
+        preemption = {"reason": each.reason, "beneficiary": each.other} if each.state == "preempted" else {}
+        event = _slice(_REQUESTS, timeline.lane + 1, each.state, each.begin, each.end, preemption)
         yield event | {"cname": _COLOURS[each.state]}
 
 
-def _instants(life: _Life) -> Iterator[Event]:
-    for moment in life.run.moments:
-        args = {"request": life.run.request_id, "reason": moment.reason, "beneficiary": moment.other}
+def _instants(timeline: _Timeline) -> Iterator[Event]:
+    for moment in timeline.run.moments:
+        args = {"request": timeline.run.request_id, "reason": moment.reason, "beneficiary": moment.other}
         name = f"{moment.what}: {moment.reason}" if moment.reason else moment.what
-        yield _instant(life.lane, name, moment.time, args)
+        yield _instant(timeline.lane, name, moment.time, args)
 
 
 def _instant(lane: int, name: str, time: float, args: dict[str, Any]) -> Event:
     return {"ph": "i", "s": "t", "pid": _REQUESTS, "tid": lane + 1, "name": name, "ts": _time(time), "args": args}
 
 
-def _flows(lives: list[_Life]) -> Iterator[Event]:
-    """Arrows from each preemption to its resumption, and to whom it was for. Behind all slices that they bind to."""
-    by_id: dict[str, list[_Life]] = {}
-    for life in lives:
-        by_id.setdefault(life.run.request_id, []).append(life)
+def _flows(timelines: list[_Timeline]) -> Iterator[Event]:
+    """Yield arrows from each preemption to its resumption and to the request that got the blocks.
+
+    They must follow all slices that they bind to.
+    """
+    by_id: dict[str, list[_Timeline]] = {}
+    for timeline in timelines:
+        by_id.setdefault(timeline.run.request_id, []).append(timeline)
     number = 0
-    for life in lives:
-        for i, out in enumerate(life.stretches):
+    for timeline in timelines:
+        for i, out in enumerate(timeline.stretches):
             if out.state != "preempted":
                 continue
-            back = life.stretches[i + 1] if i + 1 < len(life.stretches) else out
+            back = timeline.stretches[i + 1] if i + 1 < len(timeline.stretches) else out
             if back.state != "preempted":
                 number += 1
-                yield _flow("s", "resume", number, life, out.begin)
-                yield _flow("f", "resume", number, life, back.begin)
+                yield _flow("s", "resume", number, timeline, out.begin)
+                yield _flow("f", "resume", number, timeline, back.begin)
             for other in by_id.get(out.other, ()):
-                if other is not life and other.lives_at(out.begin):
+                if other is not timeline and other.is_active_at(out.begin):
                     number += 1
-                    yield _flow("s", "makes room for", number, life, out.begin)
+                    yield _flow("s", "makes room for", number, timeline, out.begin)
                     yield _flow("f", "makes room for", number, other, out.begin)
                     break
 
 
-def _flow(phase: str, name: str, number: int, life: _Life, time: float) -> Event:
-    """``bp``: an arrow ends at the slice around it, not at the next one."""
+def _flow(phase: str, name: str, number: int, timeline: _Timeline, time: float) -> Event:
+    """Return one end of an arrow; ``bp`` binds it to the enclosing slice, not to the next one."""
     event = {"ph": phase, "cat": name, "name": name, "id": number, "ts": _time(time)}
-    return event | {"pid": _REQUESTS, "tid": life.lane + 1} | ({"bp": "e"} if phase == "f" else {})
+    return event | {"pid": _REQUESTS, "tid": timeline.lane + 1} | ({"bp": "e"} if phase == "f" else {})

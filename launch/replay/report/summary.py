@@ -1,4 +1,4 @@
-"""Figures of a run: the JSON for scripts, and the same figures as short tables."""
+"""Figures of a run as JSON and as short tables."""
 
 import re
 from collections import Counter
@@ -18,22 +18,21 @@ SPREAD = ("mean", "p50", "p90", "p99")
 LATENCY_WORDS = {
     "ttft": "time to first token, ms",
     "tpot": "time per output token, ms",
-    "itl": "between tokens, ms",
-    "e2e": "end to end, ms",
-    "queue": "waiting in the queue, ms",
+    "itl": "inter-token latency, ms",
+    "e2e": "end-to-end latency, ms",
+    "queue": "time in queue, ms",
 }
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
-    """Return all figures of a run as JSON's types.
+    """Return all figures of a run as JSON types.
 
-    ``prefix_cache`` counts each request once, at its first admission; its ``input_tokens`` are of all requests, the
-    rejected ones too. ``latency_ms`` is of the requests that ended well; percentiles are nearest-rank. Null is a
-    figure without values, or one that a client of a real server cannot see. When a run is repeated, only ``wall_s`` and
-    ``speedup`` differ.
+    ``prefix_cache`` counts each request once, at its first admission; its ``input_tokens`` include rejected requests.
+    ``latency_ms`` covers successful requests; percentiles are nearest-rank. A figure is null if it has no values or if
+    the client of a live run cannot measure it. When a run is repeated, only ``wall_s`` and ``speedup`` differ.
     """
     runs = record.requests
-    inside = record.block_size > 0  # a client of a real server sees neither blocks nor steps
+    inside = record.block_size > 0  # the client of a live run sees neither blocks nor steps
     finishes = Counter(run.finish or "unfinished" for run in runs)
     figures: dict[str, Any] = {
         "title": record.title,
@@ -96,7 +95,7 @@ SWEEP_COLUMNS = (
 
 
 def sweep_cells(found: Mapping[str, Any] | None) -> list[float | str | None]:
-    """Return a row of a sweep's table for one run's summary; None: the run failed. Latencies are in milliseconds."""
+    """Return the row of one run in a sweep's table; ``found`` is None if the run failed. Latencies in milliseconds."""
     if found is None:
         return ["failed", *[None] * (len(SWEEP_COLUMNS) - 1)]
     ttft, tpot, e2e = (found["latency_ms"][name] for name in ("ttft", "tpot", "e2e"))
@@ -121,17 +120,17 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
         *((f"  {reason}", count) for reason, count in found["preemptions_by_reason"].items()),
         ("requests/s", throughput["requests_per_s"]),
         ("output tokens/s", throughput["output_tokens_per_s"]),
-        ("seconds of the run", found["virtual_s"]),
+        ("duration of the run, s", found["virtual_s"]),
     ]
-    if found["steps"]:  # a client of a real server sees none, and its clock is the real one
+    if found["steps"]:  # a live run has no steps, and its clock is real time
         totals.append(("steps", found["steps"]))
-        totals.append(("seconds that the replay took", found["wall_s"]))
-        totals.append(("times as fast as real", found["speedup"]))
+        totals.append(("duration of the replay, s", found["wall_s"]))
+        totals.append(("speed-up over real time", found["speedup"]))
     return totals
 
 
 def _rejections(record: RunRecord) -> dict[str, int]:
-    """Count rejections by reason, the most frequent first. Numbers in a reason differ per request and become N."""
+    """Count rejections by reason, the most frequent first. Numbers in reasons become N, so that equal reasons merge."""
     details = (run.finish_detail for run in record.requests if run.finish == "rejected")
     return dict(Counter(re.sub(r"\d+", "N", detail) for detail in details).most_common())
 
@@ -143,7 +142,7 @@ def _prefix_cache(record: RunRecord) -> dict[str, float | None]:
 
 
 def _throughput(record: RunRecord) -> dict[str, float | None]:
-    """Over the whole run, including its slow beginning and end. A prompt counts if it had an output token."""
+    """Return rates over the whole run, its slow start and end included. A prompt counts if it got an output token."""
     answered = [run for run in record.requests if run.num_output_tokens]
     output = sum(run.num_output_tokens for run in answered)
     total = output + sum(run.num_prompt_tokens for run in answered)

@@ -1,4 +1,4 @@
-"""Turns what a Scheduler does, step by step, into a RunRecord; the clock is the caller's."""
+"""Turns the decisions and messages of a Scheduler into a RunRecord. The caller provides the time."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 
-class _Begun(NamedTuple):
-    """What was true when a step was decided."""
+class _StepState(NamedTuple):
+    """The state of batch, queues and pool when a step was scheduled."""
 
     num_tokens: int
     num_decodes: int
@@ -25,38 +25,39 @@ class _Begun(NamedTuple):
 
 
 class RunCollector:
-    """Looks at a Scheduler after each event and each step, at a cost that follows what changed.
+    """Reads a Scheduler after each event and each step, in time proportional to what changed.
 
-    Owns the RunRecord while it grows. The Scheduler's tap, messages and decisions are taken, and so gone, by it.
+    Owns the RunRecord until ``finish``. It takes the Scheduler's messages and decisions and the hits of its decision
+    log, so that other readers do not see them.
     """
 
-    def __init__(self, record: RunRecord, scheduler: Scheduler, tap: DecisionLog) -> None:
-        """``tap``: the hooks of ``scheduler``."""
+    def __init__(self, record: RunRecord, scheduler: Scheduler, decision_log: DecisionLog) -> None:
+        """``decision_log``: the hooks of ``scheduler``."""
         self.record = record
         self._scheduler = scheduler
-        self._tap = tap
+        self._decision_log = decision_log
         self._by_id: dict[tuple[int, str], RequestRun] = {}
         self._by_name: dict[str, RequestRun] = {}
-        """Of any client, the latest: a decision does not say whose request it is about."""
+        """The latest request with this id, of any client: a decision names no client."""
         self._by_handle: dict[int, RequestRun] = {}
-        """Those that have not ended."""
-        self._in_flight: dict[int, _Begun] = {}
+        """Unfinished requests."""
+        self._in_flight: dict[int, _StepState] = {}
         self._sampling: set[int] = set()
-        """Of these, who got a token from the last result."""
+        """Handles of the requests that got a token from the last result."""
         self._last_tokens: dict[int, float] = {}
-        """When those that once did, and do not now, got their last one."""
+        """Time of the last token of requests that sampled earlier but not in the last result."""
         self._last_result = 0.0
         self._gaps: dict[int, int] = {}
-        """Microseconds between two tokens of a request, and how often that was."""
+        """Number of gaps between two tokens of a request, by length in microseconds."""
 
     def arrived(
         self, run: RequestRun, client: int = 0, ended_as: int | None = None, known_as: str | None = None
     ) -> list[RequestRun]:
-        """The Scheduler has consumed the arrival that ``run`` is the record of. Returns it if it was refused.
+        """Record an arrival that the Scheduler has consumed. Returns [run] if the request was rejected.
 
         Args:
-            ended_as: its handle, where it has ended at once.
-            known_as: the Scheduler's id of it; None: the record's.
+            ended_as: the request's handle if it finished at once.
+            known_as: the request's id in the Scheduler; None if it is the record's.
         """
         self.record.requests.append(run)
         name = run.request_id if known_as is None else known_as
@@ -72,33 +73,33 @@ class RunCollector:
         return []
 
     def rejected(self, run: RequestRun, reason: str) -> None:
-        """The call was never handed to the Scheduler."""
+        """Record a call that was rejected before it reached the Scheduler."""
         run.finish, run.finish_detail, run.end = "rejected", reason, run.arrival
         self.record.requests.append(run)
 
-    def decided(self, now: float, step: int, shape: StepShape) -> None:
-        """The Scheduler has given a step."""
-        if self._tap.hits:
-            for hit in self._tap.hits:
-                self._let_in(now, self._by_handle[hit.handle], hit.num_hit_tokens)
-            self._tap.hits.clear()
+    def step_decided(self, now: float, step: int, shape: StepShape) -> None:
+        """Record a step that the Scheduler has just scheduled."""
+        if self._decision_log.hits:
+            for hit in self._decision_log.hits:
+                self._admit(now, self._by_handle[hit.handle], hit.num_hit_tokens)
+            self._decision_log.hits.clear()
         self._note_decisions(now)
-        self._in_flight[step] = self._begun(shape.num_tokens, shape.num_decodes)
+        self._in_flight[step] = self._step_state(shape.num_tokens, shape.num_decodes)
 
-    def answered(
+    def step_finished(
         self, now: float, step: int, begin: float, end: float, handles: Int32 | None, num_accepted: int = 0
     ) -> list[RequestRun]:
-        """The Scheduler has consumed a step's result at ``now``. Returns whose requests have ended.
+        """Record a step's result that the Scheduler has consumed at ``now``. Returns the requests that finished.
 
         Args:
             begin, end: when the step was computed.
-            handles: who samples since this step, where others than in the one before.
-            num_accepted: drafts that became tokens: they come at once with another token of their request.
+            handles: the requests that sampled, if they differ from those of the previous step.
+            num_accepted: accepted draft tokens, which arrive together with another token of their request.
         """
-        begun = self._in_flight.pop(step, None)
-        if begun is not None:
-            self._add_steps((begin,), (end,), begun)
-        if step <= self._scheduler.results.stale_until:  # the workers began again since: nobody gets a token
+        state = self._in_flight.pop(step, None)
+        if state is not None:
+            self._add_steps((begin,), (end,), state)
+        if step <= self._scheduler.results.stale_until:  # result of an earlier worker epoch: its tokens are ignored
             return self.changed(now)
         steady = len(self._sampling) if handles is None else self._change_samplers(now, set(handles.tolist()))
         ended: list[RequestRun] = []
@@ -110,19 +111,20 @@ class RunCollector:
         return ended
 
     def fast_forwarded(self, steps: range, num_decodes: int, begins: Sequence[float], ends: Sequence[float]) -> None:
-        """The Scheduler decided ``steps``, of ``num_decodes`` tokens each, at once, and was answered as often.
+        """Record a fast-forward: ``steps`` of ``num_decodes`` tokens each were scheduled, and as many finished.
 
-        ``begins``, ``ends``: of the steps that were answered: those in flight before, then the first of ``steps``.
+        ``begins`` and ``ends`` are the times of the finished steps: those in flight before, then the first of
+        ``steps``.
         """
-        begun = self._begun(num_decodes, num_decodes)
+        state = self._step_state(num_decodes, num_decodes)
         before = list(self._in_flight)[: len(ends)]
         for at, step in enumerate(before):
             self._add_steps(begins[at : at + 1], ends[at : at + 1], self._in_flight.pop(step))
         first = len(before)
         if first < len(ends):
-            self._add_steps(begins[first:], ends[first:], begun)
+            self._add_steps(begins[first:], ends[first:], state)
         for step in steps[len(ends) - first :]:
-            self._in_flight[step] = begun
+            self._in_flight[step] = state
         last, steady = self._last_result, len(self._sampling)
         for end in ends:
             self._count_gaps(end - last, steady)
@@ -130,7 +132,7 @@ class RunCollector:
         self._last_result = last
 
     def changed(self, now: float) -> list[RequestRun]:
-        """Something else than a result was consumed: an abort, a stop. Returns whose requests have ended."""
+        """Record any other event that the Scheduler has consumed. Returns the requests that finished."""
         ended: list[RequestRun] = []
         for client, message in self._scheduler.take_messages():
             self._take_message(now, client, message, ended)
@@ -138,7 +140,7 @@ class RunCollector:
         return ended
 
     def finish(self, virtual_s: float) -> RunRecord:
-        """Nothing comes any more."""
+        """Complete the record after the last event and return it."""
         record, scheduler = self.record, self._scheduler
         record.virtual_s = virtual_s
         record.itl = [(microseconds / 1e3, count) for microseconds, count in sorted(self._gaps.items())]
@@ -147,54 +149,54 @@ class RunCollector:
         return record
 
     def note(self, now: float, decisions: Iterable[Decision]) -> None:
-        """Of the Scheduler's, where somebody else has taken them."""
+        """Record decisions that the caller has taken from the Scheduler."""
         for decision in decisions:
             run = None if decision.kind == "evict" else self._by_name.get(decision.request_id)
             if run is None:
                 continue
             other = self._by_name.get(decision.beneficiary)
-            whose = decision.beneficiary if other is None else other.request_id
-            run.moments.append(Moment(now, decision.kind, decision.reason, whose))
+            beneficiary = decision.beneficiary if other is None else other.request_id
+            run.moments.append(Moment(now, decision.kind, decision.reason, beneficiary))
             run.num_preemptions += decision.kind == "preempt"
 
     def _note_decisions(self, now: float) -> None:
         self.note(now, self._scheduler.decisions.take())
 
-    def _let_in(self, now: float, run: RequestRun, num_hit_tokens: int) -> None:
+    def _admit(self, now: float, run: RequestRun, num_hit_tokens: int) -> None:
         if run.scheduled < 0:
             run.scheduled, run.num_cached_tokens = now, num_hit_tokens
         else:
             run.moments.append(Moment(now, "resume", ""))
 
-    def _begun(self, num_tokens: int, num_decodes: int) -> _Begun:
+    def _step_state(self, num_tokens: int, num_decodes: int) -> _StepState:
         pool, table = self._scheduler.kv.pool, self._scheduler.table
         held = pool.num_usable_blocks - pool.num_free_blocks
         running = len(table.running) + len(table.leaving)
-        return _Begun(num_tokens, num_decodes, running, table.num_waiting, held, pool.num_evictable_blocks)
+        return _StepState(num_tokens, num_decodes, running, table.num_waiting, held, pool.num_evictable_blocks)
 
-    def _add_steps(self, begins: Sequence[float], ends: Sequence[float], begun: _Begun) -> None:
-        """Steps that were all of one kind."""
+    def _add_steps(self, begins: Sequence[float], ends: Sequence[float], state: _StepState) -> None:
+        """Add steps with equal token counts, queues and pool."""
         steps, count = self.record.steps, len(ends)
         steps.begin.extend(begins)
         steps.end.extend(ends)
-        free = self._scheduler.kv.pool.num_usable_blocks - begun.num_held - begun.num_evictable
-        num_prefill = begun.num_tokens - begun.num_decodes
+        free = self._scheduler.kv.pool.num_usable_blocks - state.num_held - state.num_evictable
+        num_prefill = state.num_tokens - state.num_decodes
         if count == 1:
             steps.prefill_tokens.append(num_prefill)
-            steps.decode_tokens.append(begun.num_decodes)
-            steps.running.append(begun.num_running)
-            steps.waiting.append(begun.num_waiting)
-            steps.held.append(begun.num_held)
-            steps.cached.append(begun.num_evictable)
+            steps.decode_tokens.append(state.num_decodes)
+            steps.running.append(state.num_running)
+            steps.waiting.append(state.num_waiting)
+            steps.held.append(state.num_held)
+            steps.cached.append(state.num_evictable)
             steps.free.append(free)
             return
         columns = (
             (steps.prefill_tokens, num_prefill),
-            (steps.decode_tokens, begun.num_decodes),
-            (steps.running, begun.num_running),
-            (steps.waiting, begun.num_waiting),
-            (steps.held, begun.num_held),
-            (steps.cached, begun.num_evictable),
+            (steps.decode_tokens, state.num_decodes),
+            (steps.running, state.num_running),
+            (steps.waiting, state.num_waiting),
+            (steps.held, state.num_held),
+            (steps.cached, state.num_evictable),
             (steps.free, free),
         )
         for column, value in columns:
@@ -206,9 +208,9 @@ class RunCollector:
             self._gaps[microseconds] = self._gaps.get(microseconds, 0) + count
 
     def _change_samplers(self, now: float, sampling: set[int]) -> int:
-        """Others get a token than last time; returns how many of them got one last time, too.
+        """Replace the sampling requests; return how many of them also sampled in the previous step.
 
-        Who comes back after a pause has a longer gap behind it than from the last result.
+        The gap of a request that resumes starts at its own last token, not at the last result.
         """
         live = sampling & self._by_handle.keys()
         for handle in self._sampling - live:
@@ -224,7 +226,7 @@ class RunCollector:
         return len(live) - len(joined)
 
     def _take_message(self, now: float, client: int, message: SchedulerToFrontEnd, ended: list[RequestRun]) -> int:
-        """Returns how many seemed to get a token and did not, for their requests failed."""
+        """Record a message; return how many of the sampling requests failed and got no token."""
         if isinstance(message, Rejected):
             self._refuse(now, self._by_id.get((client, message.request_id)), message)
         if not isinstance(message, StepOutputs):
@@ -236,7 +238,7 @@ class RunCollector:
         return failed
 
     def _refuse(self, now: float, run: RequestRun | None, message: Rejected) -> None:
-        """It could not wait, or was held and turned out never to be able to run."""
+        """Record a rejection: the queue was full, or a held request cannot run."""
         if run is not None and not run.finish:
             run.finish, run.finish_detail, run.end = "rejected", message.message or message.code, now
 
@@ -246,6 +248,6 @@ class RunCollector:
         run.finish, run.finish_detail = EndReason(ending.reason).finish_reason, ending.detail
         self._sampling.discard(ending.handle)
         self._last_tokens.pop(ending.handle, None)
-        if not run.num_output_tokens:  # what it seemed to get was none
+        if not run.num_output_tokens:  # its sampled token was discarded
             run.first_token = -1.0
         return run

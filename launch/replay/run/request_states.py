@@ -1,4 +1,4 @@
-"""What a request did from its arrival to its end: states without gaps, and the reasons why it waited."""
+"""The states of a request from arrival to end, without gaps, and the reasons why it waited."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.launch.replay.run.run_record import RequestRun
 
 QUEUED, PREFILL, DECODE, PREEMPTED = "queued", "prefill", "decode", "preempted"
 STATES = (QUEUED, PREFILL, DECODE, PREEMPTED)
-"""prefill: admitted, no token yet. decode: from the first token on, including what is recomputed after a preemption.
-preempted: until the request is admitted again."""
+"""queued: until the first admission. prefill: from there to the first token. decode: from the first token on, including
+recomputation after a preemption. preempted: until the request is admitted again."""
 COMPUTING = (PREFILL, DECODE)
 
 
@@ -21,7 +21,8 @@ class Stretch(NamedTuple):
     """A state from ``begin`` to ``end``, in seconds on the run's clock.
 
     Attributes:
-        reason: of a preemption. ``other``: the request that got the blocks.
+        reason: why the request was preempted.
+        other: the request that got the blocks of a preempted one.
     """
 
     state: str
@@ -32,16 +33,16 @@ class Stretch(NamedTuple):
 
 
 def run_end(requests: Sequence[RequestRun], step_ends: Iterable[float]) -> float:
-    """The latest time in the record, where requests that had not ended are cut."""
+    """Return the latest time in the record: unfinished requests end there."""
     times = [max(run.arrival, run.scheduled, run.first_token, run.end) for run in requests]
     return max([*times, *step_ends], default=0.0)
 
 
 def stretches(run: RequestRun, cut: float) -> list[Stretch]:
-    """In order of time, each beginning where the one before ended; none is empty. A rejected request has none.
+    """Return the request's stretches in order of time, without gaps or empty ones; none for a rejected request.
 
     Args:
-        cut: the end of a request that has not ended.
+        cut: the end to use for an unfinished request.
     """
     if run.finish == "rejected":
         return []
@@ -57,7 +58,7 @@ def stretches(run: RequestRun, cut: float) -> list[Stretch]:
 
 
 def _changes(run: RequestRun) -> list[Stretch]:
-    """The state from each change on. A token in flight that arrives while its request is preempted changes nothing."""
+    """Return each change of state. A first token that arrives while its request is preempted changes nothing."""
     turns = [(run.scheduled, PREFILL, "", "")] if run.scheduled >= 0 else []
     turns += [(run.first_token, DECODE, "", "")] if run.first_token >= 0 else []
     turns += [(each.time, each.what, each.reason, each.other) for each in run.moments if each.what != "wait"]
@@ -76,7 +77,7 @@ def _changes(run: RequestRun) -> list[Stretch]:
 
 
 def stretches_by_reason(run: RequestRun) -> list[tuple[float, float, str]]:
-    """(begin, end, what) without gaps; ``what`` is the reason to wait as soon as it is known, else the state."""
+    """Return (begin, end, what) without gaps; ``what`` is the wait reason once it is known, else the state."""
     last = max((moment.time for moment in run.moments), default=run.arrival)
     waits = [(moment.time, moment.reason) for moment in run.moments if moment.what == "wait"]
     found = []
@@ -88,15 +89,15 @@ def stretches_by_reason(run: RequestRun) -> list[tuple[float, float, str]]:
 
 
 class QueueHead:
-    """What the first of the queue waited for, over the time of a run: those behind it wait for the same."""
+    """The wait reason of the first request in the queue over time. The requests behind it wait for the same reason."""
 
     def __init__(self, runs: Iterable[RequestRun]) -> None:
-        told = sorted(stretch for run in runs for stretch in stretches_by_reason(run) if stretch[2] not in STATES)
+        waits = sorted(stretch for run in runs for stretch in stretches_by_reason(run) if stretch[2] not in STATES)
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._whats: list[str] = []
-        for begin, end, what in told:
-            begin = max(begin, self._ends[-1] if self._ends else begin)  # one is the first at a time
+        for begin, end, what in waits:
+            begin = max(begin, self._ends[-1] if self._ends else begin)  # only one request is first at a time
             if end > begin:
                 self._begins.append(begin)
                 self._ends.append(end)
@@ -104,7 +105,7 @@ class QueueHead:
         self._before = {what: self._sums(what) for what in sorted(set(self._whats))}
 
     def seconds(self, begin: float, end: float) -> dict[str, float]:
-        """Of this time, how long it waited for each reason. O(reasons)."""
+        """Return how long the first request waited for each reason from ``begin`` to ``end``. O(reasons)."""
         first, last = bisect_right(self._begins, begin) - 1, bisect_right(self._begins, end) - 1
         found = {}
         for what, before in self._before.items():
@@ -114,23 +115,23 @@ class QueueHead:
         return found
 
     def _sums(self, what: str) -> list[float]:
-        """Of ``what``, before each stretch."""
+        """Return the seconds of ``what`` before each stretch."""
         pairs = zip(self._begins, self._ends, self._whats, strict=True)
         return list(accumulate((end - begin if which == what else 0.0 for begin, end, which in pairs), initial=0.0))
 
     def _until(self, time: float, at: int, what: str, before: list[float]) -> float:
-        """``at``: the last stretch that begins by ``time``; -1: none does."""
+        """Return the seconds of ``what`` before ``time``; ``at`` is the last stretch that begins by then, or -1."""
         if at < 0:
             return 0.0
         part = min(time, self._ends[at]) - self._begins[at] if self._whats[at] == what else 0.0
         return before[at] + part
 
 
-def life(run: RequestRun, head: QueueHead | None = None) -> dict[str, float]:
-    """Return the seconds of a request that ended well, by reason or state. They add up to its end-to-end latency.
+def seconds_by_reason(run: RequestRun, head: QueueHead | None = None) -> dict[str, float]:
+    """Return the seconds of a successful request by wait reason or state. They add up to its end-to-end latency.
 
     Args:
-        head: what the requests before it in the queue waited for.
+        head: reasons to attribute queueing time to while the request has none of its own.
     """
     spent: dict[str, float] = defaultdict(float)
     for begin, end, what in stretches_by_reason(run):

@@ -1,6 +1,6 @@
-"""What a run was: one record per request, columns per step. Every report is made from this and nothing else.
+"""The record of a run: one entry per request, columns per step. Every report is made from it alone.
 
-Filled by a simulation, or from the lines of a recorded trace; knows neither.
+Simulations, exact replays and live runs fill the same record.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Moment(NamedTuple):
-    """An event of a request. ``what``: wait, preempt, resume; ``other``: the request that got its blocks."""
+    """A decision about a request. ``what``: wait, preempt or resume; ``other``: the request that got its blocks."""
 
     time: float
     what: str
@@ -21,13 +21,13 @@ class Moment(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestRun:
-    """One request's life; times are seconds from the run's start, -1 while they have not come.
+    """One request of a run. Times are seconds from the run's start, -1 if they did not occur.
 
     Attributes:
-        scheduled: its first admission.
-        num_cached_tokens: of its prompt, found in the prefix cache at its first admission.
-        finish: OpenAI's word for how it ended (stop, length, abort, error), or rejected; empty: it had not.
-        finish_detail: why it was rejected or failed.
+        scheduled: time of the first admission.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        finish: finish reason as in the OpenAI API (stop, length, abort, error), or rejected; empty if unfinished.
+        finish_detail: why the request was rejected or failed.
     """
 
     request_id: str
@@ -48,10 +48,10 @@ class RequestRun:
 
 @dataclass(slots=True)
 class StepColumns:
-    """One entry per step in each: when its computing began and ended, and what it was; pool and queues as decided.
+    """Columns with one entry per step: begin and end of its computation, its tokens, and queues and pool as scheduled.
 
-    ``prefill_tokens`` and ``decode_tokens`` add up to what it computed; ``held`` blocks are requests' own, ``cached``
-    ones are free but can be found again (held ones are not counted twice), ``free`` ones hold nothing.
+    ``prefill_tokens`` and ``decode_tokens`` add up to the tokens of the step. ``held`` blocks belong to requests,
+    ``cached`` ones are evictable, and ``free`` ones have no content.
     """
 
     begin: array[float] = field(default_factory=lambda: array("d"))
@@ -73,13 +73,16 @@ class RunRecord:
     """A whole run.
 
     Attributes:
-        title: what was run, in a line. ``settings``: of the engine, as ``--set`` names them. ``notes``: for people.
-        num_usable_blocks: of the pool, without the null block.
-        max_num_batched_tokens: the budget that steps had.
-        virtual_s: from the first arrival to the last ending, on the run's own clock.
-        wall_s: what the run took the machine that simulated it.
-        decisions_equal: of an exact replay; None: it was none. ``first_difference``: where it was not equal.
-        itl: (milliseconds, tokens) of the gaps between successive tokens of one request, added up over equal gaps.
+        title: one line that describes the run.
+        settings: engine settings by ``--set`` key.
+        notes: assumptions and problems that the user should know.
+        num_usable_blocks: blocks of the pool without the null block.
+        max_num_batched_tokens: the token budget of a step.
+        virtual_s: seconds from the first arrival to the last finish, on the run's own clock.
+        wall_s: seconds that the replay itself took.
+        decisions_equal: the verdict of an exact replay, else None.
+        first_difference: the first unequal decision of an exact replay.
+        itl: (milliseconds, count) of the gaps between successive tokens of a request.
         extra: further figures for the JSON, by name.
     """
 

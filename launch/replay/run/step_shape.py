@@ -1,18 +1,18 @@
-"""The shape of a step: what its duration depends on."""
+"""The shape of a step."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class StepShape:
-    """What a step's duration depends on.
+    """The sizes on which the duration of a step depends.
 
     Attributes:
-        prefills: (new tokens, tokens of context before them) of each request that computes more than one token.
-        num_decodes: requests that compute one token.
-        decode_context: tokens that these attend to, added up.
-        num_samples: rows that sample.
-        longest_decode: what the one with the longest context attends to; 0: not known.
+        prefills: (scheduled tokens, context tokens before them) of each request that computes more than one token.
+        num_decodes: number of requests that compute one token.
+        decode_context: total number of tokens that the decodes attend to.
+        num_samples: number of rows that sample.
+        longest_decode: context of the longest decode; 0 if unknown.
     """
 
     prefills: list[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""The text of a ``--set``, as a value of its setting's type."""
+"""Parses the text of a ``--set`` to the type of its setting."""
 
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,10 +12,10 @@ NOTHING = ("", "~", "null", "none")
 
 
 def parse_setting(name: str, text: str, hint: Any) -> Any:
-    """``text`` as YAML would have it, where it is of the type ``hint``; a list may lack its brackets.
+    """Parse ``text`` to the type ``hint``, with YAML's words for booleans and null. A list may omit its brackets.
 
     Raises:
-        ConfigError: it is not; names the key and what it must be.
+        ConfigError: wrong type; names the key and the expected type.
     """
     alternatives = _alternatives(hint)
     if type(None) in alternatives and text.lower() in NOTHING:
@@ -25,7 +25,7 @@ def parse_setting(name: str, text: str, hint: Any) -> Any:
         return _choice(name, text, get_args(kind))
     if kind is bool:
         if text.lower() not in WORDS:
-            raise ConfigError(f"--set {name} must be true or false, not {text!r}")
+            raise ConfigError(f"--set {name} must be true or false (got {text!r})")
         return WORDS[text.lower()]
     if kind in (int, float):
         return _number(name, text, kind)
@@ -40,7 +40,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 def _choice(name: str, text: str, choices: tuple[str, ...]) -> str:
     if text not in choices:
-        raise ConfigError(f"--set {name} must be one of {', '.join(choices)}, not {text!r}")
+        raise ConfigError(f"--set {name} must be one of {', '.join(choices)} (got {text!r})")
     return text
 
 
@@ -49,7 +49,7 @@ def _number(name: str, text: str, kind: Any) -> int | float:
         number: int | float = kind(text)
     except ValueError:
         what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"--set {name} must be {what}, not {text!r}") from None
+        raise ConfigError(f"--set {name} must be {what} (got {text!r})") from None
     return number
 
 
@@ -59,4 +59,4 @@ def _structure(name: str, text: str, kind: Any) -> Any:
     try:
         return msgspec.json.decode(text.encode(), type=kind)
     except (msgspec.DecodeError, RecursionError):
-        raise ConfigError(f"--set {name} must be JSON, not {text[:64]!r}") from None
+        raise ConfigError(f"--set {name} must be JSON (got {text[:64]!r})") from None

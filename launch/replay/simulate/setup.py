@@ -1,4 +1,4 @@
-"""What a simulated engine runs by: what the user set, what the trace says, and defaults, in this order."""
+"""Configuration of a simulated engine: the user's settings, then the trace's, then defaults."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,37 +22,37 @@ from quire.protocol.model.model_config import ModelConfig
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_KV_BYTES = 52 * 2**30
-"""An 80 GiB GPU at 90 %, less an 8B model's weights and what a step needs."""
+"""90 % of an 80 GiB GPU, less the weights of an 8B model and the activations of a step."""
 MAX_USABLE_BLOCKS = 2**26
-"""Each block is an object of the simulation: more would take more than 10 GiB."""
+"""Each block is a Python object of the simulation: more would take more than 10 GiB."""
 
 INERT = {
     "load_format": "a simulated worker has no weights",
-    "attention_backend": "the cost model decides how long attention takes",
-    "enforce_eager": "the cost model decides how long a step takes",
-    "deterministic": "the cost model decides how long a step takes",
+    "attention_backend": "the cost model determines the time of attention",
+    "enforce_eager": "the cost model determines the time of a step",
+    "deterministic": "the cost model determines the time of a step",
     "gpu_memory_utilization": "set kv_cache_memory_bytes or num_usable_blocks",
-    "prefix_caching_hash_algo": "a trace names its blocks itself",
+    "prefix_caching_hash_algo": "the trace provides the block hashes",
     "speculative_config": "a simulated worker makes no drafts",
-    "logits_processors": "nothing is sampled",
-    "logprobs_mode": "nothing is sampled",
-    "reasoning_start_str": "nothing is sampled",
-    "reasoning_end_str": "nothing is sampled",
-    "structured_outputs_backend": "nothing is sampled",
-    "kv_events_endpoint": "nobody listens",
-    "kv_events_replay_endpoint": "nobody listens",
-    "seed": "nothing is drawn at random",
-    "trace": "a simulation records nothing",
-    "trace_prompts": "a simulation records nothing",
-    "trace_max_bytes": "a simulation records nothing",
-    "crash_dump_dir": "a simulation records nothing",
+    "logits_processors": "a simulation does not sample",
+    "logprobs_mode": "a simulation does not sample",
+    "reasoning_start_str": "a simulation does not sample",
+    "reasoning_end_str": "a simulation does not sample",
+    "structured_outputs_backend": "a simulation does not sample",
+    "kv_events_endpoint": "a simulation publishes no events",
+    "kv_events_replay_endpoint": "a simulation publishes no events",
+    "seed": "a simulation draws no random numbers",
+    "trace": "a simulation records no trace",
+    "trace_prompts": "a simulation records no trace",
+    "trace_max_bytes": "a simulation records no trace",
+    "crash_dump_dir": "a simulation records no trace",
 }
-"""Flags that change nothing in a simulation, and why."""
+"""Flags without effect in a simulation, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """``shown``: what the run goes by, as ``--set`` names it. ``notes``: what was decided for the user."""
+    """A simulated engine. ``shown``: its settings by ``--set`` key. ``notes``: defaults that the user should know."""
 
     config: EngineConfig
     layout: KVLayout
@@ -63,14 +63,14 @@ class Setup:
 
 
 def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | None) -> Setup:
-    """Settle every setting of the simulated engine.
+    """Resolve every setting of the simulated engine.
 
     Args:
-        given: ``--set`` key to its text.
-        cost: tells the size of the pool where nobody says it.
+        given: texts by ``--set`` key.
+        cost: provides the size of the pool if no setting does.
 
     Raises:
-        ConfigError: an unknown key, one that changes nothing here, a value of the wrong type or out of range.
+        ConfigError: an unknown key, a key without effect, or a value of the wrong type or out of range.
     """
     values = _typed(given, workload)
     notes: list[str] = []
@@ -78,7 +78,7 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
     model, name = _model(values.pop("model", None), longest, values)
     if "max_model_len" not in values:
         values["max_model_len"] = max(min(longest, model.max_position), 2)
-        notes.append(f"max_model_len is that of the longest call, {values['max_model_len']}: the trace does not tell")
+        notes.append(f"max_model_len is {values['max_model_len']}, the longest call: the trace does not contain it")
     policies = dataclasses.replace(
         find_preset(values["like"]).policies if "like" in values else QUIRE,
         **{key: values.pop(key) for key in _policy_fields() if key in values},
@@ -97,8 +97,8 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
     return Setup(config, layout, num_usable_blocks, shown, notes, policies)
 
 
-def settle_model(workload: Workload, given: Mapping[str, str]) -> tuple[ModelConfig, int]:
-    """The model and the number of GPUs that share it, for a cost model to go by."""
+def resolve_model(workload: Workload, given: Mapping[str, str]) -> tuple[ModelConfig, int]:
+    """Return the model and its number of ranks, for the cost model."""
     values = _typed(given, workload)
     longest = max((call.num_prompt_tokens + call.num_output_tokens for call in workload.calls), default=2)
     return _model(values.pop("model", None), longest, values)[0], values.get("tensor_parallel_size", 1)
@@ -114,44 +114,44 @@ def _types() -> dict[str, Any]:
 
 
 def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
-    """Values of their fields' types: the user's, then those of the engine it is to be like, then the trace's."""
+    """Return typed values: the user's override those of the engine to imitate, which override the trace's."""
     types = _types()
     wanted: dict[str, Any] = {}
     for key, text in given.items():
         name = key.replace("-", "_")
         _check_key(name, types)
         wanted[name] = text if name == "num_usable_blocks" else parse_setting(name, text, types[name])
-    told = {key: value for key, value in workload.settings.items() if key not in INERT}
-    for key in told.keys() - types.keys():
-        raise ConfigError(f"{workload.source}: setting {key!r} is not known{did_you_mean(key, types)}")
+    recorded = {key: value for key, value in workload.settings.items() if key not in INERT}
+    for key in recorded.keys() - types.keys():
+        raise ConfigError(f"{workload.source}: unknown setting {key!r}{did_you_mean(key, types)}")
     preset = find_preset(wanted["like"]).settings if "like" in wanted else {}
-    values = told | dict(preset) | wanted
+    values = recorded | dict(preset) | wanted
     _drop_other_sizes(values, wanted)
     return values
 
 
 def _drop_other_sizes(values: dict[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Three keys say how large the pool is. The user may say one, and the trace's others are then void."""
+    """Remove the trace's pool sizes if the user sets one of the three keys that determine it."""
     sizes = ("num_usable_blocks", "num_gpu_blocks_override", "kv_cache_memory_bytes")
-    said = [key for key in sizes if wanted.get(key) is not None]
-    if len(said) > 1:
-        raise ConfigError(f"--set {said[0]} and --set {said[1]}: both say how large the pool is")
-    for key in sizes if said else ():
-        if key not in said:
+    chosen = [key for key in sizes if wanted.get(key) is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"--set {chosen[0]} and --set {chosen[1]} both set the size of the pool: choose one")
+    for key in sizes if chosen else ():
+        if key not in chosen:
             values.pop(key, None)
 
 
 def _check_key(name: str, types: Mapping[str, Any]) -> None:
     if name in INERT:
-        raise ConfigError(f"--set {name}: it changes nothing in a simulation: {INERT[name]}")
+        raise ConfigError(f"--set {name} has no effect in a simulation: {INERT[name]}")
     if name not in types:
         foreign = FOREIGN_NAMES.get(name, "").removeprefix("--").replace("-", "_")
         near = f"; did you mean {foreign}?" if foreign in types else did_you_mean(name, types)
-        raise ConfigError(f"--set {name}: no such key{near or '; known: ' + ', '.join(types)}")
+        raise ConfigError(f"--set {name}: unknown key{near or '; known: ' + ', '.join(types)}")
 
 
 def _model(wanted: Any, longest: int, values: Mapping[str, Any]) -> tuple[ModelConfig, str]:
-    """The model and its name. Where nobody names one, a common shape stands for it, that knows as long contexts."""
+    """Return the model and its name; by default a common shape whose context is extended to the longest call."""
     if isinstance(wanted, ModelConfig):
         return wanted, wanted.architecture
     if wanted is None:
@@ -165,7 +165,7 @@ def _model(wanted: Any, longest: int, values: Mapping[str, Any]) -> tuple[ModelC
 
 
 def _shown(config: EngineConfig) -> dict[str, Any]:
-    """Of the configuration what decides a run, as ``--set`` names it."""
+    """Return the settings that affect a run, by ``--set`` key."""
     names = [name for name in EngineOptions.__struct_fields__ if name in EngineConfig.__struct_fields__]
     hidden = {*INERT, "model", "device", "dtype", "kv_cache_memory_bytes"}
     return {name: getattr(config, name) for name in names if name not in hidden}
@@ -180,29 +180,33 @@ def _num_usable_blocks(
     notes: list[str],
 ) -> int:
     if wanted == "infinite":
-        return len(layout.groups) * most_blocks(workload.calls, config.block_size, config.max_num_seqs)
+        return len(layout.groups) * max_blocks(workload.calls, config.block_size, config.max_num_seqs)
     if wanted is not None:
         number: int = parse_setting("num_usable_blocks", str(wanted), int)
         if not 1 <= number <= MAX_USABLE_BLOCKS:
-            raise ConfigError(f"num_usable_blocks must be from 1 to {MAX_USABLE_BLOCKS}, or infinite, not {number}")
+            raise ConfigError(
+                f"num_usable_blocks must be between 1 and {MAX_USABLE_BLOCKS}, or infinite (got {number})"
+            )
         return number
     if config.num_blocks_override:
         return min(config.num_blocks_override, MAX_USABLE_BLOCKS)
     known = config.kv_cache_memory_bytes or (cost.kv_bytes if cost is not None else 0)
-    copies = max(config.tensor_parallel_size // layout.num_kv_heads, 1)  # more ranks than heads: some have the same
+    copies = max(config.tensor_parallel_size // layout.num_kv_heads, 1)  # more ranks than KV heads: heads are copied
     number = (known or DEFAULT_KV_BYTES) // (layout.block_bytes * copies) - 1
     if number < 1:
-        raise ConfigError(f"{known or DEFAULT_KV_BYTES} bytes hold no KV block of {layout.block_bytes * copies} bytes")
+        raise ConfigError(
+            f"{known or DEFAULT_KV_BYTES} bytes are too few for one KV block of {layout.block_bytes * copies} bytes"
+        )
     if not known:
-        notes.append(f"num_usable_blocks is what {DEFAULT_KV_BYTES // 2**30} GiB hold, {number}: nobody says otherwise")
+        notes.append(f"num_usable_blocks is {number}, the default of {DEFAULT_KV_BYTES // 2**30} GiB")
     return min(number, MAX_USABLE_BLOCKS)
 
 
-def most_blocks(calls: list[Call], block_size: int, max_num_seqs: int) -> int:
-    """As many blocks as ``calls`` ever fill, so that nothing has to be evicted.
+def max_blocks(calls: list[Call], block_size: int, max_num_seqs: int) -> int:
+    """Return an upper bound of the blocks that ``calls`` fill, so that no block is evicted.
 
-    Distinct contents, and as much again as the largest of them hold at a time: equal prompts that are computed side
-    by side have a copy each.
+    The bound is the distinct contents plus the blocks of the ``max_num_seqs`` largest calls, because equal prompts that
+    are computed concurrently have a copy each.
     """
     contents: set[bytes] = set()
     own = 0

@@ -1,4 +1,4 @@
-"""Settings of an engine whose worker is simulated: those of the machine that it pretends to be."""
+"""Configuration of an engine with a simulated worker (``quire serve --simulate``)."""
 
 from pathlib import Path
 
@@ -15,17 +15,17 @@ from quire.protocol.model.kv_layout import kv_layout
 
 
 def simulated_engine(options: EngineOptions, cost: str, folder: Path) -> tuple[EngineConfig, WorkerProgram]:
-    """What the scheduler runs by, and what to start as its worker.
+    """Return the engine's configuration and the worker program to start.
 
-    Defaults are a GPU's. The scheduler is told of one rank, as one process answers for all; the cost model knows how
-    many there are.
+    Defaults are those of a GPU. The configuration has one rank, because one process simulates all ranks; the cost model
+    knows their number.
 
     Args:
-        cost: as of ``quire replay --cost``.
-        folder: of a checkpoint; its weights need not be there.
+        cost: as in ``quire replay --cost``.
+        folder: checkpoint folder; its weights may be missing.
 
     Raises:
-        ConfigError: a cost that cannot be had, or a setting that no simulation follows.
+        ConfigError: an invalid cost, or a setting that a simulation does not support.
     """
     given = {"speculative-config": options.speculative_config, "logits-processors": options.logits_processors}
     for name, value in given.items():
@@ -36,7 +36,7 @@ def simulated_engine(options: EngineOptions, cost: str, folder: Path) -> tuple[E
     ranks = config.tensor_parallel_size
     model = parse_cost(cost, tensor_parallel_size=ranks, model=config.model)
     layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
-    plan_pool(config, layout, model, ranks)  # what does not fit is said before anything starts
+    plan_pool(config, layout, model, ranks)  # raises before any process starts if nothing fits
     arguments = ("--cost", cost, "--ranks", str(ranks))
     program = WorkerProgram("quire.launch.replay.simulate.worker_process", arguments)
     return msgspec.structs.replace(config, tensor_parallel_size=1), program

@@ -1,4 +1,4 @@
-"""What stands in for a model: rows without tensors, and tokens without a meaning."""
+"""A model runner without a model: rows without tensors, and pseudorandom tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ _UInt64 = npt.NDArray[np.uint64]
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step whose rows have advanced, and whose tokens were not told yet.
+    """A step whose rows have advanced and whose result is not made yet.
 
     Attributes:
-        handles, tokens: int32 ``[n]``: who samples, and what where no mask says otherwise.
-        tell_handles: the result has to name them.
+        handles, tokens: int32 ``[n]``: the sampling requests and their tokens before any grammar mask.
+        send_handles: the result must contain ``handles``.
     """
 
     step: int
@@ -31,13 +31,13 @@ class LaunchedStep:
     shape: StepShape
     handles: Int32
     tokens: Int32
-    tell_handles: bool
+    send_handles: bool
     prompts: PromptLogprobs | None
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt of which log probabilities are wanted, as long as some are missing."""
+    """A prompt whose log probabilities were requested and are not complete yet."""
 
     token_ids: Int32
     num_computed: int
@@ -46,12 +46,12 @@ class _Prompt:
 
 
 class _Columns(NamedTuple):
-    """What a row's tokens depend on, by handle; each ``[capacity]``.
+    """Inputs of sampling by handle; each ``[capacity]``.
 
     Attributes:
-        seeds: uint64, of the request.
-        positions: int64, of the token that it samples next.
-        first_end: int64, the first position at which an end of text may stand (``min_tokens``).
+        seeds: uint64, the request's seed.
+        positions: int64, position of the next sampled token.
+        first_end: int64, first position at which an end token is allowed (``min_tokens``).
     """
 
     seeds: _UInt64
@@ -67,8 +67,8 @@ class _Columns(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Wishes:
-    """Rows that want more than any token, by handle."""
+class _RowOptions:
+    """Rows with token constraints or log probabilities, by handle."""
 
     allowed: dict[int, Int32] = field(default_factory=dict)
     num_logprobs: dict[int, int] = field(default_factory=dict)
@@ -81,53 +81,53 @@ class _Wishes:
 
 
 class SimulatedRunner:
-    """Applies diffs and samples, as a worker's model runner does, in time that hardly depends on the model.
+    """Applies diffs and samples like a worker's model runner, in time almost independent of the model.
 
-    A token follows from its request's seed and its position alone. It never ends a text or begins a thought, unless a
-    grammar leaves nothing else: then the text ends as soon as it may. Token lists and grammars are kept to; what
-    shapes a distribution (temperature, penalties, biases) means nothing here.
+    A token is a function of its request's seed and its position. It is never an end token or a thinking marker, unless
+    a grammar allows an end token: then the output ends as soon as possible. Allowed token lists and grammars are
+    respected; temperature, penalties and biases are ignored.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._vocab_size = config.model.vocab_size
         self._ends = np.array(config.model.eos_token_ids, np.int64)
         markers = [*config.thinking_start_token_ids, *config.thinking_end_token_ids]
-        usual = np.setdiff1d(np.arange(self._vocab_size, dtype=np.int32), [*self._ends.tolist(), *markers])
-        self._usual = usual if len(usual) else np.arange(self._vocab_size, dtype=np.int32)
+        default_tokens = np.setdiff1d(np.arange(self._vocab_size, dtype=np.int32), [*self._ends.tolist(), *markers])
+        self._default_tokens = default_tokens if len(default_tokens) else np.arange(self._vocab_size, dtype=np.int32)
         self._rows = SimulatedRows()
         self._columns = _Columns.of(256)
-        self._wishes = _Wishes()
+        self._options = _RowOptions()
         self._handles = np.zeros(0, np.int32)
 
     def launch(self, diff: SchedulerOutput) -> LaunchedStep:
-        """Take one step's diff: the rows are then those after it."""
+        """Apply one step's diff to the rows and sample its tokens."""
         for handle in diff.removed:
-            self._wishes.forget(handle)
+            self._options.forget(handle)
         at = 0
         for new in diff.new_requests:
             assert diff.token_ids is not None
             self._add(new, diff.token_ids[at : at + new.num_tokens])
             at += new.num_tokens
-        prompts = self._prompt_logprobs(diff) if self._wishes.prompts else None
+        prompts = self._prompt_logprobs(diff) if self._options.prompts else None
         shape = self._rows.apply(diff)
         changed = self._rows.take_handles()
         if changed is not None:
             self._handles = changed
-        tell = changed is not None or bool(diff.removed or diff.new_requests)
+        send = changed is not None or bool(diff.removed or diff.new_requests)
         return LaunchedStep(
-            diff.step, diff.awaits_sample_inputs, shape, self._handles, self._sample(self._handles), tell, prompts
+            diff.step, diff.awaits_sample_inputs, shape, self._handles, self._sample(self._handles), send, prompts
         )
 
     def finish(self, launched: LaunchedStep, inputs: SampleInputs | None, seconds: float) -> ModelRunnerOutput:
-        """The result; ``inputs`` where the step awaits them, and else None."""
+        """Return the step's result; ``inputs`` is None if the step awaits none."""
         failed = [] if inputs is None else self._constrain(launched, inputs)
         return ModelRunnerOutput(
             launched.step,
             tokens=launched.tokens if len(launched.tokens) else None,
-            handles=launched.handles if launched.tell_handles else None,
+            handles=launched.handles if launched.send_handles else None,
             seconds=seconds,
             failed=failed,
-            logprobs=self._logprobs(launched) if self._wishes.num_logprobs else None,
+            logprobs=self._logprobs(launched) if self._options.num_logprobs else None,
             prompt_logprobs=launched.prompts,
         )
 
@@ -141,30 +141,30 @@ class SimulatedRunner:
         self._columns.positions[handle] = new.num_tokens
         self._columns.first_end[handle] = new.num_prompt_tokens + sampling.min_tokens
         if sampling.allowed_token_ids is not None:
-            self._wishes.allowed[handle] = np.array(sampling.allowed_token_ids, np.int32)
+            self._options.allowed[handle] = np.array(sampling.allowed_token_ids, np.int32)
         if sampling.logprobs is not None:
-            self._wishes.num_logprobs[handle] = min(sampling.logprobs, self._vocab_size)
+            self._options.num_logprobs[handle] = min(sampling.logprobs, self._vocab_size)
         if sampling.prompt_logprobs is not None:
             num_best = min(sampling.prompt_logprobs, self._vocab_size)
             prompt = token_ids[: new.num_prompt_tokens].copy()
-            self._wishes.prompts[handle] = _Prompt(prompt, new.num_computed_tokens, num_best)
+            self._options.prompts[handle] = _Prompt(prompt, new.num_computed_tokens, num_best)
 
     # ---- tokens
 
     def _sample(self, handles: Int32) -> Int32:
-        """int32 ``[n]``: the next token of each of ``handles``, which then are one further."""
+        """Return int32 ``[n]``, the next token of each of ``handles``, and advance their positions."""
         noise = _noise(self._columns.seeds[handles], self._columns.positions[handles])
-        tokens: Int32 = self._usual[noise % np.uint64(len(self._usual))]
-        if self._wishes.allowed:
+        tokens: Int32 = self._default_tokens[noise % np.uint64(len(self._default_tokens))]
+        if self._options.allowed:
             for index, handle in enumerate(handles.tolist()):
-                allowed = self._wishes.allowed.get(handle)
+                allowed = self._options.allowed.get(handle)
                 if allowed is not None:
                     tokens[index] = allowed[int(noise[index]) % len(allowed)]
         self._columns.positions[handles] += 1
         return tokens
 
     def _constrain(self, launched: LaunchedStep, inputs: SampleInputs) -> list[tuple[int, str]]:
-        """Tokens that the masks allow, in place of those of the rows that have one; returns who can have none."""
+        """Replace the tokens of rows that have a grammar mask; return (handle, reason) of rows without a token."""
         if inputs.bitmask is None:
             return []
         masks = inputs.bitmask.reshape(sum(inputs.counts), -1).view(np.uint8)
@@ -182,11 +182,11 @@ class SimulatedRunner:
         return failed
 
     def _choose(self, handle: int, allowed: npt.NDArray[np.int64]) -> int:
-        """One of the ``allowed`` for the position just sampled; -1 where none is."""
+        """Return one of the ``allowed`` tokens for the position just sampled; -1 if none is allowed."""
         position = self._columns.positions[handle] - 1
         ends = np.isin(allowed, self._ends)
         allowed = allowed[ends] if ends.any() and position >= self._columns.first_end[handle] else allowed[~ends]
-        own = self._wishes.allowed.get(handle)
+        own = self._options.allowed.get(handle)
         if own is not None:
             allowed = np.intersect1d(allowed, own)
         if not len(allowed):
@@ -197,8 +197,8 @@ class SimulatedRunner:
     # ---- log probabilities
 
     def _logprobs(self, launched: LaunchedStep) -> Logprobs | None:
-        """Of the rows that asked."""
-        wanted = self._wishes.num_logprobs
+        """Return the log probabilities of the rows that requested them."""
+        wanted = self._options.num_logprobs
         rows = [index for index, handle in enumerate(launched.handles.tolist()) if handle in wanted]
         if not rows:
             return None
@@ -206,9 +206,9 @@ class SimulatedRunner:
         return Logprobs(rows, self._best(launched.tokens[rows], width))
 
     def _prompt_logprobs(self, diff: SchedulerOutput) -> PromptLogprobs | None:
-        """Of what this step computes of prompts; to be called before the step is applied."""
+        """Return the log probabilities of the prompt tokens of this step. Call it before the diff is applied."""
         counts = dict(diff.counts)
-        for handle, prompt in self._wishes.prompts.items():
+        for handle, prompt in self._options.prompts.items():
             prompt.active = (prompt.active or handle in diff.unparked) and handle not in diff.parked
         parts = list(self._prompt_parts(counts))
         if not parts:
@@ -223,20 +223,20 @@ class SimulatedRunner:
         )
 
     def _prompt_parts(self, counts: dict[int, int]) -> Iterator[tuple[int, _Prompt, int, int]]:
-        """(handle, prompt, start, end) of prompt tokens whose predecessors are computed in this step."""
-        for handle, prompt in list(self._wishes.prompts.items()):
+        """Yield (handle, prompt, start, end) of prompt tokens whose predecessors are computed in this step."""
+        for handle, prompt in list(self._options.prompts.items()):
             if not prompt.active:
                 continue
             start = prompt.num_computed + 1
             prompt.num_computed += counts.get(handle, 1)
             end = min(prompt.num_computed + 1, len(prompt.token_ids))
             if end == len(prompt.token_ids):
-                del self._wishes.prompts[handle]
+                del self._options.prompts[handle]
             if end > start:
                 yield handle, prompt, start, end
 
     def _best(self, tokens: Int32, width: int) -> LogprobArrays:
-        """Of distributions in which the given token has probability one half, and each next one half of the last."""
+        """Return top-``width`` log probabilities: 1/2 for the given token, then 1/2, 1/4, ... for its successors."""
         others = (tokens[:, None].astype(np.int64) + np.arange(width - 1)) % self._vocab_size
         ids = np.concatenate([tokens[:, None], others], axis=1, dtype=np.int32, casting="unsafe")
         falling = (np.log(0.5) * np.array([1, *range(1, width)])).astype(np.float32)
@@ -244,7 +244,7 @@ class SimulatedRunner:
 
 
 def _noise(seeds: _UInt64, positions: npt.NDArray[np.int64] | Sequence[int]) -> _UInt64:
-    """uint64 ``[n]``: bits without a pattern, the finaliser of SplitMix64 (Steele et al., 2014)."""
+    """Return uint64 ``[n]`` of pseudorandom bits: the finaliser of SplitMix64 (Steele et al., 2014)."""
     bits = seeds + np.asarray(positions).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""A workload through the real Scheduler and KV manager, on a virtual clock, with a simulated worker."""
+"""Runs a workload through the real Scheduler and KV manager on a virtual clock, with a simulated worker."""
 
 import time
 from collections import deque
@@ -20,12 +20,12 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 
-FEWEST_TO_FORWARD = 3
-"""Of fewer quiet steps each by itself is done sooner."""
+MIN_FAST_FORWARD = 3
+"""Smallest number of quiet steps for which a fast-forward is faster than single steps."""
 
 
 class _Computing(NamedTuple):
-    """A step that the worker has, with when it begins and ends it."""
+    """A step that the worker computes from ``begin`` to ``end``."""
 
     step: int
     begin: float
@@ -34,10 +34,10 @@ class _Computing(NamedTuple):
 
 
 class Simulator:
-    """Runs one workload to its end. Owns the virtual clock and what stands between Scheduler and worker.
+    """Runs one workload to its end. Owns the virtual clock and the steps between Scheduler and worker.
 
-    The order of things is the live loop's: what has come by now is consumed, then steps are decided while the
-    pipeline has room; a step begins when the worker is done with the one before.
+    The order of events is the live loop's: events that are due are consumed, then steps are scheduled while the
+    pipeline has room. A step begins when the worker has finished the previous one.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class Simulator:
     ) -> None:
         """
         Args:
-            policies: of another engine than this one.
+            policies: policies of the engine to imitate.
             reuse_answers: see ``block_names``.
-            fast_forward: False: each step is decided by itself, which costs more and gives the same.
-            progress: told now and then of the virtual time and the ended calls.
+            fast_forward: False: schedule each step individually, which takes longer and gives the same result.
+            progress: called from time to time with the virtual time in seconds and the number of finished calls.
         """
-        tap = DecisionLog()
-        self.scheduler = ReplayScheduler(config, layout, num_usable_blocks + 1, hooks=tap, policies=policies)
-        self._collector = RunCollector(record, self.scheduler, tap)
+        decision_log = DecisionLog()
+        self.scheduler = ReplayScheduler(config, layout, num_usable_blocks + 1, hooks=decision_log, policies=policies)
+        self._collector = RunCollector(record, self.scheduler, decision_log)
         self._cost = cost
         self._source = source
         self._reuse_answers = reuse_answers
-        self._forwards = fast_forward
+        self._may_fast_forward = fast_forward
         self._takes_between_steps = policies.takes_between_steps
         self._progress = progress
         self._rows = SimulatedRows()
@@ -78,7 +78,7 @@ class Simulator:
         self._num_ended = 0
 
     def run(self) -> RunRecord:
-        """Until every call has ended."""
+        """Run until every call has finished."""
         began = time.perf_counter()
         source, scheduler = self._source, self.scheduler
         begin = min(source.next_time(), 1e18)
@@ -90,15 +90,15 @@ class Simulator:
                 break
             self._now = max(self._now, now)
             if done <= self._now:
-                self._answer()
+                self._finish_step()
             for call in source.take(self._now):
                 self._arrive(call)
             while scheduler.can_schedule and self._decide():
                 pass
-            if self._forwards and (quiet := scheduler.num_quiet_steps) >= FEWEST_TO_FORWARD:
+            if self._may_fast_forward and (quiet := scheduler.num_quiet_steps) >= MIN_FAST_FORWARD:
                 self._fast_forward(quiet)
         stuck = scheduler.table.requests
-        assert not stuck, f"{len(stuck)} requests never ended, {next(iter(stuck.values()))!r} among them"
+        assert not stuck, f"{len(stuck)} requests never finished, such as {next(iter(stuck.values()))!r}"
         record = self._collector.finish(self._now - begin if self._num_ended else 0.0)
         record.wall_s = time.perf_counter() - began
         return record
@@ -112,7 +112,7 @@ class Simulator:
             return
         names = block_names(call, self.scheduler.kv.block_size, reuse_answers=self._reuse_answers)
         sampling = SamplingParams(max_tokens=call.num_output_tokens, ignore_eos=True)
-        known_as = f"{call.number}"  # a trace's own ids may be equal, or of any length
+        known_as = f"{call.number}"  # ids of a trace may be equal or too long
         self.scheduler.consume(
             OpaqueRequest(
                 known_as,
@@ -130,15 +130,15 @@ class Simulator:
             self._end(self._calls.pop(refused))
 
     def _refusal(self, call: Call) -> str:
-        """Why the call can never run to its end; empty when it can."""
+        """Return why the call cannot run to its end; empty if it can."""
         total = call.num_prompt_tokens + call.num_output_tokens
         limit = self.scheduler.config.max_model_len
         if total > limit:
-            return f"prompt and answer have {total} tokens; max_model_len is {limit}"
+            return f"prompt and answer of {total} tokens exceed max_model_len {limit}"
         kv = self.scheduler.kv
         needed = kv.num_blocks_for(total - 1)
         if needed > kv.pool.num_usable_blocks:
-            return f"it needs {needed} KV blocks; the pool has {kv.pool.num_usable_blocks}"
+            return f"needs {needed} KV blocks; the pool has {kv.pool.num_usable_blocks}"
         return ""
 
     def _decide(self) -> bool:
@@ -146,22 +146,22 @@ class Simulator:
         if diff is None:
             return False
         shape = self._rows.apply(diff)
-        self._collector.decided(self._now, diff.step, shape)
+        self._collector.step_decided(self._now, diff.step, shape)
         begin = max(self._now, self._worker_free)
         self._worker_free = begin + self._cost.seconds(shape)
         self._computing.append(_Computing(diff.step, begin, self._worker_free, self._rows.take_handles()))
         return True
 
-    def _answer(self) -> None:
+    def _finish_step(self) -> None:
         done = self._computing.popleft()
         self.scheduler.consume(OpaqueResult(done.step, done.handles, [], seconds=done.end - done.begin))
-        for run in self._collector.answered(self._now, done.step, done.begin, done.end, done.handles):
+        for run in self._collector.step_finished(self._now, done.step, done.begin, done.end, done.handles):
             self._end(self._calls.pop(run))
 
     def _fast_forward(self, count: int) -> None:
-        """Up to ``count`` times, without looking: the oldest step is answered, and one more is decided.
+        """Up to ``count`` times, finish the oldest step and schedule one more, without asking the Scheduler.
 
-        A call that comes meanwhile ends it: the answers before that are the last that are given.
+        Stops at the first step that ends after the next arrival.
         """
         shape, until = self._rows.steady_shape(), self._source.next_time()
         depth, first = len(self._computing), self._worker_free

@@ -1,4 +1,4 @@
-"""The same workload under many settings, side by side in processes of their own."""
+"""Runs one workload under many settings, in parallel processes."""
 
 import itertools
 import multiprocessing
@@ -17,20 +17,20 @@ from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.report.summary import summary
 from quire.protocol.errors import ConfigError
 
-MOST_RUNS = 4096
-MOST_PROCESSES = 61
-"""More do not help one trace, and some systems allow no more."""
+MAX_RUNS = 4096
+MAX_PROCESSES = 61
+"""More processes do not help one trace, and some systems allow no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepTask:
-    """What all runs of a sweep have in common; crosses to other processes.
+    """The common part of all runs of a sweep; pickled to the processes.
 
     Attributes:
-        path, format, options: as of ``load_workload``.
-        settings: ``--set`` key to its text.
-        cost: as ``--cost`` has it.
-        run: keywords of ``run_workload``, but ``progress``.
+        path, format, options: arguments of ``load_workload``.
+        settings: texts by ``--set`` key.
+        cost: the ``--cost`` text.
+        run: keyword arguments of ``run_workload`` except ``progress``.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class SweepTask:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One run: the values that are its own, and its ``summary``; or why it failed."""
+    """One run of a sweep: its values and its ``summary``, or the error if it failed."""
 
     values: dict[str, str]
     figures: dict[str, Any] | None
@@ -56,24 +56,24 @@ def sweep(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[SweepRow]:
-    """All combinations of the axes' values, the last axis changing fastest, whichever ends first.
+    """Run all combinations of the axes' values; rows are in order, with the last axis changing fastest.
 
     Args:
-        axes: key of ``--set``, each once, and the texts of its values.
-        jobs: processes at a time; None: one per core.
-        progress: told of the runs that have ended, and of how many there are.
+        axes: (``--set`` key, texts of its values), each key once.
+        jobs: number of processes; None: one per core.
+        progress: called with the number of finished runs and their total.
 
     Raises:
-        ConfigError: more runs than anyone can want. What is wrong with one run is in its row.
+        ConfigError: more than ``MAX_RUNS`` combinations. The error of a single run is in its row.
     """
     points = _points(axes)
-    jobs = min(jobs or len(os.sched_getaffinity(0)), len(points), MOST_PROCESSES)
+    jobs = min(jobs or len(os.sched_getaffinity(0)), len(points), MAX_PROCESSES)
     others = set(multiprocessing.active_children())
     with _pool(jobs) as pool:
         try:
             runs = [pool.submit(run_point, task, point) for point in points]
             return _in_order(points, runs, progress)
-        except BaseException:  # Ctrl-C above all: nobody waits for runs whose results nobody wants
+        except BaseException:  # usually Ctrl-C: end the runs instead of waiting for them
             pool.shutdown(wait=False, cancel_futures=True)
             for child in set(multiprocessing.active_children()) - others:
                 child.terminate()
@@ -81,7 +81,7 @@ def sweep(
 
 
 def run_point(task: SweepTask, values: Mapping[str, str]) -> SweepRow:
-    """One run of a sweep, in this process."""
+    """Do one run of a sweep in this process."""
     from quire.launch.replay.formats.detect import load_workload
     from quire.launch.replay.simulate.whatif import prepare, run_workload
 
@@ -91,7 +91,7 @@ def run_point(task: SweepTask, values: Mapping[str, str]) -> SweepRow:
         return SweepRow(dict(values), summary(run_workload(workload, setup, cost, **task.run)))
     except ConfigError as error:
         return SweepRow(dict(values), None, str(error))
-    except Exception as error:  # the other runs are worth something all the same
+    except Exception as error:  # the other runs are still useful
         traceback.print_exc()
         return SweepRow(dict(values), None, f"{type(error).__name__}: {error}")
 
@@ -99,26 +99,26 @@ def run_point(task: SweepTask, values: Mapping[str, str]) -> SweepRow:
 def _points(axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
     keys = [key for key, _ in axes]
     points = [dict(zip(keys, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
-    if len(points) > MOST_RUNS:
-        raise ConfigError(f"--sweep: {len(points)} combinations; at most {MOST_RUNS} can be run at once")
+    if len(points) > MAX_RUNS:
+        raise ConfigError(f"--sweep has {len(points)} combinations; at most {MAX_RUNS} are allowed: remove some values")
     return points
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
-    """Spawned, not forked: a parent may have threads."""
+    """Return a pool of spawned processes; forking is unsafe because the parent may have threads."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(jobs, mp_context=context, initializer=_enter_child)
 
 
 def _enter_child() -> None:
-    """Ctrl-C in a terminal reaches every process, and is the parent's to handle; whatever ends it ends this one."""
+    """Ignore Ctrl-C, which a terminal sends to every process and the parent handles, and end with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a run of a sweep has been started by nobody"
+    assert parent is not None, "sweep process without a parent"
     parent.join()
     os._exit(1)
 
@@ -131,9 +131,7 @@ def _in_order(
         try:
             rows.append(run.result())
         except BrokenProcessPool:
-            rows.append(
-                SweepRow(point, None, "its process was killed; the machine may be short of memory: fewer --jobs")
-            )
+            rows.append(SweepRow(point, None, "the process was killed, possibly for lack of memory: reduce --jobs"))
         if progress is not None:
             progress(len(rows), len(runs))
     return rows

@@ -1,4 +1,4 @@
-"""A workload through a simulated engine: from a Workload, a Setup and a cost to the record of the run."""
+"""What-if runs: from a Workload, a Setup and a cost model to the record of a simulated run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from quire.launch.replay.costs.cost import ConstantCost, CostModel
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run.run_record import RunRecord
-from quire.launch.replay.simulate.setup import Setup, make_setup, settle_model
+from quire.launch.replay.simulate.setup import Setup, make_setup, resolve_model
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import source_of
 from quire.launch.replay.workload.workload import Call, Workload
@@ -20,39 +20,39 @@ DEFAULT_STEP_MS = 10.0
 
 
 def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> tuple[Setup, CostModel]:
-    """The engine, and the machine that computes its steps: each may depend on the other's settings.
+    """Build the engine's setup and the cost model; each may depend on the other's settings.
 
     Args:
-        given: ``--set`` key to its text.
-        cost: as ``--cost`` has it; None: what the trace tells of its machine, else a usual one.
+        given: texts by ``--set`` key.
+        cost: the ``--cost`` text; None: a fit to the trace's own steps if it has them, else a default machine.
 
     Raises:
-        ConfigError: either cannot be.
+        ConfigError: an invalid setting or cost.
     """
     if cost is not None and "model" not in {*given, *workload.settings} and (config := config_of(cost)):
-        workload = replace(workload, settings=workload.settings | {"model": _for_all(find_model(config), workload)})
-    model, size = settle_model(workload, given)
+        workload = replace(workload, settings=workload.settings | {"model": _fit_longest(find_model(config), workload)})
+    model, size = resolve_model(workload, given)
     if cost is not None:
         machine = parse_cost(cost, tensor_parallel_size=size, model=model)
         return make_setup(workload, given, machine), machine
-    machine, note = _usual_machine(workload, size, model)
+    machine, note = _default_machine(workload, size, model)
     setup = make_setup(workload, given, machine)
     setup.notes.append(note)
     return setup, machine
 
 
-def _for_all(model: ModelConfig, workload: Workload) -> ModelConfig:
-    """The model that only the cost names tells how large blocks are, not which prompts are too long."""
+def _fit_longest(model: ModelConfig, workload: Workload) -> ModelConfig:
+    """Extend the model's context to the longest call: a model named only by the cost must not reject prompts."""
     longest = max((call.num_prompt_tokens + call.num_output_tokens for call in workload.calls), default=2)
     return msgspec.structs.replace(model, max_position=max(model.max_position, longest))
 
 
-def _usual_machine(workload: Workload, size: int, model: ModelConfig) -> tuple[CostModel, str]:
-    """And what to say of it."""
+def _default_machine(workload: Workload, size: int, model: ModelConfig) -> tuple[CostModel, str]:
+    """Return the default cost model and a note about it."""
     try:
         machine = default_cost(workload, tensor_parallel_size=size, model=model)
     except ConfigError as error:
-        if workload.format != "quire":  # a profile that is there and cannot be used is not to be passed over
+        if workload.format != "quire":  # only a fit may be replaced by a constant
             raise
         return ConstantCost(DEFAULT_STEP_MS), f"no --cost was given; every step takes {DEFAULT_STEP_MS:g} ms: {error}"
     return machine, f"no --cost was given: {machine.describe()}"
@@ -72,12 +72,13 @@ def run_workload(
     """Run all calls to their ends.
 
     Args:
-        concurrency: so many at a time, whatever their times.
-        closed_loop: a turn comes when the one before has ended and its pause is over.
-        overlong: what becomes of calls beyond ``max_model_len``: they count as rejected (refuse), lose the end of
-            their prompt (clip), or are left out (drop).
-        reuse_answers: blocks of answers can be found by the next turn, where the trace tells that it contains them.
-        progress: told now and then of the virtual time and the number of ended calls.
+        concurrency: number of calls in flight, regardless of their times; None: use the times.
+        closed_loop: each turn arrives when the previous one has finished and its pause is over.
+        overlong: calls longer than ``max_model_len`` are rejected (refuse), lose the end of their prompts (clip), or
+            are removed (drop).
+        reuse_answers: a next turn may find the previous answer in the prefix cache, if the trace shows that it
+            contains it.
+        progress: called from time to time with the virtual time in seconds and the number of finished calls.
     """
     limit = setup.config.max_model_len
     calls = [call for call in workload.calls if call.num_prompt_tokens + call.num_output_tokens > limit]
@@ -93,11 +94,11 @@ def run_workload(
         max_num_batched_tokens=setup.config.max_num_batched_tokens,
     )
     if calls:
-        record.notes.append(f"{len(calls)} calls longer than max_model_len ({limit}): {_FATES[overlong]}")
+        record.notes.append(f"{len(calls)} calls longer than max_model_len ({limit}): {_OVERLONG[overlong]}")
     record.extra["overlong"] = {"calls": len(calls), "policy": overlong}
     record.extra["generated"] = generated = _generated(kept, setup.config.block_size, reuse_answers)
     if generated["other_bound_tokens"]:
-        record.notes.append(_say_generated(reuse_answers, generated["other_bound_tokens"]))
+        record.notes.append(_generated_note(reuse_answers, generated["other_bound_tokens"]))
     simulator = Simulator(
         setup.config,
         setup.layout,
@@ -112,17 +113,17 @@ def run_workload(
     return simulator.run()
 
 
-_FATES = {"refuse": "rejected", "clip": "the end of their prompts was cut", "drop": "left out"}
+_OVERLONG = {"refuse": "rejected", "clip": "the end of their prompts was cut", "drop": "dropped"}
 
 
 def _pace(concurrency: int | None, closed_loop: bool) -> str:
     if concurrency is not None:
-        return f"{concurrency} at a time"
+        return f"concurrency {concurrency}"
     return "closed loop" if closed_loop else "open loop"
 
 
 def _without_overlong(calls: Sequence[Call], limit: int, policy: str) -> list[Call]:
-    """The calls to run: changed copies where the policy asks for it."""
+    """Return the calls to run, with changed copies where the policy requires them."""
     kept: list[Call] = []
     dropped: dict[int, Call] = {}
     for call in calls:
@@ -137,13 +138,13 @@ def _without_overlong(calls: Sequence[Call], limit: int, policy: str) -> list[Ca
 
 
 def _clipped(call: Call, num_prompt_tokens: int) -> Call:
-    """Without the end of its prompt; what its prompt and answer became is not known any more then."""
+    """Cut the end of the prompt; the text and the content of the answer are then unknown."""
     tokens = None if call.tokens is None else call.tokens[:num_prompt_tokens]
     return replace(call, num_prompt_tokens=num_prompt_tokens, tokens=tokens, text=None, answer=None)
 
 
 def _relinked(call: Call, dropped: dict[int, Call]) -> Call:
-    """After a call that was left out comes what came after it, both pauses later."""
+    """Let a call that follows a dropped one follow that one's predecessor, after both pauses."""
     before = None if call.after is None else dropped.get(call.after)
     if before is None:
         return call
@@ -153,7 +154,7 @@ def _relinked(call: Call, dropped: dict[int, Call]) -> Call:
 
 
 def _generated(calls: Sequence[Call], block_size: int, reuse_answers: bool) -> dict[str, str | int]:
-    """How answers are named, and the tokens that more or fewer could be found if they were named the other way."""
+    """Return whether answers are reused, and the most hit tokens that the other choice would add or remove."""
     found = 0
     for call in calls:
         if call.answer is not None:
@@ -162,7 +163,7 @@ def _generated(calls: Sequence[Call], block_size: int, reuse_answers: bool) -> d
     return {"mode": "reused" if reuse_answers else "own", "other_bound_tokens": found}
 
 
-def _say_generated(reuse_answers: bool, tokens: int | str) -> str:
+def _generated_note(reuse_answers: bool, tokens: int | str) -> str:
     if reuse_answers:
-        return f"next turns find answers in the cache; if they did not, at most {tokens} tokens fewer would be hits"
-    return f"no turn finds an answer in the cache; if the next one did, at most {tokens} tokens more would be hits"
+        return f"turns reuse cached answers; without --reuse-answers at most {tokens} fewer prompt tokens would hit"
+    return f"turns do not reuse cached answers; with --reuse-answers at most {tokens} more prompt tokens would hit"

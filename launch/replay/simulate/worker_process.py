@@ -1,7 +1,7 @@
-"""A simulated worker process: ``python -P -m quire.launch.replay.simulate.worker_process``, by the supervisor only.
+"""A simulated worker process, started by the supervisor: ``python -P -m quire.launch.replay.simulate.worker_process``.
 
-It speaks the worker's protocol, takes as long for a step as a cost model says, and answers with tokens that mean
-nothing. One of it stands for all ranks of a group.
+It implements the worker's protocol, takes the time of a cost model for each step, and returns pseudorandom tokens. One
+process simulates all ranks of a worker group.
 """
 
 import logging
@@ -35,17 +35,18 @@ from quire.protocol.wire.worker_messages import (
 log = event_logger("worker")
 
 SPIN_SECONDS = 0.0002
-"""How long before a time a sleep ends: about as late as a sleep is on a busy machine."""
+"""How long before its deadline a sleep ends: about the delay of a sleep on a busy machine."""
 POLL_SECONDS = 0.001
-"""A poll counts whole ones of these."""
+"""Resolution of a poll's timeout."""
 ENOUGH_BLOCKS = 65_536
-"""Of a machine that does not say its memory."""
-MOST_BLOCKS = 2**20
-"""Of one that does: a large one would have room for tens of millions of a tiny model's, each an object here."""
+"""Maximum number of KV blocks if the cost model does not know the machine's memory."""
+MAX_BLOCKS = 2**20
+"""Maximum number of KV blocks if it does: a large machine would hold tens of millions of a tiny model's blocks, each a
+Python object."""
 
 
 class Clock(Protocol):
-    """Time as the loop meets it, in monotonic seconds."""
+    """The clock of the loop, in monotonic seconds; replaced in tests."""
 
     def now(self) -> float: ...
 
@@ -57,7 +58,7 @@ class RealClock:
         return time.monotonic()
 
     def sleep_until(self, when: float) -> None:
-        """To the nearest few microseconds: sleeps, then looks at the clock for the rest."""
+        """Sleep until ``when`` with an error of a few microseconds: sleep, then spin."""
         rest = when - time.monotonic()
         if rest > SPIN_SECONDS:
             time.sleep(rest - SPIN_SECONDS)
@@ -67,7 +68,7 @@ class RealClock:
 
 @dataclass(slots=True)
 class _Computing:
-    """A step on the pretended device. ``result`` is None while it awaits its masks."""
+    """A step on the simulated device. ``result`` is None while the step awaits its sample inputs."""
 
     launched: LaunchedStep
     begin: float
@@ -76,9 +77,9 @@ class _Computing:
 
 
 class SimulatedWorker:
-    """Owns the channel to the scheduler, the rows, and the time at which the pretended device is free.
+    """Owns the channel to the scheduler, the rows, and the time at which the simulated device is free.
 
-    Steps queue up as on a device: one that comes while another is computed begins when that one ends.
+    Steps queue as on a device: a step that arrives while another is computed begins when that one ends.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class SimulatedWorker:
         calls: WorkerCommands,
         num_ranks: int = 1,
     ) -> None:
-        """``num_ranks``: of the pretended machine."""
+        """``num_ranks`` is the number of simulated ranks."""
         self._channel = channel
         self._calls = calls
         self._cost = cost
@@ -101,10 +102,10 @@ class SimulatedWorker:
         self._free_at = 0.0
 
     def run(self) -> None:
-        """Until the scheduler sends Shutdown, or another call comes.
+        """Run until the scheduler sends Shutdown or another call arrives.
 
         Raises:
-            ConfigError, EngineError, ProtocolError: also told to the scheduler as a Fault.
+            ConfigError, EngineError, ProtocolError: also sent to the scheduler as a Fault.
         """
         try:
             configure = request_configuration(self._channel, 0, self._pid, self._calls)
@@ -124,11 +125,11 @@ class SimulatedWorker:
 
     def _steps(self, runner: SimulatedRunner) -> None:
         while True:
-            patience = self._patience()
-            if patience is None:
+            timeout = self._poll_timeout()
+            if timeout is None:
                 received = wait_for_message(self._channel, self._calls)
             else:
-                received = self._channel.receive(patience)
+                received = self._channel.receive(timeout)
             match received.message if received else None:
                 case SchedulerOutput() as step:
                     self._begin(runner, step)
@@ -136,22 +137,25 @@ class SimulatedWorker:
                     self._take_inputs(runner, inputs)
                 case Shutdown():
                     return
-                case None if patience is not None:
+                case None if timeout is not None:
                     self._send_oldest()
                 case Heartbeat() | None:
                     pass
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of a step")
 
-    def _patience(self) -> float | None:
-        """How long to wait for a message. What came while a step was computed is taken before its result is sent: it
-        found the device busy."""
+    def _poll_timeout(self) -> float | None:
+        """Return how long to wait for a message, in seconds; None: without a limit.
+
+        Messages that arrived while a step was computed are received before its result is sent, because they found the
+        device busy.
+        """
         if not self._computing or self._computing[0].result is None:
             return None
         return max(0.0, self._computing[0].end - self._clock.now() - POLL_SECONDS)
 
     def _begin(self, runner: SimulatedRunner, step: SchedulerOutput) -> None:
-        if self._computing and self._computing[-1].result is None:  # void: the scheduler has begun anew
+        if self._computing and self._computing[-1].result is None:  # a step of an earlier worker epoch
             waiting = self._computing[-1]
             waiting.result = ModelRunnerOutput(waiting.launched.step)
         launched = runner.launch(step)
@@ -162,19 +166,19 @@ class SimulatedWorker:
         self._computing.append(_Computing(launched, begin, self._free_at, result))
 
     def _take_inputs(self, runner: SimulatedRunner, inputs: SampleInputs) -> None:
-        """The tokens of the step that awaits them are there when it is computed, or now if that is later."""
+        """Finish the step that awaits ``inputs``: its tokens are ready when it is computed, or now if that is later."""
         waiting = self._computing[-1] if self._computing else None
         if waiting is None or waiting.result is not None or waiting.launched.step != inputs.step:
-            return  # of a step that was void
+            return  # inputs of a step of an earlier worker epoch
         self._free_at = waiting.end = max(waiting.end, self._clock.now())
         waiting.result = runner.finish(waiting.launched, inputs, waiting.end - waiting.begin)
 
     def _send_oldest(self) -> None:
-        """If it is computed. Else sleeps away what the poll left of its time; messages are then looked for again."""
+        """Send the oldest result if its step is computed; else sleep until then, so that messages are polled again."""
         oldest = self._computing[0]
         rest = oldest.end - self._clock.now()
         if rest > 2 * POLL_SECONDS:
-            return  # the poll came back early
+            return  # the poll returned early
         if rest > 0:
             self._clock.sleep_until(oldest.end)
         elif oldest.result is not None:
@@ -183,7 +187,7 @@ class SimulatedWorker:
 
 
 def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks: int) -> MemoryPlan:
-    """How many KV blocks the pretended machine has: by flag; by its memory, where that is known; or for a full batch.
+    """Return the pool of the simulated machine: set by flag, derived from its memory, or enough for a full batch.
 
     Raises:
         ConfigError: not even one block fits.
@@ -195,13 +199,13 @@ def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks
     elif config.kv_cache_memory_bytes:
         num_blocks = config.kv_cache_memory_bytes // per_rank
     elif cost.kv_bytes:
-        num_blocks = min(cost.kv_bytes // (per_rank * num_ranks), MOST_BLOCKS)
+        num_blocks = min(cost.kv_bytes // (per_rank * num_ranks), MAX_BLOCKS)
     else:
         num_blocks = max(min(config.max_num_seqs * per_request, ENOUGH_BLOCKS), len(layout.groups) * per_request) + 1
     if num_blocks < 2:
         raise ConfigError(
-            f"memory does not suffice: a KV block takes {layout.block_bytes} bytes; "
-            f"raise --kv-cache-memory-bytes or say --num-gpu-blocks-override"
+            f"not enough memory for one KV block of {layout.block_bytes} bytes: "
+            f"raise --kv-cache-memory-bytes or set --num-gpu-blocks-override"
         )
     kv_cache = num_blocks * layout.block_bytes
     return MemoryPlan("simulated", kv_cache, 0, 0, kv_cache, num_blocks, config.block_size)
@@ -209,8 +213,8 @@ def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks
 
 def main() -> None:
     parser = child_parser(__doc__)
-    parser.add_argument("--cost", required=True, help="as of quire replay")
-    parser.add_argument("--ranks", type=int, required=True, help="tensor parallel ranks of the pretended machine")
+    parser.add_argument("--cost", metavar="COST", required=True, help="cost model, as in quire replay --cost")
+    parser.add_argument("--ranks", metavar="N", type=int, required=True, help="number of simulated ranks")
     parser.add_argument("--quiet", action="store_true", help="log errors only")
     args = parser.parse_args()
     child = init_child(args.status_fd, args.lifeline_fd, args.directory, death_signal=signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""Requests to simulate: when they arrive and what they ask."""
+"""Requests to simulate: arrival times, lengths and contents."""

@@ -1,4 +1,4 @@
-"""When calls arrive: at their own times, or when others have ended."""
+"""Sources decide when calls arrive: at recorded times, or when other calls finish."""
 
 import heapq
 from collections import deque
@@ -11,30 +11,30 @@ NEVER = float("inf")
 
 
 def source_of(calls: Sequence[Call], concurrency: int | None, closed_loop: bool) -> "Source":
-    """``concurrency``: so many calls at a time, whatever else is said; None: by their times."""
+    """Return the source for the flags; ``concurrency`` overrides ``closed_loop``."""
     if concurrency is not None:
         return Concurrency(calls, concurrency)
     return ClosedLoop(calls) if closed_loop else OpenLoop(calls)
 
 
 class Source(Protocol):
-    """Hands out calls on a virtual clock."""
+    """Provides calls in order of arrival. The caller owns the clock: all times are its seconds."""
 
     def next_time(self) -> float:
-        """When the next call comes; NEVER when none does before another call ends."""
+        """Return when the next call arrives; NEVER if none arrives before another call finishes."""
         ...
 
     def take(self, now: float) -> list[Call]:
-        """All calls that have come by ``now``, each once."""
+        """Return the calls that have arrived by ``now``, each once."""
         ...
 
     def ended(self, call: Call, now: float) -> None:
-        """``call`` has ended, or was rejected."""
+        """Note that ``call`` has finished or was rejected."""
         ...
 
 
 class OpenLoop:
-    """Every call comes at its own time, whatever became of the others."""
+    """Every call arrives at its recorded time, regardless of the others."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = calls
@@ -54,7 +54,7 @@ class OpenLoop:
 
 
 class Concurrency:
-    """So many calls at a time, in order of arrival; their times do not matter."""
+    """Keeps ``limit`` calls in flight, in order of arrival; arrival times are ignored."""
 
     def __init__(self, calls: Sequence[Call], limit: int) -> None:
         self._calls = deque(calls)
@@ -77,17 +77,17 @@ class Concurrency:
 
 
 class ClosedLoop:
-    """A call with ``after`` comes ``pause`` seconds after that call's end; the others at their own times.
+    """A call with ``after`` arrives ``pause`` seconds after that call finishes; the others at their recorded times.
 
-    So do those whose ``after`` is not among the calls.
+    A call whose ``after`` is not among the calls also arrives at its recorded time.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        there = {call.number for call in calls}
+        known = {call.number for call in calls}
         self._due: list[tuple[float, int, Call]] = []
         self._followers: dict[int, list[Call]] = {}
         for call in calls:
-            if call.after is not None and call.after in there:
+            if call.after is not None and call.after in known:
                 self._followers.setdefault(call.after, []).append(call)
             else:
                 self._due.append((call.arrival, call.number, call))

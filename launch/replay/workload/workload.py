@@ -1,4 +1,4 @@
-"""What every trace becomes: calls with lengths, times and named contents. No scheduler in sight."""
+"""The workload that every trace is converted to: calls with lengths, times and content ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,16 +9,16 @@ import numpy as np
 SHORT_HASH_BYTES = 16
 _NAME = np.dtype([("space", "<u4"), ("offset", "<u4"), ("id", "<u8")])
 _OWN_PROMPT, _OWN_ANSWER = 2**32 - 2, 2**32 - 1
-"""Spaces of contents that nobody shares: ``id`` is the call's number then."""
+"""Id spaces of contents that no other call shares; the id is the call's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a prompt consists of, as far as the trace tells.
+    """The content ids of a prompt, as far as the trace has them.
 
-    ``ids[i]`` names tokens ``[i * unit, (i + 1) * unit)`` *and everything before them*; tokens behind the last id are
-    nobody else's. Equal ids mean equal prefixes within one ``space`` (below 2**32 - 2). The last id may stand for a
-    part of a unit.
+    ``ids[i]`` identifies tokens ``[i * unit, (i + 1) * unit)`` *and everything before them*: equal ids mean equal
+    prefixes within one ``space`` (below 2**32 - 2). The last id may cover a part of a unit. Tokens after the last id
+    are shared with no other call.
     """
 
     ids: Sequence[int]
@@ -31,14 +31,14 @@ class Call:
     """One request of a workload.
 
     Attributes:
-        number: its place in the workload, from 0; also its place in order of arrival.
+        number: index in the workload, from 0, in order of arrival.
         arrival: seconds from the workload's start, in an open loop.
-        num_output_tokens: how long its answer is, at least 1: forced.
-        after: number of the call that must have ended first, in a closed loop; None: it comes at its own time.
-        pause: seconds from that end to this call's arrival: a tool that ran, or a person who thought.
-        conversation: groups calls; empty where the trace has none.
-        tokens, text: of the prompt, where the trace has them.
-        answer: content of prompt and answer together, where the trace tells it (of the next turn, say).
+        num_output_tokens: forced length of the answer, at least 1.
+        after: in a closed loop, the number of the call that must finish first; None: arrives at ``arrival``.
+        pause: seconds from that finish to this call's arrival (tool calls, think time).
+        conversation: id that groups calls; empty if the trace has none.
+        tokens, text: the prompt, if the trace has it.
+        answer: content ids of prompt and answer together, if the trace has them (in the next turn's prompt, say).
     """
 
     number: int
@@ -59,13 +59,13 @@ class Call:
 
 @dataclass(slots=True)
 class Workload:
-    """Calls in order of arrival, and what the trace says of the engine that they were made for.
+    """Calls in order of arrival, and the recorded settings of the engine that served them.
 
     Attributes:
-        format: name of the format, as ``--format`` has it.
+        format: the ``--format`` name.
         source: file or folder.
-        settings: keys as ``--set`` has them, to run by where the user says nothing else.
-        notes: what was decided for the user: clipped, left out, invented. Shown with every result.
+        settings: recorded values by ``--set`` key; the user's settings override them.
+        notes: assumptions about the trace (clipped, skipped, generated), shown with every result.
     """
 
     format: str
@@ -76,21 +76,21 @@ class Workload:
 
 
 def block_names(call: Call, block_size: int, *, reuse_answers: bool = False) -> bytes:
-    """Names of all full blocks of ``call``'s prompt and answer, joined, ``SHORT_HASH_BYTES`` each.
+    """Return the hashes of all full blocks of ``call``'s prompt and answer, concatenated, ``SHORT_HASH_BYTES`` each.
 
-    A block is named by the id that covers its last token, and the offset of that token in the id's unit: ids name all
-    that comes before, so this is exact for smaller and for larger blocks. Blocks with a token of the answer are the
-    call's own, unless ``reuse_answers`` and the trace tells what the answer became (``Call.answer``).
+    A block's hash is the id that covers its last token and the offset of that token in the id's unit. An id covers
+    everything before it, so this is exact for blocks smaller and larger than a unit. Blocks with a token of the answer
+    are unique to the call, unless ``reuse_answers`` is set and the trace has ids for them (``Call.answer``).
     """
     total = call.num_prompt_tokens + call.num_output_tokens
     names = np.zeros(total // block_size, _NAME)
     last = np.arange(block_size - 1, len(names) * block_size, block_size)
     names["id"], names["offset"] = call.number, np.arange(len(names))
     names["space"] = np.where(last < call.num_prompt_tokens, _OWN_PROMPT, _OWN_ANSWER)
-    told = [(call.content, call.num_prompt_tokens)]
+    contents = [(call.content, call.num_prompt_tokens)]
     if reuse_answers:
-        told.insert(0, (call.answer, total))
-    for content, end in told:  # the prompt's own ids last: they win
+        contents.insert(0, (call.answer, total))
+    for content, end in contents:  # the prompt's ids are applied last and override the answer's
         if content is not None and len(content.ids):
             index = last // content.unit
             known = (last < end) & (index < len(content.ids))

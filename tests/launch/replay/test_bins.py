@@ -1,4 +1,4 @@
-"""Charts have the totals of the run."""
+"""Chart data: bins, histograms and hit rates have the totals of the run."""
 
 import pytest
 from replay_runs import made_up_run
@@ -7,7 +7,7 @@ from quire.launch.replay.report import bins
 from quire.launch.replay.run.run_record import RequestRun, StepColumns
 
 
-def test_each_of_few_steps_is_a_row_and_the_end_repeats_the_last() -> None:
+def test_few_steps_have_a_row_each() -> None:
     steps = made_up_run(1, 40).steps
     made = bins.bin_steps(steps, [])
     assert made["count"] is None
@@ -15,7 +15,7 @@ def test_each_of_few_steps_is_a_row_and_the_end_repeats_the_last() -> None:
     assert made["waiting"] == [*steps.waiting, steps.waiting[-1]]
 
 
-def test_bins_keep_means_and_the_largest_step() -> None:
+def test_bins_have_means_and_the_largest_step() -> None:
     steps = made_up_run(1, 5000).steps
     made = bins.bin_steps(steps, [], max_bins=100)
     assert len(made["time"]) <= 101
@@ -28,7 +28,7 @@ def test_bins_keep_means_and_the_largest_step() -> None:
     assert max(made["largest"]) == max(tokens)
 
 
-def test_a_pause_is_a_gap_and_no_long_step() -> None:
+def test_pause_is_a_gap() -> None:
     steps = StepColumns()
     for begin in (0.0, 0.01, 5.0):
         steps.begin.append(begin)
@@ -47,7 +47,7 @@ def test_every_preemption_is_in_a_bin() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.01, 20, 1e6])
-def test_a_histogram_counts_every_value(scale: float) -> None:
+def test_histogram_counts_every_value(scale: float) -> None:
     runs = [[(1.0, 3), (scale / 2 + 0.5, 1), (scale, 2)], [(1.0, 1)], []]
     made = bins.histogram("e2e", "End to end", runs)
     assert [sum(each) for each in made["counts"]] == [6, 1, 0]
@@ -56,7 +56,7 @@ def test_a_histogram_counts_every_value(scale: float) -> None:
     assert made["counts"][0][-1] == 2 or not made["log"]
 
 
-def test_equal_values_lie_in_the_middle_of_an_axis_that_is_wide_enough() -> None:
+def test_equal_values_are_centred_on_a_wide_axis() -> None:
     edges = bins.histogram("itl", "", [[(20.0, 9)]])["edges"]
     assert (edges[0], edges[-1]) == (15, 25)
 

@@ -1,4 +1,4 @@
-"""What a record says of requests of several clients that are aborted, fail, or lose their workers on the way."""
+"""Records of requests of several clients that are aborted, fail, or restart on new workers."""
 
 import numpy as np
 from scheduler_driver import make_config, make_layout
@@ -16,14 +16,14 @@ from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 
 class Bench:
-    """A Scheduler and its collector, step by step; steps take a second."""
+    """A Scheduler with its collector, driven step by step; a step takes one second."""
 
     def __init__(self) -> None:
         config = make_config()
-        tap = DecisionLog()
-        self.scheduler = ReplayScheduler(config, make_layout(config), 33, hooks=tap)
+        decision_log = DecisionLog()
+        self.scheduler = ReplayScheduler(config, make_layout(config), 33, hooks=decision_log)
         self.record = RunRecord()
-        self.collector = RunCollector(self.record, self.scheduler, tap)
+        self.collector = RunCollector(self.record, self.scheduler, decision_log)
         self.rows = SimulatedRows()
         self.now = 0.0
 
@@ -42,19 +42,19 @@ class Bench:
         diff = self.scheduler.schedule(self.now)
         assert diff is not None
         shape = self.rows.apply(diff)
-        self.collector.decided(self.now, diff.step, shape)
+        self.collector.step_decided(self.now, diff.step, shape)
         return diff.step, self.rows.take_handles()
 
     def answer(self, step: int, handles: Int32 | None, bad: tuple[int, ...] = ()) -> list[RequestRun]:
         self.now += 1.0
         self.scheduler.consume(OpaqueResult(step, handles, [], bad=list(bad)))
-        return self.collector.answered(self.now, step, self.now - 1.0, self.now, handles)
+        return self.collector.step_finished(self.now, step, self.now - 1.0, self.now, handles)
 
     def finish(self) -> dict[float, int]:
         return dict(self.collector.finish(self.now).itl)
 
 
-def test_clients_with_equal_ids_have_records_of_their_own() -> None:
+def test_clients_with_equal_ids_have_separate_records() -> None:
     bench = Bench()
     mine, other = bench.arrive("same", 0, 2), bench.arrive("same", 1, 3)
     assert [run for _ in range(3) for run in bench.step()] == [mine, other]
@@ -63,7 +63,7 @@ def test_clients_with_equal_ids_have_records_of_their_own() -> None:
     assert bench.finish() == {1000.0: 3}
 
 
-def test_an_aborted_request_has_an_end_and_no_gap_after_it() -> None:
+def test_aborted_request_has_an_end_and_no_gap_after_it() -> None:
     bench = Bench()
     gone, stays = bench.arrive("gone"), bench.arrive("stays", num_output_tokens=5)
     bench.step()
@@ -79,7 +79,7 @@ def test_an_aborted_request_has_an_end_and_no_gap_after_it() -> None:
     assert bench.finish() == {1000.0: 1 + 4}  # one of the aborted request, four of the other
 
 
-def test_an_abort_before_the_first_token() -> None:
+def test_abort_before_the_first_token() -> None:
     bench = Bench()
     gone = bench.arrive("gone")
     bench.scheduler.consume(Abort(["gone"]))
@@ -88,7 +88,7 @@ def test_an_abort_before_the_first_token() -> None:
     assert bench.finish() == {}
 
 
-def test_a_failed_request_got_no_token_from_the_result_that_says_so() -> None:
+def test_failed_request_gets_no_token_from_its_last_result() -> None:
     bench = Bench()
     fails, never = bench.arrive("fails"), bench.arrive("never")
     bench.step()
@@ -101,7 +101,7 @@ def test_a_failed_request_got_no_token_from_the_result_that_says_so() -> None:
     assert bench.finish() == {1000.0: 1}
 
 
-def test_steps_of_before_an_epoch_bring_nobody_a_token() -> None:
+def test_ignores_results_of_earlier_epochs() -> None:
     bench = Bench()
     run = bench.arrive("a", num_output_tokens=3)
     bench.step()
@@ -114,13 +114,13 @@ def test_steps_of_before_an_epoch_bring_nobody_a_token() -> None:
     assert [moment.what for moment in run.moments] == ["preempt", "resume"]
     assert run.num_preemptions == 1
     assert run.first_token == 1.0
-    assert bench.finish() == {2000.0: 1, 1000.0: 1}  # the lost step's second, and the one in which it came back
+    assert bench.finish() == {2000.0: 1, 1000.0: 1}  # one second for the lost step, one for the prefill after it
 
 
-def test_drafts_come_together_with_another_token() -> None:
+def test_accepted_drafts_have_gap_zero() -> None:
     bench = Bench()
     bench.arrive("a")
     bench.step()
     bench.step()
-    bench.collector.answered(2.5, 99, 2.0, 2.5, np.array([0], np.int32), num_accepted=2)
+    bench.collector.step_finished(2.5, 99, 2.0, 2.5, np.array([0], np.int32), num_accepted=2)
     assert bench.finish() == {0.0: 2, 500.0: 1, 1000.0: 1}

@@ -1,4 +1,4 @@
-"""``quire replay`` as a user types it: kinds of replay, what is written where, contradictions, bad input."""
+"""``quire replay`` on the command line: kinds of replay, outputs, contradicting flags, bad input."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Replay = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def replay(capsys: pytest.CaptureFixture[str]) -> Replay:
-    """Arguments → (exit status, stdout, stderr)."""
+    """Run the command; return (exit status, stdout, stderr)."""
 
     def run(*words: object) -> tuple[int, str, str]:
         status = 0
@@ -35,7 +35,7 @@ def replay(capsys: pytest.CaptureFixture[str]) -> Replay:
 
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Path:
-    """Eight requests, two at a time, that share their first block of 512; one more second between pairs."""
+    """Eight requests in four pairs, one second apart, which share their first block of 512 tokens."""
     lines = [
         {"timestamp": 1000 * (i // 2), "input_length": 700 + i, "output_length": 3 + i, "hash_ids": [0, i + 1]}
         for i in range(8)
@@ -50,12 +50,12 @@ class TestFlags:
         ("words", "reason"),
         [
             (["--concurrency", "2", "--closed-loop"], "not allowed with argument --concurrency"),
-            (["--concurrency", "0"], "--concurrency: must be a whole number of at least 1, not 0"),
+            (["--concurrency", "0"], "--concurrency: must be a whole number of at least 1 (got 0)"),
             (["--concurrency", "1.5"], "--concurrency: must be a whole number"),
-            (["--rate", "0"], "--rate: must be a number above 0, not 0"),
-            (["--rate", "-1"], "--rate: must be a number above 0, not -1"),
-            (["--rate", "nan"], "--rate: must be a number above 0, not nan"),
-            (["--rate", "inf"], "--rate: must be a number above 0, not inf"),
+            (["--rate", "0"], "--rate: must be a number above 0 (got 0)"),
+            (["--rate", "-1"], "--rate: must be a number above 0 (got -1)"),
+            (["--rate", "nan"], "--rate: must be a number above 0 (got nan)"),
+            (["--rate", "inf"], "--rate: must be a number above 0 (got inf)"),
             (["--start", "-1"], "--start: must be a number of at least 0"),
             (["--set", "block_size"], "'block_size' must be KEY=VALUE"),
             (["--set", "=3"], "'=3' must be KEY=VALUE"),
@@ -63,33 +63,36 @@ class TestFlags:
             (["--format", "mooncak"], "invalid choice: 'mooncak'"),
             (["--overlong", "cut"], "invalid choice: 'cut'"),
             (["--blok", "1"], "unknown flag --blok"),
-            (["--sweep", "block_size=16,32", "--compare", "block_size=8"], "--sweep and --compare: choose one"),
-            (["--sweep", "block_size=16", "--set", "block_size=8"], "--set and --sweep both have block_size"),
+            (["--sweep", "block_size=16,32", "--compare", "block_size=8"], "--sweep cannot be combined with --compare"),
+            (["--sweep", "block_size=16", "--set", "block_size=8"], "block_size is given to both --set and --sweep"),
             (["--set", "block-size=16", "--set", "block_size=8"], "--set block_size is given twice"),
-            (["--sweep", "block_size=16,32", "--html", "x.html"], "not a sweep"),
+            (["--sweep", "block_size=16,32", "--html", "x.html"], "cannot show a sweep"),
             (["--compare", "block_size=16", "--perfetto", "x"], "--perfetto shows one run"),
-            (["--jobs", "2"], "--jobs is of a sweep"),
-            (["--model", "m"], "--model is of a server: it needs --against URL"),
-            (["--against", "http://127.0.0.1:1", "--set", "block_size=8"], "--set is of a simulated engine"),
-            (["--against", "http://127.0.0.1:1", "--cost", "constant:3"], "--cost is of a simulated engine"),
-            (["--against", "http://127.0.0.1:1", "--perfetto", "x"], "a client of --against sees none"),
+            (["--jobs", "2"], "--jobs sets the processes of a sweep"),
+            (["--model", "m"], "--model configures a live run: it needs --against URL"),
+            (["--against", "http://127.0.0.1:1", "--set", "block_size=8"], "--set configures a simulated engine"),
+            (["--against", "http://127.0.0.1:1", "--cost", "constant:3"], "--cost configures a simulated engine"),
+            (
+                ["--against", "http://127.0.0.1:1", "--perfetto", "x"],
+                "--perfetto shows steps, which a client cannot see",
+            ),
         ],
     )
-    def test_contradictions(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
+    def test_rejects_contradicting_flags(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
         status, out, err = replay(mooncake, *words)
         assert (status, out) == (2, "")
         assert reason in err and err.count("\n") == 1
 
     @pytest.mark.parametrize("flag", ["--json", "--html", "--perfetto"])
-    def test_a_folder_that_is_not_there_is_said_before_the_run(
+    def test_rejects_missing_output_folder_before_the_run(
         self, replay: Replay, tmp_path: Path, mooncake: Path, flag: str
     ) -> None:
         status, out, err = replay(mooncake, flag, tmp_path / "none" / "file")
-        assert (status, out) == (78, "") and "there is no folder" in err
+        assert (status, out) == (78, "") and " not found" in err
         status, out, err = replay(mooncake, flag, tmp_path)
         assert (status, out) == (78, "") and "is a folder" in err
 
-    def test_the_formats_are_those_that_can_be_loaded(self) -> None:
+    def test_format_choices_equal_loaders(self) -> None:
         from quire.launch.replay.arguments import FORMATS
         from quire.launch.replay.formats.detect import FORMATS as known
 
@@ -97,7 +100,7 @@ class TestFlags:
 
 
 def read_json(text: str) -> Any:
-    """Strictly: no NaN, one line."""
+    """Parse one line of JSON without NaN."""
     assert text.count("\n") == 1
 
     def refuse(word: str) -> Any:
@@ -109,7 +112,7 @@ def read_json(text: str) -> Any:
 class TestWhatIf:
     FLAGS = ("--set", "block_size=512", "--set", "num_usable_blocks=10", "--cost", "constant:10")
 
-    def test_json_on_stdout_is_all_there_is(self, replay: Replay, mooncake: Path) -> None:
+    def test_json_on_stdout_is_the_only_output(self, replay: Replay, mooncake: Path) -> None:
         status, out, err = replay(mooncake, *self.FLAGS, "--concurrency", 1, "--json", "-")
         found = read_json(out)
         assert (status, err) == (0, "")
@@ -120,7 +123,7 @@ class TestWhatIf:
         assert found["decisions_equal"] is None and found["settings"]["block_size"] == 512
         assert found["latency_ms"]["tpot"]["p50"] == pytest.approx(10.0)
 
-    def test_tables_and_a_file(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
+    def test_prints_tables_and_writes_json(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
         file = tmp_path / "out.json"
         status, out, _ = replay(mooncake, *self.FLAGS, "--json", file)
         assert status == 0 and "time to first token, ms" in out and "constant: 10 ms per step" in out
@@ -131,7 +134,7 @@ class TestWhatIf:
             del first[clock], again[clock]
         assert first == again
 
-    def test_over_long_prompts(self, replay: Replay, mooncake: Path) -> None:
+    def test_handles_overlong_prompts(self, replay: Replay, mooncake: Path) -> None:
         flags = (*self.FLAGS, "--set", "max_model_len=709", "--json", "-")
         refused = read_json(replay(mooncake, *flags)[1])
         assert (refused["requests"], refused["rejected"]) == (8, 4)
@@ -140,13 +143,13 @@ class TestWhatIf:
         clipped = read_json(replay(mooncake, *flags, "--overlong", "clip")[1])
         assert (clipped["requests"], clipped["rejected"]) == (8, 0)
 
-    def test_an_invented_workload(self, replay: Replay) -> None:
+    def test_runs_synthetic_workload(self, replay: Replay) -> None:
         spec = "synthetic:requests=5,arrivals=constant:2,input=fixed:40,output=fixed:3"
         _, out, _ = replay(spec, "--cost", "constant:10", "--json", "-")
         found = read_json(out)
         assert (found["requests"], found["prefix_cache"]["input_tokens"], found["output_tokens"]) == (5, 200, 15)
 
-    def test_pictures(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
+    def test_writes_html_and_perfetto(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
         page, trace = tmp_path / "run.html", tmp_path / "run.json"
         assert replay(mooncake, *self.FLAGS, "--html", page, "--perfetto", trace)[0] == 0
         assert page.read_text().startswith("<!doctype html>") or page.read_text().startswith("<!DOCTYPE html>")
@@ -154,7 +157,7 @@ class TestWhatIf:
 
 
 class TestBadInput:
-    """Every one is one line that says what to do; no traceback, no silent change."""
+    """Every error is one line without a traceback."""
 
     def refuse(self, replay: Replay, reason: str, *words: object, status: int = 78) -> None:
         got, out, err = replay(*words)
@@ -166,21 +169,21 @@ class TestBadInput:
         ("content", "reason"),
         [
             (b"", "the file is empty"),
-            (b"\x00\x01\x02\xff" * 50, "none of the formats that are known"),
-            (b'{"timestamp": 0, "input_len', "begins like JSON lines, but"),
+            (b"\x00\x01\x02\xff" * 50, "unknown trace format"),
+            (b'{"timestamp": 0, "input_len', "invalid JSON"),
             (b"\x1f\x8b\x08\x00broken", "cut short or damaged"),
             (b'{"timestamp": 0, "input_length": -3, "output_length": 1, "hash_ids": []}\n', ":1: "),
         ],
     )
-    def test_files(self, replay: Replay, tmp_path: Path, content: bytes, reason: str) -> None:
+    def test_rejects_bad_files(self, replay: Replay, tmp_path: Path, content: bytes, reason: str) -> None:
         path = tmp_path / "file"
         path.write_bytes(content)
         self.refuse(replay, reason, path)
         self.refuse(replay, reason, path, "--cost", "constant:1")
 
-    def test_places(self, replay: Replay, tmp_path: Path) -> None:
-        self.refuse(replay, "no such file or folder", tmp_path / "none")
-        self.refuse(replay, "holds no file of a trace", tmp_path)
+    def test_rejects_bad_output_paths(self, replay: Replay, tmp_path: Path) -> None:
+        self.refuse(replay, "file or folder not found", tmp_path / "none")
+        self.refuse(replay, "contains no trace file", tmp_path)
 
     @pytest.mark.parametrize(
         ("words", "reason"),
@@ -193,18 +196,18 @@ class TestBadInput:
             (["--closed-loop", "--limit", "2", "--cost", "roofline:none,h200"], "none"),
         ],
     )
-    def test_settings(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
+    def test_rejects_bad_settings(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
         self.refuse(replay, reason, mooncake, *words)
 
-    def test_no_server(self, replay: Replay, mooncake: Path) -> None:
+    def test_rejects_missing_server(self, replay: Replay, mooncake: Path) -> None:
         self.refuse(replay, "cannot be reached", mooncake, "--against", "http://127.0.0.1:9")
         self.refuse(replay, "must start with http://", mooncake, "--against", "localhost:9")
 
-    def test_a_bad_line_is_left_out_where_asked(self, replay: Replay, mooncake: Path) -> None:
+    def test_lenient_skips_bad_line(self, replay: Replay, mooncake: Path) -> None:
         mooncake.write_text(mooncake.read_text().replace('"input_length": 703', '"input_length": -703'))
         self.refuse(replay, ":4: ", mooncake, "--cost", "constant:1")
         found = read_json(replay(mooncake, "--cost", "constant:1", "--lenient", "--json", "-")[1])
-        assert found["requests"] == 7 and any("1 bad line was left out" in note for note in found["notes"])
+        assert found["requests"] == 7 and any("1 bad line was skipped" in note for note in found["notes"])
 
 
 class TestExact:
@@ -218,14 +221,14 @@ class TestExact:
         path.write_bytes(b"".join(encode_line(line) + b"\n" for line in driver.lines()))
         return path
 
-    def test_all_decisions_are_equal(self, replay: Replay, trace: Path) -> None:
+    def test_reports_equal_decisions(self, replay: Replay, trace: Path) -> None:
         status, out, err = replay(trace)
-        assert (status, err) == (0, "") and "replayed exactly: the decisions of all" in out
+        assert (status, err) == (0, "") and "replayed exactly: all decisions are equal" in out
         found = read_json(replay(trace, "--json", "-")[1])
         assert (found["decisions_equal"], found["first_difference"], found["requests"]) == (True, None, 6)
         assert found["preemptions"] > 0 and found["num_usable_blocks"] == 11
 
-    def test_a_changed_number_is_found(self, replay: Replay, trace: Path) -> None:
+    def test_reports_first_difference(self, replay: Replay, trace: Path) -> None:
         lines = trace.read_bytes().splitlines()
         at, line = next(
             (at, line)
@@ -246,16 +249,16 @@ class TestExact:
             "step_decision",
         )
         assert told["recorded"] == told["decided"] + 1 and told["field"].startswith("appended")
-        assert found["steps"] < line.step and "up to the first difference" in found["notes"][0]
+        assert found["steps"] < line.step and "end at the first difference" in found["notes"][0]
         assert f"decisions differ first at step {line.step}: step_decision appended" in err and err.count("\n") == 1
 
-    def test_any_setting_makes_it_a_what_if(self, replay: Replay, trace: Path) -> None:
+    def test_any_setting_makes_a_what_if_run(self, replay: Replay, trace: Path) -> None:
         found = read_json(replay(trace, "--set", "num_usable_blocks=50", "--cost", "constant:1", "--json", "-")[1])
         assert found["decisions_equal"] is None and found["preemptions"] == 0
         assert (found["num_usable_blocks"], found["block_size"], found["requests"]) == (50, 4, 6)
         assert found["output_tokens"] == 72
 
-    def test_what_it_was_cut_to_is_said(self, replay: Replay, trace: Path) -> None:
+    def test_notes_limit(self, replay: Replay, trace: Path) -> None:
         trace.write_bytes(trace.read_bytes()[:-40])
         status, out, err = replay(trace)
         assert (status, out) == (78, "") and err.startswith("quire: error: ") and err.count("\n") == 1
@@ -264,7 +267,7 @@ class TestExact:
 
 
 class Busy(EndlessEngine):
-    """Refuses prompts of 703 tokens."""
+    """A stub server that rejects prompts of 703 tokens."""
 
     async def add(self, request_id: str, prompt_token_ids: Any, *rest: Any, **more: Any) -> EndlessSequence:
         if len(prompt_token_ids) == 703:
@@ -279,9 +282,7 @@ class TestLive:
         yield f"http://127.0.0.1:{front_end.port}"
         front_end.close()
 
-    def test_the_same_outputs_as_of_a_simulation(
-        self, replay: Replay, mooncake: Path, tmp_path: Path, url: str
-    ) -> None:
+    def test_has_the_outputs_of_a_simulation(self, replay: Replay, mooncake: Path, tmp_path: Path, url: str) -> None:
         page = tmp_path / "live.html"
         status, out, err = replay(mooncake, "--against", url, "--concurrency", 2, "--json", "-", "--html", page)
         found = read_json(out)
@@ -289,9 +290,9 @@ class TestLive:
         assert found["finish_reasons"] == {"error": 1, "length": 3, "rejected": 4}
         assert found["output_tokens"] == 3 + 4 + 5 and found["steps"] is None and page.stat().st_size > 1000
 
-    def test_a_good_run_as_tables(self, replay: Replay, mooncake: Path, url: str) -> None:
+    def test_prints_tables_of_a_live_run(self, replay: Replay, mooncake: Path, url: str) -> None:
         status, out, err = replay(mooncake, "--against", url, "--rate", 5, "--limit", 3, "--overlong", "drop")
-        assert (status, err) == (0, "") and "mooncake trace against endless" in out and "end to end, ms" in out
+        assert (status, err) == (0, "") and "mooncake trace against endless" in out and "end-to-end latency, ms" in out
         assert "steps" not in out.split("\n\n")[2]
 
 
@@ -299,7 +300,7 @@ class TestSeveralRuns:
     FLAGS = ("--set", "block_size=512", "--cost", "constant:10")
 
     @pytest.mark.full
-    def test_a_sweep_has_a_row_for_each_combination_and_says_what_failed(
+    def test_sweep_has_a_row_per_combination_and_names_failures(
         self, replay: Replay, mooncake: Path, tmp_path: Path
     ) -> None:
         axes = ("--sweep", "num_usable_blocks=2,10", "--sweep", "max_num_seqs=1,8,0", "--jobs", 2)
@@ -315,11 +316,11 @@ class TestSeveralRuns:
         assert table[4] == ["max_num_seqs=8", "63.68%"]
         assert "note: num_usable_blocks=2 max_num_seqs=0: " in out
 
-    def test_a_comparison_says_who_waits_and_why(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
+    def test_comparison_names_slower_requests_and_reasons(self, replay: Replay, mooncake: Path, tmp_path: Path) -> None:
         flags = (*self.FLAGS, "--set", "num_usable_blocks=10", "--compare", "max_num_seqs=1")
         status, out, _ = replay(mooncake, *flags, "--html", tmp_path / "two.html")
         assert status == 0 and (tmp_path / "two.html").stat().st_size > 1000
-        assert "with max_num_seqs=1" in out and "max_num_seqs: 256 -> 1" in out and "waited longer" in out
+        assert "with max_num_seqs=1" in out and "max_num_seqs: 256 -> 1" in out and "took longer" in out
         found = read_json(replay(mooncake, *flags, "--json", "-")[1])
         assert [run["settings"]["max_num_seqs"] for run in found["runs"]] == [256, 1]
         assert found["comparison"]["slower"] == 4 and found["comparison"]["most_delayed"][0]["why"]

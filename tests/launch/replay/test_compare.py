@@ -1,4 +1,4 @@
-"""Two runs compared: what a request's time went to, which requests it waited behind, and that the parts add up."""
+"""Comparison of two runs: seconds by reason, queue heads, and parts that add up to the latency."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from replay_workloads import AffineCost, random_calls
 from scheduler_driver import make_config, make_layout
 
 from quire.launch.replay.report.compare import compare
-from quire.launch.replay.run.request_states import QueueHead, life
+from quire.launch.replay.run.request_states import QueueHead, seconds_by_reason
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
@@ -25,7 +25,7 @@ def ended(name: str, arrival: float, scheduled: float, first_token: float, end: 
     return run
 
 
-def test_a_life_is_waiting_by_reason_then_prefill_then_decode() -> None:
+def test_seconds_by_reason_add_up_to_latency() -> None:
     moments = [
         Moment(1.0, "wait", "kv_blocks"),
         Moment(3.0, "wait", "max_num_seqs"),
@@ -34,7 +34,7 @@ def test_a_life_is_waiting_by_reason_then_prefill_then_decode() -> None:
         Moment(8.0, "resume", ""),
     ]
     run = ended("a", 0.0, 3.5, 5.0, 10.0, moments=moments)
-    assert life(run) == {
+    assert seconds_by_reason(run) == {
         "queued": 1.0,
         "kv_blocks": 2.0 + 1.5,
         "max_num_seqs": 0.5,
@@ -44,17 +44,21 @@ def test_a_life_is_waiting_by_reason_then_prefill_then_decode() -> None:
     }
 
 
-def test_a_request_that_is_preempted_in_the_step_that_admits_it_waits_on() -> None:
+def test_request_preempted_in_its_admission_step_keeps_waiting() -> None:
     moments = [Moment(2.0, "preempt", "itself", "a"), Moment(2.0, "wait", "kv_blocks"), Moment(5.0, "resume", "")]
-    assert life(ended("a", 0.0, 2.0, 3.0, 6.0, moments=moments)) == {"queued": 2.0, "kv_blocks": 3.0, "decode": 1.0}
+    assert seconds_by_reason(ended("a", 0.0, 2.0, 3.0, 6.0, moments=moments)) == {
+        "queued": 2.0,
+        "kv_blocks": 3.0,
+        "decode": 1.0,
+    }
 
 
-def test_a_request_behind_another_waits_for_what_the_first_waits_for() -> None:
+def test_request_behind_queue_head_has_its_wait_reason() -> None:
     first = ended("first", 0.0, 6.0, 7.0, 8.0)
     first.moments = [Moment(1.0, "wait", "kv_blocks"), Moment(4.0, "wait", "max_num_seqs")]
     second = ended("second", 2.0, 9.0, 9.5, 10.0, moments=[Moment(8.5, "wait", "kv_blocks")])
     head = QueueHead([second, first])
-    assert life(second, head) == {
+    assert seconds_by_reason(second, head) == {
         "queued (kv_blocks)": 2.0,
         "queued (max_num_seqs)": 2.0,
         "queued": 2.5,
@@ -67,7 +71,7 @@ def test_a_request_behind_another_waits_for_what_the_first_waits_for() -> None:
     assert QueueHead([]).seconds(0.0, 1.0) == {}
 
 
-def test_requests_that_waited_longer_have_a_reason() -> None:
+def test_slower_requests_have_a_reason() -> None:
     first = RunRecord(title="first", settings={"block_size": 16, "watermark": 0.0})
     second = RunRecord(title="second", settings={"block_size": 32, "watermark": 0.0})
     first.requests = [ended("a", 0, 0, 1, 2), ended("b", 0, 0.5, 1, 3, num_cached_tokens=64), ended("gone", 0, 0, 1, 2)]
@@ -86,7 +90,7 @@ def test_requests_that_waited_longer_have_a_reason() -> None:
     assert worst.behind == [("late", 3.0), ("a", 2.0)]
     assert worst.preempted_for == ["a"]
     for words in ("kv_blocks +3,500 ms", "behind late, a", "preempted +1 times (for a)", "-64 cached tokens"):
-        assert words in worst.blame
+        assert words in worst.why
     assert (found.only_first, found.only_second) == (["gone"], ["late"])
     told = found.as_dict()
     assert (told["slower"], told["faster"], told["requests"]) == (1, 0, 2)
@@ -94,18 +98,18 @@ def test_requests_that_waited_longer_have_a_reason() -> None:
     assert told["seconds_by_reason"]["kv_blocks"] == [0.0, 3.5]
     assert json.loads(json.dumps(told)) == told
     assert "block_size: 16 -> 32" in found.text() and "behind late, a" in found.text()
-    assert found.deltas[1].blame == "nothing changed"
+    assert found.deltas[1].why == "nothing changed"
 
 
-def test_nothing_in_common_is_no_error() -> None:
+def test_compares_runs_without_common_requests() -> None:
     empty, one = RunRecord(title="empty"), RunRecord(title="one", requests=[ended("a", 0, 0, 1, 2)])
     found = compare(empty, one)
     assert (found.deltas, found.only_second) == ([], ["a"])
     assert found.as_dict()["mean_change_ms"] == {"ttft": None, "e2e": None, "queue": None}
-    assert "0 requests ended in both" in found.text()
+    assert "0 requests finished in both" in found.text()
 
 
-def test_equal_ids_are_told_apart_by_their_order() -> None:
+def test_matches_equal_ids_by_order() -> None:
     first = RunRecord(requests=[ended("a", 0, 0, 1, 2), ended("a", 5, 5, 6, 7)])
     second = RunRecord(requests=[ended("a", 0, 0, 1, 2), ended("a", 5, 5, 6, 9)])
     assert [delta.e2e for delta in compare(first, second).deltas] == [2000.0, 0.0]
@@ -114,16 +118,16 @@ def test_equal_ids_are_told_apart_by_their_order() -> None:
 @pytest.mark.full
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(("fcfs", "priority")))
 @settings(max_examples=25)
-def test_parts_add_up_to_the_end_to_end_time_in_any_run(seed: int, policy: str) -> None:
+def test_parts_add_up_to_end_to_end_latency(seed: int, policy: str) -> None:
     rng = random.Random(seed)
     calls = random_calls(rng, 10, span=1.0)
     runs = [_run(calls, num_blocks, policy) for num_blocks in (64, 31)]
     for record in runs:
         head = QueueHead(record.requests)
         for run in record.requests:
-            assert sum(life(run).values()) == pytest.approx(run.end - run.arrival)
-            assert sum(life(run, head).values()) == pytest.approx(run.end - run.arrival)
-            assert min(life(run, head).values()) > -1e-9
+            assert sum(seconds_by_reason(run).values()) == pytest.approx(run.end - run.arrival)
+            assert sum(seconds_by_reason(run, head).values()) == pytest.approx(run.end - run.arrival)
+            assert min(seconds_by_reason(run, head).values()) > -1e-9
     found = compare(*runs)
     for delta in found.deltas:
         assert sum(part.change for part in delta.parts) * 1e3 == pytest.approx(delta.e2e, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Interpolation of measured times: exact where measured, linear between, and what is filled in."""
+"""Interpolation of measured times: exact at measured points, linear between them, and filled corners."""
 
 import itertools
 
@@ -17,16 +17,16 @@ class TestCurve:
         [(0, 10.0), (1, 10.0), (2, 10.0), (3, 12.0), (4, 14.0), (7, 32.0), (10, 50.0), (12, 62.0), (99, 584.0)],
     )
     @pytest.mark.parametrize("top", [1, 11, 50])
-    def test_linear_between_and_beyond_but_never_less_than_the_first(self, x: int, y: float, top: int) -> None:
+    def test_interpolates_and_extrapolates_above_the_first_point(self, x: int, y: float, top: int) -> None:
         assert Curve(POINTS, top).at(x) == pytest.approx(y)
 
-    def test_times_do_not_fall_beyond_what_was_measured(self) -> None:
+    def test_extrapolation_does_not_decrease(self) -> None:
         assert Curve({1: 5.0, 2: 4.0}, 1).at(100) == 4.0
         assert Curve({3: 5.0}, 10).at(1) == Curve({3: 5.0}, 10).at(100) == 5.0
 
 
 def plane(x: float, y: float, z: float) -> float:
-    """Linear in each of three numbers."""
+    """Return a function that is linear in each of three numbers."""
     return 5 + 2 * x + 3 * y + x * y + 0.5 * z
 
 
@@ -37,30 +37,30 @@ ALL = {point: plane(*point) for point in itertools.product(*AXES)}
 class TestGrid:
     @settings(max_examples=60, deadline=None)
     @given(x=st.floats(1, 40), y=st.floats(0, 80), z=st.floats(16, 5000))
-    def test_what_is_linear_is_met_inside_and_beyond(self, x: float, y: float, z: float) -> None:
+    def test_reproduces_linear_functions(self, x: float, y: float, z: float) -> None:
         assert Grid(ALL).at(x, y, z) == pytest.approx(plane(x, y, z))
 
     @settings(max_examples=60, deadline=None)
     @given(x=st.floats(0, 40), y=st.floats(0, 80), a=st.floats(0, 5000), b=st.floats(0, 5000))
-    def test_two_at_once_are_the_same_as_each(self, x: float, y: float, a: float, b: float) -> None:
+    def test_at_both_equals_two_lookups(self, x: float, y: float, a: float, b: float) -> None:
         grid = Grid(ALL)
         assert grid.at_both((x, y), a, b) == (grid.at(x, y, a), grid.at(x, y, b))
 
-    def test_below_the_first_the_first_counts(self) -> None:
+    def test_uses_first_value_below_it(self) -> None:
         assert Grid(ALL).at(0, 0, 1) == plane(1, 0, 16)
 
-    def test_corners_that_were_not_measured_are_filled_along_the_axes(self) -> None:
-        """As where memory did not hold the largest batches at the longest contexts."""
+    def test_fills_missing_corners_along_the_axes(self) -> None:
+        """Profiles lack the largest batches at the longest contexts, which do not fit into memory."""
         some = {point: value for point, value in ALL.items() if point[0] * point[2] <= 2048}
         assert len(some) < len(ALL)
         grid = Grid(some)
         for point, value in ALL.items():
             assert grid.at(*point) == pytest.approx(value), point
 
-    def test_one_known_point_stands_for_all_its_line(self) -> None:
+    def test_single_known_point_fills_its_line(self) -> None:
         grid = Grid({(1, 1): 3.0, (2, 5): 4.0})
         assert grid.at(1, 5) == 3.0 and grid.at(2, 1) == 4.0
 
-    def test_nothing_is_faster_than_the_fastest_that_was_measured(self) -> None:
+    def test_is_never_below_the_measured_minimum(self) -> None:
         falling = Grid({(1,): 9.0, (2,): 5.0, (4,): 4.0})
         assert falling.at(1000) == 4.0

@@ -1,4 +1,4 @@
-"""Profiles of layers as a cost: what a step adds up to, on an excerpt of a real profile, and broken tables."""
+"""Layer profiles as a cost model: sums of a step, on an excerpt of a real profile, and invalid tables."""
 
 import csv
 import shutil
@@ -14,9 +14,9 @@ from quire.launch.replay.costs.layers import (
     EXPERTS,
     PER_SEQUENCE,
     LayerProfileCost,
-    as_one,
     captured_sizes,
     load_layer_profile,
+    merge_prefills,
 )
 from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
@@ -31,7 +31,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 def expected(tokens: int, requests: int, attention: str) -> float:
-    """Seconds by the tables' own rows, by hand. ``attention``: the four numbers of its row."""
+    """Return the seconds of a step from the rows of the tables; ``attention`` is the key of its row."""
     times = {"embedding": 1, "final_layernorm": 1, "layernorm": 64}
     total = sum(times.get(r["layer"], 32) * float(r["time_us"]) for r in rows(DENSE) if int(r["tokens"]) == tokens)
     total += sum(float(r["time_us"]) for r in rows(PER_SEQUENCE) if int(r["sequences"]) == requests)
@@ -57,12 +57,12 @@ class TestSums:
             (StepShape([(2048, 0)], 0, 0, 0), 2048, 1, "2048,0,0,0"),
         ],
     )
-    def test_where_it_was_measured_a_step_takes_what_its_rows_add_up_to(
+    def test_measured_step_takes_the_sum_of_its_rows(
         self, step: StepShape, tokens: int, requests: int, attention: str
     ) -> None:
         assert machine().seconds(step) == pytest.approx(expected(tokens, requests, attention), rel=1e-9)
 
-    def test_a_prefill_beside_decodes_is_looked_up_as_such(self) -> None:
+    def test_prefill_with_decodes_uses_mixed_grid(self) -> None:
         cost = machine()
         together = cost.seconds(StepShape([(1024, 1024)], 64, 64 * 256, 65))
         assert together < cost.seconds(StepShape([(1024, 1024)], 0, 0, 1)) + cost.seconds(decodes(64, 256))
@@ -79,33 +79,33 @@ class TestSums:
         ):
             assert cost.seconds(worse) > cost.seconds(better)
 
-    def test_two_short_prompts_take_less_than_one_as_long_as_both(self) -> None:
+    def test_two_short_prompts_take_less_than_one_long_prompt(self) -> None:
         cost = machine()
         one = cost.seconds(StepShape([(2000, 0)], 0, 0, 1))
         two = cost.seconds(StepShape([(1000, 0), (1000, 0)], 0, 0, 2))
         assert 0.95 * one < two < one
 
-    def test_prefills_count_as_one_of_as_many_pairs(self) -> None:
-        assert as_one([(100, 50)]) == (100, 50.0)
-        assert as_one([(100, 0), (100, 0)]) == (200, 0.0)  # fewer pairs than one prompt of 200
-        tokens, before = as_one([(100, 1000), (100, 500)])
+    def test_merges_prefills_by_pairs(self) -> None:
+        assert merge_prefills([(100, 50)]) == (100, 50.0)
+        assert merge_prefills([(100, 0), (100, 0)]) == (200, 0.0)  # fewer pairs than one prompt of 200
+        tokens, before = merge_prefills([(100, 1000), (100, 500)])
         assert tokens == 200
         assert 200 * (before + 100) == pytest.approx(100 * 1050 + 100 * 550)
 
 
 class TestSkew:
-    def test_unequal_contexts_lie_between_the_mean_and_the_longest(self) -> None:
+    def test_unequal_contexts_are_between_mean_and_longest(self) -> None:
         equal, longest = machine().seconds(decodes(64, 1000)), machine().seconds(decodes(64, 4000))
         skewed = machine(skew=0.25).seconds(decodes(64, 1000, longest=4000))
         assert skewed == pytest.approx(equal + 0.25 * (longest - equal))
 
-    def test_equal_ones_take_what_was_measured(self) -> None:
+    def test_equal_contexts_take_measured_time(self) -> None:
         assert machine(skew=0.25).seconds(decodes(64, 1000, longest=1000)) == machine().seconds(decodes(64, 1000))
         assert machine(skew=0.25).seconds(decodes(64, 1000)) == machine().seconds(decodes(64, 1000))
 
 
 class TestCaptured:
-    def test_a_step_is_as_long_as_the_graph_that_it_is_padded_to(self) -> None:
+    def test_step_takes_the_time_of_its_padded_graph(self) -> None:
         padded, plain = machine(captured=captured_sizes(256)), machine()
         attention = plain.seconds(decodes(60, 1000)) - plain.seconds(decodes(60, 16))
         assert padded.seconds(decodes(60, 1000)) > plain.seconds(decodes(60, 1000))
@@ -114,13 +114,13 @@ class TestCaptured:
         long = StepShape([(300, 0)], 0, 0, 1)
         assert padded.seconds(long) == plain.seconds(long)
 
-    def test_sizes(self) -> None:
+    def test_captured_sizes(self) -> None:
         assert captured_sizes(20) == [1, 2, 4, 8, 16]
         assert captured_sizes(512)[-2:] == [496, 512] and len(captured_sizes(512)) == 51
 
 
 class TestExperts:
-    def test_they_take_the_place_of_feed_forward_layers(self, tmp_path: Path) -> None:
+    def test_experts_replace_feed_forward_layers(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
         model = SHAPES["qwen3-30b-a3b"]
         few = [
@@ -130,7 +130,7 @@ class TestExperts:
         with pytest.raises(ConfigError, match=EXPERTS):
             LayerProfileCost(folder, model, "test")
         seconds = {}
-        for each in (10, 20):  # microseconds per expert that is read
+        for each in (10, 20):  # microseconds per expert read
             table = ["tokens,activated_experts,time_us"]
             table += [f"{t},{n},{each * n}" for t in (1, 64, 2048) for n in (8, 64, 128)]
             (folder / EXPERTS).write_text("\n".join(table))
@@ -145,13 +145,13 @@ def copy(folder: Path) -> Path:
 
 
 class TestFolder:
-    def test_it_names_its_model_and_chip(self) -> None:
+    def test_profile_names_its_model_and_chip(self) -> None:
         cost = load_layer_profile(EXCERPT, None, 1)
         assert "RTX 4090" in cost.describe() and "32" in cost.describe()
         assert cost.seconds(decodes(64, 1024)) == pytest.approx(expected(64, 64, "0,0,64,1024"))
-        assert cost.kv_bytes == 0  # nothing here tells
+        assert cost.kv_bytes == 0  # the folder names no model
 
-    def test_its_profiler_tells_the_skew_and_the_largest_batch(self, tmp_path: Path) -> None:
+    def test_reads_skew_and_largest_batch(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
         told = "{engine_effective: {max_num_seqs: 10}, skew_fit: {per_tp: {1: {alpha_default: 0.5}}}}"
         (folder / "profile_meta.yaml").write_text(told)
@@ -171,13 +171,13 @@ class TestFolder:
             (
                 DENSE,
                 "layer,tokens,time_us\nqkv_proj,1,x",
-                r"dense.csv:2: time_us must be a number above 0, not 'x'",
+                r"dense.csv:2: time_us must be a number above 0 .got 'x'",
             ),
             (DENSE, "layer,tokens,time_us\nqkv_proj,1,-1", r"profile_dense.csv:2: time_us must be a number above 0"),
             (DENSE, "layer,tokens,time_us\nqkv_proj,1,nan", r"profile_dense.csv:2: time_us must be a number above 0"),
             (DENSE, "layer,tokens,time_us\nqkv_proj,0,1", r"profile_dense.csv:2: tokens must be a whole number"),
-            (DENSE, "layer,tokens,time_us\nqkv_proj,1,1", r"no row has layer down_proj, gate_up_proj, o_proj"),
-            (DENSE, "", r"profile_dense.csv: no row has layer"),
+            (DENSE, "layer,tokens,time_us\nqkv_proj,1,1", r"no row for layer down_proj, gate_up_proj, o_proj"),
+            (DENSE, "", r"profile_dense.csv: no row for layer"),
             (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us", "no rows"),
             (
                 ATTENTION,
@@ -185,23 +185,23 @@ class TestFolder:
                 r"profile_attention.csv:2: .* must be whole numbers",
             ),
             (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,-1,3", "must not be negative"),
-            (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,1,3", "no row has prefills alone"),
+            (ATTENTION, "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,1,3", "no row for prefills alone"),
             ("profile_meta.yaml", "a: [", r"profile_meta.yaml: "),
-            ("profile_meta.yaml", "gpu: X", r"no profile_meta.yaml names the model"),
+            ("profile_meta.yaml", "gpu: X", r"profile_meta.yaml does not name the model"),
             ("profile_meta.yaml", "model: acme/llama-3.1-9b", r"did you mean llama-3.1-8b"),
             ("profile_meta.yaml", "[]", r"profile_meta.yaml: must be a mapping"),
         ],
     )
-    def test_what_is_broken_is_named_with_its_line(self, tmp_path: Path, name: str, text: str, message: str) -> None:
+    def test_error_names_file_and_line(self, tmp_path: Path, name: str, text: str, message: str) -> None:
         folder = copy(tmp_path)
         (folder / name).write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_layer_profile(folder, None, 1)
 
-    def test_a_table_that_is_missing_and_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
+    def test_rejects_missing_table_and_unreadable_file(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
         (folder / PER_SEQUENCE).unlink()
-        with pytest.raises(ConfigError, match=r"no profile_per_sequence.csv"):
+        with pytest.raises(ConfigError, match=r"profile_per_sequence.csv not found"):
             load_layer_profile(folder, None, 1)
         (folder / "profile_meta.yaml").write_bytes(b"\xff")
         with pytest.raises(ConfigError, match=r"profile_meta.yaml: cannot be read: "):

@@ -1,4 +1,4 @@
-"""``--cost`` as it is written: each kind, what it takes for a model or a chip, and what is said of a wrong one."""
+"""``--cost``: every kind, models and chips by name or file, and errors."""
 
 import json
 from pathlib import Path
@@ -30,52 +30,52 @@ class TestKinds:
         assert parse_cost("roofline:h100", model=SHAPES["llama-3.1-8b"]).seconds(STEP) == given.seconds(STEP)
         assert given.seconds(STEP) == one.seconds(STEP)
 
-    def test_tables_of_kernels(self) -> None:
+    def test_kernel_tables(self) -> None:
         folder = DATA / "kernel_tables_excerpt"
         cost = parse_cost(f"table:{folder}")
         assert cost.seconds(STEP) == parse_cost(f"table:{folder},llama-3.1-8b").seconds(STEP)
         assert "kernels" in cost.describe() and cost.kv_bytes > 100e9
 
-    def test_a_profile_of_layers_is_of_its_own_model(self) -> None:
+    def test_layer_profile_names_its_model(self) -> None:
         folder = DATA / "layer_profile_excerpt"
         cost = parse_cost(f"table:{folder}", model=SHAPES["tiny"])
         assert cost.seconds(STEP) == parse_cost(f"table:{folder}").seconds(STEP)
         assert parse_cost(f"table:{folder},tiny").seconds(STEP) < cost.seconds(STEP)
-        with pytest.raises(ConfigError, match="its layers are of 1 rank"):
+        with pytest.raises(ConfigError, match="a layer profile supports one rank"):
             parse_cost(f"table:{folder}", tensor_parallel_size=2)
 
-    def test_a_folder_whose_name_has_a_comma(self, tmp_path: Path) -> None:
+    def test_folder_name_may_contain_comma(self, tmp_path: Path) -> None:
         folder = tmp_path / "a,b"
         folder.mkdir()
-        with pytest.raises(ConfigError, match="a,b: neither tables of kernels"):
+        with pytest.raises(ConfigError, match="a,b: neither kernel tables"):
             parse_cost(f"table:{folder}")
 
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("constnat:5", r"no such kind; did you mean constant\?; known: constant:MS, roofline"),
-            ("", "no such kind"),
+            ("constnat:5", r"unknown kind; did you mean constant\?; known: constant:MS, roofline"),
+            ("", "unknown kind"),
             ("constant", "must be constant:MS"),
             ("constant:", "must be constant:MS"),
-            ("constant:fast", "milliseconds must be a number above 0, not 'fast'"),
+            ("constant:fast", "milliseconds must be a number above 0 .got 'fast'"),
             ("constant:0", "must be a number above 0"),
             ("constant:inf", "must be a number above 0"),
             ("constant:nan", "must be a number above 0"),
             ("roofline:llama-3.1-8b", "must be roofline:CONFIG,CHIP"),
-            ("roofline:llama-3.1-8b,h10", r"h10: no such chip; did you mean h100\?"),
-            ("roofline:llama-3.1-8,h100", r"neither a config.json nor the name of a known shape; did you mean llama"),
-            ("roofline:nothing/config.json,h100", "there is no such file"),
+            ("roofline:llama-3.1-8b,h10", r"h10: unknown chip; did you mean h100\?"),
+            ("roofline:llama-3.1-8,h100", r"neither a config.json nor a known model name; did you mean llama"),
+            ("roofline:nothing/config.json,h100", "file not found"),
             ("roofline:llama-3.1-8b,nothing.yaml", "nothing.yaml: No such file"),
-            ("table:/nowhere", "/nowhere: there is no such folder"),
+            ("table:/nowhere", "/nowhere: folder not found"),
         ],
     )
-    def test_what_is_wrong_is_said(self, spec: str, message: str) -> None:
+    def test_rejects_invalid_costs(self, spec: str, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             parse_cost(spec)
 
 
 class TestDefault:
-    def test_a_trace_of_others_runs_on_an_h200(self) -> None:
+    def test_default_is_an_h200(self) -> None:
         cost = default_cost(Workload("mooncake", str(DATA / "mooncake_excerpt.jsonl"), []), tensor_parallel_size=2)
         assert "roofline" in cost.describe() and "h200 x 2" in cost.describe()
 
@@ -92,10 +92,10 @@ class TestModels:
             ("tiny", "tiny"),
         ],
     )
-    def test_a_publishers_name_leads_to_the_shape(self, name: str, known: str) -> None:
+    def test_finds_shape_by_publishers_name(self, name: str, known: str) -> None:
         assert find_model(name) is MODELS[known]
 
-    def test_a_file_or_its_folder(self, tmp_path: Path) -> None:
+    def test_finds_config_file_or_its_folder(self, tmp_path: Path) -> None:
         raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32}
         raw |= {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
         (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "float32", "rms_norm_eps": 1e-5}))
@@ -104,15 +104,15 @@ class TestModels:
 
 
 class TestChips:
-    def test_all_have_what_a_cost_needs(self) -> None:
+    def test_built_in_chips_are_complete(self) -> None:
         for name in CHIPS:
             assert 0 < parse_cost(f"roofline:smollm2-135m,{name}").seconds(STEP) < 1
             assert find_chip(name.upper()) is CHIPS[name]
 
     @pytest.mark.parametrize("name", ["mine.json", "mine.yaml"])
-    def test_one_of_the_users_own(self, tmp_path: Path, name: str) -> None:
-        told = {"flops": {"bfloat16": 1e15}, "memory_bytes": 1e11, "bandwidth": 2e12, "memory_efficiency": 0.9}
-        (tmp_path / name).write_text(json.dumps(told))
+    def test_reads_chip_from_file(self, tmp_path: Path, name: str) -> None:
+        description = {"flops": {"bfloat16": 1e15}, "memory_bytes": 1e11, "bandwidth": 2e12, "memory_efficiency": 0.9}
+        (tmp_path / name).write_text(json.dumps(description))
         chip = find_chip(str(tmp_path / name))
         assert chip.name == "mine" and chip.memory_efficiency == 0.9 and chip.flops_of("bfloat16") == 1e15
 
@@ -127,7 +127,7 @@ class TestChips:
             ("{flops: {}, bandwidth: 1, memory_bytes: 1, gemm_efficiency: 2}", r"Expected `float` <= 1"),
         ],
     )
-    def test_what_is_wrong_with_it_is_said(self, tmp_path: Path, text: str, message: str) -> None:
+    def test_rejects_invalid_chips(self, tmp_path: Path, text: str, message: str) -> None:
         (tmp_path / "mine.yaml").write_text(text)
         with pytest.raises(ConfigError, match=message):
             find_chip(str(tmp_path / "mine.yaml"))

@@ -1,4 +1,4 @@
-"""Steps from first principles, and from tables of kernels: bounds that must hold, and that the two agree."""
+"""The roofline and kernel table cost models: bounds that must hold, and their agreement."""
 
 from pathlib import Path
 
@@ -32,23 +32,23 @@ MIXED = StepShape([(1024, 3000)], 64, 64 * 1000, 65)
         *[("qwen3-30b-a3b", 30.5), ("gemma-3-1b", 1.0), ("smollm2-135m", 0.1345)],
     ],
 )
-def test_parameters_are_as_published(name: str, billions: float) -> None:
+def test_parameter_counts_equal_published_ones(name: str, billions: float) -> None:
     assert num_parameters(find_model(name)) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 class TestPairs:
     @pytest.mark.parametrize(("chunk", "before", "window"), [(7, 0, 0), (7, 5, 0), (7, 5, 20), (7, 5, 8), (7, 5, 3)])
-    def test_of_a_prefill_as_counted_one_by_one(self, chunk: int, before: int, window: int) -> None:
+    def test_prefill_pairs_equal_direct_count(self, chunk: int, before: int, window: int) -> None:
         seen = [position + 1 if not window else min(position + 1, window) for position in range(before, before + chunk)]
         assert prefill_pairs(chunk, before, window) == sum(seen)
 
-    def test_of_decodes(self) -> None:
+    def test_decode_pairs(self) -> None:
         assert decode_pairs(0, 0) == 0
         assert decode_pairs(4, 400) == decode_pairs(4, 400, 100) == 400
         assert decode_pairs(4, 400, 30) == 120
 
 
-def test_an_all_reduce_is_bound_by_latency_or_by_bytes() -> None:
+def test_all_reduce_is_bound_by_latency_or_bytes() -> None:
     link = Link(bandwidth=1e9, latency=1e-5)
     assert link.all_reduce(1000, 1) == 0
     assert link.all_reduce(0, 8) == pytest.approx(1e-5)
@@ -56,11 +56,11 @@ def test_an_all_reduce_is_bound_by_latency_or_by_bytes() -> None:
 
 
 class TestRoofline:
-    def test_one_decode_streams_the_weights(self) -> None:
+    def test_single_decode_streams_the_weights(self) -> None:
         streamed = num_parameters(LLAMA) * 2 / (H200.bandwidth * H200.memory_efficiency)
         assert streamed < Roofline(LLAMA, H200).seconds(ONE) < 1.25 * streamed
 
-    def test_a_prefill_is_bound_by_products(self) -> None:
+    def test_prefill_is_bound_by_products(self) -> None:
         products = 2 * 2048 * (num_parameters(LLAMA) - 2 * LLAMA.vocab_size * LLAMA.hidden_size)
         at_peak = products / (H200.flops["bfloat16"] * H200.gemm_efficiency)
         assert at_peak < Roofline(LLAMA, H200).seconds(PREFILL) < 1.3 * at_peak
@@ -76,7 +76,7 @@ class TestRoofline:
         alone, shared = (Roofline(LLAMA, H200, ranks).seconds(step) for ranks in (1, 2))
         assert alone / 2 < shared < 0.75 * alone
 
-    def test_a_slow_link_is_felt(self) -> None:
+    def test_slow_link_takes_longer(self) -> None:
         slow = msgspec.structs.replace(H200, link_bandwidth=10e9)
         fast, slower = (Roofline(LLAMA, chip, 2).seconds(PREFILL) for chip in (H200, slow))
         exchanged = 64 * 2048 * 4096 * 2
@@ -90,7 +90,7 @@ class TestRoofline:
         dense = num_parameters(model) * 2 / (H200.bandwidth * H200.memory_efficiency)
         assert cost.seconds(ONE) < dense / 4 < dense < cost.seconds(MANY)
 
-    def test_windows_bound_what_is_read(self) -> None:
+    def test_windows_limit_contexts(self) -> None:
         model = SHAPES["mistral-7b"]
         cost = Roofline(model, H200)
         near, far = (cost.seconds(StepShape([], 8, 8 * context, 8)) for context in (5000, 50_000))
@@ -98,19 +98,21 @@ class TestRoofline:
         assert cost.seconds(StepShape([(512, 30_000)], 0, 0, 1)) == cost.seconds(StepShape([(512, 20_000)], 0, 0, 1))
         assert cost.seconds(StepShape([], 8, 8 * 2000, 8)) < near
 
-    def test_room_for_the_kv_cache(self) -> None:
+    def test_memory_for_the_kv_cache(self) -> None:
         chip = CHIPS["h100"]
         one, two = (Roofline(LLAMA, chip, ranks).kv_bytes for ranks in (1, 2))
         assert 55e9 < one < 0.9 * chip.memory_bytes - 16e9
-        assert two > 2 * one + 0.95 * 16e9  # the weights are there once for both
+        assert two > 2 * one + 0.95 * 16e9  # both ranks together hold the weights once
         assert Roofline(find_model("llama-3.1-70b"), chip).kv_bytes == 0
 
-    @pytest.mark.parametrize(("ranks", "message"), [(3, "32 heads"), (0, "32 heads"), (64, "32 heads")])
-    def test_heads_must_be_shared_out(self, ranks: int, message: str) -> None:
+    @pytest.mark.parametrize(
+        ("ranks", "message"), [(3, "32 attention heads"), (0, "32 attention heads"), (64, "32 attention heads")]
+    )
+    def test_rejects_indivisible_heads(self, ranks: int, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             Roofline(LLAMA, H200, ranks)
 
-    def test_a_dtype_that_the_chip_does_not_have(self) -> None:
+    def test_rejects_dtype_unknown_to_the_chip(self) -> None:
         chip = msgspec.structs.replace(H200, flops={"float32": 1e12})
         with pytest.raises(ConfigError, match="flops has no bfloat16; it has float32"):
             Roofline(LLAMA, chip)
@@ -119,20 +121,20 @@ class TestRoofline:
 class TestKernelTables:
     @pytest.mark.parametrize("ranks", [1, 2])
     @pytest.mark.parametrize("step", [ONE, MANY, PREFILL, MIXED, StepShape([(500, 0), (900, 200)], 8, 8000, 10)])
-    def test_measured_kernels_and_first_principles_agree(self, step: StepShape, ranks: int) -> None:
-        """Within a quarter: a factor that was forgotten, or counted twice, would be seen."""
+    def test_kernel_tables_and_roofline_agree(self, step: StepShape, ranks: int) -> None:
+        """They agree within a quarter, so that a missing or doubled factor is detected."""
         measured = KernelTableCost(TABLES, LLAMA, ranks).seconds(step)
         assert Roofline(LLAMA, H200, ranks).seconds(step) == pytest.approx(measured, rel=0.25)
 
-    def test_a_prefill_after_cached_tokens_takes_what_the_rest_adds(self) -> None:
+    def test_prefill_after_cached_tokens_takes_the_difference(self) -> None:
         cost = KernelTableCost(TABLES, LLAMA)
         whole, first, rest = (cost.seconds(StepShape([p], 0, 0, 1)) for p in ((4096, 0), (2048, 0), (2048, 2048)))
         assert first < rest < whole
         attention = [cost.seconds(StepShape([(2048, k)], 0, 0, 1)) - first for k in (2048, 4096, 6144)]
         steps = [b - a for a, b in zip([0.0, *attention], attention, strict=False)]
-        assert max(steps) < 1.5 * min(steps)  # each 2048 tokens of context cost about the same
+        assert max(steps) < 1.5 * min(steps)  # each 2048 tokens of context add about the same time
 
-    def test_contexts_beyond_the_longest_go_on_as_squares(self) -> None:
+    def test_longer_contexts_grow_quadratically(self) -> None:
         cost = KernelTableCost(TABLES, LLAMA)
         near, far = (cost.seconds(StepShape([(1024, k)], 0, 0, 1)) for k in (15_360, 31_744))
         none = cost.seconds(StepShape([(1024, 0)], 0, 0, 1))
@@ -141,17 +143,17 @@ class TestKernelTables:
     @pytest.mark.parametrize(
         ("model", "ranks", "message"),
         [
-            ("qwen3-30b-a3b", 1, "no experts; use roofline"),
-            ("gemma-3-1b", 1, "heads of 128, not 256"),
-            ("llama-3.1-70b", 1, "no rows for 64 heads over 8 KV heads; it has 16/4, 32/8"),
-            ("llama-3.1-8b", 4, "no rows for 4 ranks; it has 2, 8"),
+            ("qwen3-30b-a3b", 1, "mixture-of-experts models: use roofline"),
+            ("gemma-3-1b", 1, "head_dim must be 128 .got 256."),
+            ("llama-3.1-70b", 1, "no rows for 64 heads over 8 KV heads; the table has 16/4, 32/8"),
+            ("llama-3.1-8b", 4, "no rows for 4 ranks; the table has 2, 8"),
         ],
     )
-    def test_what_the_tables_lack(self, model: str, ranks: int, message: str) -> None:
+    def test_rejects_models_without_tables(self, model: str, ranks: int, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             KernelTableCost(TABLES, find_model(model), ranks)
 
-    def test_a_missing_table(self, tmp_path: Path) -> None:
+    def test_rejects_missing_table(self, tmp_path: Path) -> None:
         (tmp_path / "gemm.csv").write_text("m,n,k,latency\n1,1,1,1")
-        with pytest.raises(ConfigError, match=r"no generation_attention\*.csv"):
+        with pytest.raises(ConfigError, match=r"generation_attention\*.csv not found"):
             KernelTableCost(tmp_path, LLAMA)

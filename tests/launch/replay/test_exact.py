@@ -1,4 +1,4 @@
-"""What a recorded trace becomes: a record of its run, and a workload for what-if."""
+"""A recorded trace as a record of its run, and as a workload for what-if runs."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,7 +24,7 @@ from quire.scheduler_proc.trace.lines import Arrival, End, Line, Lost, Result, S
 
 
 def small_run(**settings: Any) -> Driver:
-    """Three clients; one request is preempted, one aborted, one stopped, one waits to the end."""
+    """Run three clients; one request is preempted, one aborted, one stopped, and one waits to the end."""
     driver = Driver(**{"num_blocks": 9, "max_num_seqs": 3, "async_scheduling": True} | settings)
     for index in range(5):
         driver.add(f"r{index}", [7] * 8 + [index], max_tokens=14 + index, client=index % 3, priority=index)
@@ -47,7 +47,7 @@ def outcome(record: RunRecord) -> dict[str, tuple[str, int]]:
 
 
 class TestRecord:
-    def test_it_is_what_the_clients_saw(self, tmp_path: Path) -> None:
+    def test_record_matches_what_clients_received(self, tmp_path: Path) -> None:
         driver, _, path = small_trace(tmp_path)
         record = replay_trace(path)
         assert record.decisions_equal is True and record.first_difference is None and not record.notes
@@ -67,7 +67,7 @@ class TestRecord:
         )
         assert record.settings["max_num_seqs"] == 3 and record.num_usable_blocks == 8
 
-    def test_times_are_the_recorded_ones(self, tmp_path: Path) -> None:
+    def test_record_has_recorded_times(self, tmp_path: Path) -> None:
         _, lines, path = small_trace(tmp_path)
         record = replay_trace(path)
         arrivals = [at * STEP_SECONDS for at, line in enumerate(lines) if isinstance(line, Arrival)]
@@ -82,15 +82,15 @@ class TestRecord:
         assert record.virtual_s == pytest.approx(max(run.end for run in record.requests) - arrivals[0])
         assert record.wall_s > 0
 
-    def test_a_clock_that_went_back_is_said(self, tmp_path: Path) -> None:
+    def test_notes_clock_that_went_back(self, tmp_path: Path) -> None:
         _, lines, path = small_trace(tmp_path)
         at = next(at for at, line in enumerate(lines) if isinstance(line, Result))
         write_trace(path, [*lines[:at], msgspec.structs.replace(lines[at], now=1.0), *lines[at + 1 :]])
         record = replay_trace(path)
-        assert record.decisions_equal and record.notes == ["the clock went back 1 times: it was taken to stand still"]
+        assert record.decisions_equal and record.notes == ["the clock went back 1 times: the last time is used instead"]
         assert list(record.steps.end) == sorted(record.steps.end)
 
-    def test_progress_is_told(self, tmp_path: Path) -> None:
+    def test_reports_progress(self, tmp_path: Path) -> None:
         driver = Driver(num_blocks=80, block_size=16, max_model_len=4096, max_num_batched_tokens=64)
         driver.add("a", [1], max_tokens=1100)
         driver.run()
@@ -99,7 +99,7 @@ class TestRecord:
         assert len(told) == 1 and told[0][0] > 1.0 and told[0][1] == 0
 
     @pytest.mark.parametrize("seed", range(8))
-    def test_any_run_can_be_shown_and_is_a_workload(self, tmp_path: Path, seed: int) -> None:
+    def test_any_run_has_reports_and_loads_as_workload(self, tmp_path: Path, seed: int) -> None:
         driver = random_run(seed, events=20)
         lines = [*traced(driver), End(now=1e6)]
         path = write_trace(tmp_path / "trace", lines)
@@ -121,9 +121,9 @@ class TestRecord:
 
 
 class TestDifference:
-    """Where one is located: test_command.py and recorded/test_trace_exact.py."""
+    """The location of a difference is tested in test_command.py and recorded/test_trace_exact.py."""
 
-    def test_an_altered_line_is_one(self, tmp_path: Path) -> None:
+    def test_altered_line_is_a_difference(self, tmp_path: Path) -> None:
         _, lines, path = small_trace(tmp_path)
         raw = encoded(lines)
         at = next(at for at, line in enumerate(lines) if isinstance(line, StepDecision))
@@ -134,7 +134,7 @@ class TestDifference:
         assert (record.first_difference["line"], record.first_difference["field"]) == (at + 1, "crc")
 
     @pytest.mark.parametrize("recorded", [False, True])
-    def test_lines_that_are_missing(self, tmp_path: Path, recorded: bool) -> None:
+    def test_missing_lines_stop_the_comparison(self, tmp_path: Path, recorded: bool) -> None:
         _, lines, path = small_trace(tmp_path)
         raw = encoded([*lines[:40], Lost(lines=5), *lines[45:]])
         raw[40] = raw[40] if recorded else b"{"
@@ -147,7 +147,7 @@ class TestDifference:
 
 
 class TestWorkload:
-    def test_calls_are_as_recorded(self, tmp_path: Path) -> None:
+    def test_calls_equal_recorded_requests(self, tmp_path: Path) -> None:
         driver, lines, path = small_trace(tmp_path)
         workload = load(path, LoadOptions())
         assert [call.request_id for call in workload.calls] == [f"r{index}" for index in range(5)]
@@ -167,8 +167,8 @@ class TestWorkload:
         assert any("1 aborted" in note for note in workload.notes)
         assert workload.settings["num_usable_blocks"] == 8 and workload.settings["block_size"] == 4
 
-    def test_the_same_engine_finds_the_same_prefixes(self, tmp_path: Path) -> None:
-        """One at a time, on the engine that was recorded: hits as recorded."""
+    def test_same_engine_has_same_prefix_cache_hits(self, tmp_path: Path) -> None:
+        """Requests one at a time on the recorded engine have the recorded hits."""
         driver = Driver(num_blocks=30, max_num_seqs=3)
         for index in range(6):
             driver.add(f"r{index}", [index % 2] * 9 + [index], max_tokens=5)
@@ -184,7 +184,7 @@ class TestWorkload:
         assert [run.num_cached_tokens for run in simulated.requests] == hits and sum(hits) > 0
         assert outcome(recorded).keys() <= {call.request_id for call in workload.calls}
 
-    def test_a_next_turn_can_find_the_answer(self, tmp_path: Path) -> None:
+    def test_next_turn_can_hit_the_answer(self, tmp_path: Path) -> None:
         driver = Driver(num_blocks=30, block_size=4)
         driver.add("a", [1, 2, 3, 4, 5], max_tokens=10, ignore_eos=True)
         driver.run()
@@ -201,13 +201,13 @@ class TestWorkload:
         ]
         assert hits == [4, driver.answers["b"].num_cached_tokens] and hits[1] == 12
 
-    def test_names_of_any_length_become_numbers(self, tmp_path: Path) -> None:
+    def test_hashes_of_any_length_become_integers(self, tmp_path: Path) -> None:
         _, lines, path = small_trace(tmp_path)
         header = msgspec.structs.replace(lines[0], hash_bytes=4)
         write_trace(path, [header, *lines[1:]])
         assert all(call.content and len(call.content.ids) == 2 for call in load(path, LoadOptions()).calls)
 
-    def test_lenient_keeps_what_is_good(self, tmp_path: Path) -> None:
+    def test_lenient_skips_damaged_lines(self, tmp_path: Path) -> None:
         _, lines, path = small_trace(tmp_path)
         raw = encoded(lines)
         at = next(at for at, line in enumerate(lines) if isinstance(line, Arrival) and line.req_id == "r2")
@@ -219,10 +219,10 @@ class TestWorkload:
         assert [call.request_id for call in workload.calls] == ["r0", "r1", "r3", "r4"]
         assert any(f":{at + 1}: the line is damaged" in note for note in workload.notes)
         write_trace(path, [*lines[:-1], Lost(lines=2)])
-        with pytest.raises(ConfigError, match="2 lines are missing here"):
+        with pytest.raises(ConfigError, match="2 lines are missing"):
             load(path, LoadOptions())
 
-    def test_two_clients_may_use_one_id(self, tmp_path: Path) -> None:
+    def test_two_clients_may_use_the_same_id(self, tmp_path: Path) -> None:
         driver = Driver(num_blocks=30)
         for client in (0, 1):
             driver.consume(make_request("same", [client + 1] * (5 + client), max_tokens=3 + client), client)

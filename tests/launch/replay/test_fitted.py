@@ -1,4 +1,4 @@
-"""A cost model from a trace's own steps: a law that made the times is found again, and what cannot be is refused."""
+"""A cost model fitted to a trace's own steps recovers the cost that generated them, or rejects the trace."""
 
 import random
 from collections import deque
@@ -28,7 +28,7 @@ Law = Callable[[StepShape], float]
 
 
 def linear(step: StepShape) -> float:
-    """8 GB of weights at 2 TB/s, and what tokens and their context add."""
+    """Return the time for 8 GB of weights at 2 TB/s plus a linear part for tokens and context."""
     pairs = sum(n * (context + (n + 1) / 2) for n, context in step.prefills)
     prompt = step.num_tokens - step.num_decodes
     seconds = 4e-3 + 20e-6 * prompt + 3e-9 * pairs + 15e-6 * step.num_decodes + 60e-9 * step.decode_context
@@ -36,17 +36,17 @@ def linear(step: StepShape) -> float:
 
 
 def roofline(step: StepShape) -> float:
-    """Whichever is slower: the weights out of memory, or the arithmetic on the tokens."""
+    """Return the longer of the times for reading the weights and for computing the tokens."""
     return max(4e-3, 16e-6 * step.num_tokens) + 60e-9 * step.decode_context
 
 
 def record(path: Path, law: Law) -> None:
-    """A trace of random requests through the real Scheduler, with two steps in flight; no time passes between steps."""
+    """Record random requests with the real Scheduler and two steps in flight, without time between steps."""
     config = make_config(async_scheduling=True, max_num_batched_tokens=512, max_num_seqs=64, max_model_len=1000)
-    tap = DecisionLog()
-    scheduler = Scheduler(config, make_layout(config), 3000, hooks=tap)
+    decision_log = DecisionLog()
+    scheduler = Scheduler(config, make_layout(config), 3000, hooks=decision_log)
     told: list[Line] = [make_header(TraceHeader(config, make_layout(config), 3000))]
-    recorder = TraceRecorder(scheduler, tap, at_once(told.append))
+    recorder = TraceRecorder(scheduler, decision_log, at_once(told.append))
     runner, rng = SimulatedRunner(config), random.Random(3)
     flying: deque[ModelRunnerOutput] = deque()
     now, waiting = 0.0, 150
@@ -90,7 +90,7 @@ def worst(law: Law, found: Law) -> float:
 
 
 class TestFit:
-    def test_the_law_behind_a_trace_is_found_again(self, tmp_path: Path) -> None:
+    def test_recovers_linear_cost(self, tmp_path: Path) -> None:
         record(tmp_path / "trace", linear)
         found = fit(tmp_path / "trace")
         assert worst(linear, found.seconds) < 0.01
@@ -98,12 +98,12 @@ class TestFit:
         assert "steps of trace; leave-one-out error: median 0.0 %, p90 0.0 %" in found.describe()
 
     @pytest.mark.full
-    def test_a_kink_is_found_too(self, tmp_path: Path) -> None:
+    def test_recovers_kink(self, tmp_path: Path) -> None:
         record(tmp_path / "trace", roofline)
         assert worst(roofline, fit(tmp_path / "trace").seconds) < 0.05
 
     @pytest.mark.full
-    def test_odd_steps_and_noise_do_not_lead_it_astray(self, tmp_path: Path) -> None:
+    def test_tolerates_outliers_and_noise(self, tmp_path: Path) -> None:
         rng, seen = random.Random(1), [0]
 
         def noisy(step: StepShape) -> float:
@@ -114,10 +114,10 @@ class TestFit:
         found = fit(tmp_path / "trace")
         assert np.median([abs(found.seconds(s) / linear(s) - 1) for s in shapes(200)]) < 0.01
         assert worst(linear, found.seconds) < 0.05
-        assert 0.015 < np.median(np.abs(found.errors)) < 0.03  # the noise, and no less
+        assert 0.015 < np.median(np.abs(found.errors)) < 0.03  # the noise is a lower bound
 
     @pytest.mark.full
-    def test_steps_after_lost_lines_or_of_a_past_epoch_do_not_count(self, tmp_path: Path) -> None:
+    def test_ignores_steps_after_lost_lines_and_of_earlier_epochs(self, tmp_path: Path) -> None:
         path = tmp_path / "trace"
         record(path, linear)
         whole = path.read_bytes().splitlines(keepends=True)
@@ -132,27 +132,27 @@ class TestFit:
 
 
 class TestRefusals:
-    def test_too_few_steps_with_a_time(self, tmp_path: Path) -> None:
+    def test_rejects_trace_with_too_few_timed_steps(self, tmp_path: Path) -> None:
         path = tmp_path / "trace"
-        with pytest.raises(ConfigError, match="no such file"):
+        with pytest.raises(ConfigError, match="file not found"):
             fit(path)
         record(path, lambda step: 0.0)
-        with pytest.raises(ConfigError, match="has 0 timed steps"):
+        with pytest.raises(ConfigError, match=r"needs 50 timed steps \(got 0\)"):
             fit(path)
         record(path, linear)
         path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:80]))
-        with pytest.raises(ConfigError, match=r"has \d\d? timed steps; a fit needs 50"):
+        with pytest.raises(ConfigError, match=r"a fit needs 50 timed steps \(got \d\d?\)"):
             fit(path)
 
-    def test_drafts(self, tmp_path: Path) -> None:
+    def test_rejects_trace_with_draft_tokens(self, tmp_path: Path) -> None:
         config = make_config(num_speculative_tokens=2)
         header = make_header(TraceHeader(config, make_layout(config), 33))
         (tmp_path / "trace").write_bytes(encode_line(header) + b"\n")
-        with pytest.raises(ConfigError, match="steps with drafts"):
+        with pytest.raises(ConfigError, match="steps with draft tokens"):
             fit(tmp_path / "trace")
 
 
-def test_errors_are_those_of_a_fit_that_does_not_know_the_step() -> None:
+def test_errors_are_leave_one_out() -> None:
     rng = random.Random(2)
     steps = [TimedStep(shape, linear(shape) * rng.gauss(1, 0.02)) for shape in shapes(90)]
     coefficients, errors = fit_steps(steps)
@@ -172,7 +172,7 @@ def _seconds(coefficients: Any, shape: StepShape) -> float:
 
 class TestNonNegative:
     @pytest.mark.parametrize("seed", thinned(range(20), keep=4))
-    def test_meets_the_conditions_of_an_optimum(self, seed: int) -> None:
+    def test_satisfies_optimality_conditions(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         matrix, target = rng.normal(size=(30, 8)), rng.normal(size=30)
         found = nonnegative_least_squares(matrix, target)

@@ -1,4 +1,4 @@
-"""Each public format from an excerpt or a few lines of its own: lengths, times, contents, order, what follows what."""
+"""Each format, by an excerpt of a public trace or a few lines: lengths, times, contents, order, predecessors."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ EXCERPTS = {
 
 
 def load(path: Path, format: str = "auto", **options: Any) -> Workload:
-    """Also checks what every workload must be."""
+    """Load a workload and check the invariants of workloads."""
     workload = load_workload(path, format, LoadOptions(**options))
     calls = workload.calls
     assert [call.number for call in calls] == list(range(len(calls)))
@@ -49,7 +49,7 @@ def prompt_names(call: Call, block_size: int, *, reuse_answers: bool = False) ->
 
 
 def shared(a: Call, b: Call, block_size: int, *, reuse_answers: bool = False) -> int:
-    """Leading blocks that ``b`` finds again of all of ``a``'s."""
+    """Return the number of leading blocks of ``b`` that equal those of ``a``."""
     first, second = (prompt_names(call, block_size, reuse_answers=reuse_answers) for call in (a, b))
     return next(
         (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
@@ -58,11 +58,11 @@ def shared(a: Call, b: Call, block_size: int, *, reuse_answers: bool = False) ->
 
 @pytest.mark.parametrize(("format", "name"), EXCERPTS.items())
 class TestEveryExcerpt:
-    def test_is_recognized_whatever_its_name(self, format: str, name: str, tmp_path: Path) -> None:
+    def test_recognizes_format_by_content(self, format: str, name: str, tmp_path: Path) -> None:
         (tmp_path / "x.txt").write_bytes((DATA / name).read_bytes())
         assert detect_format(tmp_path / "x.txt") == format == load(tmp_path).format
 
-    def test_reads_the_same_compressed(self, format: str, name: str, tmp_path: Path) -> None:
+    def test_reads_compressed_files(self, format: str, name: str, tmp_path: Path) -> None:
         plain = (DATA / name).read_bytes()
         (tmp_path / "a.gz").write_bytes(gzip.compress(plain))
         (tmp_path / "a.xz").write_bytes(lzma.compress(plain))
@@ -71,11 +71,11 @@ class TestEveryExcerpt:
             told = load(tmp_path / f"a.{end}")
             assert [repr(call) for call in told.calls] == [repr(call) for call in expected.calls]
 
-    def test_limit_and_rate(self, format: str, name: str, tmp_path: Path) -> None:
+    def test_applies_limit_and_rate(self, format: str, name: str, tmp_path: Path) -> None:
         every = load(DATA / name)
         few = load(DATA / name, limit=7)
         assert [call.request_id for call in few.calls] == [call.request_id for call in every.calls[:7]]
-        assert f"7 of {len(every.calls)} requests are taken" in few.notes
+        assert f"7 of {len(every.calls)} requests are used" in few.notes
         fast = load(DATA / name, rate=4.0)
         starts: dict[str, tuple[float, float]] = {}
         slow = {call.request_id: call for call in every.calls}
@@ -98,7 +98,7 @@ class TestMooncake:
             assert list(call.content.ids) == line["hash_ids"]
             assert call.answer is None and call.after is None
 
-    def test_folders_keep_the_ids_of_their_files_apart(self, tmp_path: Path) -> None:
+    def test_files_of_a_folder_have_separate_ids(self, tmp_path: Path) -> None:
         line = {"timestamp": 0, "input_length": 1024, "output_length": 3, "hash_ids": [0, 1]}
         write(tmp_path / "b.jsonl", line)
         write(tmp_path / "a.jsonl", line, {**line, "timestamp": 500})
@@ -108,13 +108,13 @@ class TestMooncake:
         assert shared(first, second, 512) == 2
         assert shared(first, other, 512) == 0
 
-    def test_a_window_is_cut_out_and_begins_at_0(self, tmp_path: Path) -> None:
+    def test_window_starts_at_0(self, tmp_path: Path) -> None:
         line = {"input_length": 1, "output_length": 1, "hash_ids": [0]}
         path = write(tmp_path / "a", *({"timestamp": 1000 * t, **line} for t in range(10)))
         assert [c.arrival for c in load(path, start=3.0, duration=2.0).calls] == [0, 1]
         assert [c.arrival for c in load(path, start=3.0, duration=2.0, rate=2.0).calls] == [0, 0.5]
 
-    def test_an_empty_answer_is_one_token_and_said(self, tmp_path: Path) -> None:
+    def test_empty_answer_is_one_token_with_a_note(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a", {"timestamp": 0, "input_length": 1, "output_length": 0, "hash_ids": [0]})
         workload = load(path)
         assert workload.calls[0].num_output_tokens == 1
@@ -154,7 +154,7 @@ class TestAgentic:
         assert [c.arrival for c in load(path, stagger=1.0).calls] == [0, 1, 70, 71]
         assert [c.arrival for c in load(path, rate=2.0).calls] == [0, 30, 70, 100]
 
-    def test_the_answer_is_what_the_next_turn_has_of_it(self, tmp_path: Path) -> None:
+    def test_answer_is_taken_from_the_next_turn(self, tmp_path: Path) -> None:
         path = write(
             tmp_path / "a",
             conversation(
@@ -172,7 +172,7 @@ class TestAgentic:
         assert short.answer is None, "nothing says that the next turn begins with it"
         assert last.answer is None, "there is no next turn"
 
-    def test_without_think_time_the_pause_is_from_the_recorded_end(self, tmp_path: Path) -> None:
+    def test_pause_without_think_time_starts_at_the_recorded_end(self, tmp_path: Path) -> None:
         path = write(
             tmp_path / "a",
             conversation(
@@ -187,7 +187,7 @@ class TestAgentic:
 
     @pytest.fixture
     def with_subagents(self, tmp_path: Path) -> Path:
-        """Two side by side; the next main request came before the longer one's end."""
+        """Two concurrent sub-agents; the next main request arrives before the end of the longer one."""
         long = {
             "type": "subagent",
             "t": 5.0,
@@ -199,7 +199,7 @@ class TestAgentic:
             conversation(agent_request(0, 4, [1], api_time=3), long, short, agent_request(20, 4, [1], think_time=11)),
         )
 
-    def test_sub_agents(self, with_subagents: Path) -> None:
+    def test_conversation_does_not_wait_for_sub_agents(self, with_subagents: Path) -> None:
         workload = load(with_subagents)
         main, first, other, second, following = workload.calls
         assert [call.request_id for call in workload.calls] == ["c/0", "c/1.0", "c/2.0", "c/1.1", "c/3"]
@@ -209,18 +209,18 @@ class TestAgentic:
         assert first.answer is not None and main.answer is None
         assert any("does not wait for them" in note for note in workload.notes)
 
-    def test_joined_sub_agents(self, with_subagents: Path) -> None:
+    def test_conversation_waits_for_joined_sub_agents(self, with_subagents: Path) -> None:
         workload = load(with_subagents, join_subagents=True)
         assert (workload.calls[4].after, workload.calls[4].pause) == (3, 2), "18 s is the end of the last one"
         assert any("waits for the last of them" in note for note in workload.notes)
 
-    def test_a_limit_forgets_whom_a_call_waits_for(self, tmp_path: Path) -> None:
+    def test_limit_removes_missing_predecessors(self, tmp_path: Path) -> None:
         late = {"type": "subagent", "t": 1.0, "requests": [agent_request(50, 4, [8])]}
         path = write(tmp_path / "a", conversation(agent_request(0, 4, [1]), late, agent_request(20, 4, [1])))
         assert load(path, join_subagents=True).calls[1].after == 2
         assert load(path, join_subagents=True, limit=2).calls[1].after is None
 
-    def test_one_object_over_many_lines(self, tmp_path: Path) -> None:
+    def test_reads_object_over_several_lines(self, tmp_path: Path) -> None:
         told = json.loads((DATA / EXCERPTS["agentic"]).read_text())
         (tmp_path / "trace_1.json").write_text(json.dumps(told, indent=1))
         assert [repr(call) for call in load(tmp_path).calls] == [
@@ -229,7 +229,7 @@ class TestAgentic:
 
 
 class TestAgentText:
-    def test_excerpt_in_the_tokenizer_s_tokens(self) -> None:
+    def test_counts_tokens_with_the_tokenizer(self) -> None:
         lines = [json.loads(line) for line in (DATA / EXCERPTS["agent-text"]).read_text().splitlines()]
         calls, text_in = load(DATA / EXCERPTS["agent-text"]).calls, TextIn.load(DEMO_MODEL)
         assert {call.text for call in calls} == {line["input"] for line in lines}
@@ -239,7 +239,7 @@ class TestAgentText:
             assert len(call.tokens) == call.num_prompt_tokens
             assert list(call.content.ids) == list(chain_ids(call.tokens, 16))
 
-    def test_turns_follow_each_other_in_order_of_time(self, tmp_path: Path) -> None:
+    def test_orders_turns_by_time(self, tmp_path: Path) -> None:
         def line(seconds: int, session: str, text: str, answer: str = "Yes.") -> dict[str, Any]:
             return {"timestamp": 10**15 + seconds * 10**6, "session_id": session, "input": text, "output": answer}
 
@@ -261,10 +261,10 @@ class TestAgentText:
         assert shared(calls[0], calls[1], 16) > 0, "sessions share what their texts share"
         assert calls[2].answer is calls[3].content and calls[1].answer is None
         assert calls[4].num_prompt_tokens == calls[1].num_output_tokens == 1
-        for said in ("1 empty prompt is", "1 empty answer is", "1 line is earlier"):
-            assert any(note.startswith(said) for note in workload.notes), (said, workload.notes)
+        for expected in ("1 empty prompt is", "1 empty answer is", "1 line is earlier"):
+            assert any(note.startswith(expected) for note in workload.notes), (expected, workload.notes)
 
-    def test_a_folder_without_a_tokenizer(self, tmp_path: Path) -> None:
+    def test_rejects_folder_without_tokenizer(self, tmp_path: Path) -> None:
         with pytest.raises(Exception, match="no tokenizer"):
             load(DATA / EXCERPTS["agent-text"], tokenizer=tmp_path)
 
@@ -276,9 +276,9 @@ class TestTables:
         assert len(workload.calls) == 30
         assert (first.arrival, first.num_prompt_tokens, first.num_output_tokens) == (0, 374, 44)
         assert (second.arrival, second.num_prompt_tokens) == (pytest.approx(4.314579, abs=1e-9), 396)
-        assert any("does not tell contents" in note for note in workload.notes)
+        assert any("has no contents" in note for note in workload.notes)
 
-    def test_azure_columns_in_another_order_and_with_a_time_zone(self, tmp_path: Path) -> None:
+    def test_azure_columns_in_another_order_with_time_zone(self, tmp_path: Path) -> None:
         rows = ["GeneratedTokens,TIMESTAMP,ContextTokens", "5,2024-05-10 23:59:59.5+00:00,7", "6,2024-05-11 00:00:01,8"]
         (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + "\n".join(rows).encode())
         told = [(c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in load(tmp_path / "a").calls]

@@ -1,4 +1,4 @@
-"""Bad traces: one clear line that says where and what, or, with lenient, what is good and a count of what is not."""
+"""Bad traces: an error with file, line and field, or with lenient the good lines and a count of the bad ones."""
 
 import gzip
 import json
@@ -53,20 +53,25 @@ CASES = [
     ("mooncake", json.dumps(MOONCAKE), bad_mooncake(timestamp=float("nan")), "JSON is malformed"),
     ("mooncake", json.dumps(MOONCAKE), bad_mooncake(timestamp=float("inf")), "JSON is malformed"),
     ("mooncake", json.dumps(MOONCAKE), bad_mooncake(timestamp=None), "timestamp"),
-    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(hash_ids=[1]), "`hash_ids` has 1 entries; 600 tokens make 2"),
-    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(hash_ids=[-1, 2]), "`hash_ids` must be from 0"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(hash_ids=[1]), "`hash_ids` has 1 entries; 600 tokens need 2"),
+    ("mooncake", json.dumps(MOONCAKE), bad_mooncake(hash_ids=[-1, 2]), "`hash_ids` must be between 0"),
     ("mooncake", json.dumps(MOONCAKE), '{"timestamp": 3}', "missing required field `input_length`"),
     ("mooncake", json.dumps(MOONCAKE), '{"timestamp": 3', "truncated"),
     ("mooncake", json.dumps(MOONCAKE), "[" * 100_000, ""),
     ("mooncake", json.dumps(MOONCAKE), "17", "Expected `object`"),
     ("agentic", json.dumps(AGENTIC), bad_agentic(hash_ids=[1]), "request 1: `hash_ids` has 1 entries"),
-    ("agentic", json.dumps(AGENTIC), bad_agentic(hash_ids=[1, -2]), "request 1: `hash_ids` must be from 0"),
+    ("agentic", json.dumps(AGENTIC), bad_agentic(hash_ids=[1, -2]), "request 1: `hash_ids` must be between 0"),
     ("agentic", json.dumps(AGENTIC), bad_agentic(type="video"), "type"),
     ("agentic", json.dumps(AGENTIC), bad_agentic(think_time=-1.0), "think_time"),
     ("agentic", json.dumps(AGENTIC), bad_agentic(out=-1), "in `requests[1].out`"),
     ("agentic", json.dumps({**AGENTIC, "requests": [{**REQUEST, "t": 5}]}), bad_agentic(t=-1.0), "t"),
     ("agentic", json.dumps(AGENTIC), json.dumps({**AGENTIC, "block_size": 0}), "block_size"),
-    ("agent-text", json.dumps(TEXT), json.dumps({**TEXT, "timestamp": -1}), "`timestamp` cannot be -1"),
+    (
+        "agent-text",
+        json.dumps(TEXT),
+        json.dumps({**TEXT, "timestamp": -1}),
+        "`timestamp` must be between 0 and 2**62 (got -1)",
+    ),
     ("agent-text", json.dumps(TEXT), json.dumps({**TEXT, "input": None}), "input"),
     ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,-7,8", "`ContextTokens` must be"),
     ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,7,nan", "`GeneratedTokens` must be"),
@@ -92,26 +97,28 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.parametrize(("format", "good", "bad", "said"), CASES)
+@pytest.mark.parametrize(("format", "good", "bad", "expected"), CASES)
 class TestBadLines:
-    def test_one_line_says_where_and_what(self, format: str, good: str, bad: str, said: str, tmp_path: Path) -> None:
+    def test_error_names_file_line_and_field(
+        self, format: str, good: str, bad: str, expected: str, tmp_path: Path
+    ) -> None:
         path = tmp_path / "trace.jsonl"
         path.write_text(f"{good}\n\n{bad}\n{good.splitlines()[-1]}\n")
         line = 3 + good.count("\n")
         message = error_of(path)
         assert message.startswith(f"{path}:{line}: ")
-        assert said in message
+        assert expected in message
         assert "\n" not in message
         assert error_of(path, format) == message
 
-    def test_lenient_keeps_the_rest(self, format: str, good: str, bad: str, said: str, tmp_path: Path) -> None:
+    def test_lenient_skips_bad_lines(self, format: str, good: str, bad: str, expected: str, tmp_path: Path) -> None:
         path = tmp_path / "trace.jsonl"
         path.write_text(f"{good}\n{bad}\n{good.splitlines()[-1]}\n{bad}\n")
         workload = load(path, lenient=True)
         assert len(workload.calls) == 2
         (note,) = (note for note in workload.notes if "bad lines" in note)
-        assert note.startswith("2 bad lines were left out; the first: ")
-        assert said in note
+        assert note.startswith("2 bad lines were skipped; the first: ")
+        assert expected in note
 
 
 class TestTimes:
@@ -126,21 +133,23 @@ class TestTimes:
         (tmp_path / "a.jsonl").write_text("\n".join(lines))
         return tmp_path / "a.jsonl"
 
-    def test_decreasing_times_are_refused(self, azure: Path, mooncake: Path) -> None:
+    def test_rejects_decreasing_times(self, azure: Path, mooncake: Path) -> None:
         assert error_of(azure).startswith(f"{azure}:3: `TIMESTAMP` 2023-11-16 18:15:46 is earlier")
         assert error_of(mooncake) == f"{mooncake}:3: timestamp 4 is less than 5 in the line before"
 
-    def test_or_sorted_and_said_so(self, azure: Path, mooncake: Path) -> None:
+    def test_lenient_sorts_decreasing_times(self, azure: Path, mooncake: Path) -> None:
         assert [(c.arrival, c.num_prompt_tokens) for c in load(azure, lenient=True).calls] == [(0, 2), (1, 1)]
         workload = load(mooncake, lenient=True)
-        assert [call.num_output_tokens for call in workload.calls] == [3, 1, 2, 4], "equal times as they stand"
+        assert [call.num_output_tokens for call in workload.calls] == [3, 1, 2, 4], (
+            "equal times keep the order of the file"
+        )
         for told in (workload, load(azure, lenient=True)):
-            assert "1 line is earlier than the one before: all were sorted by time" in told.notes
+            assert "1 line is earlier than the previous one: all were sorted by time" in told.notes
 
 
 class TestCompressed:
     @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
-    def test_a_cut_file_says_the_line_and_lenient_keeps_what_came_before(self, compress: Any, tmp_path: Path) -> None:
+    def test_truncated_file_raises_or_keeps_lines_before(self, compress: Any, tmp_path: Path) -> None:
         plain = "".join(bad_mooncake(timestamp=i, hash_ids=[i * i % 97, i]) + "\n" for i in range(6000))
         path = tmp_path / "a"
         path.write_bytes(compress(plain.encode())[:-400])
@@ -152,7 +161,7 @@ class TestCompressed:
         assert any("cut short" in note for note in workload.notes)
 
     @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
-    def test_a_damaged_file(self, compress: Any, tmp_path: Path) -> None:
+    def test_rejects_damaged_file(self, compress: Any, tmp_path: Path) -> None:
         data = bytearray(compress((DATA / "mooncake_excerpt.jsonl").read_bytes() * 40))
         data[len(data) // 2] ^= 0xFF
         (tmp_path / "a").write_bytes(data)
@@ -163,45 +172,45 @@ class TestCompressed:
 
 @pytest.mark.full
 class TestZstandard:
-    """Its package need not be installed."""
+    """The zstandard package is optional."""
 
-    def test_without_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_names_missing_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "zstandard", None)
         (tmp_path / "a").write_bytes(b"\x28\xb5\x2f\xfd....")
-        assert "needs the package zstandard" in error_of(tmp_path / "a")
+        assert "package zstandard is not installed" in error_of(tmp_path / "a")
 
 
 class TestFiles:
-    def test_nothing_there(self, tmp_path: Path) -> None:
+    def test_rejects_missing_path(self, tmp_path: Path) -> None:
         for format in ("auto", *FORMATS[:-1]):
-            assert error_of(tmp_path / "none", format) == f"{tmp_path / 'none'}: no such file or folder"
+            assert error_of(tmp_path / "none", format) == f"{tmp_path / 'none'}: file or folder not found"
 
-    def test_empty(self, tmp_path: Path) -> None:
+    def test_rejects_empty_file(self, tmp_path: Path) -> None:
         for name in ("a.csv", "b.jsonl"):
             (tmp_path / name).write_bytes(b"\n \n" if name == "a.csv" else b"")
             assert error_of(tmp_path / name) == f"{tmp_path / name}: the file is empty"
         for format in ("mooncake", "agentic", "agent-text", "azure", "sched-trace"):
-            assert "holds no request" in error_of(tmp_path / "b.jsonl", format)
+            assert "contains no request" in error_of(tmp_path / "b.jsonl", format)
 
-    def test_headers_without_a_row_or_a_column(self, tmp_path: Path) -> None:
+    def test_rejects_csv_without_rows_or_columns(self, tmp_path: Path) -> None:
         (tmp_path / "a").write_text(f"{AZURE}\n")
-        assert "holds no request" in error_of(tmp_path / "a")
+        assert "contains no request" in error_of(tmp_path / "a")
         (tmp_path / "a").write_text("TIMESTAMP,ContextTokens\n")
         assert error_of(tmp_path / "a", "azure") == f"{tmp_path / 'a'}:1: the header lacks GeneratedTokens"
 
-    def test_unknown_formats(self, tmp_path: Path) -> None:
+    def test_rejects_unknown_formats(self, tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_text("a,b\n1,2\n")
         (tmp_path / "b.json").write_text('{"a": 1}')
         (tmp_path / "c.json").write_text('{"a": ')
         (tmp_path / "d.bin").write_bytes(bytes(range(256)))
         for name in ("a.csv", "b.json", "d.bin"):
             message = error_of(tmp_path / name)
-            assert "none of the formats" in message
+            assert "unknown trace format" in message
             assert all(format in message for format in FORMATS)
         assert error_of(tmp_path / "c.json").startswith(f"{tmp_path / 'c.json'}:1: ")
         assert "did you mean mooncake?" in error_of(tmp_path / "a.csv", "moncake")
 
-    def test_folders(self, tmp_path: Path) -> None:
+    def test_rejects_unusable_folders(self, tmp_path: Path) -> None:
         (tmp_path / "sub").mkdir()
         assert "name one of its folders: sub" in error_of(tmp_path)
         (tmp_path / "a.jsonl").write_text(json.dumps(MOONCAKE))
@@ -209,15 +218,15 @@ class TestFiles:
         (tmp_path / "b.csv").write_text("a,b\n")
         assert "a.jsonl: mooncake, b.csv: unknown" in error_of(tmp_path)
         (tmp_path / "a.jsonl").unlink()
-        assert "no file in it has a format" in error_of(tmp_path)
+        assert "contains no file of a known format" in error_of(tmp_path)
 
-    def test_text_that_is_not_utf_8(self, tmp_path: Path) -> None:
+    def test_rejects_invalid_utf_8(self, tmp_path: Path) -> None:
         line = json.dumps(TEXT).encode()
         (tmp_path / "a").write_bytes(line + b"\n" + line.replace(b"One", b"\xff\xfe") + b"\n")
         assert error_of(tmp_path / "a").startswith(f"{tmp_path / 'a'}:2: ")
         assert len(load(tmp_path / "a", lenient=True).calls) == 1
 
-    def test_a_window_in_which_nothing_comes(self) -> None:
+    def test_rejects_window_without_requests(self) -> None:
         assert "none of its 150 requests is in the window" in error_of(DATA / "mooncake_excerpt.jsonl", start=9e5)
 
 
@@ -235,19 +244,19 @@ class TestFiles:
         {"block_size": 0},
     ],
 )
-def test_options_out_of_range(options: dict[str, Any]) -> None:
+def test_rejects_options_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options)).replace("_", "-")):
         LoadOptions(**options)
 
 
 @pytest.mark.full
 class TestNoise:
-    """Whatever bytes are wrong, there is a workload or a ConfigError."""
+    """Any wrong bytes give a workload or a ConfigError."""
 
     @pytest.mark.parametrize("name", EXCERPTS)
     @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
-    def test_changed_bytes(self, name: str, data: st.DataObject, tmp_path: Path) -> None:
+    def test_changed_bytes_raise_only_config_errors(self, name: str, data: st.DataObject, tmp_path: Path) -> None:
         lines = (DATA / name).read_bytes().splitlines(keepends=True)[:4]
         noisy = bytearray(b"".join(line[:1500] + line[-40:] if len(line) > 2000 else line for line in lines))
         for _ in range(data.draw(st.integers(0, 3))):
@@ -257,7 +266,9 @@ class TestNoise:
 
     @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(case=st.sampled_from([*CASES, *SCHED_CASES]), value=VALUES, data=st.data())
-    def test_changed_values(self, case: Any, value: Any, data: st.DataObject, tmp_path: Path) -> None:
+    def test_changed_values_raise_only_config_errors(
+        self, case: Any, value: Any, data: st.DataObject, tmp_path: Path
+    ) -> None:
         good = case[1].splitlines()[-1]
         if good.startswith("{"):
             record = json.loads(good)

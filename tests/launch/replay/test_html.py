@@ -1,4 +1,4 @@
-"""The page's structure, size and safety; how it behaves in a browser is in test_html_browser.py."""
+"""The page's structure, size and safety. Its behaviour in a browser is tested in test_html_browser.py."""
 
 import copy
 import hashlib
@@ -21,7 +21,7 @@ EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{data
 
 
 class Elements(HTMLParser):
-    """Tags with their attributes, and the text of each script and style."""
+    """Collects tags with their attributes, and the text of each script and style."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def written(path: Path, *runs: RunRecord) -> tuple[Elements, dict[str, Any]]:
     return elements, json.loads(elements.texts["script"][0])
 
 
-def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+def test_page_needs_no_other_file(tmp_path: Path) -> None:
     elements, _ = written(tmp_path / "run.html", simulated_run())
     assert [tag for tag, _ in elements.tags].count("script") == 2
     for tag, attributes in elements.tags:
@@ -62,7 +62,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert "http" not in page.replace(library, "").replace("http-equiv", "")
 
 
-def test_vendored_files_have_their_checksums() -> None:
+def test_vendored_files_match_their_checksums() -> None:
     readme = (VENDOR / "README.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `(\S+)` \| `([0-9a-f]{64})` \|$", readme, re.MULTILINE))
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.iterdir()}
@@ -70,12 +70,12 @@ def test_vendored_files_have_their_checksums() -> None:
     assert listed == found
 
 
-def test_the_licence_of_the_library_is_in_the_page(tmp_path: Path) -> None:
+def test_page_contains_the_library_licence(tmp_path: Path) -> None:
     elements, _ = written(tmp_path / "run.html", RunRecord())
     assert (VENDOR / "LICENSE").read_text(encoding="utf-8") in elements.texts["script"][1]
 
 
-def test_only_the_page_s_own_script_and_style_are_allowed(tmp_path: Path) -> None:
+def test_policy_allows_only_own_script_and_style(tmp_path: Path) -> None:
     elements, _ = written(tmp_path / "run.html", simulated_run())
     policy = next(a["content"] or "" for _, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy")
     for kind, text in (("script", elements.texts["script"][1]), ("style", elements.texts["style"][0])):
@@ -85,7 +85,7 @@ def test_only_the_page_s_own_script_and_style_are_allowed(tmp_path: Path) -> Non
     assert "unsafe" not in policy
 
 
-def test_ids_of_clients_cannot_break_out(tmp_path: Path) -> None:
+def test_client_ids_cannot_end_the_data_element(tmp_path: Path) -> None:
     run = RequestRun(EVIL, 0.0, 5, EVIL, end=0.0, finish="rejected", finish_detail=EVIL)
     run.moments = [Moment(0.0, EVIL, EVIL, EVIL)]
     record = RunRecord(EVIL, EVIL, EVIL, {EVIL: EVIL}, [EVIL], requests=[run], first_difference={EVIL: EVIL})
@@ -98,7 +98,7 @@ def test_ids_of_clients_cannot_break_out(tmp_path: Path) -> None:
     assert elements.texts["title"] == [f"{EVIL} - Quire replay"]
 
 
-def test_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
+def test_writes_lone_surrogates(tmp_path: Path) -> None:
     _, data = written(tmp_path / "run.html", RunRecord("half \ud800", requests=[RequestRun("\udcff", 0.0, 1)]))
     assert data["runs"][0]["requests"]["id"] == ["\udcff"]
 
@@ -112,7 +112,7 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
 
 
-def test_the_figures_are_the_run_s(tmp_path: Path) -> None:
+def test_figures_match_the_run(tmp_path: Path) -> None:
     record = simulated_run()
     _, data = written(tmp_path / "run.html", record)
     run = data["runs"][0]
@@ -130,7 +130,7 @@ def test_the_figures_are_the_run_s(tmp_path: Path) -> None:
         assert sum(distribution["counts"][0]) == ended
 
 
-def test_whom_a_moment_was_for_is_found_again(tmp_path: Path) -> None:
+def test_moment_names_its_beneficiary(tmp_path: Path) -> None:
     first, second = RequestRun("first", 0.0, 1), RequestRun("second", 0.0, 1)
     second.moments = [Moment(1.0, "preempt", "youngest", "first"), Moment(2.0, "preempt", "youngest", "gone")]
     _, data = written(tmp_path / "run.html", RunRecord(requests=[first, second]))
@@ -139,7 +139,7 @@ def test_whom_a_moment_was_for_is_found_again(tmp_path: Path) -> None:
     assert words[-2 - flat[7]] == "gone"
 
 
-def test_two_runs_are_compared(tmp_path: Path) -> None:
+def test_compares_two_runs(tmp_path: Path) -> None:
     runs = simulated_run(160), simulated_run()
     _, data = written(tmp_path / "run.html", *runs)
     found = data["comparison"]
@@ -158,7 +158,7 @@ def test_five_thousand_requests_fit_in_five_megabytes(tmp_path: Path) -> None:
     assert (tmp_path / "run.html").stat().st_size <= 5e6
 
 
-def test_what_is_left_out_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_omitted_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_data, "MAX_REQUESTS", 50)
     monkeypatch.setattr(page_data, "MAX_MOMENTS", 240)
     _, data = written(tmp_path / "run.html", made_up_run(60, 10))
@@ -170,17 +170,17 @@ def test_what_is_left_out_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run["facts"]["requests"] == 60
 
 
-def test_long_texts_are_cut(tmp_path: Path) -> None:
+def test_cuts_long_texts(tmp_path: Path) -> None:
     _, data = written(tmp_path / "run.html", RunRecord(requests=[RequestRun("x" * 10_000, 0.0, 1)]))
     assert re.fullmatch("x{199}…", data["runs"][0]["requests"]["id"][0])
 
 
-def test_a_run_of_nothing_is_a_page(tmp_path: Path) -> None:
+def test_writes_empty_run(tmp_path: Path) -> None:
     _, data = written(tmp_path / "run.html", RunRecord(), RunRecord())
     assert data["runs"][0]["facts"]["hit_rate"] == 0
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_one_run_or_two(tmp_path: Path, count: int) -> None:
-    with pytest.raises(ValueError, match=f"not {count}"):
+def test_rejects_other_than_one_or_two_runs(tmp_path: Path, count: int) -> None:
+    with pytest.raises(ValueError, match=f"got {count}"):
         write_html(tmp_path / "run.html", [RunRecord()] * count)

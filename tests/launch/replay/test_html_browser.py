@@ -1,4 +1,4 @@
-"""The page in a browser, with a mouse and a keyboard. `make test-browser` installs one and runs this."""
+"""The page in a browser, with mouse and keyboard. `make test-browser` installs a browser and runs these tests."""
 
 import re
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def opened(folder: Path, *runs: RunRecord, width: int = 1280) -> Browser:
 
 
 def check_quiet(browser: Browser, folder: Path) -> None:
-    """The page wrote no error and requested nothing but itself."""
+    """Check that the page logged no error and requested nothing but itself."""
     assert browser.errors == []
     assert browser.requests == [(folder / "run.html").as_uri()]
 
@@ -48,7 +48,7 @@ def text(browser: Browser, selector: str) -> str:
 
 
 def place(browser: Browser, selector: str) -> tuple[float, float, float, float]:
-    """Scroll it into the window; return its x, y, width and height there."""
+    """Scroll an element into the window; return its x, y, width and height there."""
     browser.evaluate(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
     browser.settle()
     found = f"document.querySelector({selector!r}).getBoundingClientRect()"
@@ -56,7 +56,7 @@ def place(browser: Browser, selector: str) -> tuple[float, float, float, float]:
     return x, y, width, height
 
 
-def test_a_click_on_a_row_shows_its_request(browser: Browser) -> None:
+def test_click_on_a_row_shows_its_request(browser: Browser) -> None:
     assert "Click a row" in text(browser, "#details")
     x, y, width, height = place(browser, WATERFALL)
     first, last = simulated_run().requests[0], simulated_run().requests[-1]
@@ -68,7 +68,7 @@ def test_a_click_on_a_row_shows_its_request(browser: Browser) -> None:
     assert f"Request {last.request_id}Finishrejected" in text(browser, "#details")
 
 
-def test_a_preempted_request_names_the_one_that_got_its_blocks(browser: Browser) -> None:
+def test_preempted_request_names_its_beneficiary(browser: Browser) -> None:
     out, moment = next((r, m) for r in simulated_run().requests for m in r.moments if m.what == "preempt" and m.other)
     browser.evaluate("document.querySelector('#search').focus()")
     browser.type_text(out.request_id)
@@ -111,7 +111,7 @@ def test_dragging_and_buttons_change_the_view_of_all_charts(browser: Browser) ->
     assert "61 of 61" in text(browser, NOTE)
 
 
-def test_search_and_kinds_choose_requests(browser: Browser) -> None:
+def test_search_and_kinds_filter_requests(browser: Browser) -> None:
     assert "61 of 61" in text(browser, NOTE)
     browser.evaluate("document.querySelector('#search').focus()")
     browser.type_text("TALK 7")
@@ -129,7 +129,7 @@ def test_search_and_kinds_choose_requests(browser: Browser) -> None:
     assert "1 of 61" in text(browser, NOTE)
 
 
-def test_pointing_at_a_chart_reads_out_its_values(browser: Browser) -> None:
+def test_pointing_at_a_chart_shows_its_values(browser: Browser) -> None:
     x, y, width, height = place(browser, CHART)
     browser.mouse("mouseMoved", x + width / 2, y + height / 2)
     browser.settle()
@@ -147,7 +147,7 @@ def test_pointing_at_a_chart_reads_out_its_values(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("width", [800, 1280])
-def test_two_runs_side_by_side(tmp_path: Path, width: int) -> None:
+def test_shows_two_runs_side_by_side(tmp_path: Path, width: int) -> None:
     with opened(tmp_path, simulated_run(), simulated_run(160), width=width) as browser:
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.evaluate(f"document.querySelectorAll({WATERFALL!r}).length") == 2
@@ -158,7 +158,7 @@ def test_two_runs_side_by_side(tmp_path: Path, width: int) -> None:
         check_quiet(browser, tmp_path)
 
 
-def test_ids_of_clients_are_text(tmp_path: Path) -> None:
+def test_client_ids_are_text(tmp_path: Path) -> None:
     broken = "document.title='broken'"
     evil = f"</script><script>{broken}</script><img src=http://127.0.0.1:9/x onerror={broken}>"
     run = RequestRun(evil, 0.0, 5, evil, end=0.0, finish="rejected", finish_detail=evil)
@@ -173,7 +173,7 @@ def test_ids_of_clients_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", [RunRecord(), made_up_run(5000, 60_000)], ids=["empty", "large"])
-def test_the_smallest_and_the_largest_run_open(tmp_path: Path, record: RunRecord) -> None:
+def test_opens_smallest_and_largest_run(tmp_path: Path, record: RunRecord) -> None:
     with opened(tmp_path, record) as browser:
         assert browser.evaluate(f"document.querySelectorAll({WATERFALL!r}).length") == 1
         x, y, width, _ = place(browser, CHART)

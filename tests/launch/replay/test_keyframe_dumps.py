@@ -1,4 +1,4 @@
-"""The dump of an old engine, which begins at a keyframe: replayed, as a workload, and as what a cost is fitted to."""
+"""A crash dump that begins at a keyframe: replayed exactly, loaded as a workload, and used to fit a cost model."""
 
 from pathlib import Path
 
@@ -23,16 +23,16 @@ def dump(tmp_path: Path) -> Path:
     return dump_of(long_lived(30_000), tmp_path)
 
 
-def test_it_replays_exactly(dump: Path) -> None:
+def test_dump_replays_exactly(dump: Path) -> None:
     lines = [told.line for told in TraceReader(dump)]
     record = replay_trace(dump)
     assert record.decisions_equal
     assert len(record.requests) == sum(isinstance(line, Arrival) for line in lines) > 20
     assert len(record.steps) == sum(isinstance(line, Result) for line in lines) > 50
-    assert any("idle moment" in note for note in record.notes)
+    assert any("idle scheduler" in note for note in record.notes)
 
 
-def test_an_altered_keyframe_is_a_difference(dump: Path) -> None:
+def test_altered_keyframe_is_a_difference(dump: Path) -> None:
     header, keyframe, *lines = [told.line for told in TraceReader(dump)]
     assert isinstance(keyframe, Keyframe)
     state = msgspec.structs.replace(keyframe.state, free_blocks=keyframe.state.free_blocks[::-1])
@@ -40,22 +40,22 @@ def test_an_altered_keyframe_is_a_difference(dump: Path) -> None:
     assert replay_trace(dump).decisions_equal is False
 
 
-def test_as_a_workload_it_says_what_is_missing(dump: Path) -> None:
+def test_workload_notes_missing_state(dump: Path) -> None:
     workload = load(dump, LoadOptions())
-    assert len(workload.calls) > 20 and any("idle moment" in note for note in workload.notes)
+    assert len(workload.calls) > 20 and any("idle scheduler" in note for note in workload.notes)
     assert not any("too short" in note for note in workload.notes)
 
 
-def test_a_keyframe_elsewhere_is_an_error(dump: Path) -> None:
+def test_rejects_keyframe_elsewhere(dump: Path) -> None:
     header, keyframe, *lines = [told.line for told in TraceReader(dump)]
     write_trace(dump, [header, keyframe, *lines[:9], keyframe, *lines[9:]])
     for use in (lambda: load(dump, LoadOptions()), lambda: replay_trace(dump)):
-        with pytest.raises(ConfigError, match=r":12: a keyframe stands here"):
+        with pytest.raises(ConfigError, match=r":12: unexpected keyframe"):
             use()
 
 
-def test_costs_are_fitted_to_it(dump: Path) -> None:
-    """Its first step removes a row that was there before."""
+def test_fits_cost_to_dump(dump: Path) -> None:
+    """The dump's first step removes a row from before its beginning."""
     lines = [told.line for told in TraceReader(dump)]
     first = next(line for line in lines if isinstance(line, StepDecision))
     assert first.removed and isinstance(lines[1], Keyframe) and lines[1].state.removed == first.removed

@@ -1,4 +1,4 @@
-"""A workload as load on a server: what is sent, in which order, and what is made of good and bad answers."""
+"""Live runs: the requests sent, their order, and the record of successful and failed answers."""
 
 import json
 import signal
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.launch.replay.live import Target, run_live
-from quire.launch.replay.live_prompts import PromptMaker, invented_tokens
+from quire.launch.replay.live_prompts import PromptMaker, generate_tokens
 from quire.launch.replay.report.summary import summary
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.workload.workload import Call, Content, Workload
@@ -23,15 +23,15 @@ def call(number: int, prompt: int = 20, output: int = 4, ids: tuple[int, ...] = 
 
 
 def workload(*calls: Call) -> Workload:
-    return Workload("mooncake", "a trace", list(calls), notes=["one line was left out"])
+    return Workload("mooncake", "a trace", list(calls), notes=["one line was skipped"])
 
 
 @dataclass
 class Stub:
-    """A server that answers as long as asked. It refuses the fields, the ids and the answers that it is told to.
+    """A server that returns answers of the requested length and rejects the configured fields, ids and requests.
 
     Attributes:
-        asked: bodies of what it answered, without the request that looks what it understands.
+        asked: bodies of the answered requests, without the probe.
     """
 
     context: int | None = 64
@@ -79,25 +79,25 @@ class Stub:
         return run_live(load, target or Target("http://test"), transport=httpx.MockTransport(self), **options)
 
 
-class TestWhatIsSent:
-    def test_equal_ids_are_equal_prefixes_and_lengths_are_forced(self) -> None:
+class TestRequests:
+    def test_equal_ids_give_equal_prefixes_and_lengths_are_forced(self) -> None:
         stub = Stub()
         stub.run(workload(call(0, ids=(5, 6)), call(1, ids=(5, 7), output=2)), concurrency=1)
         first, second = (body["prompt"] for body in stub.asked)
         assert first[:8] == second[:8] and first[8:16] != second[8:16] and first[16:] != second[16:]
         assert [len(first), len(second)] == [20, 20]
-        assert all(3 <= token < 256 for token in first)  # 1,024 was too many for this server
+        assert all(3 <= token < 256 for token in first)  # the server rejected 1,024
         assert [body["max_tokens"] for body in stub.asked] == [body["min_tokens"] for body in stub.asked] == [4, 2]
         assert all(body["ignore_eos"] and body["stream"] and body["model"] == "m" for body in stub.asked)
 
-    def test_a_server_that_knows_openai_only(self) -> None:
+    def test_supports_server_with_openai_fields_only(self) -> None:
         stub = Stub(context=None, unknown_fields=("min_tokens", "ignore_eos"), token_ids=False)
         record = stub.run(workload(call(0, ids=(5, 6))), concurrency=1)
         assert stub.asked[0]["prompt"].count(" ") == 19 and "ignore_eos" not in stub.asked[0]
         assert any("no token ids" in note for note in record.notes)
-        assert any("cannot be made to end" in note for note in record.notes)
+        assert any("does not support forced output lengths" in note for note in record.notes)
 
-    def test_priorities_go_where_they_are_understood(self) -> None:
+    def test_sends_priorities_if_supported(self) -> None:
         calls = workload(call(0, priority=3), call(1))
         knows, knows_not = Stub(), Stub(unknown_fields=("priority",))
         knows.run(calls)
@@ -105,18 +105,18 @@ class TestWhatIsSent:
         knows_not.run(calls)
         assert "priority" not in knows_not.asked[0] and knows_not.asked[0]["ignore_eos"]
 
-    def test_text_and_tokens_of_the_trace(self) -> None:
+    def test_sends_text_and_tokens_of_the_trace(self) -> None:
         stub = Stub()
         calls = workload(call(0, prompt=3, tokens=[1, 2, 1000]), call(1, text="Hello"))
         record = stub.run(calls, Target("http://test", vocab_size=300), concurrency=1)
         assert [body["prompt"] for body in stub.asked] == [[1, 2, 100], "Hello"]
-        assert "1 prompts have ids of another vocabulary, folded" in record.notes
+        assert "1 prompts have token ids beyond the server's vocabulary: ids were taken modulo its size" in record.notes
 
-    def test_order_of_a_closed_loop(self) -> None:
+    def test_closed_loop_waits_for_previous_turn(self) -> None:
         stub = Stub()
         stub.run(workload(call(0, after=1, ids=(3,)), call(1, ids=(9,))), closed_loop=True)
         starts = [body["prompt"][:8] for body in stub.asked]
-        assert starts == [invented_tokens(call(0, ids=(i,)), 8, 256).tolist() for i in (9, 3)]
+        assert starts == [generate_tokens(call(0, ids=(i,)), 8, 256).tolist() for i in (9, 3)]
 
 
 class TestTooLong:
@@ -124,13 +124,13 @@ class TestTooLong:
         stub = Stub(context=24)
         return stub, stub.run(workload(call(0), call(1, prompt=21, ids=(1, 2)), call(2, prompt=9)), **options)
 
-    def test_refused(self) -> None:
+    def test_rejects_overlong_prompt(self) -> None:
         stub, record = self.run()
         found = summary(record)
         assert (found["requests"], found["rejected"], len(stub.asked)) == (3, 1, 2)
-        assert found["rejected_reasons"] == {"a prompt of N tokens and its answer do not fit the server's context": 1}
+        assert found["rejected_reasons"] == {"prompt of N tokens and its answer exceed the server's context": 1}
 
-    def test_refused_by_the_server_itself(self) -> None:
+    def test_records_rejection_by_the_server(self) -> None:
         def handler(request: httpx.Request) -> httpx.Response:
             if request.url.path == "/v1/completions" and len(json.loads(request.content)["prompt"]) > 1:
                 error = {"code": "context_length_exceeded", "message": "this has 70 tokens"}
@@ -140,24 +140,24 @@ class TestTooLong:
         record = run_live(workload(call(0)), Target("http://test"), transport=httpx.MockTransport(handler))
         assert summary(record)["rejected_reasons"] == {"this has N tokens": 1} and record.extra["errors"] == {}
 
-    def test_clipped(self) -> None:
+    def test_clips_overlong_prompt(self) -> None:
         stub, record = self.run(overlong="clip")
         assert [len(body["prompt"]) for body in stub.asked] == [20, 20, 9]
         assert "1 over-long prompts were clipped" in record.notes
 
-    def test_dropped(self) -> None:
+    def test_drops_overlong_prompt(self) -> None:
         stub, record = self.run(overlong="drop")
         assert len(record.requests) == len(stub.asked) == 2
         assert "1 over-long prompts were dropped" in record.notes
 
-    def test_a_limit_of_the_user(self) -> None:
+    def test_applies_limit_of_the_user(self) -> None:
         stub = Stub()
         stub.run(workload(call(0)), Target("http://test", max_prompt_tokens=10), overlong="clip")
         assert len(stub.asked[0]["prompt"]) == 10
 
 
-class TestWhatCameOfIt:
-    def test_a_record_that_reports_can_use(self) -> None:
+class TestResults:
+    def test_record_has_reports(self) -> None:
         record = Stub().run(workload(call(0), call(1, output=1)), concurrency=1)
         found = summary(record)
         assert (found["requests"], found["finish_reasons"], found["steps"]) == (2, {"length": 2}, None)
@@ -165,16 +165,16 @@ class TestWhatCameOfIt:
         assert found["latency_ms"]["ttft"]["mean"] > 0 and found["latency_ms"]["queue"]["mean"] is None
         assert sum(count for _, count in record.itl) == 3
         assert found["server_preemptions"] == 2 and found["errors"] == {}
-        assert "one line was left out" in found["notes"] and found["virtual_s"] > 0
+        assert "one line was skipped" in found["notes"] and found["virtual_s"] > 0
 
-    def test_errors_are_counted_by_kind(self) -> None:
+    def test_counts_errors_by_kind(self) -> None:
         record = Stub(fail={0: 503, 2: 503, 3: 429}).run(workload(*(call(i) for i in range(5))), concurrency=1)
         found = summary(record)
         assert found["errors"] == {"http 429 busy": 1, "http 503 busy": 2}
         assert found["finish_reasons"] == {"error": 3, "length": 2}
         assert "error: 2 x http 503 busy: try later" in record.notes
 
-    def test_ctrl_c_keeps_what_is_there(self) -> None:
+    def test_ctrl_c_keeps_finished_requests(self) -> None:
         def interrupt(number: int) -> None:
             if number == 2:
                 signal.raise_signal(signal.SIGINT)
@@ -196,29 +196,29 @@ class TestWhatCameOfIt:
         (lambda request: httpx.Response(200, text="<html>"), "did not answer in JSON"),
         (lambda request: httpx.Response(200, json={"data": []}), "the server has no model"),
         (lambda request: httpx.Response(404, text="no"), "answered 404"),
-        (Stub(unknown_fields=("prompt",)), "refuses every prompt: unknown field"),
+        (Stub(unknown_fields=("prompt",)), "rejects every prompt: unknown field"),
         (
             lambda request: Stub()(request) if request.url.path == "/v1/models" else httpx.Response(500, text="broken"),
             "cannot complete a prompt: http 500: broken",
         ),
     ],
 )
-def test_servers_that_are_none(handler: Callable[[httpx.Request], httpx.Response], reason: str) -> None:
+def test_rejects_unusable_servers(handler: Callable[[httpx.Request], httpx.Response], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         run_live(workload(call(0)), Target("http://test"), transport=httpx.MockTransport(handler))
 
 
-def test_invented_tokens_are_spread_and_repeat() -> None:
-    tokens = invented_tokens(call(0, ids=(1, 2, 3)), 5000, 1024)
+def test_generated_tokens_are_uniform_and_repeatable() -> None:
+    tokens = generate_tokens(call(0, ids=(1, 2, 3)), 5000, 1024)
     assert tokens.min() >= 3 and tokens.max() < 1024
     assert len(np.unique(tokens)) > 900
-    assert np.array_equal(tokens, invented_tokens(call(0, ids=(1, 2, 3)), 5000, 1024))
-    assert not np.array_equal(tokens[:24], invented_tokens(call(0, ids=(1, 2, 4)), 24, 1024))
+    assert np.array_equal(tokens, generate_tokens(call(0, ids=(1, 2, 3)), 5000, 1024))
+    assert not np.array_equal(tokens[:24], generate_tokens(call(0, ids=(1, 2, 4)), 24, 1024))
     other_space = Call(0, "", 0.0, 24, 1, Content((1, 2, 3), 8, 2))
-    assert not np.array_equal(tokens[:8], invented_tokens(other_space, 24, 1024)[:8])
+    assert not np.array_equal(tokens[:8], generate_tokens(other_space, 24, 1024)[:8])
 
 
-def test_a_clipped_text_keeps_its_share() -> None:
+def test_clipped_text_keeps_its_share() -> None:
     maker = PromptMaker(1024, token_ids=True)
     assert maker.make(call(0, prompt=100, text="x" * 300, tokens=[1] * 100), 50) == "x" * 142
     assert maker.make(call(0, prompt=1, text="", tokens=[0]), 1) == [0]

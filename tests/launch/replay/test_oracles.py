@@ -1,4 +1,4 @@
-"""Hits of public traces, one call at a time: the integers that were published for them, without any scheduler.
+"""Prefix cache hits of public traces, one call at a time, against published counts made without a scheduler.
 
 "engine-u" is a paged pool with a first-in first-out free queue, in which a freed block without content is reused at
 once; "engine" reuses freed blocks in the order in which they were freed. ``QUIRE_TRACES`` names the traces' folder.
@@ -31,7 +31,7 @@ BY_SIZE = {16: (1597181, 5718), 64: (399273, 5718), 128: (199624, 5718), 256: (9
 
 
 def found(workload: Workload, block_size: int, blocks: str, **more: str) -> tuple[int, int, int]:
-    """(hit blocks, requests with a hit, rejected)."""
+    """Return (hit blocks, requests with a hit, rejected requests)."""
     given = {"block_size": str(block_size), "num_usable_blocks": blocks, **more}
     setup = make_setup(workload, given, None)
     runs = run_workload(workload, setup, ConstantCost(10), concurrency=1).requests
@@ -54,7 +54,7 @@ def found(workload: Workload, block_size: int, blocks: str, **more: str) -> tupl
         (LARGE, 64, "infinite", "true", (14207074, 6808, 0)),
     ],
 )
-def test_hits_are_as_published(
+def test_hits_equal_published_counts(
     name: str, block_size: int, blocks: str, uncached_first: str, expected: tuple[int, int, int]
 ) -> None:
     workload = load_workload(Path(TRACES) / name, "auto", LoadOptions())

@@ -1,4 +1,4 @@
-"""The Chrome trace is well formed: slices nest, arrows have two ends that lie in slices, counters change."""
+"""The Chrome trace is well formed: slices nest, arrows begin and end in slices, counters change."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Events:
 
 
 def slices(events: Events) -> dict[tuple[int, int], list[tuple[float, float, str]]]:
-    """By process and thread, as (begin, end, name)."""
+    """Return (begin, end, name) by process and thread."""
     found: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -36,7 +36,7 @@ def slices(events: Events) -> dict[tuple[int, int], list[tuple[float, float, str
     return found
 
 
-def test_every_step_is_a_slice_with_its_tokens(events: Events) -> None:
+def test_writes_a_slice_per_step(events: Events) -> None:
     steps = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
     record = simulated_run()
     assert len(steps) == len(record.steps)
@@ -54,14 +54,14 @@ def test_slices_of_a_thread_nest(events: Events) -> None:
             open_ends.append(end)
 
 
-def test_every_request_has_a_slice(events: Events) -> None:
+def test_writes_a_slice_per_request(events: Events) -> None:
     names = [e["name"] for e in events if e["ph"] == "X" and e["name"].startswith("request ")]
     ran = [f"request {run.request_id}" for run in simulated_run().requests if run.finish != "rejected"]
     assert sorted(names) == sorted(ran)
     assert [e["args"]["request"] for e in events if e["ph"] == "i" and e["name"] == "rejected"] == ["too long"]
 
 
-def test_arrows_have_two_ends_in_slices(events: Events) -> None:
+def test_arrows_begin_and_end_in_slices(events: Events) -> None:
     begins = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
     assert begins and begins.keys() == ends.keys()
@@ -78,7 +78,7 @@ def test_arrows_have_two_ends_in_slices(events: Events) -> None:
         assert (begin["tid"] == end["tid"]) == (begin["name"] == "resume")
 
 
-def test_counters_are_written_where_they_change(events: Events) -> None:
+def test_writes_counters_when_they_change(events: Events) -> None:
     for name in ("requests", "KV blocks", "batch tokens"):
         values = [e["args"] for e in events if e["ph"] == "C" and e["name"] == name]
         assert len(values) > 3
@@ -86,7 +86,7 @@ def test_counters_are_written_where_they_change(events: Events) -> None:
     assert all(sum(e["args"].values()) == 120 for e in events if e["ph"] == "C" and e["name"] == "KV blocks")
 
 
-def test_reasons_are_instants(events: Events) -> None:
+def test_writes_reasons_as_instants(events: Events) -> None:
     found = Counter(e["name"] for e in events if e["ph"] == "i")
     moments = Counter(
         f"{m.what}: {m.reason}" if m.reason else m.what for run in simulated_run().requests for m in run.moments
@@ -94,14 +94,14 @@ def test_reasons_are_instants(events: Events) -> None:
     assert found == moments + Counter(["rejected"])
 
 
-def test_lanes_are_used_again(tmp_path: Path) -> None:
+def test_reuses_lanes(tmp_path: Path) -> None:
     runs = [RequestRun(f"{i}", float(i), 1, scheduled=i + 0.1, end=i + 1.0, finish="stop") for i in range(5)]
     runs.append(RequestRun("long", 2.5, 1, end=9.0, finish="abort"))
     found = written(tmp_path / "run.json", RunRecord(requests=runs))
     assert {e["tid"] for e in found if e["ph"] == "X"} == {1, 2}
 
 
-def test_a_beneficiary_that_is_gone_gets_no_arrow(tmp_path: Path) -> None:
+def test_finished_beneficiary_gets_no_arrow(tmp_path: Path) -> None:
     out = RequestRun("out", 0.0, 1, scheduled=0.0, first_token=1.0, end=9.0, finish="stop", num_preemptions=2)
     gone = RequestRun("gone", 0.0, 1, scheduled=0.0, first_token=1.0, end=2.0, finish="stop")
     out.moments = [Moment(3.0, "preempt", "youngest", "gone"), Moment(4.0, "preempt", "youngest", "nobody")]
@@ -109,7 +109,7 @@ def test_a_beneficiary_that_is_gone_gets_no_arrow(tmp_path: Path) -> None:
     assert not [e for e in found if e["ph"] in "sf"]
 
 
-def test_compressed_and_plain_are_the_same_bytes_every_time(tmp_path: Path) -> None:
+def test_writes_equal_bytes_compressed_or_not(tmp_path: Path) -> None:
     record = made_up_run(50, 300)
     for name in ("a.json", "b.json", "a.json.gz", "b.json.gz"):
         write_perfetto(tmp_path / name, record)
@@ -118,5 +118,5 @@ def test_compressed_and_plain_are_the_same_bytes_every_time(tmp_path: Path) -> N
     assert packed == (tmp_path / "b.json.gz").read_bytes()
 
 
-def test_nothing_is_a_trace_too(tmp_path: Path) -> None:
+def test_writes_empty_run(tmp_path: Path) -> None:
     assert [e["ph"] for e in written(tmp_path / "run.json", RunRecord())] == ["M", "M", "M"]

@@ -1,4 +1,4 @@
-"""A request's life has no gaps, whatever happened to it."""
+"""The states of a request have no gaps."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from quire.launch.replay.run.request_states import STATES, Stretch, stretches
 from quire.launch.replay.run.run_record import Moment, RequestRun
 
 
-def test_a_life_with_a_preemption() -> None:
+def test_states_with_a_preemption() -> None:
     run = RequestRun("a", 1.0, 9, scheduled=2.0, first_token=3.0, end=7.0, finish="stop")
     run.moments = [Moment(1.5, "wait", "queued"), Moment(4.0, "preempt", "youngest", "b"), Moment(5.0, "resume", "")]
     assert stretches(run, 99) == [
@@ -21,7 +21,7 @@ def test_a_life_with_a_preemption() -> None:
     ]
 
 
-def test_a_token_in_flight_does_not_end_a_preemption() -> None:
+def test_token_in_flight_does_not_end_a_preemption() -> None:
     run = RequestRun("a", 0.0, 9, scheduled=1.0, first_token=3.0, end=6.0, finish="stop")
     run.moments = [Moment(2.0, "preempt", "itself"), Moment(4.0, "resume", "")]
     assert [each.state for each in stretches(run, 9)] == ["queued", "prefill", "preempted", "decode"]
@@ -29,7 +29,7 @@ def test_a_token_in_flight_does_not_end_a_preemption() -> None:
     assert [each.state for each in stretches(run, 9)] == ["queued", "prefill", "preempted", "prefill", "decode"]
 
 
-def test_what_has_not_ended_is_cut_and_what_was_rejected_is_nothing() -> None:
+def test_unfinished_request_ends_at_cut_and_rejected_has_no_states() -> None:
     assert stretches(RequestRun("a", 2.0, 9), 5.0) == [Stretch("queued", 2, 5)]
     assert stretches(RequestRun("a", 2.0, 9, end=2.0, finish="rejected"), 5.0) == []
     assert stretches(RequestRun("a", 2.0, 9), 1.0) == []

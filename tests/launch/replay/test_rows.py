@@ -1,4 +1,4 @@
-"""A worker's rows as numbers, against a plain model that looks at every row in every step."""
+"""SimulatedRows against a simple model that recomputes every row in every step."""
 
 import random
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class PlainRow:
 
 
 class PlainRows:
-    """As protocol laws have it: an active row that the diff does not name computes one token."""
+    """The rules of the protocol: an active row without an entry in the diff computes one token."""
 
     def __init__(self) -> None:
         self.rows: dict[int, PlainRow] = {}
@@ -58,7 +58,7 @@ class PlainRows:
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=25)
-def test_shapes_and_samplers_are_those_of_a_model_that_looks_at_every_row(seed: int) -> None:
+def test_shapes_and_sampling_rows_equal_full_recomputation(seed: int) -> None:
     rng = random.Random(seed)
     calls, config = random_calls(rng, rng.randrange(1, 14), span=1.0), random_config(rng)
     plain, steps = PlainRows(), 0

@@ -1,4 +1,4 @@
-"""Scheduler traces of three record kinds: requests told from what was done for them."""
+"""Scheduler traces of three record kinds: requests inferred from decisions."""
 
 import itertools
 import json
@@ -63,14 +63,14 @@ def load(path: Path, *records: Any, **options: Any) -> Workload:
 
 
 class TestRequests:
-    def test_lengths_times_and_settings(self, tmp_path: Path) -> None:
+    def test_infers_lengths_times_and_settings(self, tmp_path: Path) -> None:
         workload = load(tmp_path / "a", *TRACE)
         assert workload.format == "sched-trace"
         told = [(c.request_id, c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in workload.calls]
         assert told == [("a", 0, 100, 4), ("b", 0.1, 20, 4), ("c", 0.9, 128, 1)]
         expected = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "num_usable_blocks": 100, "block_size": 16}
         assert workload.settings == expected
-        assert any("2 requests ran in the last step" in note for note in workload.notes)
+        assert any("2 requests were running in the last step" in note for note in workload.notes)
 
     def test_jobs_are_conversations(self, tmp_path: Path) -> None:
         first, other, second = load(tmp_path / "a", *TRACE).calls
@@ -78,21 +78,21 @@ class TestRequests:
         assert (second.after, second.pause) == (0, pytest.approx(0.5))
         assert (first.is_last_step, second.is_last_step) == (False, True)
 
-    def test_a_job_shares_what_was_found(self, tmp_path: Path) -> None:
+    def test_requests_of_a_job_share_their_hits(self, tmp_path: Path) -> None:
         first, other, second = (block_names(c, 16, reuse_answers=True) for c in load(tmp_path / "a", *TRACE).calls)
         found = 96 // 16 * SHORT_HASH_BYTES
         assert first[:found] == second[:found]
         assert len(first) == found, "the answer's four tokens fill no block"
         assert first[:SHORT_HASH_BYTES] != other[:SHORT_HASH_BYTES]
 
-    def test_requests_whose_beginning_is_not_there_are_left_out(self, tmp_path: Path) -> None:
+    def test_skips_requests_without_beginning(self, tmp_path: Path) -> None:
         workload = load(tmp_path / "a", *TRACE[4:])
         assert [call.request_id for call in workload.calls] == ["b", "c"]
-        assert any("1 requests are left out" in note for note in workload.notes)
+        assert any("1 requests are skipped" in note for note in workload.notes)
 
 
 def write_of_a_small_engine(rng: random.Random, lengths: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """Chunked prefill, hits, preemptions, and events for requests that were looked at and not let in."""
+    """Write a trace with chunked prefill, hits, preemptions, and lookups of requests that were not admitted."""
     records: list[dict[str, Any]] = []
     computed = dict.fromkeys(lengths, 0)
     known = {name: prompt for name, (prompt, _) in lengths.items()}
@@ -107,7 +107,7 @@ def write_of_a_small_engine(rng: random.Random, lengths: dict[str, tuple[int, in
             prompt = lengths[name][0]
             records.append(hit(step, name, prompt, num_tokens=known[name], local_hit_tokens=computed[name]))
             if rng.random() < 0.2:
-                break  # no room for it
+                break  # not enough blocks
             running.append(waiting.pop(0))
         budget, counts = 48, {}
         for name in running:
@@ -128,16 +128,16 @@ def write_of_a_small_engine(rng: random.Random, lengths: dict[str, tuple[int, in
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_lengths_of_a_small_engine_s_requests_are_found_again(seed: int, tmp_path: Path) -> None:
+def test_recovers_lengths_of_a_recorded_engine(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     lengths = {f"r{i}": (rng.randrange(1, 150), rng.randrange(1, 30)) for i in range(12)}
     workload = load(tmp_path / "a", *write_of_a_small_engine(rng, lengths))
     assert {c.request_id: (c.num_prompt_tokens, c.num_output_tokens) for c in workload.calls} == lengths
 
 
-class TestSpellings:
+class TestKeys:
     @pytest.mark.parametrize("key", [*KIND_KEYS, ""])
-    def test_keys_of_the_kind_or_none(self, key: str, tmp_path: Path) -> None:
+    def test_recognizes_keys_of_the_record_kind(self, key: str, tmp_path: Path) -> None:
         records = [{key if name == "event" else name: value for name, value in r.items()} for r in TRACE]
         for record in records:
             record.pop("", None)
@@ -154,41 +154,41 @@ class TestSpellings:
             ("time_ns", 1e9, 5),
         ],
     )
-    def test_keys_and_units_of_time(self, key: str, scale: float, start: float, tmp_path: Path) -> None:
+    def test_recognizes_keys_and_units_of_time(self, key: str, scale: float, start: float, tmp_path: Path) -> None:
         records = [{**{k: v for k, v in r.items() if k != "ts"}, key: start + r["ts"] * scale} for r in TRACE]
         arrivals = [call.arrival for call in load(tmp_path / "a", *records).calls]
         assert arrivals == pytest.approx([0, 0.1, 0.9], abs=1e-6)
 
-    def test_records_of_other_kinds_are_counted(self, tmp_path: Path) -> None:
+    def test_counts_records_of_other_kinds(self, tmp_path: Path) -> None:
         workload = load(tmp_path / "a", {"event": "start", "version": 3}, *TRACE)
         assert len(workload.calls) == 3
-        assert "1 records are of no known kind" in workload.notes
+        assert "1 records of unknown kinds are ignored" in workload.notes
 
-    def test_without_times_steps_are_counted(self, tmp_path: Path) -> None:
+    def test_uses_step_numbers_without_times(self, tmp_path: Path) -> None:
         records = [{name: value for name, value in record.items() if name != "ts"} for record in TRACE]
         workload = load(tmp_path / "a", *records)
         assert [call.arrival for call in workload.calls] == pytest.approx([0, 0.02, 0.18])
-        assert any("a step is taken as 20 ms" in note for note in workload.notes)
+        assert any("a step is assumed to take 20 ms" in note for note in workload.notes)
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "expected"),
     [
         ({"event": "step_decision", "step": 1, "ts": 1}, "`num_scheduled_tokens` must be an object"),
         (decision(1, {"a": -1}), "`a` must be a whole number from 0"),
         (hit(1, "a", 0), "`total_prompt_tokens` must be a whole number from 1"),
         (hit(1, "a", 2**40), "`total_prompt_tokens` must be a whole number from 1"),
-        (hit(1, "a", 20, num_tokens=19), "does not fit"),
-        (hit(1, "a", 20, local_hit_tokens=21), "does not fit"),
-        (hit(1, "a", 20, req_id=None), "`req_id` must be a request's id"),
+        (hit(1, "a", 20, num_tokens=19), "is less than"),
+        (hit(1, "a", 20, local_hit_tokens=21), "is less than"),
+        (hit(1, "a", 20, req_id=None), "`req_id` must be a request id"),
         ({k: v for k, v in hit(1, "a", 20).items() if k != "local_hit_tokens"}, "`local_hit_tokens` is missing"),
-        (snapshot(1, ts=-1.0), "its time cannot be -1"),
+        (snapshot(1, ts=-1.0), "the time must be between 0 and 1e15 (got -1"),
     ],
 )
-def test_bad_records(bad: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_rejects_bad_records(bad: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "a", *TRACE[:3], bad)
-    assert str(caught.value).startswith(f"{tmp_path / 'a'}:4: ") and said in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path / 'a'}:4: ") and expected in str(caught.value)
     workload = load(tmp_path / "a", *TRACE[:3], bad, *TRACE[3:], lenient=True)
     assert [call.num_output_tokens for call in workload.calls] == [4, 4, 1]
-    assert any("1 bad line was left out" in note for note in workload.notes)
+    assert any("1 bad line was skipped" in note for note in workload.notes)

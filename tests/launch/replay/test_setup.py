@@ -1,4 +1,4 @@
-"""``--set``: what its texts become, what is refused and how, and whose word counts."""
+"""``--set``: parsing, rejected values and keys, and precedence."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.core.policies import QUIRE
 from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.simulate.setting_values import parse_setting
-from quire.launch.replay.simulate.setup import INERT, Setup, make_setup, most_blocks, settle_model
+from quire.launch.replay.simulate.setup import INERT, Setup, make_setup, max_blocks, resolve_model
 from quire.launch.replay.workload.workload import Call, Content
 from quire.protocol.errors import ConfigError
 
@@ -39,17 +39,17 @@ def refused(**given: str) -> str:
     return str(caught.value)
 
 
-def test_defaults_are_those_of_a_gpu_and_the_longest_call() -> None:
+def test_defaults_are_for_a_gpu_and_the_longest_call() -> None:
     made = setup_of()
     assert (made.config.max_num_seqs, made.config.max_num_batched_tokens, made.config.block_size) == (256, 8192, 16)
     assert made.config.max_model_len == 320
     assert made.policies == QUIRE
-    assert any("longest call, 320" in note for note in made.notes)
+    assert any("320, the longest call" in note for note in made.notes)
     assert made.shown["num_usable_blocks"] == made.num_usable_blocks > 10_000
     assert made.shown["model"] == "llama-3.1-8b"
 
 
-def test_texts_become_values_of_their_fields_types() -> None:
+def test_parses_settings_to_the_types_of_their_fields() -> None:
     made = setup_of(
         **{"block-size": "32", "enable_prefix_caching": "no", "watermark": "0.1", "scheduling_policy": "priority"}
     )
@@ -75,29 +75,29 @@ def test_texts_become_values_of_their_fields_types() -> None:
         ({"watermark": "nan"}, "--watermark must be from 0 to 0.5"),
         ({"scheduling_policy": "lifo"}, "must be one of fcfs, priority"),
         ({"enable_prefix_caching": "maybe"}, "must be true or false"),
-        ({"load_format": "dummy"}, "changes nothing in a simulation"),
+        ({"load_format": "dummy"}, "has no effect in a simulation"),
         ({"speculative_config": "{}"}, "makes no drafts"),
-        ({"num_usable_blocks": "0"}, "num_usable_blocks must be from 1 to"),
+        ({"num_usable_blocks": "0"}, "num_usable_blocks must be between 1 and"),
         ({"num_usable_blocks": "many"}, "num_usable_blocks must be a whole number"),
-        ({"num_usable_blocks": "99999999999"}, "num_usable_blocks must be from 1 to"),
-        ({"num_usable_blocks": "9", "kv_cache_memory_bytes": "9"}, "both say how large the pool is"),
-        ({"kv_cache_memory_bytes": "9"}, "9 bytes hold no KV block"),
+        ({"num_usable_blocks": "99999999999"}, "num_usable_blocks must be between 1 and"),
+        ({"num_usable_blocks": "9", "kv_cache_memory_bytes": "9"}, "both set the size of the pool"),
+        ({"kv_cache_memory_bytes": "9"}, "9 bytes are too few for one KV block"),
         ({"model": "llama-3.1-9b"}, "did you mean llama-3.1-8b?"),
-        ({"like": "vlm-0.19"}, "no such engine"),
+        ({"like": "vlm-0.19"}, "unknown engine"),
         ({"tensor_parallel_size": "7"}, "does not divide this model"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_hint(given: dict[str, str], words: str) -> None:
+def test_rejects_invalid_settings_with_a_hint(given: dict[str, str], words: str) -> None:
     assert words in refused(**given)
 
 
-def test_flags_that_change_nothing_are_refused() -> None:
+def test_rejects_flags_without_effect() -> None:
     assert set(INERT) <= set(EngineOptions.__struct_fields__)
     for name in sorted(INERT):
         assert INERT[name] in refused(**{name: "1"})
 
 
-def test_the_user_goes_before_the_preset_and_the_trace_and_these_before_defaults() -> None:
+def test_user_settings_override_preset_then_trace_then_defaults() -> None:
     told = {"block_size": 8, "num_usable_blocks": 500, "max_num_seqs": 4, "seed": 3, "max_prefill_share": 0.25}
     assert setup_of(told).config.block_size == 8
     assert setup_of(told).num_usable_blocks == 500
@@ -107,11 +107,11 @@ def test_the_user_goes_before_the_preset_and_the_trace_and_these_before_defaults
     assert setup_of(told, like="vllm-0.19").config.max_prefill_share == 1.0
     assert setup_of(told, like="vllm-0.19", max_prefill_share="0.75").config.max_prefill_share == 0.75
     assert setup_of({"like": "vllm-0.19"} | told).config.max_prefill_share == 0.25
-    with pytest.raises(ConfigError, match="nowhere: setting 'blok_size' is not known"):
+    with pytest.raises(ConfigError, match="nowhere: unknown setting 'blok_size'"):
         setup_of({"blok_size": 8})
 
 
-def test_policies_of_another_engine_one_by_one_or_all() -> None:
+def test_sets_policies_singly_or_by_preset() -> None:
     made = setup_of(like="vllm-0.19")
     assert not made.policies.uncached_blocks_first and made.shown["like"] == "vllm-0.19"
     assert made.shown["uncached_blocks_first"] is False
@@ -119,7 +119,7 @@ def test_policies_of_another_engine_one_by_one_or_all() -> None:
     assert "uncached_blocks_first" not in setup_of().shown
 
 
-def test_the_pool_is_as_large_as_the_machine_lets_it_be() -> None:
+def test_pool_size_follows_the_machine_memory() -> None:
     block_bytes = setup_of().layout.block_bytes
     assert setup_of(cost=MachineOf(block_bytes * 101)).num_usable_blocks == 100
     assert setup_of(kv_cache_memory_bytes=f"{block_bytes * 51}").num_usable_blocks == 50
@@ -131,15 +131,15 @@ def test_the_pool_is_as_large_as_the_machine_lets_it_be() -> None:
     assert more_ranks_than_heads.num_usable_blocks == 50
 
 
-def test_infinite_is_as_many_as_are_ever_filled() -> None:
+def test_infinite_pool_holds_every_block_of_the_workload() -> None:
     calls = [Call(i, f"{i}", 0.0, 64, 33, Content([0, 1, 2, 10 + i], 16)) for i in range(5)]
-    # 3 shared, and each call's last of its prompt and two of its answer; and what one call, or all, hold meanwhile
-    assert most_blocks(calls, 16, 1) == 3 + 5 + 10 + 7
-    assert most_blocks(calls, 16, 256) == 5 * 7
+    # 3 shared blocks, 5 last blocks of prompts, 10 of answers, and the blocks that one call, or all, hold at a time
+    assert max_blocks(calls, 16, 1) == 3 + 5 + 10 + 7
+    assert max_blocks(calls, 16, 256) == 5 * 7
     assert make_setup(workload(calls), {"num_usable_blocks": "infinite"}, None).num_usable_blocks == 35
 
 
-def test_a_model_by_name_by_file_or_as_the_trace_has_it(tmp_path: Path) -> None:
+def test_finds_model_by_name_file_or_trace(tmp_path: Path) -> None:
     assert setup_of(model="tiny").config.model is SHAPES["tiny"]
     raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32}
     raw |= {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
@@ -149,11 +149,11 @@ def test_a_model_by_name_by_file_or_as_the_trace_has_it(tmp_path: Path) -> None:
         made = setup_of(model=str(given))
         assert made.config.model.hidden_size == 32 and made.shown["model"] == str(given)
     assert setup_of({"model": SHAPES["tiny"]}).config.model is SHAPES["tiny"]
-    assert settle_model(workload(CALLS), {"model": "tiny", "tensor_parallel_size": "2"}) == (SHAPES["tiny"], 2)
-    assert settle_model(workload(CALLS), {})[1] == 1
+    assert resolve_model(workload(CALLS), {"model": "tiny", "tensor_parallel_size": "2"}) == (SHAPES["tiny"], 2)
+    assert resolve_model(workload(CALLS), {})[1] == 1
 
 
-def test_a_named_model_bounds_the_length_of_calls() -> None:
+def test_named_model_limits_the_length_of_calls() -> None:
     long = workload([Call(0, "a", 0.0, 5000, 20)])
     assert make_setup(long, {"model": "tiny"}, None).config.max_model_len == 2048
     assert make_setup(long, {}, None).config.max_model_len == 5020

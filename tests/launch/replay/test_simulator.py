@@ -1,4 +1,4 @@
-"""The simulation: steps taken at a stretch, a plain count of one call at a time, endings, and the traces' integers."""
+"""The simulator: fast-forward, single calls against a simple model, and rejections."""
 
 import random
 from typing import Any
@@ -30,7 +30,7 @@ def simulate(
 
 
 def as_told(record: RunRecord) -> dict[str, Any]:
-    """All that a record says, but for what the simulation cost."""
+    """Return a record's content without the duration of the simulation."""
     told: dict[str, Any] = msgspec.to_builtins(
         {name: getattr(record, name) for name in ("itl", "virtual_s", "preemptions_by_reason", "num_evicted_blocks")}
     )
@@ -45,7 +45,7 @@ SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: 
 @pytest.mark.full
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from(sorted(SOURCES)))
 @settings(max_examples=40)
-def test_fast_forward_changes_nothing(seed: int, pace: str) -> None:
+def test_fast_forward_equals_single_steps(seed: int, pace: str) -> None:
     rng = random.Random(seed)
     calls, config, num_blocks = random_calls(rng, rng.randrange(1, 14)), random_config(rng), rng.randrange(8, 60)
     stretches: list[int] = []
@@ -70,7 +70,7 @@ def test_fast_forward_changes_nothing(seed: int, pace: str) -> None:
     assert [run.request_id for run in fast.requests] == [run.request_id for run in slow.requests]
 
 
-def test_an_arrival_ends_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrival_ends_a_fast_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     stretches: list[int] = []
     forward = ReplayScheduler.fast_forward
 
@@ -86,7 +86,7 @@ def test_an_arrival_ends_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(stretches) > 400
     late = record.requests[1]
     assert late.arrival == 1.003
-    assert late.scheduled == 1.003 or late.scheduled == pytest.approx(1.01)  # when the pipeline has room
+    assert late.scheduled == 1.003 or late.scheduled == pytest.approx(1.01)  # the pipeline has room
     assert late.end - late.arrival < 0.06
     assert len(record.steps) >= 600
     assert (sum(record.steps.prefill_tokens), sum(record.steps.decode_tokens)) == (6, 599 + 1)
@@ -95,11 +95,11 @@ def test_an_arrival_ends_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-# ---- one call at a time, worked out without a scheduler
+# ---- one call at a time, computed without a scheduler
 
 
 class PlainEngine:
-    """One call at a time in a pool of blocks: which of them it finds, and how long its steps take."""
+    """A model of one call at a time in a pool of blocks: its hits and the times of its steps."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, *, uncached_first: bool) -> None:
         self.config = config
@@ -108,7 +108,7 @@ class PlainEngine:
         self.now = 0.0
 
     def run(self, call: Call) -> tuple[int, float, float]:
-        """(cached tokens, time of its first token, of its last)."""
+        """Return (cached tokens, time of the first token, time of the last)."""
         size, total = self.config.block_size, call.num_prompt_tokens + call.num_output_tokens
         raw = block_names(call, size)
         names = [raw[at : at + SHORT_HASH_BYTES] for at in range(0, len(raw), SHORT_HASH_BYTES)]
@@ -146,7 +146,7 @@ class PlainEngine:
 @pytest.mark.full
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=40)
-def test_one_at_a_time_is_as_plain_arithmetic_has_it(seed: int) -> None:
+def test_single_request_takes_the_sum_of_its_steps(seed: int) -> None:
     rng = random.Random(seed)
     calls = random_calls(rng, rng.randrange(1, 16))
     config = random_config(rng, async_scheduling=rng.random() < 0.5, max_num_queued_reqs=0)
@@ -168,10 +168,10 @@ def test_one_at_a_time_is_as_plain_arithmetic_has_it(seed: int) -> None:
     assert told == sum(call.num_output_tokens - 1 for call in calls)
 
 
-# ---- endings, and what is between tokens
+# ---- rejections and gaps between tokens
 
 
-def test_what_is_too_large_is_rejected_and_the_next_turn_comes_all_the_same() -> None:
+def test_next_turn_arrives_after_rejected_one() -> None:
     config = make_config(max_model_len=64, async_scheduling=True)
     calls = [
         Call(0, "too long", 0.0, 60, 10),
@@ -181,13 +181,13 @@ def test_what_is_too_large_is_rejected_and_the_next_turn_comes_all_the_same() ->
     record, _ = simulate(calls, config, 10, ClosedLoop(calls))
     long, large, fits = record.requests
     assert (long.finish, large.finish, fits.finish) == ("rejected", "rejected", "length")
-    assert "max_model_len is 64" in long.finish_detail
+    assert "exceed max_model_len 64" in long.finish_detail
     assert "15 KV blocks; the pool has 10" in large.finish_detail
     assert (long.num_cached_tokens, large.scheduled) == (0, -1.0)
     assert (large.arrival, fits.arrival) == (1.0, 2.0)
 
 
-def test_a_full_queue_rejects_and_the_others_go_on() -> None:
+def test_full_queue_rejects_only_the_excess() -> None:
     config = make_config(max_num_queued_reqs=1, max_num_seqs=1, max_num_batched_tokens=64)
     calls = [Call(i, f"{i}", 0.0, 4, 4) for i in range(4)]
     record, _ = simulate(calls, config, 32, Concurrency(calls, 4))

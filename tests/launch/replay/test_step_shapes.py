@@ -1,4 +1,4 @@
-"""What a cost model is told of each step, and when requests are taken in: by the Simulator over the real Scheduler."""
+"""The step shapes that the Simulator gives a cost model, and the times at which it receives requests."""
 
 import dataclasses
 import random
@@ -15,7 +15,7 @@ from quire.launch.replay.workload.workload import Call
 
 
 class Seen:
-    """Each step takes a second; remembers what it was told."""
+    """A cost of one second per step that stores the shapes."""
 
     kv_bytes = 0
 
@@ -37,15 +37,15 @@ def run(calls: list[Call], cost: Seen, *, policies: Policies = QUIRE, blocks: in
 
 
 class TestLongest:
-    def test_it_grows_with_each_step_and_goes_with_its_request(self) -> None:
+    def test_longest_decode_grows_and_ends_with_its_request(self) -> None:
         cost = Seen()
         run([Call(0, "0", 0.0, 20, 4), Call(1, "1", 0.0, 10, 8)], cost, fast_forward=False)
         assert [shape.longest_decode for shape in cost.shapes] == [0, 21, 22, 23, 14, 15, 16, 17]
 
     @pytest.mark.parametrize("fast_forward", [True, False])
     @pytest.mark.parametrize("blocks", [60, 400])
-    def test_it_lies_between_the_mean_and_what_can_be(self, fast_forward: bool, blocks: int) -> None:
-        """Also where requests are preempted, and come back."""
+    def test_longest_decode_is_between_mean_and_maximum(self, fast_forward: bool, blocks: int) -> None:
+        """Includes requests that are preempted and resume."""
         rng = random.Random(3)
         calls = [Call(n, str(n), 2.0 * n, rng.randint(1, 90), rng.randint(1, 60)) for n in range(30)]
         cost = Seen()
@@ -56,7 +56,7 @@ class TestLongest:
                 mean = shape.decode_context / shape.num_decodes
                 assert mean <= shape.longest_decode <= min(150, shape.decode_context)
 
-    def test_fast_forward_tells_the_same(self) -> None:
+    def test_fast_forward_gives_same_shapes(self) -> None:
         calls = [Call(n, str(n), 7.0 * n, 30 - n, 40 + n) for n in range(6)]
         told = []
         for fast_forward in (True, False):
@@ -66,17 +66,17 @@ class TestLongest:
         assert told[0] == told[1]
 
 
-class TestTakingIn:
+class TestArrivals:
     calls = (Call(0, "0", 0.0, 20, 12), Call(1, "1", 2.25, 20, 3), Call(2, "2", 2.5, 20, 3), Call(3, "3", 30.5, 5, 2))
 
     @pytest.mark.parametrize("fast_forward", [True, False])
-    def test_as_they_come(self, fast_forward: bool) -> None:
+    def test_receives_requests_at_arrival(self, fast_forward: bool) -> None:
         record = run(list(self.calls), Seen(), fast_forward=fast_forward)
         assert [r.arrival for r in record.requests] == [0.0, 2.25, 2.5, 30.5]
 
     @pytest.mark.parametrize("fast_forward", [True, False])
-    def test_between_steps_only(self, fast_forward: bool) -> None:
-        """While a step runs nobody is taken in; the engine's own clock begins then, and nothing else changes."""
+    def test_receives_requests_between_steps_only(self, fast_forward: bool) -> None:
+        """Requests that arrive during a step are received after it, and their latencies start then."""
         policies = Policies(takes_between_steps=True)
         record = run(list(self.calls), Seen(), policies=policies, fast_forward=fast_forward)
         assert [r.arrival for r in record.requests] == [0.0, 3.0, 3.0, 30.5]

@@ -1,4 +1,4 @@
-"""The JSON of a run: the contract's keys, and figures that can be worked out by hand."""
+"""The JSON of a run: its keys, and figures computed by hand."""
 
 import json
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ def record() -> RunRecord:
     return made
 
 
-def test_the_contract(record: RunRecord) -> None:
+def test_summary_has_contracted_keys(record: RunRecord) -> None:
     found = summary(record)
     assert not set(CONTRACT) - set(found)
     assert (found["requests"], found["rejected"], found["steps"], found["preemptions"]) == (5, 2, 4, 2)
@@ -66,7 +66,7 @@ def test_the_contract(record: RunRecord) -> None:
     assert found["finish_reasons"] == {"abort": 1, "length": 2, "rejected": 2}
 
 
-def test_latencies_are_of_those_that_ended_well(record: RunRecord) -> None:
+def test_latencies_cover_successful_requests(record: RunRecord) -> None:
     found = summary(record)["latency_ms"]
     assert found["ttft"] == {"mean": 2000.0, "p50": 1000.0, "p90": 3000.0, "p99": 3000.0}
     assert found["tpot"]["mean"] == 500.0
@@ -76,23 +76,23 @@ def test_latencies_are_of_those_that_ended_well(record: RunRecord) -> None:
     assert summary(record)["step_ms"]["p50"] == 250.0
 
 
-def test_an_empty_run_is_json_without_nan() -> None:
+def test_empty_run_has_no_nan() -> None:
     found = summary(RunRecord())
     decoded: dict[str, Any] = json.loads(json.dumps(found, allow_nan=False))
     assert decoded == found
     assert found["speedup"] is None and found["latency_ms"]["ttft"]["mean"] is None
     assert found["prefix_cache"]["hit_rate"] == 0.0
     assert found["steps"] is found["preemptions"] is found["prefix_cache"]["hit_blocks"] is None
-    assert len(tables(found)) == 1  # no latency to show
+    assert len(tables(found)) == 1  # no latencies
 
 
-def test_further_figures_never_hide_the_contract(record: RunRecord) -> None:
+def test_extra_figures_do_not_override_keys(record: RunRecord) -> None:
     record.extra = {"errors": {"timeout": 1}, "requests": "mine"}
     found = summary(record)
     assert found["errors"] == {"timeout": 1} and found["requests"] == 5
 
 
-def test_tables_say_the_same(record: RunRecord) -> None:
+def test_tables_equal_summary(record: RunRecord) -> None:
     latency, run = (table.text() for table in tables(summary(record)))
     assert "time to first token, ms    2,000  1,000  3,000  3,000" in latency
     lines = [line.split("  ") for line in run.splitlines()]
@@ -108,16 +108,16 @@ def percentile(values: Iterable[float], q: float) -> float:
 
 
 @pytest.mark.parametrize(("q", "value"), [(0, 1), (1, 1), (50, 5), (51, 6), (90, 9), (99, 10), (100, 10)])
-def test_percentile_is_the_nearest_rank(q: float, value: float) -> None:
+def test_percentile_is_nearest_rank(q: float, value: float) -> None:
     assert percentile(range(1, 11), q) == value
 
 
-def test_a_rank_that_is_whole_is_not_rounded_up() -> None:
+def test_whole_rank_is_not_rounded_up() -> None:
     assert [percentile(range(1, n + 1), 99) for n in (100, 200, 700)] == [99, 198, 693]
     assert percentile(range(1, 1001), 99.9) == 999
 
 
 @pytest.mark.parametrize("q", [0, 10, 50, 75, 76, 99, 100])
-def test_weights_are_repetitions(q: float) -> None:
+def test_weights_equal_repetitions(q: float) -> None:
     repeated = [1.0, 1.0, 1.0, 2.5, 4.0, 4.0, 4.0, 4.0]
     assert weighted_percentile([(1.0, 3), (2.5, 1), (4.0, 4)], q) == percentile(repeated, q)

@@ -1,4 +1,4 @@
-"""What-if runs: paces, over-long calls, answers that the next turn finds, and what the record says of it all."""
+"""What-if runs: open and closed loops, over-long calls, reuse of answers, and the record's notes."""
 
 import pytest
 from replay_workloads import AffineCost, workload
@@ -13,50 +13,50 @@ SMALL = {"block_size": "16", "num_usable_blocks": "64", "max_model_len": "256"}
 
 
 def run(calls: list[Call], given: dict[str, str] | None = None, **options: object) -> RunRecord:
-    told = workload(calls, notes=["as the trace has it"])
+    told = workload(calls, notes=["a note of the trace"])
     setup = make_setup(told, SMALL | (given or {}), None)
     return run_workload(told, setup, AffineCost(), **options)  # type: ignore[arg-type]
 
 
 def turns() -> list[Call]:
-    """A conversation of two turns, of which the second contains the first one's answer."""
+    """Return a conversation of two turns; the second contains the first one's answer."""
     ids = list(range(12))
     first = Call(0, "c/0", 0.0, 48, 40, Content(ids[:3], 16), "c", answer=Content(ids, 16))
     second = Call(1, "c/1", 0.5, 120, 10, Content(ids[:7], 16), "c", after=0, pause=2.0)
     return [first, second]
 
 
-def test_the_record_says_what_was_run() -> None:
+def test_record_describes_the_run() -> None:
     record = run(turns())
     assert (record.block_size, record.num_usable_blocks, record.max_num_batched_tokens) == (16, 64, 8192)
     assert record.settings["block_size"] == 16
     assert (record.source, record.cost, record.title) == ("nowhere", "affine", "test: open loop")
-    assert record.notes[0] == "as the trace has it"
+    assert record.notes[0] == "a note of the trace"
     assert [run.request_id for run in record.requests] == ["c/0", "c/1"]
     assert [run.conversation for run in record.requests] == ["c", "c"]
     assert record.virtual_s > 0
 
 
-def test_three_paces() -> None:
+def test_open_loop_closed_loop_and_concurrency() -> None:
     open_loop, closed = run(turns()), run(turns(), closed_loop=True)
     assert [run.arrival for run in open_loop.requests] == [0.0, 0.5]
     assert closed.requests[1].arrival == pytest.approx(closed.requests[0].end + 2.0)
     one = run(turns(), concurrency=1)
     assert one.requests[1].arrival == one.requests[0].end
-    assert one.title == "test: 1 at a time"
+    assert one.title == "test: concurrency 1"
 
 
-def test_both_bounds_of_what_answers_are_worth() -> None:
+def test_reports_both_bounds_of_answer_reuse() -> None:
     own, reused = run(turns(), closed_loop=True), run(turns(), closed_loop=True, reuse_answers=True)
     assert own.requests[1].num_cached_tokens == 48
     assert reused.requests[1].num_cached_tokens == 80  # its last token's KV was never computed
     assert own.extra["generated"] == {"mode": "own", "other_bound_tokens": 32}
     assert reused.extra["generated"] == {"mode": "reused", "other_bound_tokens": 32}
-    assert any("at most 32 tokens more" in note for note in own.notes)
-    assert any("at most 32 tokens fewer" in note for note in reused.notes)
+    assert any("at most 32 more" in note for note in own.notes)
+    assert any("at most 32 fewer" in note for note in reused.notes)
 
 
-def test_overlong_calls_are_refused_cut_or_left_out_and_counted() -> None:
+def test_overlong_calls_are_rejected_clipped_or_dropped() -> None:
     calls = turns()
     calls += [Call(2, "c/2", 1.0, 300, 20, Content(list(range(19)), 16), "c", after=1, pause=3.0)]
     calls += [Call(3, "c/3", 2.0, 100, 10, None, "c", after=2, pause=4.0)]
@@ -71,21 +71,21 @@ def test_overlong_calls_are_refused_cut_or_left_out_and_counted() -> None:
     for record, policy in ((refused, "refuse"), (clipped, "clip"), (dropped, "drop")):
         assert record.extra["overlong"] == {"calls": 1, "policy": policy}
         assert any(note.startswith("1 calls longer than max_model_len (256)") for note in record.notes)
-    assert calls[2].num_prompt_tokens == 300  # the workload itself is as it was
+    assert calls[2].num_prompt_tokens == 300  # the workload itself is unchanged
 
 
-def test_a_conversation_whose_beginning_is_left_out_begins_later() -> None:
+def test_conversation_starts_after_its_dropped_calls() -> None:
     calls = [Call(0, "0", 0.0, 300, 1), Call(1, "1", 5.0, 30, 2, after=0, pause=1.0)]
     record = run(calls, closed_loop=True, overlong="drop")
     assert [(run.request_id, run.arrival) for run in record.requests] == [("1", 5.0)]
 
 
-def test_an_answer_longer_than_any_context_cannot_be_cut_into_shape() -> None:
+def test_clip_rejects_answer_longer_than_context() -> None:
     record = run([Call(0, "0", 0.0, 10, 300)], overlong="clip")
     assert record.requests[0].finish == "rejected"
 
 
-def test_what_nobody_says_of_the_machine_is_said() -> None:
+def test_notes_default_machine() -> None:
     setup, cost = prepare(workload(turns()), SMALL, None)
     assert cost.describe().endswith("on h200")
     assert any("no --cost" in note for note in setup.notes)
@@ -94,12 +94,12 @@ def test_what_nobody_says_of_the_machine_is_said() -> None:
         prepare(workload(turns()), SMALL, "magic:1")
 
 
-def test_no_calls_are_no_error() -> None:
+def test_runs_without_calls() -> None:
     record = run([])
     assert (record.virtual_s, record.requests, len(record.steps)) == (0.0, [], 0)
 
 
-def test_a_turn_after_one_that_is_not_there_comes_at_its_own_time() -> None:
+def test_turn_without_predecessor_arrives_at_its_own_time() -> None:
     calls = [Call(4, "4", 2.0, 30, 2, after=1, pause=1.0), Call(5, "5", 2.5, 30, 2, after=4, pause=1.0)]
     record, closed = run(calls), run(calls, closed_loop=True)
     assert [each.arrival for each in record.requests] == [2.0, 2.5]

@@ -1,4 +1,4 @@
-"""The simulated worker: when results come, and that the real Scheduler takes what they say."""
+"""The simulated worker: the times of its results, and their acceptance by the real Scheduler."""
 
 import random
 from collections import deque
@@ -14,7 +14,7 @@ from scheduler_driver import make_config, make_layout, make_request
 from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
-from quire.launch.replay.simulate.worker_process import MOST_BLOCKS, SimulatedWorker, plan_pool
+from quire.launch.replay.simulate.worker_process import MAX_BLOCKS, SimulatedWorker, plan_pool
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
@@ -41,10 +41,10 @@ WORDS = -(-CONFIG.model.vocab_size // 32)
 
 @dataclass
 class Script(Channel):
-    """The worker's end of a channel, and its clock: messages come at the times that ``told`` says.
+    """The worker's end of a channel, and its clock: messages arrive at the times in ``script``.
 
     Attributes:
-        sent: (when, message) of what the worker said.
+        sent: (time, message) of the worker's messages.
     """
 
     told: list[tuple[float, Any]]
@@ -79,7 +79,7 @@ class Script(Channel):
 
 @dataclass
 class PerToken:
-    """A millisecond for each token of a step."""
+    """A cost of one millisecond per token."""
 
     kv_bytes: int = 0
 
@@ -91,7 +91,7 @@ class PerToken:
 
 
 def run(*told: tuple[float, Any], config: EngineConfig = CONFIG) -> list[tuple[float, Any]]:
-    """What the worker says after it is ready, with the times; it is shut down at 100 s."""
+    """Run a worker until a Shutdown at 100 s; return its messages after Ready with their times."""
     script = Script(
         [(0.0, Welcome(1, "")), (0.0, Configure(1, make_layout(config), config)), *told, (100.0, Shutdown())]
     )
@@ -102,7 +102,7 @@ def run(*told: tuple[float, Any], config: EngineConfig = CONFIG) -> list[tuple[f
 
 
 def adding(step: int, handle: int, num_tokens: int, **extra: Any) -> SchedulerOutput:
-    """A step that brings one request, whole."""
+    """Return a step that adds one request with all its prompt tokens."""
     sampling = {k: v for k, v in extra.items() if k in SamplingParams.__struct_fields__}
     new = NewRequestData(handle, f"r{handle}", num_tokens, num_tokens, 0, [1], SamplingParams(**sampling), handle)
     return SchedulerOutput(
@@ -122,17 +122,17 @@ def masks(step: int, handle: int, *allowed: int) -> SampleInputs:
 
 
 class TestTimes:
-    def test_a_step_ends_after_its_cost_and_the_next_one_begins_then(self) -> None:
+    def test_step_takes_its_cost_and_the_next_one_follows(self) -> None:
         sent = run((1.0, adding(1, 0, 20)), (1.004, SchedulerOutput(2)), (1.0205, SchedulerOutput(3)))
         assert [round(when, 6) for when, _ in sent] == [1.02, 1.021, 1.022]
         assert [result.step for _, result in sent] == [1, 2, 3]
         assert [round(result.seconds, 6) for _, result in sent] == [0.02, 0.001, 0.001]
 
-    def test_a_step_that_comes_to_an_idle_device_begins_at_once(self) -> None:
+    def test_step_on_idle_device_begins_at_once(self) -> None:
         sent = run((1.0, adding(1, 0, 2)), (5.0, SchedulerOutput(2)))
         assert [round(when, 6) for when, _ in sent] == [1.002, 5.001]
 
-    def test_a_step_waits_for_its_masks_and_the_next_one_for_both(self) -> None:
+    def test_step_waits_for_its_masks_and_the_next_one_for_both(self) -> None:
         step = adding(1, 0, 4, awaits=True)
         late = run((1.0, step), (1.5, masks(1, 0, 42)), (1.6, SchedulerOutput(2)))
         assert [round(when, 6) for when, _ in late] == [1.5, 1.601]
@@ -140,16 +140,16 @@ class TestTimes:
         early = run((1.0, step), (1.001, masks(1, 0, 42)))
         assert [round(when, 6) for when, _ in early] == [1.004]
 
-    def test_a_step_that_never_gets_its_masks_is_void(self) -> None:
+    def test_step_without_masks_is_void(self) -> None:
         sent = run((1.0, adding(1, 0, 4, awaits=True)), (2.0, SchedulerOutput(2, removed=[0])), (2.0, masks(1, 0, 3)))
         assert [(result.step, result.tokens) for _, result in sent] == [(1, None), (2, None)]
 
-    def test_shutdown_ends_it_in_the_middle_of_a_step(self) -> None:
+    def test_shutdown_ends_worker_during_a_step(self) -> None:
         assert run((99.999, adding(1, 0, 50))) == []
 
 
 class TestHandshake:
-    def test_ready_says_the_pool(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_ready_contains_the_pool(self, caplog: pytest.LogCaptureFixture) -> None:
         script = Script([(0.0, Configure(1, make_layout(CONFIG), CONFIG)), (0.0, Shutdown())])
         with no_calls() as calls:
             SimulatedWorker(script, ConstantCost(2.5), script, 1, calls).run()
@@ -160,7 +160,7 @@ class TestHandshake:
     @pytest.mark.parametrize(
         ("message", "text"), [(Refused("no"), "refused this worker: no"), (Shutdown(), "Shutdown")]
     )
-    def test_anything_else_is_a_fault(self, message: Any, text: str) -> None:
+    def test_unexpected_message_is_a_fault(self, message: Any, text: str) -> None:
         script = Script([(0.0, message)])
         with pytest.raises(EngineError, match=text), no_calls() as calls:
             SimulatedWorker(script, PerToken(), script, 1, calls).run()
@@ -171,27 +171,27 @@ class TestHandshake:
 class TestPool:
     @pytest.mark.parametrize(
         ("cost_blocks", "flag_blocks", "num_blocks"),
-        [(100, None, 100), (2**40, None, MOST_BLOCKS), (0, 50, 50), (0, None, 8 * 128 // 4 + 1)],
+        [(100, None, 100), (2**40, None, MAX_BLOCKS), (0, 50, 50), (0, None, 8 * 128 // 4 + 1)],
         ids=["the cost's memory", "more than is shown", "bytes by flag", "a full batch"],
     )
-    def test_its_size(self, cost_blocks: int, flag_blocks: int | None, num_blocks: int) -> None:
+    def test_pool_size(self, cost_blocks: int, flag_blocks: int | None, num_blocks: int) -> None:
         block = make_layout(make_config()).block_bytes
         config = make_config(kv_cache_memory_bytes=flag_blocks and flag_blocks * block)
         assert plan_pool(config, make_layout(config), PerToken(cost_blocks * block), 1).num_blocks == num_blocks
 
-    def test_bytes_by_flag_are_those_of_one_rank(self) -> None:
+    def test_kv_cache_bytes_are_per_rank(self) -> None:
         layout = make_layout(make_config())
         config = make_config(kv_cache_memory_bytes=layout.block_bytes * 50)
         halved = type(layout)(layout.groups, 2 * layout.num_kv_heads, layout.head_dim, layout.dtype)
         assert plan_pool(config, halved, PerToken(), 2).num_blocks == 50
 
-    def test_too_little_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="memory does not suffice"):
+    def test_rejects_too_little_memory(self) -> None:
+        with pytest.raises(ConfigError, match="not enough memory for one KV block"):
             plan_pool(make_config(kv_cache_memory_bytes=10), make_layout(CONFIG), PerToken(), 1)
 
 
 class TestTokens:
-    def test_they_follow_from_seed_and_position_and_never_end_a_text(self) -> None:
+    def test_tokens_depend_on_seed_and_position_and_are_never_end_tokens(self) -> None:
         config = make_config(eos=[e for e in range(1000) if e % 10], thinking_start_token_ids=[10])
         first, again = SimulatedRunner(config), SimulatedRunner(config)
         one = [_tokens(first, adding(1, 0, 5)), *(_tokens(first, SchedulerOutput(s)) for s in range(2, 50))]
@@ -202,24 +202,24 @@ class TestTokens:
         other = SimulatedRunner(config)
         assert [_tokens(other, adding(1, 3, 5)), *(_tokens(other, SchedulerOutput(s)) for s in range(2, 50))] != one
 
-    def test_a_request_that_comes_again_goes_on_with_the_same_tokens(self) -> None:
+    def test_resubmitted_request_continues_with_the_same_tokens(self) -> None:
         runner = SimulatedRunner(CONFIG)
         told = [_tokens(runner, adding(1, 4, 5)), *(_tokens(runner, SchedulerOutput(s)) for s in (2, 3))]
         again = SimulatedRunner(CONFIG)
         assert _tokens(again, adding(1, 4, 7)) == told[2]
 
-    def test_only_listed_tokens(self) -> None:
+    def test_samples_only_allowed_tokens(self) -> None:
         runner = SimulatedRunner(CONFIG)
         told = [_tokens(runner, adding(1, 0, 5, allowed_token_ids=[3, 5])), _tokens(runner, SchedulerOutput(2))]
         assert {token for [token] in told} <= {3, 5}
 
-    def test_a_mask_is_kept_to_and_ends_the_text_as_soon_as_it_may(self) -> None:
+    def test_respects_mask_and_ends_as_soon_as_allowed(self) -> None:
         assert _masked(20, 21, 22) in (20, 21, 22)
         assert _masked(20, 21, 7) == 7
         assert _masked(20, 7, min_tokens=1, max_tokens=2) == 20
         assert _masked(20, 21, 22, allowed_token_ids=[21]) == 21
 
-    def test_where_no_token_is_allowed_the_request_fails(self) -> None:
+    def test_request_without_allowed_token_fails(self) -> None:
         runner = SimulatedRunner(CONFIG)
         launched = runner.launch(adding(1, 0, 5, awaits=True))
         result = runner.finish(launched, masks(1, 0), 0.0)
@@ -240,7 +240,7 @@ def _masked(*allowed: int, **sampling: Any) -> int:
 
 
 class Engine:
-    """The real Scheduler before a SimulatedRunner, with two steps in flight; checks the Scheduler after each result."""
+    """The real Scheduler with a SimulatedRunner and two steps in flight; checks the Scheduler after each result."""
 
     def __init__(self, **settings: Any) -> None:
         self.config = make_config(async_scheduling=True, **settings)
@@ -252,7 +252,7 @@ class Engine:
         self.num_logprobs = 0
 
     def turn(self) -> bool:
-        """Decide while there is room, take one result; False when there is nothing to do."""
+        """Schedule while the pipeline has room, then consume one result; return False if idle."""
         while self.scheduler.can_schedule and (diff := self.scheduler.schedule(0.0)) is not None:
             self.flying.append(self.runner.finish(self.runner.launch(diff), None, 0.001))
         if not self.flying:
@@ -270,8 +270,8 @@ class Engine:
         return True
 
 
-def test_the_scheduler_takes_every_result_of_a_crowd_that_does_not_fit() -> None:
-    """Preemptions, chunks, endings and late comers: a wrong row, order or position raises a WorkerFault."""
+def test_scheduler_accepts_every_result_of_an_overloaded_run() -> None:
+    """A wrong row, order or position raises a WorkerFault; there are preemptions, chunks, endings and late arrivals."""
     rng, engine = random.Random(5), Engine()
     waiting: deque[AddRequest] = deque()
     for index in range(60):
@@ -289,7 +289,7 @@ def test_the_scheduler_takes_every_result_of_a_crowd_that_does_not_fit() -> None
     assert engine.scheduler.statistics(0).num_preemptions > 0
 
 
-def test_log_probabilities_of_a_prompt_come_once_for_each_of_its_tokens() -> None:
+def test_prompt_logprobs_are_sent_once_per_token() -> None:
     engine = Engine(max_num_batched_tokens=16)
     engine.scheduler.consume(make_request("r", list(range(50)), max_tokens=3, prompt_logprobs=2))
     while engine.turn():
@@ -297,7 +297,7 @@ def test_log_probabilities_of_a_prompt_come_once_for_each_of_its_tokens() -> Non
     assert list(engine.prompts.values()) == [list(range(1, 50))]
 
 
-def test_log_probabilities_fall_and_name_the_token_first() -> None:
+def test_logprobs_decrease_and_begin_with_the_token() -> None:
     runner = SimulatedRunner(CONFIG)
     result = runner.finish(runner.launch(adding(1, 0, 5, logprobs=3)), None, 0.0)
     assert result.tokens is not None and result.logprobs is not None

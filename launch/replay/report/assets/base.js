@@ -1,4 +1,4 @@
-// Elements, formats of numbers and colours, which all other files use.
+// Elements, number formats and colours for all other files.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const two = data.runs.length === 2;
@@ -35,7 +35,7 @@ function muted(text) {
   return element("p", { class: "muted" }, text);
 }
 
-/** Cells are strings or elements. Columns are numbers, to the right, unless `text` names them. */
+/** A table of strings or elements. Columns are numbers, aligned right, unless `text` lists them. */
 function table(heads, rows, text = [0]) {
   const row = (tag, cells) =>
     element("tr", {}, cells.map((cell, i) => element(tag, { class: text.includes(i) ? "text" : "number" }, cell)));
@@ -77,7 +77,7 @@ function signed(value) {
   return `${value < 0 ? "\u2212" : "+"}${milliseconds(Math.abs(value))}`;
 }
 
-/** A point in time, in seconds. */
+/** Format a point in time, in seconds. */
 function clock(seconds, digits = 3) {
   return `${seconds.toFixed(digits)}\u00a0s`;
 }

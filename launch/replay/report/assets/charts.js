@@ -1,4 +1,4 @@
-// Charts of uPlot: distributions, and everything over time with one cursor and one zoom.
+// Charts made with uPlot: distributions, and time charts that share one cursor and one zoom.
 
 const FONT = '11px system-ui, "DejaVu Sans", sans-serif';
 
@@ -23,7 +23,7 @@ function axisPercent(share) {
   return `${threeFigures.format(share * 100)}\u00a0%`;
 }
 
-/** A box with a chart as wide as the box. `columns` and `options` are uPlot's. Returns the box and the chart. */
+/** Create a box with a chart of its width; return both. `columns` and `options` are uPlot's. */
 function chartBox(heading, unit, run, columns, options) {
   const plot = element("div", { class: "plot" });
   const chart = new uPlot({ width: 400, height: 190, padding: [8, 12, 0, 0], ...options }, columns, plot);
@@ -31,7 +31,7 @@ function chartBox(heading, unit, run, columns, options) {
   return [box(heading, unit, run, plot), chart];
 }
 
-/** A series with a value in the legend; `column` has the values to show where others are drawn. */
+/** A series with a value in the legend; `column` has the legend's values if others are drawn. */
 function line(label, colour, format, { column = null, fill = null, ...more } = {}) {
   return {
     label,
@@ -51,7 +51,7 @@ const stepped = uPlot.paths.stepped({ align: 1, alignGaps: 1 });
 
 // ---- distributions
 
-/** 1, 2, 5, 10, 20, ... between two values; only powers of ten where that is many. */
+/** 1, 2, 5, 10, 20, ... between two values; only powers of ten for a wide range. */
 function logTicks(low, high) {
   const factors = Math.log10(high / low) < 2.5 ? [1, 2, 5] : [1];
   const made = [];
@@ -77,9 +77,9 @@ function distributionChart({ name, label, log, edges, counts }) {
     series.push(line(names[1], colour, percent, { scale: "sum" }));
     most = Math.max(most, largest(shares));
   });
-  const told = ({ latency: { [name]: { p50, p99 } } }) => `p50 ${milliseconds(p50)}, p99 ${milliseconds(p99)}`;
+  const percentiles = ({ latency: { [name]: { p50, p99 } } }) => `p50 ${milliseconds(p50)}, p99 ${milliseconds(p99)}`;
   const ticks = { splits: (_, __, low, high) => logTicks(low, high), filter: (_, values) => values };
-  return chartBox(label, data.runs.map(told).join(" | "), null, columns, {
+  return chartBox(label, data.runs.map(percentiles).join(" | "), null, columns, {
     series,
     scales: {
       x: { time: false, distr: log ? 3 : 1, range: (_, low, high) => [low, high] },
@@ -99,7 +99,7 @@ function distributionChart({ name, label, log, edges, counts }) {
 
 const SHORTEST_VIEW = 1e-4;
 const whole = { min: data.begin / 1e6, max: Math.max(data.end, data.begin + 100) / 1e6 };
-/** The seconds that all charts of time and the waterfalls show. */
+/** The time range in seconds that all time charts and waterfalls show. */
 const view = { ...whole, charts: [], listeners: [] };
 
 function showTime(min, max) {
@@ -116,7 +116,7 @@ function zoomTime(factor) {
   showTime(middle - half, middle + half);
 }
 
-/** Options of a chart that follows the view. Dragging over one zooms all, and two clicks show the whole run. */
+/** Options of a chart that follows the view. Dragging over one zooms all; a double click shows the whole run. */
 function timeOptions(series, yScale, yAxis, more = {}) {
   return {
     series: [{ label: "time", value: (_, value) => (value === null ? "\u2013" : clock(value)) }, ...series],
@@ -145,7 +145,7 @@ function timeChart(heading, unit, run, columns, series, top, format = compact) {
   return made;
 }
 
-/** Columns on top of each other: the sums up to each, largest first, so that each is drawn over the one before. */
+/** Cumulative sums of columns, largest first, so that each is drawn over the previous one. */
 function stacked(columns) {
   const sum = (one, other) => one.map((value, i) => (value === null ? null : value + other[i]));
   return columns.map((_, n) => columns.slice(0, n + 1).reduce(sum)).reverse();
@@ -155,7 +155,7 @@ function area(name, label, column) {
   return line(label, COLOURS[name], compact, { column, fill: COLOURS[name], width: 0, paths: stepped });
 }
 
-/** Charts of time of one kind for each run, with the same axes. */
+/** Time charts; each kind has one chart per run, with the same axes. */
 const TIME_CHARTS = [
   (run, { steps }, highest) =>
     timeChart(
@@ -183,7 +183,7 @@ const TIME_CHARTS = [
     ),
   (run, { steps, facts }, highest) =>
     timeChart(
-      "Tokens per step", `${steps.count ? "means of several steps; " : ""}dashed: max_num_batched_tokens`, run,
+      "Tokens per step", `${steps.count ? "means over several steps; " : ""}dashed: max_num_batched_tokens`, run,
       [
         steps.time, steps.largest, ...stacked([steps.decode_tokens, steps.prefill_tokens]),
         steps.time.map(() => facts.budget || null),

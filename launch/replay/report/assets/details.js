@@ -1,11 +1,11 @@
-// The request that is selected: its times, tokens and events, of both runs where both have it.
+// Details of the selected request: times, tokens and events, in both runs if both have it.
 
 const indices = data.runs.map((run) => new Map(run.requests.id.map((id, i) => [id, i])));
 const details = element(
   "section",
   { class: "box details", id: "details", "aria-live": "polite", "aria-label": "Request" },
   element("h3", {}, "Request"),
-  muted("Click a row, or search, to see one request's times, tokens and events."),
+  muted("Click a row or search for a request to see its times, tokens and events."),
 );
 
 function select(id) {
@@ -26,7 +26,7 @@ function requestLink(id) {
 function focusRequest(id) {
   const index = indices.findIndex((each) => each.has(id));
   const i = indices[index].get(id);
-  const [begin, end] = [lives[index].begins[i], lives[index].ends[i]];
+  const [begin, end] = [timelines[index].begins[i], timelines[index].ends[i]];
   const room = Math.max((end - begin) * 0.15, 1e-3);
   showTime(begin - room, end + room);
   select(id);
@@ -38,14 +38,14 @@ function requestDetails(run, index, i) {
   const point = (since) => (since < 0 ? "\u2013" : clock((requests.arrival[i] + since) / 1e6, 6));
   const gaps = requests.output[i] - 1;
   const between = endedWell(run, i) && gaps > 0 ? (requests.end[i] - requests.first[i]) / gaps : -1;
-  const [finish, detail] = [word(run, requests.finish[i]) || "not ended", word(run, requests.detail[i])];
+  const [finish, detail] = [word(run, requests.finish[i]) || "unfinished", word(run, requests.detail[i])];
   const share = percent(requests.cached[i] / Math.max(requests.prompt[i], 1));
   const rows = [
     ["Finish", detail ? `${finish}: ${detail}` : finish],
     ["Conversation", word(run, requests.conversation[i]) || "\u2013"],
     ["Priority", `${requests.priority[i]}`],
     ["Prompt tokens", grouped(requests.prompt[i])],
-    ["of them cached", `${grouped(requests.cached[i])} (${share})`],
+    ["Cached prompt tokens", `${grouped(requests.cached[i])} (${share})`],
     ["Output tokens", grouped(requests.output[i])],
     ["Arrival", point(0)],
     ["First admission", point(requests.scheduled[i])],
@@ -64,7 +64,8 @@ function requestDetails(run, index, i) {
   return element("div", {}, badge(index), table(["", ""], rows), list);
 }
 
-/** [microseconds since the arrival, what, reason, link to the other request or null] of all events, or of one kind. */
+/** All events of a request, or those of one kind: [microseconds since arrival, what, reason, link to the other request
+ * or null]. */
 function momentsOf(run, i, kind = null) {
   const flat = run.requests.moments[i];
   const made = [];

@@ -9,7 +9,7 @@ function notes(run, index) {
   const list = (items) => element("ul", {}, items.map((item) => element("li", {}, item)));
   const boxes = [];
   if (run.equal !== null) {
-    const text = `${run.equal ? "All decisions are equal to" : "Decisions differ from"} the recorded ones.`;
+    const text = `${run.equal ? "All decisions equal" : "Decisions differ from"} the recorded ones.`;
     const difference = Object.entries(run.difference || {}).map(([key, value]) => `${key}: ${value}`);
     const content = [badge(index), element("strong", {}, text), list(difference)];
     boxes.push(element("div", { class: `box ${run.equal ? "calm" : "alarm"}` }, content));
@@ -18,14 +18,14 @@ function notes(run, index) {
   return boxes;
 }
 
-/** The time that is shown, and buttons to change it without a mouse. */
+/** The time range shown, and buttons to change it without a mouse. */
 function viewBar() {
   const shown = element("output", { id: "view" });
-  const tell = () => {
+  const update = () => {
     shown.textContent = `${clock(view.min)} to ${clock(view.max)}`;
   };
-  view.listeners.push(tell);
-  tell();
+  view.listeners.push(update);
+  update();
   const button = (label, title, onclick) => element("button", { type: "button", title, onclick }, label);
   const move = (share) => showTime(view.min + (view.max - view.min) * share, view.max + (view.max - view.min) * share);
   return element("div", { class: "bar sticky" },
@@ -75,7 +75,7 @@ function grid(...content) {
 }
 
 const LATENCY_NOTE =
-  "Of requests that ended well, not rejected, aborted or failed. Percentiles are nearest-rank. " +
+  "Successful requests only: not rejected, aborted or failed. Percentiles are nearest-rank. " +
   "Inter-token latency is weighted by tokens, all others by requests.";
 
 document.body.classList.toggle("two", two);
@@ -85,7 +85,7 @@ document.getElementById("main").append(
   cards(),
   section("Latency", muted(LATENCY_NOTE), grid(latencyTable(), data.distributions.map(distributionChart))),
   ...(data.comparison ? [section("B against A", grid(comparisonBoxes(data.comparison)))] : []),
-  // The bar stays in sight as long as a chart below it follows the view.
+  // The bar stays visible while a chart below it follows the view.
   element("div", {},
     viewBar(),
     section("Over time", grid(timeCharts())),
@@ -93,5 +93,5 @@ document.getElementById("main").append(
   ),
   section("Preemptions", grid(data.runs.flatMap(preemptionBoxes))),
   section("Settings", settingsTable()),
-  element("footer", { class: "muted" }, "Made by quire replay. All times are of the run's own clock, from its start."),
+  element("footer", { class: "muted" }, "Made by quire replay. Times are seconds on the run's own clock, from its start."),
 );

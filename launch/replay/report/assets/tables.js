@@ -1,17 +1,17 @@
-// Figures as text: cards, latencies, preemptions, settings, and the second run against the first.
+// Figures as text: cards, latencies, preemptions, settings, and the comparison of two runs.
 
-/** [label, text, number to compare, note, better: 1 more is, -1 less is, 0 neither]. */
+/** [label, text, number to compare, note, direction: 1 if more is better, -1 if less is better, 0 if neither]. */
 function cardRows({ facts, latency, equal }) {
   const failures = ["rejected", "aborted", "failed", "unfinished"].filter((kind) => facts[kind]);
-  const told = failures.map((kind) => `${grouped(facts[kind])} ${kind}`).join(", ");
+  const failed = failures.map((kind) => `${grouped(facts[kind])} ${kind}`).join(", ");
   const time = (name, label) => {
     const { p50, p99 } = latency[name];
     return [`${label}, p50`, milliseconds(p50), p50, `p99 ${milliseconds(p99)}`, -1];
   };
-  const withPrompts = `${compact(facts.total_per_s)} tokens/s with prompts`;
+  const withPrompts = `${compact(facts.total_per_s)} tokens/s including prompts`;
   const rows = [
     ["Requests", grouped(facts.requests), facts.requests, `${compact(facts.input_tokens)} prompt tokens`, 0],
-    ["Rejected", grouped(facts.rejected), facts.rejected, told || "all ended well", -1],
+    ["Rejected", grouped(facts.rejected), facts.rejected, failed || "all succeeded", -1],
     ["Prefix cache hit rate", percent(facts.hit_rate, 2), facts.hit_rate, `${compact(facts.hit_tokens)} tokens`, 1],
     ["Preemptions", grouped(facts.preemptions), facts.preemptions, `of ${grouped(facts.preempted)} requests`, -1],
     time("ttft", "Time to first token"),
@@ -25,7 +25,7 @@ function cardRows({ facts, latency, equal }) {
   return rows;
 }
 
-/** How much a figure of the second run differs from the first's. */
+/** The relative change of a figure from the first run to the second. */
 function change(number, base, better) {
   if (number === null || base === null || Math.abs(number - base) <= 5e-4 * Math.abs(base)) return null;
   const sign = number > base ? 1 : -1;
@@ -71,8 +71,8 @@ function preemptionBoxes(run, index) {
   found.sort((one, other) => one[0] - other[0]);
   const listed = found.slice(0, MAX_LISTED);
   const rows = listed.map(([time, id, ...rest]) => [clock(time / 1e6, 4), requestLink(id), ...rest]);
-  const list = table(["time", "request", "reason", "blocks go to"], rows, [0, 1, 2, 3]);
-  const rest = found.length > MAX_LISTED ? muted(`The first ${MAX_LISTED} of ${grouped(found.length)}.`) : null;
+  const list = table(["time", "request", "reason", "blocks given to"], rows, [0, 1, 2, 3]);
+  const rest = found.length > MAX_LISTED ? muted(`The first ${MAX_LISTED} of ${grouped(found.length)} are listed.`) : null;
   return [
     box("By reason", "", index, table(["reason", "preemptions", "requests"], reasons)),
     box("In order of time", "", index, scrolled("Preemptions in order of time", list), rest),
@@ -87,7 +87,7 @@ function settingsTable() {
     return [key, ...values].map((text) => element("span", differs ? { class: "differs" } : {}, text));
   });
   const heads = ["setting", ...data.runs.map((_, run) => badge(run) || "value")];
-  return element("div", { class: "box" }, keys.length ? table(heads, rows, [0, 1, 2]) : muted("No setting was given."));
+  return element("div", { class: "box" }, keys.length ? table(heads, rows, [0, 1, 2]) : muted("No settings recorded."));
 }
 
 function comparisonBoxes({ seconds, delayed, slower, faster, both, only }) {
@@ -105,12 +105,12 @@ function comparisonBoxes({ seconds, delayed, slower, faster, both, only }) {
     signed((values[1] - values[0]) * 1e3),
   ]);
   const counts =
-    `${grouped(both)} requests ended well in both runs: ` +
+    `${grouped(both)} requests succeeded in both runs: ` +
     `${grouped(slower)} were slower in B, ${grouped(faster)} faster.` +
     (only.some(Boolean) ? ` Only in A: ${grouped(only[0])}; only in B: ${grouped(only[1])}.` : "");
   const rows = delayed.map(([id, ttft, queue, e2e, why]) => [requestLink(id), ...[e2e, queue, ttft].map(signed), why]);
   const list = table(["request", "latency", "queue", "TTFT", "why"], rows, [0, 4]);
-  const rest = slower > delayed.length ? muted(`The ${delayed.length} with the largest change.`) : null;
+  const rest = slower > delayed.length ? muted(`The ${delayed.length} largest changes are listed.`) : null;
   return [
     box("Time by state", "all requests together", null, table(["", "", badge(0), badge(1), "change"], parts, [0, 1])),
     box("Requests that were slower in B", "", null, muted(counts), rows.length ? scrolled("Slower", list) : null, rest),

@@ -6,7 +6,7 @@ const KINDS = {
   "with a cache hit": ({ requests }, i) => requests.cached[i] > 0,
   "rejected, failed, aborted": (run, i) => !endedWell(run, i),
 };
-/** The requests to show; `text` is a part of their ids or conversations. */
+/** The requests to show; `text` is a part of their request or conversation ids. */
 const filter = { text: "", kind: "all requests" };
 const waterfalls = [];
 let selected = null;
@@ -19,13 +19,13 @@ function endedWell(run, i) {
   return !["", "rejected", "abort", "error"].includes(word(run, run.requests.finish[i]));
 }
 
-function isWanted(run, i) {
+function matchesFilter(run, i) {
   const names = [run.requests.id[i], word(run, run.requests.conversation[i])];
   return KINDS[filter.kind](run, i) && names.some((name) => name.toLowerCase().includes(filter.text));
 }
 
-/** Per run, in seconds: each request's begin, end and states in order, [state, begin, end]; none if it was rejected. */
-const lives = data.runs.map(({ requests }) => {
+/** Per run, in seconds: begin, end and ordered states [state, begin, end] of each request; no states if rejected. */
+const timelines = data.runs.map(({ requests }) => {
   const begins = requests.arrival.map((time) => time / 1e6);
   const states = requests.stretches.map((flat, i) => {
     let at = requests.arrival[i];
@@ -36,10 +36,10 @@ const lives = data.runs.map(({ requests }) => {
   return { begins, states, ends: states.map((each, i) => (each.length ? each[each.length - 1][2] : begins[i])) };
 });
 
-/** The indices of the requests that the view and the filter leave. */
+/** The indices of the requests inside the view that match the filter. */
 function shownRows(index) {
-  const { begins, ends } = lives[index];
-  const isShown = (i) => begins[i] <= view.max && ends[i] >= view.min && isWanted(data.runs[index], i);
+  const { begins, ends } = timelines[index];
+  const isShown = (i) => begins[i] <= view.max && ends[i] >= view.min && matchesFilter(data.runs[index], i);
   return begins.map((_, i) => i).filter(isShown);
 }
 
@@ -64,7 +64,7 @@ function paintRows(chart, { requests }, { begins, states }, rows) {
     if (requests.id[i] === selected) bar(chart, row, "#1f5fbf40", view.min, view.max, 3);
     for (const [state, begin, end] of states[i]) bar(chart, row, COLOURS[state], begin, end, 0.6);
   });
-  // Preemptions and rejections again, on top, so that none is too small to be seen.
+  // Paint preemptions and rejections again, on top, so that short ones are visible.
   rows.forEach((i, row) => {
     if (!states[i].length) bar(chart, row, COLOURS.rejected, begins[i], begins[i], 3);
     for (const [state, begin, end] of requests.preemptions[i] ? states[i] : []) {
@@ -88,8 +88,8 @@ function noteOf({ requests, left_out: missing }, states, rows, i) {
     return `${requests.id[i]}: ${spent.join(", ") || "rejected"}`;
   }
   const shown = `${grouped(rows.length)} of ${grouped(requests.id.length)} requests are shown.`;
-  const later = missing.requests ? ` ${grouped(missing.requests)} later requests have no room on this page.` : "";
-  return shown + later + (missing.moments ? ` ${grouped(missing.moments)} events are left out of the details.` : "");
+  const later = missing.requests ? ` ${grouped(missing.requests)} later requests are omitted from this page.` : "";
+  return shown + later + (missing.moments ? ` ${grouped(missing.moments)} events are omitted from the details.` : "");
 }
 
 function waterfall(run, index) {
@@ -97,9 +97,9 @@ function waterfall(run, index) {
   const note = element("p", { class: "muted waterfall-note" });
   let rows = shownRows(index);
   const rowAt = (chart) => rows[Math.floor(chart.posToVal(chart.cursor.top, "y"))];
-  const tell = (chart) => {
+  const updateNote = (chart) => {
     const isOver = chart.cursor.event && chart.cursor.top >= 0;
-    note.textContent = noteOf(run, lives[index].states, rows, isOver ? rowAt(chart) : undefined);
+    note.textContent = noteOf(run, timelines[index].states, rows, isOver ? rowAt(chart) : undefined);
   };
   const options = timeOptions(
     [{ paths: () => null, points: { show: false } }],
@@ -112,14 +112,14 @@ function waterfall(run, index) {
     }),
     { height: 460, legend: { show: false } },
   );
-  options.hooks.draw = [(chart) => paintRows(chart, run, lives[index], rows)];
-  options.hooks.setCursor = [tell];
+  options.hooks.draw = [(chart) => paintRows(chart, run, timelines[index], rows)];
+  options.hooks.setCursor = [updateNote];
   const corners = [[view.min, view.max], [0, 0]];
   const [made, chart] = chartBox("Waterfall", "one row per request, by arrival", index, corners, options);
   const legend = [...data.states, "rejected"].map((state) => element("span", {}, swatch(COLOURS[state]), state));
   made.insertBefore(element("div", { class: "legend" }, legend), made.children[1]);
   made.append(note);
-  tell(chart);
+  updateNote(chart);
   chart.over.addEventListener("click", () => {
     const i = rowAt(chart);
     if (i !== undefined) select(requests.id[i]);
@@ -128,11 +128,11 @@ function waterfall(run, index) {
     rows = shownRows(index);
     chart.setScale("y", { min: 0, max: Math.max(rows.length, 1) });
     chart.redraw(false, true);
-    tell(chart);
+    updateNote(chart);
   };
   view.charts.push(chart);
   view.listeners.push(refresh);
-  const found = () => requests.id.filter((_, i) => isWanted(run, i));
+  const found = () => requests.id.filter((_, i) => matchesFilter(run, i));
   waterfalls.push({ refresh, redraw: () => chart.redraw(false), found });
   return made;
 }

@@ -1,4 +1,4 @@
-"""Requests without tokens: their arrivals are checked, and their lengths and names are known."""
+"""Validation of arrivals without tokens."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from quire.protocol.request.sampling_params import SamplingParams
         {"num_output_tokens": -1},
     ],
 )
-def test_opaque_arrivals_are_checked_too(fields: dict[str, Any]) -> None:
+def test_checks_opaque_arrivals(fields: dict[str, Any]) -> None:
     config = make_config()
     scheduler = ReplayScheduler(config, make_layout(config), 33)
     event = OpaqueRequest("o", 5, SamplingParams(), 0, b"")

@@ -1,4 +1,4 @@
-"""Where other engines decide otherwise: each policy alone, all together at random, and how they are named."""
+"""Policies of other engines: each alone, all together at random, and presets."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ def prompt_of(n: int, first: int = 0) -> list[int]:
 
 
 def one_step(driver: Driver) -> dict[str, int]:
-    """Tokens per request of one step, run and answered."""
+    """Schedule and finish one step; return its tokens per request."""
     told = driver.counts(driver.schedule())
     driver.execute()
     driver.deliver()
@@ -25,8 +25,8 @@ def one_step(driver: Driver) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("steady_decode", [True, False])
-def test_a_decode_may_have_to_wait_behind_prefills_that_were_let_in_before_it(steady_decode: bool) -> None:
-    """With a budget of 8 and chunks of 4, two prefills leave nothing for who comes after them."""
+def test_decode_waits_behind_prefills_admitted_before_it(steady_decode: bool) -> None:
+    """With a budget of 8 and chunks of 4, two prefills leave nothing for later requests."""
     seen = {}
     for name, policies in (("quire", QUIRE), ("in order", Policies(decodes_first=False))):
         driver = Driver(
@@ -48,7 +48,7 @@ def test_a_decode_may_have_to_wait_behind_prefills_that_were_let_in_before_it(st
 
 
 class TestPriority:
-    def test_who_waits_puts_nobody_out(self) -> None:
+    def test_waiting_request_does_not_preempt(self) -> None:
         settings = {"scheduling_policy": "priority", "max_num_seqs": 1, "max_num_batched_tokens": 16}
         for policies, preemptions in ((QUIRE, 1), (Policies(priority_preempts=False), 0)):
             driver = Driver(policies=policies, **settings)
@@ -62,8 +62,8 @@ class TestPriority:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_there_must_be_blocks_for_all_of_a_prompt_or_for_its_first_chunk(whole: bool) -> None:
-    """Ten blocks of four, six of them held by one that decodes."""
+def test_admission_needs_blocks_for_whole_prompt_or_first_chunk(whole: bool) -> None:
+    """The pool has ten blocks of four tokens, six of them held by a decoding request."""
     policies = Policies(admit_whole_prompts=whole)
     driver = Driver(11, policies=policies, max_num_batched_tokens=24, enable_prefix_caching=False)
     driver.add("decodes", prompt_of(23), max_tokens=8)
@@ -78,8 +78,8 @@ def test_there_must_be_blocks_for_all_of_a_prompt_or_for_its_first_chunk(whole: 
     assert driver.answers["long"].tokens == expected_tokens(prompt_of(36, 100), 1)
 
 
-def test_freed_blocks_are_reused_in_the_order_of_their_freeing() -> None:
-    """A request frees a block that can be found, and one that cannot: the pool's next one is another each time."""
+def test_reuses_blocks_in_the_order_in_which_they_were_freed() -> None:
+    """A request frees a cached block and an uncached one; the policy decides which is allocated first."""
     next_free = {}
     for name, policies in (("engine-u", QUIRE), ("engine", Policies(uncached_blocks_first=False))):
         driver = Driver(5, policies=policies)
@@ -91,7 +91,7 @@ def test_freed_blocks_are_reused_in_the_order_of_their_freeing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_under_all_of_them_everyone_gets_the_same_answer(seed: int) -> None:
+def test_outputs_do_not_depend_on_policies(seed: int) -> None:
     rng = random.Random(seed)
     policies = Policies(**{field.name: rng.random() < 0.5 for field in dataclasses.fields(Policies)})
     driver = Driver(
@@ -133,15 +133,15 @@ class TestNames:
             ("vllm-1.0.0", "vllm-0.19"),
         ],
     )
-    def test_of_versions_the_latest_that_is_not_newer(self, name: str, known: str) -> None:
+    def test_finds_newest_preset_that_is_not_newer(self, name: str, known: str) -> None:
         assert find_preset(name) is PRESETS[known]
 
     @pytest.mark.parametrize("name", ["vllm-0.5.1", "vllm", "vllm-", "vllm-new", "sglang-0.4", "", "quire-0.1"])
-    def test_of_others_nothing_is_known(self, name: str) -> None:
-        with pytest.raises(ConfigError, match=r"no such engine.*known: quire, vllm-0\.19"):
+    def test_rejects_unknown_engines(self, name: str) -> None:
+        with pytest.raises(ConfigError, match=r"unknown engine.*known: quire, vllm-0\.19"):
             find_preset(name)
 
-    def test_settings_are_those_of_an_engine(self) -> None:
+    def test_preset_settings_are_engine_fields(self) -> None:
         for preset in PRESETS.values():
             make_config(**preset.settings)
             assert preset.settings.keys() <= set(type(make_config()).__struct_fields__)

@@ -1,4 +1,4 @@
-"""A trace replays to the recorded decisions; whatever is changed in it is noticed and located."""
+"""A trace replays to the recorded decisions; every change in it is detected and located."""
 
 import json
 from collections import Counter
@@ -50,7 +50,7 @@ def replayed(lines: list[Any], *, check: bool = False) -> Difference | None:
 
 
 def altered(lines: list[Line], at: int, **fields: Any) -> list[Any]:
-    """Line ``at`` (from 0) with other values, as if it had been recorded so: it has no checksum."""
+    """Replace values of line ``at`` (from 0); the new line has no checksum."""
     return [*lines[:at], msgspec.structs.replace(lines[at], **fields), *lines[at + 1 :]]
 
 
@@ -59,13 +59,13 @@ def where(lines: list[Line], kind: type, meets: Any = lambda line: True) -> int:
 
 
 @pytest.mark.parametrize("seed", thinned(SEEDS, keep=2))
-def test_every_decision_is_the_same_again(seed: int, tmp_path: Path) -> None:
+def test_replays_every_decision(seed: int, tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace", recorded(seed))
     assert replay_lines(TraceReader(path), check=True) is None
 
 
 @pytest.mark.full
-def test_the_runs_hold_all_that_can_happen() -> None:
+def test_random_runs_cover_all_kinds_of_events() -> None:
     kinds: Counter[str] = Counter()
     for line in (line for seed in SEEDS for line in recorded(seed)):
         kinds[type(line).__name__] += 1
@@ -91,7 +91,7 @@ def test_the_runs_hold_all_that_can_happen() -> None:
 
 
 def numbers_in(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Where the numbers of a JSON value are."""
+    """Yield the paths of the numbers in a JSON value."""
     if isinstance(value, bool):
         return
     if isinstance(value, int | float):
@@ -110,8 +110,8 @@ def bump(value: Any, path: Path_, by: int) -> None:
 @pytest.mark.full
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_number_changed_in_the_file_is_noticed_at_its_line(tmp_path: Path, data: st.DataObject) -> None:
-    """By the checksum, if by nothing else; a line that says impossible things cannot be read."""
+def test_detects_any_changed_number_at_its_line(tmp_path: Path, data: st.DataObject) -> None:
+    """At least the checksum detects it; a line with impossible values cannot be decoded."""
     raw = encoded(recorded(data.draw(st.sampled_from(SEEDS))))
     at = data.draw(st.integers(0, len(raw) - 1))
     line = json.loads(raw[at])
@@ -136,8 +136,8 @@ DECIDED = (StepDecision, StepSnapshot, PrefixCacheEvent, Tick)
 @pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_number_of_a_decision_is_compared(data: st.DataObject) -> None:
-    """Also where the checksum was made to fit: by deciding again."""
+def test_compares_every_number_of_a_decision(data: st.DataObject) -> None:
+    """Even with a correct checksum, the new decision differs."""
     lines = recorded(data.draw(st.sampled_from(SEEDS)))
     at = data.draw(st.sampled_from([at for at, line in enumerate(lines) if isinstance(line, DECIDED)]))
     builtin = msgspec.to_builtins(lines[at])
@@ -156,8 +156,8 @@ def test_any_number_of_a_decision_is_compared(data: st.DataObject) -> None:
 @pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_whatever_an_event_or_a_result_says_nothing_breaks(data: st.DataObject) -> None:
-    """Numbers that decide are noticed at their line or after it; none leads to anything but a Difference."""
+def test_altered_events_and_results_raise_nothing_but_differences(data: st.DataObject) -> None:
+    """Numbers that affect decisions are detected at their line or later."""
     lines = recorded(data.draw(st.sampled_from(SEEDS)))
     kinds = (Arrival, Result, Event, WorkerEpoch)
     at = data.draw(st.sampled_from([at for at, line in enumerate(lines) if isinstance(line, kinds)]))
@@ -172,7 +172,7 @@ def test_whatever_an_event_or_a_result_says_nothing_breaks(data: st.DataObject) 
     assert found is None or found.line >= at + 1
 
 
-# ---- what is said of it
+# ---- the reported difference
 
 
 def small(**extra: Any) -> list[Any]:
@@ -184,7 +184,7 @@ def small(**extra: Any) -> list[Any]:
     return driver.lines()
 
 
-def test_a_changed_count_of_a_decision_names_step_field_and_request() -> None:
+def test_difference_names_step_field_and_request() -> None:
     lines = small()
     at = where(lines, StepDecision, lambda line: line.counts)
     (handle, count), *rest = lines[at].counts
@@ -216,7 +216,7 @@ def ending(**fields: Any) -> Callable[[Any], dict[str, Any]]:
         (Result, "ended", lambda line: {"ended": []}, {"field": "ended[0]", "recorded": "nothing"}),
     ],
 )
-def test_a_changed_line_is_a_difference(kind: type, has: str, fields: Any, told: dict[str, Any]) -> None:
+def test_altered_line_is_a_difference(kind: type, has: str, fields: Any, told: dict[str, Any]) -> None:
     lines = small()
     at = where(lines, kind, lambda line: getattr(line, has))
     found = replayed(altered(lines, at, **fields(lines[at])))
@@ -224,7 +224,7 @@ def test_a_changed_line_is_a_difference(kind: type, has: str, fields: Any, told:
     assert {name: getattr(found, name) for name in told} == told
 
 
-def test_another_priority_is_noticed_where_it_is_let_in() -> None:
+def test_detects_changed_priority_at_admission() -> None:
     lines = small()
     at = where(lines, Arrival, lambda line: line.req_id == "r2")
     found = replayed(altered(lines, at, priority=-5))
@@ -232,7 +232,7 @@ def test_another_priority_is_noticed_where_it_is_let_in() -> None:
 
 
 @pytest.mark.parametrize("by", [1, -1])
-def test_another_count_of_a_result_is_noticed(by: int) -> None:
+def test_detects_changed_count_of_a_result(by: int) -> None:
     lines = small(num_speculative_tokens=3)
     at = where(lines, Result, lambda line: line.counts and 2 in line.counts and max(line.drafts) >= 2)
     changed = list(lines[at].counts)
@@ -241,7 +241,7 @@ def test_another_count_of_a_result_is_noticed(by: int) -> None:
     assert found is not None and found.line >= at + 1
 
 
-def test_an_ending_at_a_length_that_is_not_reached_is_a_difference() -> None:
+def test_ending_by_length_before_the_length_is_a_difference() -> None:
     lines = small()
     (ended,) = lines[where(lines, Result, lambda line: line.ended)].ended
     assert ended.reason == EndReason.LENGTH
@@ -252,7 +252,7 @@ def test_an_ending_at_a_length_that_is_not_reached_is_a_difference() -> None:
     assert found is not None and found.line == at + 1
 
 
-def test_a_decision_where_there_was_none_and_the_other_way_round() -> None:
+def test_missing_or_additional_decision_is_a_difference() -> None:
     lines = small()
     at = where(lines, StepDecision)
     tick = [*lines[:at], Tick(now=0.0), *lines[at + 1 :]]
@@ -263,7 +263,7 @@ def test_a_decision_where_there_was_none_and_the_other_way_round() -> None:
     assert found is not None and (found.field, found.recorded, found.decided) == ("step", 1000, "nothing")
 
 
-def test_a_refused_arrival_is_a_difference() -> None:
+def test_rejected_arrival_is_a_difference() -> None:
     lines = small()
     at = where(lines, Arrival)
     found = replayed(altered(lines, at, num_prompt_tokens=10**6))
@@ -273,7 +273,7 @@ def test_a_refused_arrival_is_a_difference() -> None:
     assert found is not None and (found.line, found.field) == (at + 2, "req_id")
 
 
-def test_events_that_were_not_there_are_noticed() -> None:
+def test_detects_inserted_events() -> None:
     lines = small()
     at = where(lines, Result, lambda line: line.step == 3)
     for event in (Abort(["r1"]), Stop("r1", 1)):
@@ -282,7 +282,7 @@ def test_events_that_were_not_there_are_noticed() -> None:
         assert found is not None and found.line > at + 1
 
 
-def test_an_epoch_cannot_halve_what_is_smallest() -> None:
+def test_worker_epoch_cannot_halve_the_smallest_budget() -> None:
     driver = Driver(max_num_seqs=4, max_num_batched_tokens=4)
     driver.add("a", [1, 2], max_tokens=3)
     driver.begin_worker_epoch()
@@ -294,7 +294,7 @@ def test_an_epoch_cannot_halve_what_is_smallest() -> None:
     assert found is not None and (found.line, found.field) == (at + 1, "halved")
 
 
-def test_a_further_header_must_be_of_the_same_engine() -> None:
+def test_later_header_must_match_the_first() -> None:
     lines = small()
     header = lines[0]
     assert isinstance(header, Header)
@@ -310,17 +310,17 @@ def test_a_further_header_must_be_of_the_same_engine() -> None:
         (lambda lines: [], "must begin with its header"),
         (lambda lines: [*lines[:5], Lost(lines=3), *lines[5:]], "3 lines are missing"),
         (lambda lines: altered(lines, 0, complete=False), "begins in the middle"),
-        (lambda lines: altered(lines, 0, num_blocks=10**12), "num_blocks must be from 1 to"),
-        (lambda lines: altered(lines, 0, config=change(lines[0].config, max_num_seqs=10**6)), "no engine can be"),
-        (lambda lines: altered(lines, 0, kv_layout=change(lines[0].kv_layout, groups=[])), "no engine can be"),
+        (lambda lines: altered(lines, 0, num_blocks=10**12), "num_blocks must be between 1 and"),
+        (lambda lines: altered(lines, 0, config=change(lines[0].config, max_num_seqs=10**6)), "impossible engine"),
+        (lambda lines: altered(lines, 0, kv_layout=change(lines[0].kv_layout, groups=[])), "impossible engine"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(broken: Any, text: str) -> None:
+def test_rejects_traces_that_cannot_be_replayed(broken: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         replayed(broken(small()))
 
 
-def test_what_is_submitted_again_passes_a_full_queue_in_a_replay_too() -> None:
+def test_resubmitted_request_bypasses_full_queue_in_replay() -> None:
     driver = Driver(max_num_seqs=1, max_num_queued_reqs=1)
     for name in "abc":
         driver.add(name, [1, 2, 3], max_tokens=4)

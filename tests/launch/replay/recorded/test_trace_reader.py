@@ -1,4 +1,4 @@
-"""What is wrong with a trace is said with file and line; what is good of it can be kept."""
+"""Errors of a trace name file and line; lenient readers skip damaged lines."""
 
 import gzip
 import lzma
@@ -39,7 +39,7 @@ def written(tmp_path: Path, data: bytes, name: str = "trace.jsonl") -> Path:
 
 
 def parts(tmp_path: Path, cuts: tuple[int, ...] = (10, 25)) -> Path:
-    """A trace in several files, as it is rotated."""
+    """Write a trace in several files, as rotation does."""
     header, *rest = some_lines()
     path = tmp_path / "trace"
     for part, (begin, end) in enumerate(zip((0, *cuts), (*cuts, len(rest)), strict=True)):
@@ -50,7 +50,7 @@ def parts(tmp_path: Path, cuts: tuple[int, ...] = (10, 25)) -> Path:
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress])
-def test_a_packed_file_is_read_whatever_its_name(tmp_path: Path, pack: Any) -> None:
+def test_reads_compressed_file_of_any_name(tmp_path: Path, pack: Any) -> None:
     raw = raw_lines()
     reader = TraceReader(written(tmp_path, pack(joined(raw)), "noname"))
     told = list(reader)
@@ -61,7 +61,7 @@ def test_a_packed_file_is_read_whatever_its_name(tmp_path: Path, pack: Any) -> N
     assert all(line.is_intact for line in told)
 
 
-def test_a_zstd_file_is_read_over_all_its_frames(tmp_path: Path) -> None:
+def test_reads_all_frames_of_a_zstd_file(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     raw = raw_lines()
     frames = [zstandard.ZstdCompressor().compress(line + b"\n") for line in raw]
@@ -70,7 +70,7 @@ def test_a_zstd_file_is_read_over_all_its_frames(tmp_path: Path) -> None:
     assert len(list(TraceReader(written(tmp_path, packed)))) == len(raw)
     for bad in (packed[:middle] + b"xxxxxxx" + packed[middle + 7 :], packed[:-3]):
         path = written(tmp_path, bad)
-        with pytest.raises(ConfigError, match=r":\d+: the packed data is damaged or cut short"):
+        with pytest.raises(ConfigError, match=r":\d+: the compressed data is damaged or cut short"):
             list(TraceReader(path))
         reader = TraceReader(path, lenient=True)
         assert 1 < len(list(reader)) <= len(raw) and reader.num_left_out == 1
@@ -78,14 +78,14 @@ def test_a_zstd_file_is_read_over_all_its_frames(tmp_path: Path) -> None:
     assert len(list(TraceReader(written(tmp_path, large)))) == 50 * len(raw)
 
 
-def test_spaces_do_not_matter(tmp_path: Path) -> None:
+def test_ignores_spaces(tmp_path: Path) -> None:
     raw = raw_lines()
     raw[4] = raw[4].replace(b",", b" , ").replace(b":", b": ")
     assert replay_lines(TraceReader(written(tmp_path, joined(raw)))) is None
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_rotated_files_are_one_trace(tmp_path: Path, folder: bool) -> None:
+def test_reads_rotated_files_as_one_trace(tmp_path: Path, folder: bool) -> None:
     path = parts(tmp_path)
     (tmp_path / "notes.txt").write_text("not a trace")
     reader = TraceReader(tmp_path if folder else path)
@@ -96,14 +96,14 @@ def test_rotated_files_are_one_trace(tmp_path: Path, folder: bool) -> None:
     )
 
 
-def test_ten_files_come_in_order_of_number(tmp_path: Path) -> None:
+def test_orders_parts_by_number(tmp_path: Path) -> None:
     path = parts(tmp_path, tuple(range(2, 24, 2)))
     reader = TraceReader(path)
     assert [file.name for file in reader.files[-3:]] == ["trace.9", "trace.10", "trace.11"]
     assert replay_lines(reader) is None
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
+def test_names_missing_part(tmp_path: Path) -> None:
     path = parts(tmp_path)
     (tmp_path / "trace.1").unlink()
     with pytest.raises(ConfigError, match=r"trace\.2 is part 2, not 1 of the trace"):
@@ -111,7 +111,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     reader = TraceReader(path, lenient=True)
     assert len(list(reader)) == 12 and "not 1 of the trace" in reader.notes[0]
     (tmp_path / "trace.2").unlink()
-    with pytest.raises(ConfigError, match="goes on in another file, which is missing"):
+    with pytest.raises(ConfigError, match="is not the last part of the trace"):
         list(TraceReader(path))
     path.unlink()
     parts(tmp_path)
@@ -119,20 +119,20 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
         TraceReader(tmp_path / "trace.1")
 
 
-def test_a_part_of_an_older_trace_is_left_alone(tmp_path: Path) -> None:
+def test_ignores_part_of_an_older_trace(tmp_path: Path) -> None:
     path = parts(tmp_path)
     write_trace(path, [*some_lines(), End(now=0.0)])
     reader = TraceReader(path)
     assert replay_lines(reader) is None
-    assert reader.notes == [f"{path} is the last part; {path}.1 is of another trace"]
+    assert reader.notes == [f"{path} is the last part; {path}.1 belongs to another trace"]
 
 
-def test_a_folder_of_two_traces_or_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no Quire trace"):
+def test_rejects_folder_with_two_traces_or_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="contains no Quire trace"):
         TraceReader(tmp_path)
     for name in "ab":
         write_trace(tmp_path / name, some_lines())
-    with pytest.raises(ConfigError, match="holds 2 traces, of which a is one"):
+    with pytest.raises(ConfigError, match="contains 2 traces: name one of them, such as a"):
         TraceReader(tmp_path)
 
 
@@ -140,24 +140,27 @@ def test_a_folder_of_two_traces_or_none(tmp_path: Path) -> None:
     ("data", "text"),
     [
         (b"", "is empty"),
-        (b"hello\n", "1: the line is not the header of a Quire trace .no header of one"),
-        (b'{"kind":"tick","now":1.0}\n', "1: the line is not the header"),
+        (b"hello\n", "1: not the header of a Quire trace .no format"),
+        (b'{"kind":"tick","now":1.0}\n', "1: not the header"),
         (b'{"kind":"header","format":"other","version":1}\n', "format 'other'"),
-        (b'{"kind":"header","format":"quire-trace","version":9}\n', "has version 9 of the trace format; .* version 1"),
+        (
+            b'{"kind":"header","format":"quire-trace","version":9}\n',
+            "has version 9 of the trace format; .* versions 1 to 2",
+        ),
         (b'{"kind":"header","format":"quire-trace","version":1}\n', "1: the line is damaged: .*missing required field"),
         (b"\x1f\x8b\x00", "damaged or cut short"),
     ],
 )
 @pytest.mark.parametrize("lenient", [False, True])
-def test_what_is_no_trace_is_refused(tmp_path: Path, data: bytes, text: str, lenient: bool) -> None:
+def test_rejects_files_that_are_no_trace(tmp_path: Path, data: bytes, text: str, lenient: bool) -> None:
     path = written(tmp_path, data)
     with pytest.raises(ConfigError, match=text) as caught:
         TraceReader(path, lenient=lenient)
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
+def test_rejects_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="file not found"):
         TraceReader(tmp_path / "nothing")
     assert not is_trace(tmp_path / "nothing") and not is_trace(written(tmp_path, b"{}"))
     assert is_trace(written(tmp_path, b'{"kind":"header","format":"quire-trace","version":9}\n'))
@@ -174,7 +177,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (lambda line: b"\xff" + line, "the line is damaged"),
     ],
 )
-def test_a_damaged_line_is_named_or_left_out(tmp_path: Path, damage: Any, text: str) -> None:
+def test_damaged_line_raises_or_is_skipped(tmp_path: Path, damage: Any, text: str) -> None:
     raw = raw_lines()
     at = next(at for at, line in enumerate(raw) if b"step_decision" in line)
     raw[at] = damage(raw[at])
@@ -187,8 +190,8 @@ def test_a_damaged_line_is_named_or_left_out(tmp_path: Path, damage: Any, text: 
     assert reader.num_left_out == 1 and f":{at + 1}: the line" in reader.notes[0]
 
 
-def test_every_byte_at_which_a_file_can_end(tmp_path: Path) -> None:
-    """Whole lines are kept, and half a line is named; nothing is silent."""
+def test_handles_truncation_at_every_byte(tmp_path: Path) -> None:
+    """Whole lines are kept, and a truncated line is reported."""
     raw = raw_lines()
     data = joined(raw)
     whole = {len(joined(raw[:count])): count for count in range(1, len(raw) + 1)}
@@ -203,14 +206,14 @@ def test_every_byte_at_which_a_file_can_end(tmp_path: Path) -> None:
                 list(TraceReader(path))
 
 
-def test_an_end_is_missed(tmp_path: Path) -> None:
+def test_notes_missing_end_line(tmp_path: Path) -> None:
     lines = [line for line in some_lines() if not isinstance(line, End)]
     reader = TraceReader(write_trace(tmp_path / "trace", lines))
     assert replay_lines(reader) is None
-    assert reader.notes == [f"{tmp_path / 'trace'} has no end: it was cut short, or is still being written"]
+    assert reader.notes == [f"{tmp_path / 'trace'} has no end line: it was cut short or is still being written"]
 
 
-def test_a_line_without_a_checksum_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_accepts_line_without_checksum(tmp_path: Path) -> None:
     lines = some_lines()
     bare = [msgspec.json.encode(msgspec.structs.replace(line, crc=None)) for line in lines]
     assert replay_lines(TraceReader(written(tmp_path, joined(bare)))) is None

@@ -1,4 +1,4 @@
-"""What is drawn: arrival processes, length distributions, synthetic workloads."""
+"""Synthetic workloads: arrival processes, length distributions, prefix groups."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ def refusal(path: Path | str, **options: Any) -> str:
 class TestArrivals:
     @pytest.mark.parametrize("family", ["gamma", "weibull"])
     @pytest.mark.parametrize("cv", [0.3, 1.0, 2.5])
-    def test_gaps_have_mean_1_and_the_variation(self, family: str, cv: float) -> None:
+    def test_gaps_have_mean_1_and_given_variation(self, family: str, cv: float) -> None:
         gaps = draw_gaps(family, cv, 400_000, np.random.default_rng(1))
         assert gaps.mean() == pytest.approx(1, rel=0.02)
         assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.04)
@@ -48,19 +48,19 @@ class TestArrivals:
         assert len(parse_arrivals("poisson:1").times(0, np.random.default_rng(0))) == 0
 
     @pytest.mark.parametrize(
-        ("spec", "said"),
+        ("spec", "expected"),
         [
             ("poison:3", "did you mean poisson?"),
-            ("gamma:3", "give gamma:RATE:CV"),
+            ("gamma:3", "must be gamma:RATE:CV"),
             ("poisson:0", "must be a number above 0"),
             ("poisson:nan", "must be a number above 0"),
             ("poisson:fast", "must be a number above 0"),
             ("burst:3:1.5", "whole number"),
-            ("at-once:3", "give at-once"),
+            ("at-once:3", "must be at-once"),
         ],
     )
-    def test_refusals(self, spec: str, said: str) -> None:
-        with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+    def test_rejects_invalid_specs(self, spec: str, expected: str) -> None:
+        with pytest.raises(ConfigError, match=expected.replace("?", r"\?")):
             parse_arrivals(spec)
 
 
@@ -79,13 +79,13 @@ class TestLengths:
         "spec",
         ["fixed:0", "fixed:-1", "fixed:1.5", "fixed:101", "uniform:5:3", "uniform:1:101", "zipf:3", "uniform:3", ""],
     )
-    def test_refusals(self, spec: str) -> None:
+    def test_rejects_invalid_specs(self, spec: str) -> None:
         with pytest.raises(ConfigError, match="input"):
             parse_lengths(spec, "input", 100)
 
 
 class TestSynthetic:
-    def test_what_is_asked_for_is_drawn_and_said(self) -> None:
+    def test_draws_requested_workload_with_a_note(self) -> None:
         spec = "synthetic:requests=50,arrivals=constant:5,input=uniform:10:20,output=3"
         workload = load(spec)
         assert [call.arrival for call in workload.calls] == pytest.approx([i / 5 for i in range(50)])
@@ -103,7 +103,7 @@ class TestSynthetic:
         assert len(first) == 3, "five blocks of the prefix"
         assert len({block_names(call, 8)[5 * 16 : 6 * 16] for call in calls}) == 60
 
-    def test_lengths_of_another_trace(self) -> None:
+    def test_draws_lengths_from_another_trace(self) -> None:
         excerpt = DATA / "azure_excerpt.csv"
         pairs = {(call.num_prompt_tokens, call.num_output_tokens) for call in load(excerpt).calls}
         calls = load(f"synthetic:requests=200,input=file:{excerpt},output=file:{excerpt}").calls
@@ -112,22 +112,22 @@ class TestSynthetic:
         assert {call.num_prompt_tokens for call in mixed} <= {n_in for n_in, _ in pairs}
 
     @pytest.mark.parametrize(
-        ("spec", "said"),
+        ("spec", "expected"),
         [
             ("request=3", "did you mean requests?"),
             ("requests", "is not KEY=VALUE"),
             ("requests=0", "whole number from 1"),
             ("requests=99999999999", "whole number from 1"),
-            ("prefix_groups=3", "go together"),
+            ("prefix_groups=3", "must both be 0"),
             ("input=zipf:3", "unknown distribution"),
-            ("input=file:/none", "no such file"),
+            ("input=file:/none", "not found"),
         ],
     )
-    def test_refusals(self, spec: str, said: str) -> None:
-        assert said in refusal(f"synthetic:{spec}")
+    def test_rejects_invalid_specs(self, spec: str, expected: str) -> None:
+        assert expected in refusal(f"synthetic:{spec}")
 
 
-def test_the_weibull_s_shape_is_found_at_both_ends() -> None:
+def test_finds_weibull_shape_at_both_ends() -> None:
     for cv in (0.01, 20.0):
         gaps = draw_gaps("weibull", cv, 100_000, np.random.default_rng(0))
         assert math.isfinite(gaps.sum()) and (gaps >= 0).all()
