@@ -1,4 +1,4 @@
-"""Checks at a launcher's door: a wrong tensor is refused with an error that names the tensor and the dimension."""
+"""Argument checks of launchers: their errors name the tensor and the dimension."""
 
 from collections.abc import Collection, Mapping
 
@@ -12,16 +12,16 @@ def check_tensor(
     dtypes: Collection[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Refuse a tensor that a kernel would read wrongly.
+    """Raise ValueError for a tensor that a kernel would misread.
 
     Args:
-        name: what the tensor is called in the launcher's signature.
-        dims: dimension names in order, each with its size, or None where any size will do.
-        dtypes: the element types that the kernel can read.
-        device: where the launcher's other tensors are.
+        name: the tensor's name in the launcher's signature.
+        dims: dimension names in order, each with its required size, or None for any size.
+        dtypes: the dtypes that the kernel supports.
+        device: the device of the launcher's other tensors.
 
     Raises:
-        ValueError: rank, size, dtype, device or innermost stride is not what the kernel needs.
+        ValueError: the rank, a size, the dtype, the device or the innermost stride is not supported.
     """
     _check_shape(name, tensor, dims)
     if tensor.dtype not in dtypes:
@@ -29,7 +29,7 @@ def check_tensor(
         raise ValueError(f"{name}: dtype is {tensor.dtype}, expected {expected}")
     if tensor.device != device:
         raise ValueError(f"{name}: device is {tensor.device}, expected {device}")
-    # The kernels take a stride for every dimension but the innermost, which they read with wide loads.
+    # Kernels take strides of all dimensions but the innermost, which they read with wide loads.
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel() > 0:
         raise ValueError(
             f"{name}: the innermost dimension ({list(dims)[-1]}) has stride {tensor.stride(-1)}, expected 1"
@@ -51,10 +51,10 @@ def check_kv_cache(
     like: torch.Tensor,
     dtypes: Collection[torch.dtype] | None = None,
 ) -> None:
-    """Refuse a cache that is not ``[2, num_blocks, block_size, num_kv_heads, head_dim]`` in ``like``'s place.
+    """Check that a KV cache is ``[2, num_blocks, block_size, num_kv_heads, head_dim]`` on ``like``'s device.
 
     Args:
-        dtypes: that the kernel takes; None: ``like``'s alone.
+        dtypes: dtypes that the kernel supports; by default only ``like``'s.
 
     Raises:
         ValueError: as ``check_tensor``.
@@ -70,7 +70,7 @@ def check_kv_cache(
 
 
 def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device: torch.device) -> None:
-    """Refuse a cache's scale that is not float32 ``[1]`` (of the whole tensor) or ``[num_kv_heads]``; None is 1.
+    """Check that a KV cache's scale is float32 ``[1]`` (for all heads) or ``[num_kv_heads]``, or None for 1.
 
     Raises:
         ValueError: as ``check_tensor``.

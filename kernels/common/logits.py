@@ -1,4 +1,4 @@
-"""What kernels over rows of logits share, on every device."""
+"""Definitions shared by all kernels over rows of logits, on every device."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ MAX_VOCAB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """``[num_rows, 1 + n]``: the given token, and then the ``n`` best, best first; of equals the lower id.
+    """Log probabilities of each row's given token and of its ``n`` best tokens, best first, then by token id.
 
     Attributes:
-        token_ids: int64.
-        values: float32, natural logarithms.
-        ranks: int64 ``[num_rows]``, of the given token: 1 and how many logits are above its own.
+        token_ids: int64 ``[num_rows, 1 + n]``: the given token, then the best ones.
+        values: float32 ``[num_rows, 1 + n]``, natural logarithms.
+        ranks: int64 ``[num_rows]``: rank of the given token: 1 plus the number of higher logits.
     """
 
     token_ids: torch.Tensor

@@ -1,11 +1,11 @@
-"""Whether Triton kernels can be launched in this process."""
+"""Check that Triton kernels can be launched in this process."""
 
 import functools
 
 
 @functools.cache
 def require_launchable(device_type: str) -> None:
-    """Refuse a launch that cannot work, before Triton fails in its own words.
+    """Raise a readable error if Triton kernels cannot be launched for tensors on this device type.
 
     Args:
         device_type: ``torch.device.type`` of the tensors, such as ``cuda``.

@@ -1,11 +1,11 @@
 // Causal attention over a paged cache, read in place through its block table.
 //
-// Cache of one layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values. The work is cut into items
-// of (a few tokens of a row, one key/value head, a stretch of keys), which threads take as they come.
+// Cache of one layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values. The work is divided into
+// items of (a few tokens of a row, one key/value head, a range of keys), which threads take one after the other.
 //
-// The order of every sum is part of the contract: tiles of TILE keys and splits of SPLIT keys stand at absolute
-// positions, a split starts from nothing, and splits are joined in ascending order. So a query's result depends on its
-// own query, keys and values, and not on the batch, on how its prompt was cut, or on the number of threads.
+// The order of every sum is part of the contract: tiles of TILE keys and splits of SPLIT keys are at absolute positions,
+// each split has its own sums, and splits are merged in ascending order. So a query's result depends only on its query,
+// keys and values, not on the batch, the prefill chunks or the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <utility>
@@ -21,13 +21,13 @@ using namespace quire;
 
 namespace {
 
-constexpr int64_t SPLIT = 4 * TILE;      // keys that one item at least takes whole
-constexpr int64_t BLOCK_ROWS = 64;       // query rows of an item, about
-constexpr int64_t ITEMS_PER_THREAD = 4;  // at least, where the keys allow: evens out rows of different length
-constexpr int64_t ONE_THREAD_MACS = 1 << 18;  // tens of microseconds: less than waking the others may cost
+constexpr int64_t SPLIT = 4 * TILE;      // keys that are never divided among items
+constexpr int64_t BLOCK_ROWS = 64;       // approximate query rows of an item
+constexpr int64_t ITEMS_PER_THREAD = 4;  // minimum, if there are enough keys: balances rows of different length
+constexpr int64_t ONE_THREAD_MACS = 1 << 18;  // tens of microseconds: less than waking other threads may cost
 
-// Some tokens of one row against the keys of one head; or only some of its splits, and then `partial` says where the
-// result waits to be joined.
+// Some tokens of one row and the keys of one head, or only some splits of these keys. In the latter case `partial` is
+// the index of the result to be merged.
 struct Item {
     int64_t row, token, count, position, head;
     int64_t first_split, last_split, partial;
@@ -36,7 +36,7 @@ struct Item {
 struct Call {
     char* out;
     const char* query;
-    int64_t token_stride, head_stride;  // of the query, in elements
+    int64_t token_stride, head_stride;  // query strides, in elements
     const char* cache;
     const QuireStep* step;
     const QuireLayer* layer;
@@ -44,13 +44,13 @@ struct Call {
 
     int64_t group() const { return layer->num_heads / layer->num_kv_heads; }
     int64_t width() const { return padded(layer->head_dim); }
-    // First key that a query sees.
+    // First key visible to a query.
     int64_t first_key(int64_t position) const {
         return step->window ? std::max<int64_t>(position - step->window + 1, 0) : 0;
     }
 };
 
-// What a thread works in: grown once, kept.
+// Scratch memory of a thread, which is kept between calls.
 struct Workspace {
     std::vector<float> memory;
     std::vector<Row> rows;
@@ -68,7 +68,7 @@ struct Workspace {
     }
 };
 
-// Where the keys (or values) of a tile stand, one pointer each; outside [first, last) the nearest one's.
+// Pointers to the keys (or values) of a tile; outside [first, last) the pointer of the nearest key.
 template <class T>
 void locate(Call& call, const Item& item, int64_t tile, int64_t first, int64_t last, bool values, const T** rows) {
     const QuireLayer& layer = *call.layer;
@@ -89,7 +89,7 @@ void locate(Call& call, const Item& item, int64_t tile, int64_t first, int64_t l
     for (int64_t i = last - base; i < TILE; i++) rows[i] = rows[last - base - 1];
 }
 
-// One item under way, over a cache of one format.
+// Computes one item, over a cache of one format.
 template <class F>
 class Attend {
     typedef typename F::stored T;
@@ -100,7 +100,7 @@ class Attend {
         first_ = call.first_key(item.position);
         last_ = item.position + item.count;
         work.fit(rows_, width_);
-        // Widened copies pay where several passes would widen the same numbers, and where rows do not fill registers.
+        // Widened copies pay off if several passes would widen the same numbers, or if rows do not fill registers.
         staged_ = width_ != call.layer->head_dim || (sizeof(T) < 4 && rows_ > QUERIES);
     }
 
@@ -119,7 +119,7 @@ class Attend {
         if (item_.partial < 0) finish();
     }
 
-    // Joins what other items kept, [count] partials of them.
+    // Merges [count] partial results of other items.
     void join_kept(const float* partials, int64_t partial_size, int64_t count) {
         std::fill(work_.total, work_.total + rows_, 0.0f);
         for (int64_t i = 0; i < count; i++, partials += partial_size)
@@ -246,7 +246,7 @@ class Attend {
     const float* widened_[TILE];
 };
 
-// The items of a step; those that are whole but cut into pieces also stand in `joints`.
+// The items of a step. Items whose keys are divided among several are also in `joints`.
 struct Work {
     std::vector<Item> items, joints;
     int64_t partials = 0;
@@ -299,7 +299,7 @@ struct Work {
     }
 };
 
-// Not a local of whoever shares out the work: other threads would never pass its declaration.
+// Not a local variable of the function that starts the threads: the other threads do not run its declaration.
 Workspace& own_workspace() {
     static thread_local Workspace workspace;
     return workspace;
@@ -333,8 +333,8 @@ void attend(Call& call) {
 
 }  // namespace
 
-// Attention into `out`, contiguous [num_tokens, num_heads, head_dim]; tokens past the last row's become zero. Returns
-// 0, or what was wrong (attention_structs.h): the results are then worth nothing.
+// Computes attention into `out`, contiguous [num_tokens, num_heads, head_dim]; tokens after the last row's become zero.
+// Returns 0 or an error code (attention_structs.h), with undefined results.
 QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_stride, int64_t head_stride,
                                   const void* cache, const QuireStep* step, const QuireLayer* layer) {
     Call call{static_cast<char*>(out), static_cast<const char*>(query), token_stride, head_stride,
@@ -352,7 +352,7 @@ QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_st
     return call.error;
 }
 
-// From a layer's projection to written keys and values, and queries normalised and rotated in place.
+// Writes a layer's projected keys and values to the cache, and normalises and rotates queries in place.
 QUIRE_API int64_t quire_attention_prologue(const QuireTokens* tokens, void* cache, const QuireStep* step,
                                            const QuireLayer* layer) {
     return prepare_tokens(*tokens, static_cast<char*>(cache), *step, *layer);

@@ -1,19 +1,19 @@
-// Rows of numbers in any of the formats, to float32 and back.
+// Conversion of rows between float32 and the other number formats.
 #pragma once
 
 #include "attention_vec.h"
 
 namespace quire {
 
-// As worker_proc/attention/cpu_native.py numbers them.
+// Same numbers as in worker_proc/attention/cpu_native.py.
 enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT8_E4M3 = 3, FLOAT8_E5M2 = 4 };
 
 QUIRE_INLINE int64_t format_bytes(int64_t format) { return format == FLOAT32 ? 4 : format < FLOAT8_E4M3 ? 2 : 1; }
 
-// A length in whole registers.
+// Number of registers for a length.
 QUIRE_INLINE int64_t padded(int64_t length) { return (length + VF - 1) / VF * VF; }
 
-// to[i] = from[i] * factor; what pads the last register is zero.
+// to[i] = from[i] * factor; the last register is padded with zeros.
 template <class F>
 void widen_row(const void* from, int64_t length, float factor, float* to) {
     const auto* source = static_cast<const typename F::stored*>(from);
@@ -35,7 +35,7 @@ inline void widen_row(int64_t format, const void* from, int64_t length, float fa
     }
 }
 
-// Nearest, ties to even, in a format with MANTISSA bits and exponent bias BIAS; |x| must be in its range or NaN.
+// Rounds to nearest, ties to even, in a format with MANTISSA bits and exponent bias BIAS; |x| must be in its range or NaN.
 template <int MANTISSA, int BIAS>
 QUIRE_INLINE uint32_t narrow_bits(float magnitude) {
     constexpr int DROPPED = 23 - MANTISSA;
@@ -43,7 +43,7 @@ QUIRE_INLINE uint32_t narrow_bits(float magnitude) {
     std::memcpy(&bits, &magnitude, 4);
     const uint32_t rounded = bits + ((1u << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1);
     const uint32_t normal = (rounded >> DROPPED) - (uint32_t(127 - BIAS) << MANTISSA);
-    // Below the smallest normal number steps are even: adding 2^23 rounds to a whole number of them.
+    // Subnormal numbers are equally spaced: adding 2^23 rounds to a multiple of the spacing.
     const float steps = magnitude * float(1 << (BIAS + MANTISSA - 1)) + 8388608.0f;
     uint32_t step_bits;
     std::memcpy(&step_bits, &steps, 4);
@@ -58,7 +58,7 @@ QUIRE_INLINE uint16_t to_half(float x) {
     return uint16_t(sign | narrow_bits<10, 15>(magnitude));
 }
 
-// Out of range becomes the largest number, as an fp8 cache wants it: torch's own cast would make it NaN or infinity.
+// Values out of range become the largest number, as an fp8 KV cache requires; torch's cast would give NaN or infinity.
 template <int MANTISSA, int BIAS>
 QUIRE_INLINE uint8_t to_byte(float x, float most) {
     if (x != x) return 0x7f;

@@ -1,4 +1,4 @@
-// The softmax over keys that arrive a tile at a time (Milakov and Gimelshein, arXiv 1805.02867).
+// Online softmax over keys that are processed tile by tile (Milakov and Gimelshein, arXiv 1805.02867).
 #pragma once
 
 #include <limits>
@@ -9,20 +9,20 @@ namespace quire {
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// What one query row has gathered; `out` [width] is the sum of exp(score - most) * value.
+// Accumulated state of one query row; `out` [width] is the sum of exp(score - most) * value.
 struct Row {
     float most;
-    vfloat sums;  // of exp(score - most), lane by lane
+    vfloat sums;  // sum of exp(score - most), per lane
 };
 
-// How scores become weights.
+// Parameters of the conversion of scores to weights.
 struct Scores {
-    float soft_cap;   // 0: none
+    float soft_cap;   // 0 for none
     int first, last;  // keys of the tile that the query sees
 };
 
-// Scores, in place, into weights; what was gathered before is brought to the new largest score. Vectors [from, to) of
-// the tile hold every key that is seen; keys there that are not get the weight 0, whatever their score holds.
+// Converts scores to weights in place, and rescales the accumulated state to the new largest score. Vectors [from, to)
+// of the tile contain all visible keys; other keys in them get weight 0, whatever their score.
 inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, float* out, int64_t width) {
     vfloat most = splat(NOTHING), lane = {};
     for (int i = 0; i < VF; i++) lane[i] = float(i);
@@ -50,11 +50,11 @@ inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, 
         for (int64_t d = 0; d < width; d += VF) store(out + d, load<vfloat>(out + d) * kept);
 }
 
-// A split's sums joined to those of the splits before it, always in ascending order of the keys. While `total` is 0
-// there was none, and `out` holds nothing yet.
+// Merges a split's sums into those of the splits before it, always in ascending order of the keys. `total` is 0 before
+// the first split; `out` is uninitialised then.
 inline void join(float& most, float& total, float* out, float split_most, float split_total, const float* split_out,
                  int64_t width) {
-    if (split_total == 0.0f) return;  // the query sees nothing there
+    if (split_total == 0.0f) return;  // no key of the split is visible to the query
     if (total == 0.0f) {
         most = split_most, total = split_total;
         std::memcpy(out, split_out, width * sizeof(float));

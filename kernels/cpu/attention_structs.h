@@ -1,20 +1,20 @@
-// What Python hands over: worker_proc/attention/cpu_native.py has the same fields in the same order.
+// Arguments from Python: worker_proc/attention/cpu_native.py has the same fields in the same order.
 #pragma once
 
 #include <cstdint>
 
 extern "C" {
 
-// One step, seen by one KV group: StepBatch.
+// One step of one KV group: StepBatch.
 struct QuireStep {
     const int32_t* block_table;      // [num_rows, table_width], rows table_stride apart
     const int32_t* query_start_loc;  // [num_rows + 1]
     const int32_t* seq_lens;         // [num_rows]
-    const int64_t* slot_mapping;     // [num_tokens]; negative: not written
+    const int64_t* slot_mapping;     // [num_tokens]; tokens with negative slots are not written
     int64_t num_rows, num_tokens, table_width, table_stride, block_size, window;
 };
 
-// One layer: AttentionSpec and its cache.
+// One layer: AttentionSpec and its KV cache.
 struct QuireLayer {
     const float* sinks;  // [num_heads] or null
     int64_t num_heads, num_kv_heads, head_dim, num_blocks, cache_format, query_format;
@@ -23,12 +23,12 @@ struct QuireLayer {
 
 // The tokens to prepare: all in query_format, strides in elements, the last dimension contiguous.
 struct QuireTokens {
-    void* query;       // [num_tokens, num_heads, head_dim], changed in place; null: nothing to do to queries
-    const void* key;   // [num_tokens, num_kv_heads, head_dim], as value; null: nothing to write
+    void* query;       // [num_tokens, num_heads, head_dim], changed in place; null to leave queries unchanged
+    const void* key;   // [num_tokens, num_kv_heads, head_dim], as value; null to write nothing
     const void* value;
     const void* q_norm;  // [head_dim] in query_format, or null, as k_norm
     const void* k_norm;
-    const void* table;         // [2, max_position, rotary_dim]: cosines, signed sines; null: no rotation
+    const void* table;         // [2, max_position, rotary_dim]: cosines, signed sines; null for no rotation
     const int64_t* positions;  // [num_tokens]
     int64_t token_stride, head_stride, value_token_stride, value_head_stride;
     int64_t table_format, max_position, rotary_dim;
@@ -37,7 +37,7 @@ struct QuireTokens {
 
 }
 
-// Errors.
+// Error codes.
 constexpr int64_t BAD_BLOCK = 1;     // a block id outside the cache
 constexpr int64_t BAD_LENGTH = 2;    // a row longer than its block table, or than the step
 constexpr int64_t BAD_SLOT = 3;      // a slot outside the cache

@@ -1,8 +1,8 @@
-// A tile: some query rows against up to TILE keys that stand wherever the block table says.
+// A tile: some query rows and up to TILE keys, addressed through the block table.
 //
-// Query rows are (token, query head) pairs that share one key/value head. Rows are taken QUERIES at a time, so that
-// each key or value that is loaded serves several; which rows stand together changes no bit of any row's result,
-// because each lane of each row is one chain of fused multiply-adds.
+// Query rows are (token, query head) pairs that share one key/value head. They are processed QUERIES at a time, so that
+// each loaded key or value is used several times. The grouping of rows does not change a row's bits, because each lane
+// of each row is one chain of fused multiply-adds.
 #pragma once
 
 #include "attention_vec.h"
@@ -10,10 +10,10 @@
 namespace quire {
 
 constexpr int TILE = 64;                     // keys
-constexpr int QUERIES = VF == 16 ? 4 : 3;    // rows at once: four keys' accumulators for each fit the registers
-constexpr int LINE = 64;                     // bytes that one prefetch brings
+constexpr int QUERIES = VF == 16 ? 4 : 3;    // rows at a time: accumulators of four keys per row fit in the registers
+constexpr int LINE = 64;                     // bytes per prefetch
 
-// Memory that will be needed soon: the row of each key. Null: nothing to fetch.
+// Memory to prefetch: the row of each key, or null.
 struct Ahead {
     const char* const* rows;
     int64_t bytes;

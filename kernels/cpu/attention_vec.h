@@ -1,14 +1,13 @@
-// What attention adds to common.h: the number formats of a cache, sums in one order, and an exponential.
+// Vector functions of attention, in addition to common.h: number formats of a KV cache, ordered sums, an exponential.
 //
-// Nothing here may be compiled with -ffast-math: masks are infinities, and the order of every sum is part of the
-// contract.
+// Must not be compiled with -ffast-math: masks are infinities, and the order of every sum is part of the contract.
 #pragma once
 
 #include "common.h"
 #include "exp.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// Vectors never cross a call here: everything is inlined, so how they would be passed does not matter.
+// All functions are inlined, so the calling convention for vectors does not matter.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 
@@ -18,7 +17,7 @@ typedef uint16_t vu16 __attribute__((vector_size(2 * VF)));
 typedef uint8_t vu8 __attribute__((vector_size(VF)));
 typedef float vf4 __attribute__((vector_size(16)));
 
-// ---- number formats. `value` widens exactly; what is stored means FACTOR times the result.
+// ---- number formats. `value` widens exactly; the stored number is FACTOR times the result.
 
 QUIRE_INLINE vfloat widen_half(vu16 half) {
 #if defined(__AVX512F__) && !defined(QUIRE_VF)
@@ -27,7 +26,7 @@ QUIRE_INLINE vfloat widen_half(vu16 half) {
     return (vfloat)_mm256_cvtph_ps((__m128i)half);
 #else
     const vuint wide = __builtin_convertvector(half, vuint);
-    const vfloat magnitude = (vfloat)((wide & 0x7fff) << 13) * 5.192296858534828e33f;  // 2^112: the biases' difference
+    const vfloat magnitude = (vfloat)((wide & 0x7fff) << 13) * 5.192296858534828e33f;  // 2^112: difference of the biases
     const vuint special = (vuint)((wide & 0x7c00) == 0x7c00) & 0x7f800000u;
     return (vfloat)((vuint)magnitude | special | ((wide & 0x8000) << 16));
 #endif
@@ -53,7 +52,7 @@ struct BFloat16 {
     typedef uint16_t stored;
     static constexpr float FACTOR = 1.0f;
     static QUIRE_INLINE vfloat value(const stored* from) {
-        // gcc 12 makes four instructions of it out of __builtin_convertvector.
+        // gcc 12 compiles __builtin_convertvector to four instructions.
 #if defined(__AVX512F__) && !defined(QUIRE_VF)
         return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)load<vu16>(from)), 16);
 #elif defined(__AVX2__) && !defined(QUIRE_VF)
@@ -70,7 +69,7 @@ struct Float16 {
     static QUIRE_INLINE vfloat value(const stored* from) { return widen_half(load<vu16>(from)); }
 };
 
-// Exponent bias 7 where float16 has 15; no infinity, and 0x7f is NaN (OCP 8-bit floating point formats, 1.0).
+// Exponent bias 7 instead of float16's 15; no infinity, and 0x7f is NaN (OCP 8-bit floating point formats, 1.0).
 struct Float8E4M3 {
     typedef uint8_t stored;
     static constexpr float FACTOR = 256.0f;
@@ -91,7 +90,7 @@ struct Float8E5M2 {
     }
 };
 
-// Loaded once: gcc would rather load a value again for each of its uses, and loads are what limits here.
+// Forces a single load: gcc would load a value again for each use, and loads are the bottleneck here.
 QUIRE_INLINE vfloat in_register(vfloat v) {
 #if defined(__AVX__) && !defined(QUIRE_VF)
     __asm__("" : "+v"(v));
@@ -107,7 +106,7 @@ QUIRE_INLINE vfloat in_register(vfloat v) {
 #define QUIRE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype((a) < (b)){__VA_ARGS__})
 #endif
 
-// Neighbours added: [a0+a1, a2+a3, b0+b1, b2+b3], in each run of four lanes.
+// Adds neighbours: [a0+a1, a2+a3, b0+b1, b2+b3], in each group of four lanes.
 QUIRE_INLINE vf4 neighbours(vf4 a, vf4 b) {
     return QUIRE_SHUFFLE(a, b, 0, 2, 4, 6) + QUIRE_SHUFFLE(a, b, 1, 3, 5, 7);
 }
@@ -126,7 +125,7 @@ QUIRE_INLINE Half fold(Whole v) {
     return halves[0] + halves[1];
 }
 
-// The sums of four vectors, each in the same order.
+// Sums of four vectors, each in the same order.
 QUIRE_INLINE vf4 sums(vfloat a, vfloat b, vfloat c, vfloat d) {
 #if QUIRE_LANES == 16
     return fold<vf4>(neighbours(neighbours(fold<vf8>(a), fold<vf8>(b)), neighbours(fold<vf8>(c), fold<vf8>(d))));
@@ -149,12 +148,12 @@ QUIRE_INLINE float largest(vfloat v) {
 
 // ---- exponentials
 
-// For x <= 88. Below -87 it is 0 exactly, and exp(0) is 1 exactly; a NaN stays one. Relative error under 2e-7.
+// For x <= 88. Exactly 0 below -87, and exactly 1 for 0; NaN stays NaN. Relative error under 2e-7.
 QUIRE_INLINE vfloat exponential(vfloat x) {
     const vfloat bounded = x < -87.0f ? splat(-87.0f) : x;
     vfloat n;
     const vfloat p = exp_parts(bounded, n);
-    const vint power = ((vint)(n + 12582912.0f) + 127) << 23;  // 1.5 * 2^23: n stands in the low bits of the sum
+    const vint power = ((vint)(n + 12582912.0f) + 127) << 23;  // 1.5 * 2^23: n is in the low bits of the sum
     return x < -87.0f ? vfloat{} : p * (vfloat)power;
 }
 

@@ -1,4 +1,4 @@
-// From a projection to queries, and to keys and values in the cache: head norms, rotation, conversion.
+// Preparation of queries, and writing of keys and values to the cache: head norms, rotation, conversion.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@ namespace quire {
 
 constexpr int64_t ONE_THREAD_NUMBERS = 1 << 15;
 
-// Dimension i with dimension i + rotary_dim / 2; the table's sines carry the sign.
+// Rotates dimension i with dimension i + rotary_dim / 2; the table's sines include the sign.
 inline void rotate(float* x, const float* cosine, const float* sine, int64_t rotary_dim) {
     const int64_t half = rotary_dim / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -85,7 +85,7 @@ class Preparer {
         for (int64_t i = 0; i < width_; i += VF) store(x_ + i, load<vfloat>(x_ + i) * factor * load<vfloat>(norm + i));
     }
 
-    // Where a head of a token stands: half 0 keys, 1 values.
+    // Address of a token's head in the cache; half is 0 for keys, 1 for values.
     char* place(int64_t half, int64_t slot, int64_t head) {
         const int64_t block = half * layer_.num_blocks + slot / step_.block_size;
         const int64_t row = (block * layer_.num_kv_heads + head) * step_.block_size + slot % step_.block_size;

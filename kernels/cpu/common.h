@@ -1,10 +1,10 @@
-// What every source here shares: vectors as wide as the CPU's registers, bfloat16, and the export mark.
+// Definitions shared by all sources: vectors as wide as the CPU's registers, bfloat16, and the export attribute.
 //
-// Vectors are the compilers' own extension, so that one source serves AVX2, AVX-512, NEON and whatever comes.
+// Vectors use the compilers' vector extension, so that one source serves AVX2, AVX-512, NEON and others.
 //
-// A product and a sum are one rounding only where it says multiply_add. The compiler must not decide that
-// (-ffp-contract=off): gcc tuned for Zen does for some loops and not for others, and a row's bits would depend on how
-// many stand beside it.
+// A product and a sum are rounded once only where the code calls multiply_add. The compiler must not contract them
+// (-ffp-contract=off): gcc tuned for Zen contracts some loops and not others, and a row's bits would depend on the
+// number of rows.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 
 namespace quire {
 
-#if defined(QUIRE_VF)  // CXXFLAGS=-DQUIRE_VF=16: the code for another width, whatever the CPU, to test it
+#if defined(QUIRE_VF)  // CXXFLAGS=-DQUIRE_VF=16 compiles the code for another width on any CPU, for tests
 #define QUIRE_LANES QUIRE_VF
 #elif defined(__AVX512F__)
 #define QUIRE_LANES 16
@@ -50,9 +50,9 @@ QUIRE_INLINE void store(T* to, V value) {
     std::memcpy(to, &value, sizeof(V));
 }
 
-QUIRE_INLINE vfloat splat(float x) { return x - vfloat{}; }  // a vector minus +0 keeps the sign of a zero
+QUIRE_INLINE vfloat splat(float x) { return x - vfloat{}; }  // subtracting +0 keeps the sign of a zero
 
-// a * b + c, rounded once where the CPU can.
+// a * b + c, rounded once if the CPU has fused multiply-add.
 QUIRE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) {
 #if defined(__AVX512F__)
     if constexpr (VF == 16) return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -88,7 +88,7 @@ QUIRE_INLINE float to_float(uint16_t x) {
     return out;
 }
 
-// Round to nearest, ties to even, as torch does; a NaN stays one (rounding may otherwise carry it into infinity).
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN (a carry could otherwise turn it into infinity).
 QUIRE_INLINE uint16_t to_bf16(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -109,7 +109,7 @@ QUIRE_INLINE void store_floats(uint16_t* to, vfloat x) {
     store(to, __builtin_convertvector(x == x ? rounded : quiet_nan, vbf16));
 }
 
-// Always the same order of additions: lanes of one half to the other, down to one.
+// Sum in a fixed order: adds the halves of the vector until one lane is left.
 QUIRE_INLINE float sum_lanes(vfloat x) {
     float lanes[VF];
     store(lanes, x);

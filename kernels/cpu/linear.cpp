@@ -1,11 +1,11 @@
 // Linear layers, y = x W^T + bias, over weights packed in panels of PANEL outputs.
 //
-// A float32 or float16 panel is [inputs][PANEL]. A bfloat16 panel is [inputs / 2][PANEL] words, each with the weights of two
-// neighbouring inputs: a shift and a mask then widen two registers, where 16-bit loads would need two shuffles besides.
+// A float32 or float16 panel is [inputs][PANEL]. A bfloat16 panel is [inputs / 2][PANEL] words, each with the weights of
+// two neighbouring inputs: a shift and a mask widen two registers, while 16-bit loads would need two more shuffles.
 //
-// The order of additions is part of the contract. An output is the sum, block by block of K_BLOCK inputs, of chains of
-// fused multiply-adds in ascending order of the input, whatever the number of rows, the row's place, the tile that it
-// falls into and the number of threads: a row's bits depend on that row alone.
+// The order of additions is part of the contract. An output is the sum, over blocks of K_BLOCK inputs, of chains of
+// fused multiply-adds in ascending order of the input. This holds for any number of rows, row index, tile and number of
+// threads: a row's bits depend on that row alone.
 #include <algorithm>
 
 #ifdef __linux__
@@ -25,12 +25,13 @@ namespace {
 
 constexpr int PANEL = 2 * VF;                // outputs side by side: two registers
 constexpr int K_BLOCK = 512;                 // inputs: a panel's block is 16 KB in bfloat16, half of it a usual L1
-constexpr int GROUP_BYTES = 192 * 1024;      // of weights that stay in L2 while the rows pass
-constexpr int PARTS_PER_THREAD = 4;          // so that a thread that gets no core holds up a quarter of its share
-constexpr long THREADS_FROM = 1 << 17;       // multiplications: fewer take one thread less time than waiting for others
-constexpr int AHEAD = 2048;                  // bytes: the hardware looks no further than the end of a 4 KB page
+constexpr int GROUP_BYTES = 192 * 1024;      // weights that stay in L2 while all rows are computed
+constexpr int PARTS_PER_THREAD = 4;          // so that a thread without a core delays only a quarter of its share
+constexpr long THREADS_FROM = 1 << 17;       // multiplications: fewer take less time than waiting for other threads
+constexpr int AHEAD = 2048;                  // bytes: the hardware prefetcher stops at the end of a 4 KB page
 
-// MAX_ROWS: as many rows, two sums each, as leave registers for the operands. One more, and a spilt sum halves the speed.
+// MAX_ROWS: rows at a time, two sums each, that leave registers for the operands. One more row spills a sum, which
+// halves the speed.
 struct Bf16 {
     static constexpr int MAX_ROWS = VF == 16 ? 10 : 5;
     static long panel_bytes(long inputs) { return (inputs + 1) / 2 * PANEL * 4; }
@@ -54,7 +55,7 @@ long panel_bytes(int kind, long inputs) {
                              : Float32::panel_bytes(inputs);
 }
 
-// One register's float16 weights, by the CPU's own conversion; the launcher refuses float16 where it has none.
+// Converts one register of float16 weights in hardware; the launcher rejects float16 on CPUs without this conversion.
 #if defined(__F16C__)
 constexpr bool HAS_FLOAT16 = VF >= 8;
 QUIRE_INLINE vfloat widen_halves(const char* from) {
@@ -72,7 +73,7 @@ constexpr bool HAS_FLOAT16 = false;
 QUIRE_INLINE vfloat widen_halves(const char*) { return vfloat{}; }
 #endif
 
-// As in kernels/cpu/linear.py, which keeps one per layer: a call then has few arguments to convert.
+// As in kernels/cpu/linear.py, which keeps one per layer so that a call has few arguments to convert.
 struct Layer {
     const char* packed;
     const float* bias;  // or null
@@ -93,7 +94,7 @@ struct Tile {
     vfloat sums[R][P][2];
 };
 
-// One input of R rows times P panels' weights of it.
+// Multiplies one input of R rows by its weights in P panels.
 template <int R, int P>
 QUIRE_INLINE void multiply(Tile<R, P>& tile, const float* x, long stride, const vfloat (&weights)[P][2]) {
 #pragma GCC unroll 16
@@ -149,7 +150,7 @@ QUIRE_INLINE void block(Bf16, Tile<R, P>& tile, const float* x, long stride, con
         prefetch<P>(panel, bytes, PANEL * 4);
         widen<P>(weights, panel, bytes, false);
         multiply<R, P>(tile, x + k, stride, weights);
-        // The words are read again: kept until here, they would push sums out of the registers.
+        // Load the words again: keeping them would spill sums.
         asm volatile("" : "+r"(panel));
         widen<P>(weights, panel, bytes, true);
         multiply<R, P>(tile, x + k + 1, stride, weights);
@@ -160,7 +161,7 @@ QUIRE_INLINE void block(Bf16, Tile<R, P>& tile, const float* x, long stride, con
     }
 }
 
-// Adds one block's sums, [rows][panels * PANEL], to the output, where the first block finds nothing yet.
+// Adds one block's sums, [rows][panels * PANEL], to the output; the first block initialises it.
 __attribute__((noinline)) void finish(const Call& call, const float* sums, int row, int rows, int column, int width,
                                       bool first) {
     const int here = std::min(width, call.outputs - column);
@@ -187,7 +188,7 @@ void run_tile(const Call& call, int row, int panel, int k, int count) {
 
 template <class W, int R>
 struct Rows {
-    // Few rows leave registers free: more panels at once are more independent sums, and more streams from memory.
+    // Few rows leave registers free: more panels at a time give more independent sums, and more streams from memory.
     static constexpr int P = R == 1 ? 4 : R == 2 || (R == 3 && VF == 16) ? 2 : 1;
     static void run(const Call& call, int rows, int row, int panel, int end, int k, int count) {
         if (rows != R) return Rows<W, R - 1>::run(call, rows, row, panel, end, k, count);
@@ -200,7 +201,7 @@ struct Rows<W, 0> {
     static void run(const Call&, int, int, int, int, int, int) {}
 };
 
-// Rows [row, row_end) times panels [panel, panel_end): a group of panels stays in the cache while the rows pass.
+// Computes rows [row, row_end) of panels [panel, panel_end): a group of panels stays in the cache for all rows.
 template <class W>
 void run_part(const Call& call, int row, int row_end, int panel, int panel_end) {
     const int tiles = (row_end - row + W::MAX_ROWS - 1) / W::MAX_ROWS;
@@ -217,7 +218,7 @@ void run_part(const Call& call, int row, int row_end, int panel, int panel_end) 
     }
 }
 
-// Threads share the panels; a narrow layer with many rows is cut along its rows too.
+// Divides the panels among the threads; a narrow layer with many rows is divided along its rows too.
 template <class W>
 void run(const Call& call, int rows) {
     const int panels = (call.outputs + PANEL - 1) / PANEL;
@@ -239,7 +240,7 @@ QUIRE_API long quire_packed_bytes(int outputs, int inputs, int kind) {
     return (outputs + PANEL - 1) / PANEL * panel_bytes(kind, inputs);
 }
 
-// weight: [outputs][inputs] contiguous, of the element type that packed will have. Outputs past the end are zeros.
+// weight: [outputs][inputs] contiguous, with the element type of `packed`. Outputs past the end are zeros.
 template <class T>
 void pack(const T* weight, char* packed, int outputs, int inputs, int kind) {
     const int panels = (outputs + PANEL - 1) / PANEL;
@@ -258,7 +259,7 @@ void pack(const T* weight, char* packed, int outputs, int inputs, int kind) {
 
 QUIRE_API void quire_pack(const void* weight, void* packed, int outputs, int inputs, int kind) {
 #ifdef MADV_HUGEPAGE
-    // Every step reads all of it: with small pages the page walks cost bandwidth. A refusal is no harm.
+    // Every step reads all of it, and page walks with small pages cost bandwidth. A failure of madvise is harmless.
     const uintptr_t page = 1 << 21, start = (uintptr_t(packed) + page - 1) & ~(page - 1);
     const uintptr_t end = (uintptr_t(packed) + quire_packed_bytes(outputs, inputs, kind)) & ~(page - 1);
     if (end > start) madvise((void*)start, end - start, MADV_HUGEPAGE);

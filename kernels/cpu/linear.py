@@ -1,4 +1,4 @@
-"""Linear layers over weights packed for the native library: a checked launcher, and what it computes in plain torch."""
+"""Linear layers over packed weights by the native library: a checked launcher, and a reference in plain torch."""
 
 import ctypes
 
@@ -9,19 +9,19 @@ from quire.kernels.cpu.native import Native
 # As in linear.cpp.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# The relative error of a sum of float32 products, as a share of the sum of their magnitudes: chains of at most 512
-# fused multiply-adds, and one more addition for each further 512.
+# Tolerance of a sum of float32 products, relative to the sum of their magnitudes. Sums are chains of at most 512 fused
+# multiply-adds, with one more addition for each further 512.
 TOLERANCE = 5e-6
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias`` in float64: ``[rows, inputs]`` → ``[rows, outputs]``."""
+    """Reference of ``PackedLinear``: ``x @ weight.T + bias`` in float64, ``[rows, inputs]`` → ``[rows, outputs]``."""
     out = x.double() @ weight.double().T
     return out if bias is None else out + bias.double()
 
 
 class _Layer(ctypes.Structure):
-    """As in linear.cpp."""
+    """``Layer`` of linear.cpp."""
 
     _fields_ = (
         ("packed", ctypes.c_void_p),
@@ -33,22 +33,25 @@ class _Layer(ctypes.Structure):
 
 
 class PackedLinear:
-    """A weight in the library's layout, in its own element type, and the product with it.
+    """A linear layer with its weight in the library's packed layout and in the weight's dtype.
 
-    A row of the product has the same bits whatever the other rows, their number and the number of threads: see
-    linear.cpp. Products and sums are float32.
+    Products and sums are float32. A row's bits do not depend on the other rows, their number or the number of threads:
+    see linear.cpp.
 
     Args:
-        weight: ``[outputs, inputs]``, contiguous, float32, bfloat16 or float16; not kept.
+        weight: ``[outputs, inputs]``, contiguous, float32, bfloat16 or float16; copied.
         bias: ``[outputs]`` or None.
 
     Raises:
-        ValueError: this library does not take the weight (``accepts`` is false).
+        ValueError: the library does not support the weight (``accepts`` is false).
     """
 
     def __init__(self, native: Native, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         if not self.accepts(native, weight):
-            raise ValueError(f"weight: {weight.dtype} on {weight.device}, {tuple(weight.shape)}: not for packing")
+            raise ValueError(
+                "weight: expected a contiguous matrix of a supported dtype on the CPU, "
+                f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+            )
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         size = native.function("quire_packed_bytes", integer, integer, integer, returns=long)
         pack = native.function("quire_pack", pointer, pointer, integer, integer, integer)
@@ -74,10 +77,10 @@ class PackedLinear:
         return self._packed.numel()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, inputs]``, rows may be strided → contiguous ``[rows, outputs]`` of ``x``'s dtype.
+        """Multiply ``[rows, inputs]``, rows may be strided: contiguous ``[rows, outputs]`` of ``x``'s dtype.
 
         Raises:
-            ValueError: ``x`` is not of that shape, or not on the CPU.
+            ValueError: ``x`` does not have this shape, or is not on the CPU.
         """
         if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
             raise ValueError(f"x: expected [rows, {self.inputs}] on the CPU, got {tuple(x.shape)} on {x.device}")

@@ -1,4 +1,4 @@
-// Bitmasks put to logits in place. One pass per row, rows shared among threads; a row's bits depend on that row alone.
+// Applies bitmasks to logits in place: one pass per row, rows divided among threads. A row's bits depend on it alone.
 
 #include <limits>
 
@@ -9,7 +9,7 @@ using namespace quire;
 
 namespace {
 
-// Logits; with fewer, waking the other threads costs more than they save.
+// In logits: with fewer, waking other threads costs more than it saves.
 constexpr long EDIT_THREADS_FROM = 1 << 17;
 
 template <class Body>
@@ -19,7 +19,7 @@ void for_rows(long rows, long width, Body&& body) {
     });
 }
 
-// The 32 tokens of one word, or as many as the vocabulary has.
+// Applies one word to its 32 tokens, or as many as the vocabulary has.
 QUIRE_INLINE void mask_word(float* logits, uint32_t word, long count) {
     constexpr float FORBIDDEN = -std::numeric_limits<float>::infinity();
     if (word == 0xffffffffu) return;
@@ -38,7 +38,7 @@ QUIRE_INLINE void mask_word(float* logits, uint32_t word, long count) {
 
 }  // namespace
 
-// words: [num_masks][num_words]; rows[m] is the row of logits that mask m is for.
+// words: [num_masks][num_words]; rows[m] is the row of logits of mask m.
 QUIRE_API void quire_bitmask(float* logits, long stride, long num_rows, long vocab, const int64_t* rows,
                              const uint32_t* words, long words_stride, long num_words, long num_masks) {
     for_rows(num_masks, vocab, [&](int64_t m) {

@@ -1,6 +1,6 @@
-"""Bitmasks by the native library.
+"""Application of token bitmasks by the native library.
 
-The launcher in ``kernels.sampling.token_bitmask`` checks the tensors; what is computed is written down there.
+The launcher in ``kernels.sampling.token_bitmask`` checks the tensors and defines the operation.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from quire.kernels.cpu.native import Native, load_native
 
 
 class LogitEdits:
-    """The library's functions, looked up once. They trust their arguments."""
+    """The library's functions, looked up once. They do not check their arguments."""
 
     def __init__(self, native: Native) -> None:
         pointer, long = ctypes.c_void_p, ctypes.c_long
@@ -34,7 +34,7 @@ class LogitEdits:
 
 
 def native_edits() -> LogitEdits | None:
-    """None where there is no native library (``load_native`` says why)."""
+    """Return the functions, or None without the native library (``load_native`` reports why)."""
     native = load_native()
     return None if native is None else _edits_of(native)
 

@@ -1,4 +1,4 @@
-// What is asked of rows of logits besides a token: whether they are finite, and log probabilities.
+// Functions over rows of logits besides sampling: checks for finite logits, and log probabilities.
 
 #include <cmath>
 
@@ -11,9 +11,9 @@ using namespace quire;
 
 namespace {
 
-// Logits; with fewer, waking the other threads costs more than they save.
+// In logits: with fewer, waking other threads costs more than it saves.
 constexpr long SCAN_THREADS_FROM = 1 << 17, LOGPROB_THREADS_FROM = 1 << 15;
-constexpr long CHUNK = 1024;  // terms that are added in float32, lane by lane, before float64 takes over
+constexpr long CHUNK = 1024;  // terms that are added in float32 per lane; chunks are added in float64
 
 template <class Body>
 void for_rows(long rows, long width, long threads_from, Body&& body) {
@@ -44,21 +44,21 @@ long count_above(const float* row, long vocab, float value) {
     return above;
 }
 
-// Ascending: the better logit first, of equals the lower token.
+// Ascending order of keys: the higher logit first, of equal ones the lower token.
 uint64_t key_of(float x, long token) {
     int32_t bits;
-    x += 0.f;  // both zeros are equal
+    x += 0.f;  // turns -0 into +0, so that both rank equal
     std::memcpy(&bits, &x, 4);
     const int32_t ordered = bits ^ ((bits >> 31) & 0x7fffffff);
     return uint64_t(0x7fffffffu - uint32_t(ordered)) << 32 | uint64_t(token);
 }
 
-// One thread's memory, used again for every row.
+// Scratch memory of one thread, reused for every row.
 struct Ranking {
     RowScan scan;
     std::vector<uint64_t> keys;
 
-    // The `count` best tokens. Where a NaN hides some of them, 0 stands for these.
+    // The `count` best tokens, padded with token 0 if NaNs hide some of them.
     void best(const float* row, long count, int64_t* tokens) {
         keys.clear();
         scan.for_each_from(scan.reached_by(count), [&](long token) {
@@ -73,7 +73,7 @@ struct Ranking {
 
 }  // namespace
 
-// bad[r]: row r's best logit is not finite.
+// bad[r]: whether row r's best logit is not finite.
 QUIRE_API void quire_bad_rows(const float* logits, long stride, long rows, long vocab, uint8_t* bad) {
     for_rows(rows, vocab, SCAN_THREADS_FROM, [&](int64_t row) {
         static thread_local RowScan scan;
@@ -82,8 +82,8 @@ QUIRE_API void quire_bad_rows(const float* logits, long stride, long rows, long 
     });
 }
 
-// ids and values: [rows][1 + n]: the given token of each row, then its n best, n <= vocab. ranks: 1 and how many logits
-// are above the given token's. A given token that does not exist has a NaN for a value.
+// ids and values: [rows][1 + n]: each row's given token, then its n best tokens, n <= vocab. ranks: 1 plus the number of
+// logits above the given token's. The value of a given token out of range is NaN.
 QUIRE_API void quire_top_logprobs(const float* logits, long stride, long rows, long vocab, const int64_t* given, long n,
                                   int64_t* ids, float* values, int64_t* ranks) {
     for_rows(rows, vocab, LOGPROB_THREADS_FROM, [&](int64_t r) {

@@ -1,7 +1,7 @@
-"""Whether rows of logits are finite, and log probabilities, by the native library: the checked launcher.
+"""Checks for finite logits, and log probabilities, by the native library: the checked launchers.
 
-``kernels.sampling.sampling_stats`` and ``kernels.sampling.sampling_logprobs`` write down what is computed; the
-tolerances there hold.
+``kernels.sampling.sampling_stats`` and ``kernels.sampling.sampling_logprobs`` define the operations and their
+tolerances.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from quire.kernels.cpu.sampling import check_logits_cpu
 
 
 class CpuLogits:
-    """The library's functions on rows of logits, looked up once."""
+    """The library's functions over rows of logits, looked up once."""
 
     def __init__(self, native: Native) -> None:
         pointer, long = ctypes.c_void_p, ctypes.c_long
@@ -25,10 +25,10 @@ class CpuLogits:
         self._logprobs = native.function("quire_top_logprobs", *rows, pointer, long, pointer, pointer, pointer)
 
     def bad(self, logits: torch.Tensor) -> torch.Tensor:
-        """Bool ``[num_rows]``: whether the best of each row of float32 ``[num_rows, vocab]`` is not finite.
+        """Return whether each row's best logit is not finite: float32 ``[num_rows, vocab]`` → bool ``[num_rows]``.
 
         Raises:
-            ValueError: ``logits`` is not such a tensor.
+            ValueError: ``logits`` does not have this shape or dtype, or is not on the CPU.
         """
         num_rows, vocab = check_logits_cpu(logits)
         bad = torch.empty(num_rows, dtype=torch.bool)
@@ -36,15 +36,15 @@ class CpuLogits:
         return bad
 
     def top_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
-        """As ``kernels.sampling.sampling_logprobs.top_logprobs``, of float32, for any ``n`` up to the vocabulary.
+        """As ``kernels.sampling.sampling_logprobs.top_logprobs``, for float32 and any ``n`` up to the vocabulary size.
 
         Raises:
-            ValueError: a tensor does not have the shape, dtype or place there, or ``n`` is out of its range.
+            ValueError: a tensor does not have that shape or dtype, or is not on the CPU, or ``n`` is out of range.
         """
         num_rows, vocab = check_logits_cpu(logits)
         check_tensor("tokens", tokens, {"num_rows": num_rows}, (torch.int64,), logits.device)
         if not 0 <= n <= vocab:
-            raise ValueError(f"n: {n} of {vocab} tokens, expected 0 to {vocab}")
+            raise ValueError(f"n must be between 0 and {vocab} for {vocab} tokens (got {n})")
         ids = torch.empty(num_rows, 1 + n, dtype=torch.int64)
         values = torch.empty(num_rows, 1 + n, dtype=torch.float32)
         ranks = torch.empty(num_rows, dtype=torch.int64)
@@ -63,7 +63,7 @@ class CpuLogits:
 
 
 def native_logits() -> CpuLogits | None:
-    """None where there is no native library (``load_native`` says why)."""
+    """Return the functions, or None without the native library (``load_native`` reports why)."""
     native = load_native()
     return None if native is None else _logits_of(native)
 

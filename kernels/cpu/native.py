@@ -1,8 +1,8 @@
-"""Compiles the C++ beside this file for the CPU it runs on, and loads it.
+"""Compilation and loading of the C++ library in this folder, for the CPU of this machine.
 
-Built on first use rather than when Quire is installed, so that one installation serves every CPU with its own
-instructions. Whatever fails (no compiler, no OpenMP runtime, a cache folder that others may write to) costs speed only:
-``find_native`` returns the reason instead.
+It is built on first use rather than at installation, so that one installation uses each CPU's own instructions. A
+failure (no compiler, no OpenMP runtime, a cache folder that other users may write to) only costs speed: ``find_native``
+returns the reason instead.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  (brings the OpenMP runtime that the library must share)
+import torch  # noqa: F401  (loads the OpenMP runtime that the library must share)
 
 log = logging.getLogger("quire.worker")
 
@@ -33,17 +33,17 @@ OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 
 class NativeUnavailable(Exception):
-    """Why this process runs without the library, in words for a person."""
+    """The reason why this process runs without the library, as a readable message."""
 
 
 @dataclass(frozen=True)
 class Native:
-    """The loaded library. Its functions take pointers and sizes as they come: the caller checks.
+    """The loaded library. Its functions do not check pointers and sizes: the caller does.
 
     Attributes:
         path: the shared object.
         vector_floats: float32 lanes of a register (16 with AVX-512, 8 with AVX, else 4).
-        has_float16: this CPU widens float16 in hardware.
+        has_float16: whether this CPU converts float16 in hardware.
     """
 
     path: Path
@@ -52,19 +52,19 @@ class Native:
     has_float16: bool
 
     def function(self, name: str, *arguments: Any, returns: Any = None) -> Any:
-        """The library's function ``name`` with ctypes ``arguments``; look it up once and keep it: a call takes 1 µs."""
+        """Return function ``name`` with ctypes ``arguments``. Keep the result: a lookup takes 1 µs."""
         found = self.library[name]
         found.argtypes = arguments
         found.restype = returns
         return found
 
 
-# A shared object is loaded once per process whatever we do, so its handle is the one thing found rather than passed.
+# The one module global: a shared object is loaded once per process anyway.
 _loaded: dict[tuple[str | None, ...], Native | str] = {}
 
 
 def load_native() -> Native | None:
-    """Return the library, or None where ``find_native`` gives a reason instead."""
+    """Return the library, or None if ``find_native`` returns a reason."""
     found = find_native()
     return found if isinstance(found, Native) else None
 
@@ -72,15 +72,15 @@ def load_native() -> Native | None:
 def find_native() -> Native | str:
     """Return the library, compiled first if this CPU has none yet, or the reason why it is unavailable.
 
-    ``QUIRE_CPU_NATIVE=0`` disables it, ``CXX`` names another compiler, ``CXXFLAGS`` adds to its options, and
-    ``XDG_CACHE_HOME`` moves the build.
+    ``QUIRE_CPU_NATIVE=0`` disables it, ``CXX`` selects the compiler, ``CXXFLAGS`` adds options, and ``XDG_CACHE_HOME``
+    moves the cache folder.
     """
     key = tuple(os.environ.get(name) for name in ("QUIRE_CPU_NATIVE", "CXX", "CXXFLAGS", "XDG_CACHE_HOME", "HOME"))
     if key not in _loaded:
         try:
             _loaded[key] = _load()
         except (NativeUnavailable, OSError, subprocess.SubprocessError, ValueError, RuntimeError) as error:
-            _loaded[key] = str(error)  # the last two: options that no shell would read, no home directory
+            _loaded[key] = str(error)  # ValueError: unbalanced quotes in options; RuntimeError: no home directory
     return _loaded[key]
 
 
@@ -89,15 +89,15 @@ def _load() -> Native:
         raise NativeUnavailable("QUIRE_CPU_NATIVE is 0")
     runtime = _openmp_runtime()
     path = _build(_compiler())
-    # Global, so that the library's OpenMP symbols, which it is not linked against, are found in torch's own runtime:
-    # a second one would start threads of its own on the same cores.
+    # RTLD_GLOBAL, so that the library, which is not linked against OpenMP, finds its symbols in torch's runtime. A
+    # second runtime would start its own threads on the same cores.
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     return Native(path, library, library.quire_vector_floats(), bool(library.quire_has_float16()))
 
 
 def _openmp_runtime() -> str:
-    """The runtime that torch has mapped, whatever its wheel calls the file."""
+    """Return the path of the OpenMP runtime that torch has mapped; its file name depends on the wheel."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         raise NativeUnavailable(f"not supported on {platform.system()}")
@@ -113,17 +113,17 @@ def _compiler() -> list[str]:
     wanted = shlex.split(os.environ.get("CXX", ""))
     if wanted:
         if shutil.which(wanted[0]) is None:
-            raise NativeUnavailable(f"CXX names {wanted[0]}, which is not there")
+            raise NativeUnavailable(f"CXX={wanted[0]}: compiler not found")
         return wanted
     for name in COMPILERS:
         found = shutil.which(name)
         if found:
             return [found]
-    raise NativeUnavailable("no C++ compiler (install g++ for faster steps)")
+    raise NativeUnavailable("no C++ compiler found: install g++ for faster steps")
 
 
 def _build(compiler: list[str]) -> Path:
-    """The library for these sources, this compiler and this CPU, from the cache or compiled into it."""
+    """Return the library for these sources, compiler and CPU, from the cache or compiled into it."""
     cpu = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = [*FLAGS, cpu, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     folder = _cache_folder()
@@ -140,18 +140,18 @@ def _build(compiler: list[str]) -> Path:
 
 
 def _cache_folder() -> Path:
-    """Ours alone: what lies in it is run, so nobody else may write there."""
+    """Return the cache folder. Its files are executed, so other users must not have write access."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~").expanduser() / ".cache")
     folder = Path(base) / "quire"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = folder.stat()
     if info.st_uid != os.getuid() or info.st_mode & 0o022:
-        raise NativeUnavailable(f"{folder} can be written to by others")
+        raise NativeUnavailable(f"cache folder {folder} is writable by other users")
     return folder
 
 
 def _fingerprint(compiler: list[str], flags: list[str]) -> str:
-    """Names a build by all that it depends on; a home directory may be shared by machines with different CPUs."""
+    """Hash everything that a build depends on, the CPU included: machines with different CPUs may share the cache."""
     digest = hashlib.sha256("\0".join([*compiler, *flags, _cpu_flags()]).encode())
     digest.update(_run([*compiler, "--version"]).encode())
     for file in _sources(".cpp", ".h"):
@@ -166,7 +166,7 @@ def _cpu_flags() -> str:
 
 
 def _compile(compiler: list[str], flags: list[str], scratch: Path) -> Path:
-    """Each source by its own process, then the link, without OpenMP: see ``_load``."""
+    """Compile each source in its own process, then link, without OpenMP (see ``_load``)."""
     objects, running = [], []
     for source in _sources(".cpp"):
         made = scratch / f"{source.stem}.o"
@@ -179,7 +179,7 @@ def _compile(compiler: list[str], flags: list[str], scratch: Path) -> Path:
             errors.append(process.communicate(timeout=COMPILE_SECONDS)[1])
         except subprocess.TimeoutExpired:
             process.kill()
-            errors.append(process.communicate()[1] + f"took longer than {COMPILE_SECONDS} s")
+            errors.append(process.communicate()[1] + f"timed out after {COMPILE_SECONDS} s")
     for process, error in zip(running, errors, strict=True):
         if process.returncode:
             lines = [line for line in error.splitlines() if "error" in line] or error.splitlines() or ["no message"]
@@ -205,7 +205,7 @@ def _sources(*suffixes: str) -> list[Path]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time: several workers start together and need the same file."""
+    """Lock a file exclusively: several workers start at the same time and need the same build."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-// The element-wise steps between a decoder's matrix products: norms and gates. A row's bits depend on that row alone.
+// Element-wise steps between a decoder's matrix products: norms and gates. A row's bits depend on that row alone.
 
 #include "common.h"
 #include "exp.h"
@@ -8,10 +8,10 @@ using namespace quire;
 
 namespace {
 
-// Elements; with fewer, waiting for the other threads costs more than they save. A gate's take ten times as long.
+// In elements: with fewer, waiting for other threads costs more than it saves. A gate's element takes ten times as long.
 constexpr long NORM_THREADS_FROM = 1 << 16, GATE_THREADS_FROM = 1 << 14;
 
-// The last lanes of a row whose width is not a multiple of a register's go through the same arithmetic, beside zeros.
+// If a row's width is not a multiple of a register's, its last elements use the same vector arithmetic, padded with zeros.
 template <class T>
 QUIRE_INLINE vfloat load_some(const T* from, int count) {
     if (count >= VF) return load_floats(from);
@@ -63,7 +63,7 @@ QUIRE_INLINE vfloat activate(vfloat x) {
     return A == SILU ? silu(x) : A == GELU ? gelu(x) : gelu_tanh(x);
 }
 
-// gpt-oss's gate, and what is gated, each in its limits; NaN stays.
+// gpt-oss's activation: gate and up, each clamped; NaN stays NaN.
 QUIRE_INLINE vfloat swiglu_oai(vfloat gate, vfloat up) {
     const vfloat limit = splat(7.f);
     gate = gate > limit ? limit : gate;
@@ -116,7 +116,7 @@ void gate_of(const void* from, long stride, void* out, int rows, int width, int 
         gate<GELU_TANH>((const T*)from, stride, (T*)out, rows, width);
 }
 
-// Four sums side by side hide the additions' latency.
+// Four independent sums hide the latency of additions.
 template <class T>
 QUIRE_INLINE float sum_of_squares(const T* from, int width) {
     vfloat sums[4] = {};
@@ -147,7 +147,7 @@ struct Norm {
     const void* x;
     long outer_stride, inner_stride;
     int rows, inner;  // row r is at r / inner and r % inner
-    void* residual;   // or null; [rows][width], changed
+    void* residual;   // [rows][width], changed; or null
     const void* weight;
     void* out;  // [rows][width]
     int width;
@@ -174,7 +174,7 @@ void norm(const Norm& call) {
 
 QUIRE_API int quire_vector_floats() { return VF; }
 
-// from: [rows][2 * width], rows stride apart: gates, then what is gated; by turns for SWIGLU_OAI. out: [rows][width].
+// from: [rows][2 * width], rows stride apart: gate, then up; interleaved for SWIGLU_OAI. out: [rows][width].
 QUIRE_API void quire_gate(const void* from, long stride, void* out, int rows, int width, int is_bf16, int activation) {
     if (is_bf16)
         gate_of<uint16_t>(from, stride, out, rows, width, activation);

@@ -1,7 +1,7 @@
-"""Norms and gates by the native library: the checked launcher.
+"""Norms and gated activations by the native library: the checked launchers.
 
-``kernels.dense.rms_norm`` and ``kernels.dense.gated_activation`` write down what they compute: the references and
-tolerances there hold here. A row's bits depend on that row alone, which torch's own gates do not promise.
+``kernels.dense.rms_norm`` and ``kernels.dense.gated_activation`` have their references and tolerances. A row's bits
+depend on that row alone, which torch's gates do not guarantee.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class CpuKernels:
             x: ``[num_tokens, width]`` or ``[num_tokens, heads, head_dim]``; all but the last dimension may be strided.
 
         Raises:
-            ValueError: a tensor does not have the shape, dtype or place above.
+            ValueError: a tensor does not have this shape or dtype, or is not on the CPU.
         """
         if x.dim() == 3:
             check_tensor("x", x, {"num_tokens": None, "heads": None, "head_dim": None}, DTYPES, _CPU)
@@ -67,10 +67,10 @@ class CpuKernels:
         return out
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add ``x`` to ``residual``, in place, and return the norm of the sum. Both ``[num_tokens, width]``.
+        """Add ``x`` to ``residual`` in place, and return the norm of the sum. Both ``[num_tokens, width]``.
 
         Raises:
-            ValueError: a tensor does not have that shape, the dtypes differ, or the residual is not contiguous.
+            ValueError: a tensor does not have this shape, the dtypes differ, or the residual is not contiguous.
         """
         _check_rows("x", x)
         shape, dtype = x.shape, x.dtype
@@ -87,13 +87,13 @@ class CpuKernels:
 
 
 def _check_rows(name: str, x: torch.Tensor) -> None:
-    """``check_tensor`` for ``[rows, width]``, which for a decode step's few rows would take longer than the kernel."""
+    """Check ``[rows, width]`` without ``check_tensor``, which takes longer than the kernel for few rows."""
     if x.dim() != 2 or x.dtype not in DTYPES or not x.is_cpu or x.stride(1) != 1:
         check_tensor(name, x, {"num_tokens": None, "width": None}, DTYPES, _CPU)
 
 
 def _weight(weight: torch.Tensor | None, width: int) -> tuple[int | None, bool]:
-    """A norm's weight as the library takes it: where it is, and whether it is bfloat16."""
+    """Check a norm's weight; return its address for the library (None without a weight), and whether it is bfloat16."""
     if weight is None:
         return None, False
     if weight.numel() != width or weight.dtype not in DTYPES or not weight.is_contiguous():

@@ -1,5 +1,5 @@
-// Penalties from listed counts: what a row costs follows the tokens that it has, not the vocabulary. Rows are shared
-// among threads; a row's bits depend on that row alone.
+// Penalties from lists of counts: a row's cost follows its number of distinct tokens, not the vocabulary size. Rows are
+// divided among threads; a row's bits depend on that row alone.
 
 #include <vector>
 
@@ -10,21 +10,21 @@ using namespace quire;
 
 namespace {
 
-// Listed tokens; with fewer, waking the other threads costs more than they save.
+// In listed tokens: with fewer, waking other threads costs more than it saves.
 constexpr long PENALTY_THREADS_FROM = 1 << 13;
 constexpr int32_t PROMPT_BIT = 1 << 30, COUNT_MASK = PROMPT_BIT - 1;  // as in kernels/sampling/penalties.py
 
 // As ListedCounts in penalties.py.
 struct Counts {
     int32_t* lengths;          // [num_slots]
-    int32_t *tokens, *held;    // [num_slots][room]: the first `length` are there, in the order they came
-    int32_t* places;           // [num_slots][vocab]: 1 + the token's index in the list, 0 where it has none
+    int32_t *tokens, *held;    // [num_slots][room]: the first `length` elements are valid, in order of insertion
+    int32_t* places;           // [num_slots][vocab]: 1 + the token's index in the list, or 0
     long num_slots, room, vocab;
 
     bool has(int64_t slot) const { return slot >= 0 && slot < num_slots; }
     bool knows(int64_t token) const { return token >= 0 && token < vocab; }
 
-    // To be changed: the token's count, listed now if it was not.
+    // Reference to the token's count; appends the token to the list if necessary.
     int32_t& listed(int64_t slot, int64_t token) {
         int32_t& place = places[slot * vocab + token];
         if (place == 0) {
@@ -45,7 +45,7 @@ struct Counts {
 struct Penalty {
     float repetition, frequency, presence;
 
-    // No branches: the sign of a logit cannot be foreseen, and a wrong guess waits for memory.
+    // No branches: the sign of a logit is unpredictable, and a misprediction waits for memory.
     QUIRE_INLINE vfloat operator()(vfloat x, vint held, vint more) const {
         const vint answer = (held & COUNT_MASK) + more;
         const vfloat repeated = x > 0.f ? x / repetition : x * repetition;
@@ -55,7 +55,7 @@ struct Penalty {
     }
 };
 
-// The logits of `count` listed tokens, VF at most, wherever they lie.
+// Penalises the logits of `count` listed tokens, at most VF, at arbitrary addresses.
 QUIRE_INLINE void penalise_some(float* logits, const int32_t* tokens, const int32_t* held, long count,
                                 const Penalty& penalty) {
     float lanes[VF] = {};
@@ -73,7 +73,7 @@ void penalise(float* logits, const Counts& counts, int64_t slot, const Penalty& 
     penalise_some(logits, tokens + i, held + i, length - i, penalty);
 }
 
-// Drafts before this position are part of its answer, though not counted yet: their logits are worked out apart.
+// Drafts before this position belong to its output but are not counted yet: their logits are computed separately.
 void penalise_after(float* logits, const Counts& counts, int64_t slot, const Penalty& penalty, const int64_t* drafts,
                     long num_drafts) {
     std::vector<float> originals;
@@ -90,7 +90,7 @@ void penalise_after(float* logits, const Counts& counts, int64_t slot, const Pen
 
 }  // namespace
 
-// One after the other, so that a token may come several times. The lists have room for all.
+// Sequential, because a token may occur several times. The lists must have room for all tokens.
 QUIRE_API void quire_count_tokens(Counts* given, const int64_t* slots, const int64_t* tokens, long num_tokens,
                                   int are_of_prompt) {
     Counts& counts = *given;

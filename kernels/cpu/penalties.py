@@ -1,6 +1,6 @@
-"""Penalties by the native library: counts that are listed, so that a step costs what a text has of distinct tokens.
+"""Penalties by the native library, from lists of counts: a step's cost follows the number of distinct tokens of a text.
 
-``kernels.sampling.penalties`` writes down what is computed, from counts of the whole vocabulary.
+``kernels.sampling.penalties`` defines the operation, from counts of the whole vocabulary.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _FIRST_ROOM = 512
 
 
 class _Counts(ctypes.Structure):
-    """As in penalties.cpp."""
+    """``Counts`` of penalties.cpp."""
 
     _fields_ = (
         ("lengths", ctypes.c_void_p),
@@ -33,7 +33,7 @@ class _Counts(ctypes.Structure):
 
 
 class _PenaltyCall(ctypes.Structure):
-    """As in penalties.cpp."""
+    """``PenaltyCall`` of penalties.cpp."""
 
     _fields_ = (
         ("counts", ctypes.c_void_p),
@@ -50,11 +50,12 @@ class _PenaltyCall(ctypes.Structure):
 
 
 class ListedCounts:
-    """Of each slot the tokens that one text has, each with its count as in ``kernels.sampling.penalties``.
+    """Lists of the distinct tokens of one text per slot, with their counts as in ``kernels.sampling.penalties``.
 
-    Owns four int32 arrays: ``lengths [num_slots]``; ``tokens`` and ``held [num_slots, room]``, of which the first
-    ``lengths[slot]`` of each slot are its list, in no order and none twice; ``places [num_slots, vocab]``, 1 + where a
-    token stands in its slot's list, 0 where it does not. ``check`` says so. Not to be called by two threads at a time.
+    Owns four int32 arrays: ``lengths [num_slots]``; ``tokens`` and ``held [num_slots, room]``, whose first
+    ``lengths[slot]`` elements are the slot's list of tokens and counts, unordered and without duplicates;
+    ``places [num_slots, vocab]``: 1 + a token's index in the slot's list, or 0. ``check`` verifies them. Not
+    thread-safe.
     """
 
     def __init__(self, native: Native, vocab: int) -> None:
@@ -71,7 +72,7 @@ class ListedCounts:
         return len(self._lengths)
 
     def grow(self, num_slots: int) -> None:
-        """To ``num_slots`` at least, by doubling: memory follows the most texts that were there at a time."""
+        """Grow to at least ``num_slots``, by doubling: memory follows the highest number of simultaneous texts."""
         if num_slots > len(self):
             num_slots = max(num_slots, 2 * len(self))
             self._lengths = _enlarged(self._lengths, (num_slots,))
@@ -79,10 +80,10 @@ class ListedCounts:
             self._make_room(num_slots, self._tokens.shape[1])
 
     def begin(self, slot: int, prompt: npt.NDArray[Any], answer: npt.NDArray[Any]) -> None:
-        """The slot is a new text's. What was there goes at the cost of its list.
+        """Replace the slot's content by a new text. The time to clear it follows the old list's length.
 
         Args:
-            prompt, answer: integers; those that the vocabulary does not have are left out.
+            prompt, answer: prompt and output tokens; tokens outside the vocabulary are ignored.
         """
         self._places[slot, self._tokens[slot, : self._lengths[slot]]] = 0
         self._lengths[slot] = 0
@@ -91,10 +92,10 @@ class ListedCounts:
             self._count(slots, torch.from_numpy(tokens.astype(np.int64)), are_of_prompt)
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """One more of ``tokens[i]`` in the answer of ``slots[i]``: int64 ``[num_tokens]`` both; any of them repeatedly.
+        """Count ``tokens[i]`` once more in the output of ``slots[i]``; both int64 ``[num_tokens]``, duplicates allowed.
 
         Raises:
-            ValueError: a tensor does not have the shape, dtype or place above.
+            ValueError: a tensor does not have this shape or dtype, or is not on the CPU.
         """
         dims = {"num_tokens": len(tokens)}
         check_tensor("tokens", tokens, dims, (torch.int64,), _CPU)
@@ -111,11 +112,10 @@ class ListedCounts:
         offsets: torch.Tensor,
         drafts: torch.Tensor,
     ) -> None:
-        """``kernels.sampling.penalties.apply_penalties`` from these counts; slots and drafts that do not exist are left
-        out.
+        """As ``kernels.sampling.penalties.apply_penalties``, from these counts; ignores slots and drafts out of range.
 
         Raises:
-            ValueError: a tensor does not have the shape, dtype or place there, or slots are not int64.
+            ValueError: a tensor does not have that shape or dtype, or is not on the CPU, or slots are not int64.
         """
         dims = {"num_positions": None, "vocab": self._places.shape[1]}
         check_tensor("logits", logits, dims, (torch.float32,), _CPU)
@@ -129,7 +129,7 @@ class ListedCounts:
         self._penalise(ctypes.addressof(call))
 
     def dense(self) -> torch.Tensor:
-        """The counts as ``kernels.sampling.penalties`` has them: int32 ``[num_slots, vocab]``, a copy."""
+        """Return a copy of the counts in the form of ``kernels.sampling.penalties``: int32 ``[num_slots, vocab]``."""
         counts = np.zeros_like(self._places)
         for slot, length in enumerate(self._lengths.tolist()):
             counts[slot, self._tokens[slot, :length]] = self._held[slot, :length]
@@ -139,9 +139,9 @@ class ListedCounts:
         """Raise AssertionError unless lists and places agree."""
         for slot, length in enumerate(self._lengths.tolist()):
             listed, there = self._tokens[slot, :length], np.flatnonzero(self._places[slot])
-            assert np.array_equal(np.sort(listed), there), f"slot {slot} lists {listed}, its places are of {there}"
-            assert np.array_equal(self._places[slot, listed], np.arange(1, length + 1)), f"places of slot {slot}"
-            assert self._held[slot, :length].all(), f"slot {slot} lists a token that it does not have"
+            assert np.array_equal(np.sort(listed), there), f"slot {slot}: tokens {listed} listed, places of {there} set"
+            assert np.array_equal(self._places[slot, listed], np.arange(1, length + 1)), f"slot {slot}: wrong places"
+            assert self._held[slot, :length].all(), f"slot {slot}: listed token with count 0"
 
     def _count(self, slots: torch.Tensor, tokens: torch.Tensor, are_of_prompt: bool) -> None:
         if not len(tokens):
@@ -167,7 +167,7 @@ class ListedCounts:
 
 
 def _enlarged(old: Int32, shape: tuple[int, ...]) -> Int32:
-    """With zeros behind. Memory that nobody has written to takes no room."""
+    """Copy to a larger array, padded with zeros; untouched zero pages take no memory."""
     new = np.zeros(shape, np.int32)
     new[tuple(slice(size) for size in old.shape)] = old
     return new

@@ -1,4 +1,4 @@
-// The threads behind pool.h.
+// Implementation of pool.h.
 #include "pool.h"
 
 #include <omp.h>
@@ -16,7 +16,7 @@ namespace quire {
 namespace {
 
 constexpr uint32_t CLOSED = 0xffffffffu;
-constexpr int SPINS = 4000;  // about 0.1 ms: the pause between two layers' calls, and not between two steps
+constexpr int SPINS = 4000;  // about 0.1 ms: longer than the pause between two layers, shorter than between two steps
 
 QUIRE_INLINE void pause() {
 #if defined(__x86_64__)
@@ -50,16 +50,16 @@ class Pool {
             if (spins < SPINS)
                 pause();
             else
-                sched_yield();  // whoever has the last piece may be waiting for this core
+                sched_yield();  // the thread with the last piece may be waiting for this core
         }
-        // Before anything of this round is overwritten: nobody may take what is not there.
+        // First, before this round's data is overwritten: no thread may take a piece that is not ready.
         next_.store(round << 32 | CLOSED);
         serving_.unlock();
     }
 
   private:
-    // The next piece's number stands with its round's in one word, so that taking it proves that what was read of the
-    // round is still true.
+    // One word holds the next piece's number and the round's number. So taking a piece proves that the round's data that
+    // was read before is still valid.
     bool take(Task& task, void*& context, uint32_t& index) {
         uint64_t now = next_.load(std::memory_order_acquire);
         for (;;) {
@@ -110,10 +110,10 @@ class Pool {
     std::atomic<int> allowed_{0}, sleeping_{0};
     std::mutex mutex_, serving_;
     std::condition_variable wake_;
-    int helpers_ = 0;  // under serving_
+    int helpers_ = 0;  // guarded by serving_
 };
 
-// Never destroyed: its threads live as long as the process. A forked child has none of them, and makes its own.
+// Never destroyed: its threads run until the process exits. A forked child inherits none of them and starts its own.
 std::atomic<Pool*> pool{nullptr};
 
 Pool& the_pool() {
@@ -135,5 +135,5 @@ void run_pieces(int64_t count, int threads, Task task, void* context) { the_pool
 
 }  // namespace quire
 
-// How many threads a call gets, for the test that torch's setting governs them.
+// Number of threads of a call, for the test that torch's setting controls it.
 QUIRE_API int quire_threads() { return quire::max_threads(); }

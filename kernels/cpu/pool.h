@@ -1,8 +1,9 @@
-// Work shared among threads. torch's setting says how many (omp_get_max_threads); the threads are our own.
+// A thread pool of the library. torch's setting (omp_get_max_threads) is the number of threads.
 //
-// OpenMP's regions end when every thread has come to their end. Where other processes want the cores too (the scheduler,
-// the front end, a client), a thread may get none for milliseconds: each of a step's hundreds of regions then waits
-// for one that has nothing to do. Here whoever runs takes the next piece, and only pieces that were begun are waited for.
+// An OpenMP region ends when all its threads have reached its end. If other processes use the cores too (the scheduler,
+// the front end, a client), a thread may get no core for milliseconds. Each of a step's hundreds of regions would then
+// wait for a thread that has nothing to do. In this pool each running thread takes the next piece, and a call waits only
+// for pieces that have started.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +15,8 @@ int max_threads();
 
 typedef void (*Task)(void* context, int64_t index);
 
-// task(context, i) for every i in [0, count), by up to `threads` threads, of which the caller is one. Returns when all
-// are done. Callers that come while another is served do their work alone.
+// Runs task(context, i) for every i in [0, count) on up to `threads` threads, including the caller. Returns when all
+// are done. While one call uses the pool, other callers run their tasks alone.
 void run_pieces(int64_t count, int threads, Task task, void* context);
 
 template <class Body>
@@ -27,7 +28,7 @@ inline void parallel_for(int64_t count, int threads, Body&& body) {
     run_pieces(count, threads, [](void* context, int64_t i) { (*static_cast<Body*>(context))(i); }, &body);
 }
 
-// body(first, last) over [0, count) in runs: a few per thread, so that nobody waits long for the last one.
+// Runs body(first, last) over [0, count) in a few runs per thread, so that the wait for the last run is short.
 template <class Body>
 inline void parallel_runs(int64_t count, int threads, Body&& body) {
     const int64_t runs = std::min<int64_t>(count, 4 * int64_t(threads));

@@ -1,4 +1,4 @@
-// Where the last tokens of a text stood before in it, and what followed them there.
+// Finds an earlier match of a text's last tokens, and the tokens after it.
 
 #include <algorithm>
 
@@ -9,10 +9,10 @@ using namespace quire;
 
 namespace {
 
-constexpr long BLOCK = 64;  // tokens that are looked at together: most hold no candidate
+constexpr long BLOCK = 64;  // tokens that are compared at a time: most blocks have no candidate
 constexpr long THREADS_FROM = 1 << 18;
 
-// Tokens before place `end`, counted backwards, that are the text's last ones; `most` at most.
+// Number of tokens before index `end` that equal the text's last tokens, at most `most`.
 long matched(const int32_t* text, long length, long end, long most) {
     long count = 0;
     most = std::min(most, end);
@@ -20,7 +20,7 @@ long matched(const int32_t* text, long length, long end, long most) {
     return count;
 }
 
-// The place behind the newest of the longest earlier runs of `least` to `most` last tokens; 0: there is none.
+// Index after the latest of the longest earlier runs of the `least` to `most` last tokens, or 0 without a match.
 long newest_longest(const int32_t* text, long length, long least, long most) {
     const int32_t last = text[length - 1];
     long found = 0, best = least - 1;

@@ -1,6 +1,6 @@
-"""What followed the last tokens of a text where they stood before in it: by the native library, or by NumPy.
+"""Prompt lookup (Saxena, 2023): the tokens after an earlier match of a text's last tokens, by the library or NumPy.
 
-Prompt lookup (Saxena, 2023) without an index: the text is looked through, newest first, at some GB per second.
+There is no index: the text is scanned from its end backwards, at some GB per second.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ Int32 = npt.NDArray[np.int32]
 def prompt_lookup_reference(
     texts: Int32, lengths: Int32, rows: Sequence[int], least: int, most: int, num_drafts: int
 ) -> list[list[int]]:
-    """What follows the newest of the longest runs that are equal to the last tokens.
+    """Return the tokens after the latest of the longest earlier runs that equal the last tokens.
 
     Args:
-        texts: ``[max_rows, width]``; of row ``r`` the first ``lengths[r]`` tokens, one at least, are its text.
-        rows: those that are looked through.
-        least, most: shortest and longest run, from 1.
+        texts: ``[max_rows, width]``; the first ``lengths[r]`` tokens of row ``r``, at least one, are its text.
+        rows: the rows to search.
+        least, most: shortest and longest run length, at least 1.
 
     Returns:
-        Of each of ``rows`` its ``num_drafts`` drafts, or none. Where the text ends before there are enough, what
-        followed is repeated: a loop goes on as a loop.
+        ``num_drafts`` drafts for each of ``rows``, or an empty list. If the text ends before there are enough, the
+        tokens after the match repeat, which continues a loop in the text.
     """
     drafts: list[list[int]] = []
     for row in rows:
@@ -38,7 +38,7 @@ def prompt_lookup_reference(
 
 
 def _newest_longest(text: Int32, least: int, most: int) -> int:
-    """The place behind the run; 0: there is none."""
+    """Return the index after the run, or 0 without a match."""
     ends = np.flatnonzero(text[:-1] == text[-1:]) + 1
     place = 0
     for count in range(1, most + 1):
@@ -53,13 +53,13 @@ def _newest_longest(text: Int32, least: int, most: int) -> int:
 
 
 class NativePromptLookup:
-    """The same by the native library, over the same texts each time; not checked: rows and lengths that exist.
+    """Prompt lookup by the native library, over the same texts in each call. Rows and lengths are not checked.
 
-    Owns the memory that it writes to, so that a call takes no addresses of its own: they cost more than the search.
+    Owns its result arrays, so that their addresses are looked up once: that takes longer than the search.
     """
 
     def __init__(self, native: Native, texts: Int32, lengths: Int32, most_drafts: int) -> None:
-        """``texts``, ``lengths``: contiguous, as for ``prompt_lookup_reference``; kept, and read at each call."""
+        """``texts``, ``lengths``: contiguous, as for ``prompt_lookup_reference``; referenced, and read in each call."""
         pointer, long = ctypes.c_void_p, ctypes.c_long
         self._call = native.function(
             "quire_prompt_lookup", pointer, long, pointer, pointer, *[long] * 4, *[pointer] * 2
@@ -75,7 +75,7 @@ class NativePromptLookup:
         )
 
     def look_up(self, rows: Sequence[int], least: int, most: int, num_drafts: int) -> list[list[int]]:
-        """Of each of ``rows`` its ``num_drafts`` drafts, or none."""
+        """Return ``num_drafts`` drafts for each of ``rows``, or an empty list."""
         count = len(rows)
         self._rows[:count] = rows
         places = (self._at_texts, self._stride, self._at_lengths, self._at_rows)

@@ -1,4 +1,4 @@
-// One pass over a row of logits, and what can be found afterwards without another: the best, and who is near it.
+// One pass over a row of logits, from which the best token and the tokens near it are found without another full pass.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ QUIRE_INLINE bool any_lane(vint mask) {
     return found != 0;
 }
 
-// Past the row's end stands minus infinity.
+// Loads minus infinity past the row's end.
 QUIRE_INLINE vfloat load_logits(const float* from, long count) {
     if (count >= VF) return load<vfloat>(from);
     float lanes[VF];
@@ -36,8 +36,8 @@ QUIRE_INLINE vfloat load_logits(const float* from, long count) {
     return load<vfloat>(lanes);
 }
 
-// Of a row: its best logit, and for every block of SPAN vectors the best of each lane. So the k-th best of these maxima
-// is a logit that at least k tokens reach, and a block whose maxima are all below a bound need not be read again.
+// A row's best logit, and the maximum of each lane of every block of SPAN vectors. At least k tokens reach the k-th best
+// of these maxima, and a block whose maxima are all below a bound need not be read again.
 class RowScan {
   public:
     static constexpr long SPAN = 64;
@@ -64,10 +64,10 @@ class RowScan {
         has_nan = any_lane(nan);
     }
 
-    // Neither NaN nor infinity nor nothing but minus infinity.
+    // True if the best logit is neither NaN nor infinite.
     bool usable() const { return !has_nan && best - best == 0.f; }
 
-    // The first NaN if there is one, else the first of the best.
+    // The first NaN if there is one, else the first best token.
     long best_token() const {
         if (has_nan) {
             for (long i = 0; i < vocab_; i++)
@@ -78,7 +78,7 @@ class RowScan {
         return found;
     }
 
-    // The k-th best of the maxima; minus infinity where there are not so many.
+    // The k-th best of the maxima, or minus infinity if there are fewer.
     float reached_by(long k) {
         if (k > long(maxima_.size())) return NO_LOGIT;
         ranked_ = maxima_;
@@ -86,7 +86,7 @@ class RowScan {
         return ranked_[size_t(k - 1)];
     }
 
-    // visit(token) for each token whose logit is at least `bound`, ascending, until it returns true.
+    // Calls visit(token) for each token whose logit is at least `bound`, ascending, until it returns true.
     template <class Visit>
     void for_each_from(float bound, Visit&& visit) const {
         for (long start = 0, block = 0; start < vocab_; start += BLOCK, block++) {

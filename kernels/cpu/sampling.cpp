@@ -1,6 +1,6 @@
-// One token per row of logits, as kernels/sampling/sampling.py defines it: whole masses, so that sums are exact in any order; best
-// first where there is a top-k or a top-p. No row is sorted: what is looked for is selected among the few tokens that
-// can matter. A row's token depends on that row alone.
+// Samples one token per row of logits, as kernels/sampling/sampling.py defines it: integer masses, so that sums are exact
+// in any order; best first with top-k or top-p. No row is sorted: the token is selected among the few candidates that
+// can be drawn. A row's token depends on that row alone.
 
 #include <cmath>
 
@@ -13,9 +13,9 @@ using namespace quire;
 
 namespace {
 
-// Logits; with fewer, waking the other threads costs more than they save.
+// In logits: with fewer, waking other threads costs more than it saves.
 constexpr long SAMPLE_THREADS_FROM = 1 << 15;
-constexpr long CHUNK = 1024;  // tokens whose mass is one sum; lanes of it then fit 32 bits
+constexpr long CHUNK = 1024;  // tokens per sum of masses, so that each lane fits in 32 bits
 constexpr int64_t WHOLE_PART = int64_t(1) << 20;
 constexpr float NO_MASS_BELOW = -29.f;  // e^-29 is less than 2^-40
 
@@ -37,7 +37,7 @@ QUIRE_INLINE int64_t total(vint high, vint low) {
     return sum;
 }
 
-// What decides a row's token.
+// Sampling parameters of a row.
 struct Wanted {
     float temperature, top_p, log_min_p;
     long top_k;
@@ -45,7 +45,7 @@ struct Wanted {
 };
 
 struct Candidate {
-    uint64_t key;  // bits of -scaled, then the token: ascending is best first, of equals the lower token
+    uint64_t key;  // bits of -scaled, then the token: ascending order is best first, of equal ones the lower token
     int64_t mass;
 
     float scaled() const {
@@ -57,7 +57,7 @@ struct Candidate {
     bool operator<(const Candidate& other) const { return key < other.key; }
 };
 
-// One thread's memory, used again for every row.
+// Scratch memory of one thread, reused for every row.
 class RowSampler {
   public:
     long sample(const float* row, long vocab, const Wanted& wanted, bool& bad) {
@@ -73,7 +73,7 @@ class RowSampler {
         return (load_logits(row_ + i, end - i) - scan_.best) / temperature_;
     }
 
-    // Masses of the tokens from log_min_p on, one sum per chunk; returns their sum.
+    // Sums the masses of tokens with at least log_min_p, one sum per chunk; returns their total.
     int64_t sum_chunks(float log_min_p) {
         sums_.clear();
         int64_t all = 0;
@@ -90,7 +90,7 @@ class RowSampler {
         return all;
     }
 
-    // In the vocabulary's order: the first token at which the running mass passes the target.
+    // The first token, in the vocabulary's order, at which the cumulative mass exceeds the target.
     long draw_in_order(const Wanted& wanted) {
         const int64_t all = sum_chunks(wanted.log_min_p);
         int64_t left = unit(wanted.noise, all);
@@ -106,7 +106,7 @@ class RowSampler {
                 if (left < 0) return i + lane;
             }
         }
-        return vocab_ - 1;  // not reached: the chunk's sum is the sum of these
+        return vocab_ - 1;  // unreachable: the chunk's sum is the sum of these masses
     }
 
     long draw_best_first(const Wanted& wanted) {
@@ -114,7 +114,7 @@ class RowSampler {
         int64_t kept = counted ? keep_best(wanted.top_k) : sum_chunks(NO_LOGIT);
         int64_t last = kept - 1;
         if (wanted.top_p < 1.f) {
-            // Tokens stay whose mass before is below the limit: the last of them holds unit ceil(limit) - 1.
+            // Tokens with less mass than the limit before them are kept: the last one contains unit ceil(limit) - 1.
             const double limit = double(wanted.top_p) * double(kept);
             last = std::min(std::max(int64_t(std::ceil(limit)) - 1, int64_t(0)), last);
         }
@@ -131,7 +131,7 @@ class RowSampler {
         return std::max(std::min(int64_t(noise * double(mass)), mass - 1), int64_t(0));
     }
 
-    // found_: the k best that have any mass. Returns their mass.
+    // Sets found_ to the k best tokens with nonzero mass. Returns their mass.
     int64_t keep_best(long k) {
         const float reached = (scan_.reached_by(k) - scan_.best) / temperature_;
         if (reached >= NO_MASS_BELOW)
@@ -147,8 +147,8 @@ class RowSampler {
         return sum;
     }
 
-    // found_: a first part of the order that is `enough(its mass)`, or all that has any mass. Mostly few tokens have
-    // nearly all of it.
+    // Sets found_ to a prefix of the order for which `enough(its mass)` is true, or to all tokens with nonzero mass.
+    // Usually few tokens have nearly all the mass.
     template <class Enough>
     void gather_until(Enough&& enough) {
         int64_t sum = 0;
@@ -161,16 +161,16 @@ class RowSampler {
         }
     }
 
-    // found_: all tokens whose scaled logit is at least `least`.
+    // Sets found_ to all tokens whose scaled logit is at least `least`.
     void gather(float least) {
         found_.clear();
         add_between(least, std::numeric_limits<float>::infinity());
     }
 
-    // To found_: tokens whose scaled logit is at least `least` and below `before`. Returns their mass.
+    // Appends to found_ the tokens whose scaled logit is at least `least` and below `before`. Returns their mass.
     int64_t add_between(float least, float before) {
         const size_t old = found_.size();
-        // A little lower, as rounding may have it; what is too low goes by the exact comparison.
+        // A slightly lower bound, because of rounding; the exact comparison below drops tokens under the real bound.
         const float bound = scan_.best + least * temperature_ * 1.00001f;
         scan_.for_each_from(bound, [&](long token) {
             const float scaled = (row_[token] - scan_.best) / temperature_;
@@ -194,7 +194,7 @@ class RowSampler {
         return sum;
     }
 
-    // found_: those up to the one that holds unit `last`. Returns their mass.
+    // Cuts found_ after the token that contains unit `last`. Returns the mass.
     int64_t keep_through(int64_t last) {
         const Holder holder = holder_of(last);
         found_.resize(holder.index + 1);
@@ -203,10 +203,10 @@ class RowSampler {
 
     struct Holder {
         size_t index;
-        int64_t before;  // mass of those before it
+        int64_t before;  // mass of the candidates before it
     };
 
-    // The candidate that holds `unit` of the mass, best first. Those before it in the order stand before it afterwards.
+    // The candidate that contains unit `unit` of the mass, best first. Partitions found_: better candidates before it.
     Holder holder_of(int64_t unit) {
         constexpr size_t FEW = 48;
         size_t first = 0, end = found_.size();
@@ -250,13 +250,13 @@ double uniform(uint64_t seed, uint64_t position) {
 }  // namespace
 
 struct SampleCall {
-    // Columns of the batch, by row.
+    // Columns of the batch, indexed by row.
     const uint64_t* seed;
     const int32_t* num_known;
     const float* temperature;
     const int32_t* top_k;
     const float *top_p, *min_p;
-    // Of each sampled position.
+    // Per sampled position.
     const float* logits;
     long logits_stride;
     const int64_t *rows, *offsets;

@@ -1,6 +1,6 @@
-"""Sampling by the native library: the checked launcher. ``kernels.sampling.sampling`` writes down what it computes.
+"""Sampling by the native library: the checked launcher. ``kernels.sampling.sampling`` defines the operation.
 
-The two may differ where a share of the sum ends within the rounding of e^x (2 units in the last place of a float32) of
+The results may differ if a cumulative mass is within the rounding of e^x (2 units in the last place of a float32) of
 ``top_p`` or the noise.
 """
 
@@ -18,11 +18,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """How each row of a batch samples: ``[max_rows]`` on the CPU, read anew by every call.
+    """Sampling parameters of a batch's rows: ``[max_rows]`` on the CPU, read by every call.
 
     Attributes:
         seed: uint64.
-        num_known: int32, the position that the next token of the row gets.
+        num_known: int32, the position of the row's next token.
         temperature, top_p, min_p: float32; top_k: int32; as in ``kernels.sampling.sampling.sample``.
     """
 
@@ -38,7 +38,7 @@ _DTYPES = {"seed": torch.uint64, "num_known": torch.int32, "top_k": torch.int32}
 
 
 class _SampleCall(ctypes.Structure):
-    """As in sampling.cpp."""
+    """``SampleCall`` of sampling.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in SamplingColumns.__annotations__),
@@ -54,10 +54,10 @@ class _SampleCall(ctypes.Structure):
 
 
 class CpuSampling:
-    """The library's sampler over one batch's columns; not to be called by two threads at a time.
+    """The library's sampler over one batch's columns. Not thread-safe.
 
     Raises:
-        ValueError: a column does not have the dtype or place of ``SamplingColumns``, or their lengths differ.
+        ValueError: a column does not have the dtype of ``SamplingColumns``, is not on the CPU, or lengths differ.
     """
 
     def __init__(self, native: Native, columns: SamplingColumns) -> None:
@@ -74,19 +74,19 @@ class CpuSampling:
     def sample(
         self, logits: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token for each position.
+        """Sample one token for each position.
 
         Args:
             logits: float32 ``[num_positions, vocab]``, rows may be strided; not changed.
-            rows: int64 ``[num_positions]``: the row of the columns that each position is of; it must exist.
-            offsets: int64 ``[num_positions]``: how far behind its row's ``num_known`` the position is.
+            rows: int64 ``[num_positions]``: each position's row of the columns; not checked.
+            offsets: int64 ``[num_positions]``: distance of the position after its row's ``num_known``.
 
         Returns:
-            int64 ``[num_positions]`` tokens; bool ``[num_positions]``, whether the best logit is not finite: the token
-            is that one then.
+            int64 ``[num_positions]`` tokens, and bool ``[num_positions]``: whether the best logit is not finite, in
+            which case the token is that of the best logit.
 
         Raises:
-            ValueError: a tensor does not have the shape, dtype or place above.
+            ValueError: a tensor does not have this shape or dtype, or is not on the CPU.
         """
         num_positions, vocab = check_logits_cpu(logits)
         for name, tensor in (("rows", rows), ("offsets", offsets)):
@@ -104,7 +104,7 @@ class CpuSampling:
 
 
 def check_logits_cpu(logits: torch.Tensor) -> tuple[int, int]:
-    """``check_tensor``, which alone would take longer than a greedy row, where something may be wrong."""
+    """Check logits, and return their shape, without ``check_tensor``, which takes longer than a greedy row."""
     good = logits.dim() == 2 and logits.dtype is torch.float32 and logits.is_cpu and logits.stride(1) == 1
     if not good or not 0 < logits.shape[1] <= MAX_VOCAB:
         check_tensor("logits", logits, {"num_positions": None, "vocab": None}, (torch.float32,), _CPU)

@@ -1,4 +1,4 @@
-"""Gated activations: ``activation(gate) * up`` of a projection that made both, in one pass."""
+"""Gated activations: ``activation(gate) * up`` of a fused projection, in one pass."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ from quire.kernels.common.triton_runtime import require_launchable
 GATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
-"""By number, as the kernels know them. ``swiglu_oai`` alone has gate and up interleaved: even and odd columns."""
+"""Number of each activation in the kernels. Only ``swiglu_oai`` has gate and up interleaved: even and odd columns."""
 
 OAI_LIMIT = 7.0
 OAI_ALPHA = 1.702
-"""Of ``swiglu_oai``: the clamp, and the slope of its sigmoid (gpt-oss's reference model)."""
+"""Clamp limit and sigmoid slope of ``swiglu_oai`` (source: gpt-oss's reference model)."""
 
 TILE_ELEMENTS = 1024
 
 TOLERANCES = {torch.float32: (5e-6, 1e-5), torch.float16: (2e-3, 1e-3), torch.bfloat16: (1.6e-2, 1e-2)}
-"""Relative and absolute distance of kernel and reference: float32 within, one rounding, approximate exponentials."""
+"""Relative and absolute tolerance of kernel against reference: float32 arithmetic, one rounding, approximate exp."""
 
 
 def gate_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """What ``gate`` computes: in float32, rounded once."""
+    """Reference of ``gate``: in float32, rounded once."""
     wide = gate_up.float()
     if activation == "swiglu_oai":
         gate = wide[..., 0::2].clamp(max=OAI_LIMIT)
@@ -37,11 +37,11 @@ def gate_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """``activation(gate) * up``, by the Triton kernel. A NaN stays one, through the clamps too.
+    """Compute ``activation(gate) * up`` by the Triton kernel. NaN stays NaN, through the clamps too.
 
     Args:
         gate_up: float32, float16 or bfloat16 ``[num_tokens, 2 * width]``, rows may be strided: gate in the first half
-            and up in the second; in even and odd columns for ``swiglu_oai``.
+            and up in the second half; in even and odd columns for ``swiglu_oai``.
         activation: silu, gelu (exact), gelu_tanh, or swiglu_oai: gate clamped above at 7, up to [-7, 7], and then
             ``(up + 1) * gate * sigmoid(1.702 * gate)``.
 
@@ -49,12 +49,12 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         ``[num_tokens, width]``, contiguous.
 
     Raises:
-        ValueError: the tensor does not have the shape, dtype or place above, or the activation is not known.
+        ValueError: the tensor does not have this shape, dtype or device, or the activation is unknown.
         RuntimeError: Triton cannot launch here.
     """
     check_tensor("gate_up", gate_up, {"num_tokens": None, "2 * width": None}, GATE_DTYPES, gate_up.device)
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} (got {activation!r})")
     num_tokens, columns = gate_up.shape
     if columns % 2 != 0:
         raise ValueError(f"gate_up: dimension 1 (2 * width) is {columns}, expected an even number")
@@ -69,7 +69,7 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def launch_constants(width: int, activation: str) -> dict[str, int]:
-    """What the kernel is compiled for; shared with the test that compiles it ahead."""
+    """Compile-time constants of the kernel; shared with the test that compiles it ahead of time."""
     return {
         "ACTIVATION": ACTIVATIONS[activation],
         "TILE_ELEMENTS": min(1 << (width - 1).bit_length(), TILE_ELEMENTS),

@@ -1,9 +1,9 @@
-"""The Triton kernel behind ``gated_activation.gate``, and the activation that ``fused_experts`` has in its own kernel.
+"""The Triton kernel of ``gated_activation.gate``, and the activation function that ``fused_experts`` inlines.
 
 Imports triton, so only the launchers and kernels import it.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -11,14 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def sigmoid(x):
-    """Without the overflow that ``exp(-x)`` has; a NaN stays one."""
+    """Sigmoid without the overflow of ``exp(-x)``; NaN stays NaN."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
 
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
-    """``gated_activation.ACTIVATIONS[ACTIVATION]`` of two float32 tiles."""
+    """Apply the activation with number ACTIVATION (``gated_activation.ACTIVATIONS``) to two float32 tiles."""
     if ACTIVATION == 0:
         return gate * sigmoid(gate) * up
     elif ACTIVATION == 1:
@@ -27,7 +27,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
         # (1 + tanh(z)) / 2 is sigmoid(2 z); 1.5957... is 2 * sqrt(2 / pi).
         return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     else:
-        # Not tl.minimum, which turns a NaN into the limit.
+        # Not tl.minimum, which turns NaN into the limit.
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         return (up + 1.0) * gate * sigmoid(1.702 * gate)
@@ -38,7 +38,7 @@ def gated_activation_kernel(
     gate_up, out, width, gate_up_stride, out_stride,
     ACTIVATION: tl.constexpr, TILE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(t, i)``: the ``i``-th tile of token ``t``."""
+    """Program ``(t, i)`` computes tile ``i`` of token ``t``."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)
     in_width = element < width

@@ -1,4 +1,4 @@
-"""Root mean square norm (arXiv 1910.07467), alone or after the addition of a residual, in one pass over the row."""
+"""Root mean square norm (arXiv 1910.07467), with or without the addition of a residual, in one pass over the row."""
 
 from typing import Any
 
@@ -10,30 +10,30 @@ from quire.kernels.common.triton_runtime import require_launchable
 NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 MAX_WIDTH = 16384
-"""Elements of a row, which one program holds in registers: 64 of each of 256 threads."""
+"""Maximum elements of a row, which one program holds in registers: 64 in each of 256 threads."""
 
 TILE_ELEMENTS = 1024
-"""Elements that a program takes at least, so that narrow rows (a head's 64 or 128) come several to a program."""
+"""Minimum elements of a program: several narrow rows (64 or 128 elements of a head) share one program."""
 
 TOLERANCES = {torch.float32: (2e-6, 1e-5), torch.float16: (2e-3, 1e-3), torch.bfloat16: (1.6e-2, 1e-2)}
-"""Relative and absolute distance of kernel and reference: one rounding to the dtype, and the order of a sum."""
+"""Relative and absolute tolerance of kernel against reference: one rounding to the dtype, another order of sums."""
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """What ``rms_norm`` computes: in float32, rounded once."""
+    """Reference of ``rms_norm``: in float32, rounded once."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight.float()).to(x.dtype)
 
 
 def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """What ``add_rms_norm`` computes: the sum is rounded to the residual's dtype before it is normed."""
+    """Reference of ``add_rms_norm``: the sum is rounded to the residual's dtype before the norm."""
     residual += x
     return rms_norm_reference(residual, weight, eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """``x`` over its root mean square along the last dimension, in float32, times ``weight``; by the Triton kernel.
+    """Divide ``x`` by its root mean square over the last dimension, in float32, and multiply by ``weight``, by Triton.
 
     Args:
         x: float32, float16 or bfloat16 ``[num_tokens, width]`` or ``[num_tokens, heads, head_dim]``; all but the last
@@ -44,7 +44,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         A contiguous tensor of ``x``'s shape and dtype.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above, or a row is wider than ``MAX_WIDTH``.
+        ValueError: a tensor does not have this shape, dtype or device, or a row is wider than ``MAX_WIDTH``.
         RuntimeError: Triton cannot launch here.
     """
     dims: dict[str, int | None] = {"num_tokens": None, "heads": None, "width": None}
@@ -57,11 +57,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add ``x`` to ``residual``, in place, and return the norm of the sum; by the Triton kernel.
+    """Add ``x`` to ``residual`` in place, and return the norm of the sum in ``residual``'s dtype, by the Triton kernel.
 
     Args:
         x: ``[num_tokens, width]``; rows may be strided.
-        residual: ``[num_tokens, width]``, of any of the three dtypes, which the norm has too; changed.
+        residual: ``[num_tokens, width]``, of any of the three dtypes; changed.
         weight: ``[width]``.
 
     Raises:
@@ -76,7 +76,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 def launch_constants(width: int, add: bool, has_weight: bool) -> dict[str, int]:
-    """What the kernel is compiled for; shared with the test that compiles it ahead."""
+    """Compile-time constants of the kernel; shared with the test that compiles it ahead of time."""
     tile_width = 1 << (width - 1).bit_length()
     return {
         "WIDTH": width,

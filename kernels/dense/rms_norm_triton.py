@@ -1,6 +1,6 @@
-"""The Triton kernel behind ``rms_norm``'s launchers; imports triton, so only they import it."""
+"""The Triton kernel of ``rms_norm``. Imports triton, so only the launchers import it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -12,9 +12,9 @@ def rms_norm_kernel(
     WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, ADD: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Program ``i`` norms the ``i``-th TILE_ROWS rows; row ``r`` is head ``r % heads`` of token ``r // heads``.
+    """Program ``i`` normalises the ``i``-th TILE_ROWS rows; row ``r`` is head ``r % heads`` of token ``r // heads``.
 
-    ``out`` is contiguous. ADD: there is one head, and the sum with ``residual`` goes there first.
+    ``out`` is contiguous. With ADD there is one head, and ``x`` is added to ``residual`` first.
     """
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     element = tl.arange(0, TILE_WIDTH)
@@ -25,7 +25,7 @@ def rms_norm_kernel(
     if ADD:
         sums = residual + (row * residual_stride)[:, None] + element[None, :]
         values += tl.load(sums, mask=mask, other=0.0).to(tl.float32)
-        # The norm is of what the residual keeps, so that a row's norm does not depend on who adds next.
+        # Normalise the rounded sum, as the residual stores it: so a separate norm of the residual gives the same bits.
         rounded = values.to(residual.dtype.element_ty)
         tl.store(sums, rounded, mask=mask)
         values = rounded.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Mixture of experts: each token through its experts' gated MLPs, as grouped products over tiles of one expert."""
+"""Mixture of experts: the gated MLPs of each token's experts, as grouped products over tiles of one expert."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from quire.kernels.moe.moe_routing import ExpertTiles, sort_pairs
 EXPERT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (1e-2, 1e-2), torch.bfloat16: (4e-2, 4e-2)}
-"""Relative and absolute distance of kernel and reference, for outputs around 1: the gated activations and each pair's
-result are rounded to the dtype, and sums over a few thousand elements may be in another order."""
+"""Relative and absolute tolerance of kernel against reference, for outputs around 1. The gated activations and each
+pair's result are rounded to the dtype, and sums over a few thousand elements may have another order."""
 
 
 def fused_experts_reference(
@@ -27,7 +27,7 @@ def fused_experts_reference(
     bias13: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``fused_experts`` computes, one expert after the other; rounded after the activation and at the end."""
+    """Reference of ``fused_experts``, one expert at a time; rounded after the activation and at the end."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(len(w13)):
         token, choice = (expert_ids == expert).nonzero(as_tuple=True)
@@ -52,24 +52,26 @@ def fused_experts(
     bias13: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every token's weighted sum over its experts, by Triton kernels: fit for a CUDA graph, equal from run to run.
+    """Compute every token's weighted sum over its experts, by Triton kernels.
+
+    Can be captured in a CUDA graph. The result is the same in every run.
 
     Args:
         x: float32, float16 or bfloat16 ``[num_tokens, hidden_size]``, rows may be strided.
-        w13: ``[num_experts, 2 * width, hidden_size]``, in ``x``'s dtype or turned into it: gate rows and then up rows;
-            even and odd rows for ``swiglu_oai``.
-        w2: ``[num_experts, hidden_size, width]``, likewise.
-        expert_ids: int32 ``[num_tokens, top_k]``, contiguous, no expert twice in a row; an id outside the range is an
-            expert of another rank, and adds nothing.
+        w13: ``[num_experts, 2 * width, hidden_size]``, converted to ``x``'s dtype: gate rows, then up rows; even and
+            odd rows for ``swiglu_oai``.
+        w2: ``[num_experts, hidden_size, width]``, converted to ``x``'s dtype.
+        expert_ids: int32 ``[num_tokens, top_k]``, contiguous, without duplicates in a row. An id outside the range is
+            an expert of another rank, and adds nothing.
         weights: float32 ``[num_tokens, top_k]``, contiguous.
         activation: as ``gated_activation.gate``.
         bias13, bias2: ``[num_experts, 2 * width]`` and ``[num_experts, hidden_size]``, in any of the three dtypes.
 
     Returns:
-        ``[num_tokens, hidden_size]``; a sum over the token's experts in the order of ``expert_ids``.
+        ``[num_tokens, hidden_size]``; a token's sum runs in the order of ``expert_ids``.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above, or the activation is not known.
+        ValueError: a tensor does not have this shape, dtype or device, or the activation is unknown.
         RuntimeError: Triton cannot launch here.
     """
     _check(x, w13, w2, expert_ids, weights, activation, bias13, bias2)
@@ -98,7 +100,7 @@ def _gate_up(
     tiles: ExpertTiles,
     pairs_shape: torch.Size,
 ) -> torch.Tensor:
-    """``[num_pairs, width]``: each pair behind the activation."""
+    """Compute the activated hidden state of each pair: ``[num_pairs, width]``."""
     hidden_size, width = x.shape[1], w13.shape[1] // 2
     constants = launch_constants(x.dtype, tiles.tile_pairs, hidden_size, width, down=False)
     gated = torch.empty(pairs_shape.numel(), width, dtype=x.dtype, device=x.device)
@@ -119,7 +121,7 @@ def _down(
     weights: torch.Tensor,
     tiles: ExpertTiles,
 ) -> torch.Tensor:
-    """``[num_pairs, hidden_size]``: each pair's share of its token's result; pairs of other ranks are not written."""
+    """Compute each pair's weighted output: ``[num_pairs, hidden_size]``; pairs of other ranks are not written."""
     hidden_size, width = w2.shape[1:]
     constants = launch_constants(gated.dtype, tiles.tile_pairs, hidden_size, width, down=True)
     results = torch.empty(len(gated), hidden_size, dtype=gated.dtype, device=gated.device)
@@ -132,27 +134,27 @@ def _down(
 
 
 def pick_tile_pairs(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Pairs of a tile: about what an expert gets, so that few rows of a product are empty and weights are read once."""
+    """Choose the pairs per tile: about an expert's pairs, so that few rows are empty and weights are read once."""
     each = num_pairs // num_experts
     most = 64 if dtype == torch.float32 else 128
     return min(most, max(16, 1 << max(each - 1, 0).bit_length()))
 
 
 def launch_constants(dtype: torch.dtype, tile_pairs: int, hidden_size: int, width: int, down: bool) -> dict[str, int]:
-    """What a product is compiled for; shared with the test that compiles both ahead.
+    """Compile-time constants of a product; shared with the test that compiles both ahead of time.
 
-    The first has two accumulators, and so half as many columns as the second (``down``).
+    The first product has two accumulators, so its tiles have half the columns of the second (``down``).
     """
     sizes = {"HIDDEN_SIZE": hidden_size, "WIDTH": width, "TILE_PAIRS": tile_pairs}
     if dtype == torch.float32:
         return sizes | {"TILE_COLUMNS": 32, "TILE_INNER": 32}
-    # Few rows: a long inner tile, for what counts is how many bytes of the weights are on their way.
+    # With few rows a long inner tile keeps more bytes of the weights in flight, which limits the speed.
     columns = 128 if down and tile_pairs >= 64 else 64
     return sizes | {"TILE_COLUMNS": columns, "TILE_INNER": 128 if tile_pairs <= 32 else 64}
 
 
 def launch_options(dtype: torch.dtype, tile_pairs: int) -> dict[str, int]:
-    """Warps that share the accumulators, and stages of tiles in flight."""
+    """Return the warps that share the accumulators, and the pipeline stages of tiles in flight."""
     return {"num_warps": 8 if tile_pairs >= 128 else 4, "num_stages": 2 if dtype == torch.float32 else 3}
 
 
@@ -183,7 +185,7 @@ def _check(
     if not (expert_ids.is_contiguous() and weights.is_contiguous()):
         raise ValueError("expert_ids and weights: expected contiguous tensors")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} (got {activation!r})")
     for name, bias, columns in (("bias13", bias13, 2 * width), ("bias2", bias2, hidden_size)):
         if bias is not None:
             bias_dims = {"num_experts": num_experts, "columns": columns}

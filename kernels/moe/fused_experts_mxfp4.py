@@ -1,7 +1,7 @@
-"""Mixture of experts whose weights stay MXFP4: a quarter of the bytes to read, made numbers in registers.
+"""Mixture of experts with MXFP4 weights, which are decoded in registers: a quarter of the bytes are read.
 
-A byte holds the weights of two neighbouring inputs. Instead of interleaving what it is taken apart into, the inputs
-come apart: the even ones meet the low halves of the bytes, the odd ones the high halves, in two products with one sum.
+A byte holds the weights of two neighbouring inputs. Instead of interleaving the decoded weights, the inputs are split:
+even inputs are multiplied by the low halves of the bytes, odd inputs by the high halves, into one accumulator.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from quire.kernels.moe.fused_experts import EXPERT_DTYPES, pick_tile_pairs, sum_
 from quire.kernels.moe.moe_routing import ExpertTiles, sort_pairs
 from quire.kernels.moe.mxfp4 import GROUP_BYTES, GROUP_SIZE
 
-MOST_TILE_PAIRS = 64
-"""Larger tiles would not fit in registers; experts with more tokens are better dequantised for ``fused_experts``."""
+MAX_TILE_PAIRS = 64
+"""Larger tiles do not fit in registers. For experts with more tokens, dequantise and use ``fused_experts``."""
 
 BIAS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,7 +34,7 @@ def fused_experts_mxfp4(
     bias13: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``fused_experts`` of the weights that ``mxfp4.dequantise_mxfp4`` makes of these, rounded to ``x``'s dtype.
+    """Compute ``fused_experts`` from MXFP4 weights, decoded as by ``dequantise_mxfp4`` and rounded to ``x``'s dtype.
 
     Args:
         x: float32, float16 or bfloat16 ``[num_tokens, hidden_size]``.
@@ -43,8 +43,8 @@ def fused_experts_mxfp4(
         w2_blocks: uint8 ``[num_experts, hidden_size, width / 32, 16]``, contiguous.
         w2_scales: uint8 ``[num_experts, hidden_size, width / 32]``, contiguous.
 
-    The rest, what returns and what raises are as in ``fused_experts``. float16 is for tests: it does not hold all
-    numbers that MXFP4 has.
+    Other arguments, the result and errors are those of ``fused_experts``. float16 is for tests: it cannot represent all
+    MXFP4 numbers.
     """
     hidden_size, width = _check(x, w13_blocks, w13_scales, w2_blocks, w2_scales, expert_ids, weights, activation)
     num_experts = len(w13_blocks)
@@ -55,7 +55,7 @@ def fused_experts_mxfp4(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x) == 0:
         return out
-    pairs = min(MOST_TILE_PAIRS, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
+    pairs = min(MAX_TILE_PAIRS, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
     tiles = sort_pairs(expert_ids, num_experts, pairs)
     gated = _gate_up(kernels, x, w13_blocks, w13_scales, bias13, activation, tiles, expert_ids)
     results = _down(kernels, gated, w2_blocks, w2_scales, bias2, weights, tiles)
@@ -76,14 +76,14 @@ def _gate_up(
     tiles: ExpertTiles,
     expert_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """``[2, num_pairs, width / 2]``: each pair behind the activation, even columns and then odd ones."""
+    """Compute each pair's activated hidden state, even columns and then odd ones: ``[2, num_pairs, width / 2]``."""
     num_tokens, hidden_size = x.shape
     width = blocks.shape[1] // 2
     constants = launch_constants(x.dtype, tiles.tile_pairs, hidden_size, width)
-    apart = x.view(num_tokens, hidden_size // 2, 2).permute(2, 0, 1).contiguous()
+    even_odd = x.view(num_tokens, hidden_size // 2, 2).permute(2, 0, 1).contiguous()
     gated = torch.empty(2, expert_ids.numel(), width // 2, dtype=x.dtype, device=x.device)
     kernels.gate_up_mxfp4_kernel[(-(-width // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        apart, blocks, scales, scales if bias13 is None else bias13, gated, tiles.pairs, tiles.experts, num_tokens,
+        even_odd, blocks, scales, scales if bias13 is None else bias13, gated, tiles.pairs, tiles.experts, num_tokens,
         expert_ids.numel(), expert_ids.shape[1], 0 if bias13 is None else bias13.stride(0),
         **constants, ACTIVATION=ACTIVATIONS[activation], HAS_BIAS=int(bias13 is not None), **launch_options(),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _down(
     weights: torch.Tensor,
     tiles: ExpertTiles,
 ) -> torch.Tensor:
-    """``[num_pairs, hidden_size]``: each pair's share of its token's result."""
+    """Compute each pair's weighted output: ``[num_pairs, hidden_size]``."""
     num_pairs, hidden_size = gated.shape[1], blocks.shape[1]
     constants = launch_constants(gated.dtype, tiles.tile_pairs, hidden_size, 2 * gated.shape[2])
     results = torch.empty(num_pairs, hidden_size, dtype=gated.dtype, device=gated.device)
@@ -112,7 +112,10 @@ def _down(
 
 
 def launch_constants(dtype: torch.dtype, tile_pairs: int, hidden_size: int, width: int) -> dict[str, int]:
-    """What both products are compiled for; shared with the test that compiles them ahead. TILE_BYTES of 2 inputs."""
+    """Compile-time constants of both products; shared with the test that compiles them ahead of time.
+
+    Each of the TILE_BYTES bytes holds the weights of two inputs.
+    """
     return {
         "HIDDEN_SIZE": hidden_size,
         "WIDTH": width,
@@ -136,7 +139,7 @@ def _check(
     weights: torch.Tensor,
     activation: str,
 ) -> tuple[int, int]:
-    """Hidden size and width, of tensors that are as they should be."""
+    """Check the arguments; return the hidden size and the experts' width."""
     byte, device = (torch.uint8,), x.device
     check_tensor("x", x, {"num_tokens": None, "hidden_size": None}, EXPERT_DTYPES, device)
     num_tokens, hidden_size = x.shape
@@ -152,9 +155,9 @@ def _check(
     dims = {"num_tokens": num_tokens, "top_k": expert_ids.shape[1]}
     check_tensor("weights", weights, dims, (torch.float32,), device)
     if hidden_size % GROUP_SIZE != 0:
-        raise ValueError(f"x: dimension 1 (hidden_size) is {hidden_size}, not a multiple of {GROUP_SIZE}")
+        raise ValueError(f"x: dimension 1 (hidden_size) is {hidden_size}, expected a multiple of {GROUP_SIZE}")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} (got {activation!r})")
     for tensor in (w13_blocks, w13_scales, w2_blocks, w2_scales, expert_ids, weights):
         if not tensor.is_contiguous():
             raise ValueError("blocks, scales, expert_ids and weights: expected contiguous tensors")

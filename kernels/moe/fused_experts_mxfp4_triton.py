@@ -1,6 +1,6 @@
-"""The Triton kernels behind ``fused_experts_mxfp4``; imports triton, so only that launcher imports it."""
+"""The Triton kernels of ``fused_experts_mxfp4``. Imports triton, so only that launcher imports it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -10,10 +10,10 @@ from quire.kernels.dense.gated_activation_triton import activate
 
 @triton.jit
 def e2m1(code):
-    """The float32 of each int32's lowest four bits.
+    """Decode the lowest four bits of each int32 to float32.
 
-    Exponent and mantissa are put where a float32 has the lowest bits of its own, which makes the number 2**126 times
-    too small, subnormal ones included.
+    Exponent and mantissa are moved to the lowest bits of a float32's exponent and the highest of its mantissa. The
+    result is 2**126 times too small, for subnormal numbers too.
     """
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -21,7 +21,7 @@ def e2m1(code):
 
 @triton.jit
 def e8m0(scale):
-    """The float32 power of two of each int32 in [0, 255]: 2**(scale - 127); of 255 NaN."""
+    """Decode each int32 in [0, 255] to float32: 2**(scale - 127), and NaN for 255."""
     bits = tl.where(scale == 0, 0x00400000, scale << 23)
     return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
@@ -31,7 +31,7 @@ def load_weights(
     blocks, scales, row, in_rows, start,
     dtype: tl.constexpr, ROW_BYTES: tl.constexpr, TILE_BYTES: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of the even and of the odd inputs, ``[TILE_BYTES, TILE_ROWS]`` each, from the rows' byte ``start`` on."""
+    """Load the weights of even and odd inputs, ``[TILE_BYTES, TILE_ROWS]`` each, from byte ``start`` of each row on."""
     GROUPS: tl.constexpr = TILE_BYTES // 16
     byte = start + tl.arange(0, TILE_BYTES)
     mask = (byte < ROW_BYTES)[:, None] & in_rows[None, :]
@@ -50,7 +50,7 @@ def gate_up_mxfp4_kernel(
     HIDDEN_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     TILE_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """As ``gate_up_kernel``, but that columns come apart, even ones and then odd ones.
+    """As ``gate_up_kernel``, with even and odd columns separated.
 
     ``x`` is ``[2, num_tokens, HIDDEN_SIZE / 2]`` and ``gated`` ``[2, num_pairs, WIDTH / 2]``.
     """
@@ -99,7 +99,7 @@ def down_mxfp4_kernel(
     HIDDEN_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     TILE_BYTES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """As ``down_kernel``, with ``gated`` ``[2, num_pairs, WIDTH / 2]``: even columns, and then odd ones."""
+    """As ``down_kernel``, with ``gated`` ``[2, num_pairs, WIDTH / 2]``: even columns, then odd ones."""
     HALF: tl.constexpr = WIDTH // 2
     tile = tl.program_id(1)
     expert = tl.load(tile_experts + tile).to(tl.int64)

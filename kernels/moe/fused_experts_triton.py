@@ -1,6 +1,6 @@
-"""The Triton kernels behind ``fused_experts.fused_experts``; imports triton, so only that launcher imports it."""
+"""The Triton kernels of ``fused_experts``. Imports triton, so only that launcher imports it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -15,10 +15,10 @@ def gate_up_kernel(
     HIDDEN_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     TILE_INNER: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(n, i)``: the ``n``-th columns of what the pairs of tile ``i`` have behind the activation.
+    """Program ``(n, i)`` computes the ``n``-th tile of columns of the activated hidden states of tile ``i``'s pairs.
 
-    ``gated`` is contiguous ``[num_pairs, width]``. The tiles of an expert follow each other, and programs with one
-    tile run together, so that its tokens and its expert's weights stay in the cache.
+    ``gated`` is contiguous ``[num_pairs, width]``. The tiles of an expert are consecutive, and programs of one tile run
+    at the same time, so that its tokens and its expert's weights stay in the L2 cache.
     """
     tile = tl.program_id(1)
     expert = tl.load(tile_experts + tile)
@@ -29,7 +29,7 @@ def gate_up_kernel(
     token = (tl.where(has_pair, pair, 0) // top_k).to(tl.int64)
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     in_width = column < WIDTH
-    # Where a column's weights stand: half the rows further for up, or in the next row.
+    # Row of a column's gate weights. The up weights are WIDTH rows further, or in the next row if interleaved.
     gate_row = column * 2 if ACTIVATION == 3 else column
     up_step = 1 if ACTIVATION == 3 else WIDTH
     inner = tl.arange(0, TILE_INNER)
@@ -62,7 +62,7 @@ def down_kernel(
     HIDDEN_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     TILE_INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(n, i)``: the ``n``-th columns of the pairs of tile ``i``, times their routing weights."""
+    """Program ``(n, i)`` computes the ``n``-th tile of columns of tile ``i``'s pairs, times their routing weights."""
     tile = tl.program_id(1)
     expert = tl.load(tile_experts + tile)
     if expert < 0:
@@ -94,14 +94,14 @@ def sum_experts_kernel(
     results, expert_ids, out, num_experts, hidden_size,
     TOP_K: tl.constexpr, TILE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(t, i)`` adds up the ``i``-th elements of token ``t``'s pairs; other ranks' were not written."""
+    """Program ``(t, i)`` adds up tile ``i`` of token ``t``'s pairs. Pairs of other ranks are not written: skip them."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)
     in_hidden = element < hidden_size
     total = tl.zeros([TILE_ELEMENTS], tl.float32)
     for j in tl.static_range(TOP_K):
         expert = tl.load(expert_ids + token * TOP_K + j)
-        is_ours = (expert >= 0) & (expert < num_experts)
+        is_local = (expert >= 0) & (expert < num_experts)
         source = results + (token * TOP_K + j) * hidden_size + element
-        total += tl.load(source, mask=in_hidden & is_ours, other=0.0).to(tl.float32)
+        total += tl.load(source, mask=in_hidden & is_local, other=0.0).to(tl.float32)
     tl.store(out + token * hidden_size + element, total.to(out.dtype.element_ty), mask=in_hidden)

@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts each token goes to, and the (token, expert) pairs sorted into tiles of one expert.
+"""Mixture of experts: routing of tokens to experts, and sorting of (token, expert) pairs into tiles of one expert.
 
 A *pair* is one token with one of its ``top_k`` experts: pair ``token * top_k + j`` is the token's ``j``-th choice.
 """
@@ -17,21 +17,21 @@ MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 
 SCAN_PAIRS = 2048
-"""Pairs that a program looks at at a time. One program per expert reads all pairs: for 65,536 that is 32 turns."""
+"""Pairs that a program reads at a time. One program per expert reads all pairs: 65,536 pairs take 32 iterations."""
 
 TOLERANCE = (1e-5, 1e-7)
-"""Relative and absolute distance of the weights of kernel and reference; the expert ids are equal."""
+"""Relative and absolute tolerance of the kernel's weights against the reference; expert ids must be equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """The pairs by expert, in tiles of ``tile_pairs`` of which none has two experts.
+    """The pairs sorted by expert, in tiles of ``tile_pairs`` pairs; all pairs of a tile have the same expert.
 
-    Sizes are those of the worst case, so that they follow from the number of pairs alone and no host waits for a count.
+    Sizes are those of the worst case: they depend only on the number of pairs, so the host does not wait for a count.
 
     Attributes:
-        pairs: int32 ``[max_tiles * tile_pairs]``; within an expert in ascending order. NO_PAIR fills tiles up.
-        experts: int32 ``[max_tiles]``, ascending; NO_PAIR where the tile is not used.
+        pairs: int32 ``[max_tiles * tile_pairs]``, ascending within an expert; tiles are padded with NO_PAIR.
+        experts: int32 ``[max_tiles]``, ascending; NO_PAIR for unused tiles.
         tile_pairs: a power of two.
     """
 
@@ -44,9 +44,9 @@ NO_PAIR = -1
 
 
 def route_reference(logits: torch.Tensor, top_k: int, *, renormalise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``route`` computes."""
+    """Reference of ``route``."""
     wide = logits.float()
-    # A stable sort, because torch.topk leaves open which of equals it takes.
+    # A stable sort, because torch.topk does not define which of several equal values it returns.
     ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = torch.softmax(wide, -1).gather(-1, ids)
     if renormalise:
@@ -55,7 +55,7 @@ def route_reference(logits: torch.Tensor, top_k: int, *, renormalise: bool = Tru
 
 
 def sort_pairs_reference(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> ExpertTiles:
-    """What ``sort_pairs`` computes. The two agree exactly."""
+    """Reference of ``sort_pairs``; the results are equal."""
     flat = expert_ids.flatten()
     tiles, experts = [], []
     for expert in range(num_experts):
@@ -75,25 +75,25 @@ def sort_pairs_reference(expert_ids: torch.Tensor, num_experts: int, tile_pairs:
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_pairs: int) -> int:
-    """Tiles that pairs can need at most: each expert that has any leaves one not full."""
+    """Return the maximum number of tiles: each expert with pairs may have one tile that is not full."""
     with_pairs = min(num_pairs, num_experts)
     return with_pairs + (num_pairs - with_pairs) // tile_pairs
 
 
 def route(logits: torch.Tensor, top_k: int, *, renormalise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's ``top_k`` best experts; of equals the lower one. By the Triton kernel.
+    """Choose each token's ``top_k`` best experts, by the Triton kernel; of equal logits the lower expert id.
 
     Args:
-        logits: the router's, float32, float16 or bfloat16 ``[num_tokens, num_experts]``, rows may be strided.
-        renormalise: the weights of a token's experts sum up to 1, which is the softmax over these alone (Mixtral,
-            gpt-oss, Qwen3-MoE with ``norm_topk_prob``); otherwise they are their shares of the softmax over all.
+        logits: the router's logits, float32, float16 or bfloat16 ``[num_tokens, num_experts]``, rows may be strided.
+        renormalise: weights are the softmax over the chosen experts, so that they sum to 1 (Mixtral, gpt-oss,
+            Qwen3-MoE with ``norm_topk_prob``). Otherwise they are taken from the softmax over all experts.
 
     Returns:
-        Expert ids int32 ``[num_tokens, top_k]``, best first, and weights float32 of the same shape. A row with a NaN
-        has NaN weights, and experts that exist.
+        Expert ids int32 ``[num_tokens, top_k]``, best first, and weights float32 of the same shape. A row with NaN
+        has NaN weights and valid expert ids.
 
     Raises:
-        ValueError: the tensor does not have the shape, dtype or place above, or a number is out of its range.
+        ValueError: the tensor does not have this shape, dtype or device, or a number is out of range.
         RuntimeError: Triton cannot launch here.
     """
     check_tensor("logits", logits, {"num_tokens": None, "num_experts": None}, LOGITS_DTYPES, logits.device)
@@ -113,22 +113,25 @@ def route(logits: torch.Tensor, top_k: int, *, renormalise: bool = True) -> tupl
 
 
 def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> ExpertTiles:
-    """Sort a step's pairs into tiles of one expert each, by Triton kernels; no host reads.
+    """Sort a step's pairs into tiles of one expert each, by Triton kernels, without waiting on the host.
 
     Args:
-        expert_ids: int32 ``[num_tokens, top_k]``, contiguous. An id outside ``[0, num_experts)`` is an expert that
-            another rank has: its pair is in no tile.
+        expert_ids: int32 ``[num_tokens, top_k]``, contiguous. An id outside ``[0, num_experts)`` is an expert of
+            another rank: its pair is in no tile.
         tile_pairs: a power of two.
 
     Raises:
-        ValueError: the tensor does not have the shape, dtype or place above, or a number is out of its range.
+        ValueError: the tensor does not have this shape, dtype or device, or a number is out of range.
         RuntimeError: Triton cannot launch here.
     """
     check_tensor("expert_ids", expert_ids, {"num_tokens": None, "top_k": None}, (torch.int32,), expert_ids.device)
     if not expert_ids.is_contiguous():
         raise ValueError("expert_ids: expected a contiguous tensor")
     if not 0 < num_experts <= MAX_EXPERTS or tile_pairs < 1 or tile_pairs & (tile_pairs - 1) != 0:
-        raise ValueError(f"expected 1 to {MAX_EXPERTS} experts and a power of two, got {num_experts} and {tile_pairs}")
+        raise ValueError(
+            f"num_experts must be between 1 and {MAX_EXPERTS} and tile_pairs a power of two "
+            f"(got {num_experts} and {tile_pairs})"
+        )
     kernels = _kernels(expert_ids.device)
     num_pairs = expert_ids.numel()
     most = max_tiles(num_pairs, num_experts, tile_pairs)
@@ -145,7 +148,7 @@ def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> E
 
 
 def route_constants(num_experts: int, top_k: int, renormalise: bool) -> dict[str, int]:
-    """What the routing kernel is compiled for; shared with the test that compiles it ahead."""
+    """Compile-time constants of the routing kernel; shared with the test that compiles it ahead of time."""
     tile_experts = 1 << (num_experts - 1).bit_length()
     return {
         "TOP_K": top_k,

@@ -1,6 +1,6 @@
-"""The Triton kernels behind ``moe_routing``'s launchers; imports triton, so only they import it."""
+"""The Triton kernels of ``moe_routing``. Imports triton, so only the launchers import it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def route_kernel(
     TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_EXPERTS: tl.constexpr,
     TILE_TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Program ``i`` routes the ``i``-th TILE_TOKENS tokens. TILE_EXPERTS and TILE_TOP_K cover all of theirs."""
+    """Program ``i`` routes the ``i``-th TILE_TOKENS tokens; TILE_EXPERTS covers all experts, TILE_TOP_K all choices."""
     token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     in_tokens = token < num_tokens
     expert = tl.arange(0, TILE_EXPERTS)
@@ -22,7 +22,7 @@ def route_kernel(
     source = logits + (token * logits_stride)[:, None] + expert[None, :]
     x = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
     x = tl.where(in_tokens[:, None], x, 0.0)
-    # Keys are chosen and not floats: they have an order whatever the logits are, so that every choice exists.
+    # Choose by integer keys instead of floats: they are ordered even with NaN, so every chosen id is valid.
     taken: tl.constexpr = -0x80000000
     keys = tl.where(x == x, order_key(tl.where(x == 0.0, 0.0, x)), 0x7FFFFFFF)
     keys = tl.where((expert < num_experts)[None, :], keys, taken)
@@ -38,7 +38,7 @@ def route_kernel(
         chosen = tl.where(choice[None, :] == j, value[:, None], chosen)
         keys = tl.where(own, taken, keys)
     scores = chosen if RENORMALISE else x
-    # A NaN is no maximum, but it makes the sum one.
+    # The maximum ignores NaN, but the sum becomes NaN.
     maximum = tl.max(tl.where(scores == scores, scores, float("-inf")), 1)[:, None]
     total = tl.sum(tl.exp(scores - maximum), 1)[:, None]
     target = (token * TOP_K)[:, None] + choice[None, :]
@@ -63,7 +63,7 @@ def place_pairs_kernel(
     expert_ids, counts, pairs, tile_experts, num_pairs, num_experts,
     TILE_PAIRS: tl.constexpr, TILE_EXPERTS: tl.constexpr, SCAN_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``e`` puts the pairs of expert ``e`` in its tiles, which follow those of the experts before it."""
+    """Program ``e`` writes the pairs of expert ``e`` to its tiles, which follow those of lower experts."""
     expert = tl.program_id(0)
     other = tl.arange(0, TILE_EXPERTS)
     count = tl.load(counts + other, mask=other < num_experts, other=0)

@@ -1,28 +1,29 @@
-"""MXFP4 (OCP Microscaling Formats 1.0): 32 numbers of 4 bits with a common power of two, as in gpt-oss's experts.
+"""MXFP4 (OCP Microscaling Formats 1.0), the format of gpt-oss's experts: 32 4-bit numbers with a common power of two.
 
-A number is E2M1: a sign, two bits of exponent and one of mantissa. A byte holds two, the first in its low half. The
-scale is E8M0: ``2 ** (byte - 127)``, and 255 is NaN.
+A number is E2M1: a sign, two bits of exponent and one of mantissa. A byte holds two numbers, the first in its low half.
+The scale is E8M0: ``2 ** (byte - 127)``, and 255 is NaN.
 """
 
 import torch
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes 0 to 7; the codes from 8 on are the same with a minus."""
+"""Values of the codes 0 to 7; the codes 8 to 15 are their negatives."""
 
 GROUP_BYTES = 16
 GROUP_SIZE = 2 * GROUP_BYTES
 
 CHUNK_GROUPS = 1 << 14
-"""Groups that the reference turns at a time: what is between, 2 MiB, stays in a core's cache."""
+"""Groups that are dequantised at a time, so that the temporary arrays (2 MiB) stay in a core's cache."""
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that blocks and scales stand for, in torch; quick enough for the loader.
+    """Dequantise MXFP4 in plain torch, fast enough for the weight loader.
 
     Args:
         blocks: uint8 ``[..., groups, 16]``.
         scales: uint8 ``[..., groups]``.
-        dtype: float32 and bfloat16 hold the numbers exactly, but for powers below 2**-126; float16 those around 1.
+        dtype: float32 and bfloat16 represent the numbers exactly, except scales below 2**-126; float16 only those
+            around 1.
 
     Returns:
         ``dtype`` ``[..., groups * 32]``.
@@ -31,7 +32,7 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     exponents = torch.arange(256, device=blocks.device) - 127
     powers = torch.ldexp(torch.ones(256, dtype=torch.float64, device=blocks.device), exponents)
     powers[255] = torch.nan
-    # bfloat16 has float32's exponents; float16 gets what float32 makes of it.
+    # bfloat16 has float32's exponent range; for float16 the product is computed in float32 and rounded.
     powers = powers.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     out = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * GROUP_SIZE, dtype=dtype, device=blocks.device)
     flat_codes, flat_scales = blocks.reshape(-1, GROUP_BYTES).view(torch.int16), scales.reshape(-1)
@@ -45,9 +46,9 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
 
 
 def _values_of_two_bytes(device: torch.device) -> torch.Tensor:
-    """Four numbers as bfloat16, which holds them exactly, in one int64 ``[65536]``; by the bytes as int16, plus 2**15.
+    """Build a table, int64 ``[65536]``, from two bytes (as int16, plus 2**15) to their four numbers as exact bfloat16.
 
-    One look-up for four numbers: on a CPU core about 1 GB/s of bfloat16, five times what one for each number gives.
+    One lookup decodes four numbers: about 1 GB/s of bfloat16 on a CPU core, five times as fast as one lookup each.
     """
     codes = torch.tensor(MAGNITUDES + tuple(-value for value in MAGNITUDES), dtype=torch.bfloat16, device=device)
     two_bytes = torch.arange(-(1 << 15), 1 << 15, device=device)

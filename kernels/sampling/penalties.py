@@ -1,11 +1,11 @@
-"""Penalties on the tokens that a request's prompt and answer have: repetition, frequency and presence, in place.
+"""Repetition, frequency and presence penalties on the logits of tokens in a request's prompt and output, in place.
 
-A token's *count* is an int32: bit 30 says that the prompt has it, the bits below how often the answer does. Drafts that
-come before a position in the same step belong to its answer. Repetition comes first: a positive logit is divided by it,
-another multiplied, where prompt or answer has the token (Keskar et al., 2019, https://arxiv.org/abs/1909.05858). Then,
-where the answer has it, ``frequency * count + presence`` is subtracted.
+A token's *count* is an int32: bit 30 is set if the token is in the prompt, the lower bits count it in the output.
+Drafts before a position in the same step count as output. First, the logit of a token in the prompt or output is
+divided by the repetition penalty if it is positive, else multiplied (Keskar et al., 2019,
+https://arxiv.org/abs/1909.05858). Then ``frequency * count + presence`` is subtracted for tokens in the output.
 
-Each operation is rounded to float32 once, so that every implementation gives the same bits.
+Each operation is rounded to float32 once, so that all implementations give the same bits.
 """
 
 from typing import Any
@@ -32,19 +32,19 @@ def apply_penalties(
     offsets: torch.Tensor,
     drafts: torch.Tensor,
 ) -> None:
-    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch (``kernels.cpu.penalties``: by C++).
+    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch (by C++: ``kernels.cpu.penalties``).
 
     Args:
         logits: float32 ``[num_positions, vocab]``, rows may be strided.
-        slots: int32 or int64 ``[num_positions]``: the row of ``counts`` that is the position's; -1: it is left alone.
+        slots: int32 or int64 ``[num_positions]``: each position's row of ``counts``, or -1 for no penalties.
         counts: int32 ``[num_slots, vocab]``, rows may be strided.
-        repetition, frequency, presence: float32 ``[num_positions]``; 1, 0 and 0 do nothing.
+        repetition, frequency, presence: float32 ``[num_positions]``; the neutral values are 1, 0 and 0.
         offsets: int64 ``[num_positions]``: drafts before position ``p`` are ``drafts[p - offsets[p] : p]``.
         drafts: int64 ``[num_positions]``.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
-        IndexError: by torch alone: a slot or a draft that does not exist. Triton leaves such a row, or draft, out.
+        ValueError: a tensor does not have this shape, dtype or device.
+        IndexError: torch only: a slot or a draft is out of range. Triton ignores such a row or draft.
     """
     arguments = (logits, slots, counts, repetition, frequency, presence, offsets, drafts)
     if not logits.is_cpu:
@@ -64,7 +64,7 @@ def apply_penalties_reference(
     offsets: torch.Tensor,
     drafts: torch.Tensor,
 ) -> None:
-    """What ``apply_penalties`` does, in plain torch."""
+    """Reference of ``apply_penalties`` in plain torch."""
     at = torch.nonzero(slots >= 0)[:, 0]
     if not len(at):
         return
@@ -75,7 +75,7 @@ def apply_penalties_reference(
         having = torch.nonzero(before >= distance)[:, 0]
         tokens = drafts[at[having] - distance]
         if bool((tokens < 0).any()):
-            raise IndexError("a draft is negative")
+            raise IndexError(f"drafts must not be negative (got {int(tokens.min())})")
         answer[having, tokens] += 1
     own = logits[at]
     factor = repetition[at][:, None]
@@ -95,7 +95,7 @@ def launch_penalties(
     offsets: torch.Tensor,
     drafts: torch.Tensor,
 ) -> None:
-    """The same by the Triton kernel.
+    """Apply the penalties by the Triton kernel.
 
     Raises:
         ValueError: as ``apply_penalties``.
@@ -113,7 +113,7 @@ def launch_penalties(
 
 
 def launch_constants() -> dict[str, int]:
-    """What the kernel is compiled for; shared with the test that compiles it ahead."""
+    """Compile-time constants of the kernel; shared with the test that compiles it ahead of time."""
     return {"PROMPT_BIT": PROMPT_BIT, "TILE": TILE_TOKENS}
 
 
@@ -127,7 +127,7 @@ def check_penalties(
     offsets: torch.Tensor,
     drafts: torch.Tensor,
 ) -> None:
-    """Raise ValueError unless all is as ``apply_penalties`` takes it."""
+    """Raise ValueError unless all arguments are valid for ``apply_penalties``."""
     device = logits.device
     check_tensor("logits", logits, {"num_positions": None, "vocab": None}, (torch.float32,), device)
     num_positions, vocab = logits.shape

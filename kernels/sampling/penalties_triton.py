@@ -1,6 +1,6 @@
-"""The Triton kernel behind ``penalties.launch_penalties``; imports triton, so only that launcher imports it."""
+"""The Triton kernel of ``penalties.launch_penalties``. Imports triton, so only that launcher imports it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def penalties_kernel(
     counts_stride,
     PROMPT_BIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(p, t)`` penalises tile ``t`` of position ``p``, and writes only the logits that change."""
+    """Program ``(p, t)`` penalises tile ``t`` of position ``p``; only logits that change are written."""
     position = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + position).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):

@@ -1,22 +1,23 @@
-"""One token per row by temperature, top-k, top-p and min-p, without a sort and without a word from the host.
+"""Sampling of one token per row with temperature, top-k, top-p and min-p, without a sort or a wait for the host.
 
-**Mass.** A token's weight ``exp((logit - best) / temperature)`` is cut to whole 2**-40ths of the best one's: its
-mass, an int64. So sums of masses are exact in any order, a row's token does not depend on how the vocabulary is cut
-into chunks, and "the token that holds unit ``t`` of the mass" is a selection that needs no order of summation. Weights
-below 2**-40 of the best are 0: such a token is never drawn.
+**Mass.** A token's weight ``exp((logit - best) / temperature)`` is truncated to a multiple of 2**-40 of the best
+token's weight; this multiple, an int64, is the token's mass. Sums of masses are exact in any order, so a row's token
+does not depend on how the vocabulary is split into chunks. Unit ``t`` of the total mass belongs to exactly one token,
+which is found without fixing the order of summation. Tokens with a weight below 2**-40 of the best are never drawn.
 
-**Order.** Scaled logits, best first; of equals the lower index. All that the cuts keep is a first part of this order:
-the first ``top_k``; of those every token while the mass before it is below ``top_p`` of theirs; and of those every one
-whose scaled logit is at least ``log(min_p)``. The draw is the token that holds unit ``floor(noise * kept mass)``: in
-this order where the row has a top-k or a top-p, and in the order of the vocabulary where it has neither.
+**Order.** Tokens are ordered by scaled logit, highest first, and of equal ones by the lower index. The cuts keep a
+prefix of this order: the first ``top_k`` tokens; of these the tokens that have less than ``top_p`` of the mass before
+them; and of these the tokens whose scaled logit is at least ``log(min_p)``. The drawn token is the one with unit
+``floor(noise * kept mass)``: counted in this order if the row has top-k or top-p, else in the vocabulary's order.
 
-So draw the reference, the GPU and the CPU's C++ (``cpu/sampling.cpp``): the same seed gives the same token. Their
-exponentials may differ in the last bits of a float32: a token whose share of the sum ends within that of ``top_p`` or
-the noise may fall to the other side.
+The reference, the GPU and the CPU's C++ (``cpu/sampling.cpp``) all follow this definition: the same seed gives the same
+token. Their exponentials may differ in the last bits of a float32. So the token may differ if a cumulative mass is
+within that error of ``top_p`` or the noise.
 
-**Selection.** The k-th token, the last of top-p and the drawn one are each found by histograms, not by a sort: first by
-the scaled logit, 32 bins to the unit, and then three times by ever finer bits of its key, 1024 bins each, until a bin
-holds a single key (``sampling_triton.py``). Equal keys have equal masses, so that a division tells which of them.
+**Selection.** The k-th token, the last token of top-p and the drawn token are found by histograms instead of a sort.
+The first histogram is over the scaled logit with 32 bins per unit. Three more are over successively finer bits of its
+key with 1024 bins each, until a bin holds a single key (``sampling_triton.py``). Tokens with equal keys have equal
+masses, so a division finds the token among them.
 """
 
 from typing import Any
@@ -28,15 +29,15 @@ from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.sampling.sampling_stats import CHUNK, RowStatistics, check_logits, row_statistics, tile_chunks
 
 MASS_BITS = 40
-"""A row of 2**20 logits then sums up to 2**60 at most."""
+"""The masses of 2**20 logits sum to at most 2**60."""
 
 BINS = 1024
 
 LEVELS = 3
-"""A coarse bin holds at most 2**30 keys, and each level takes ten bits of them."""
+"""Number of fine histograms: a coarse bin holds at most 2**30 keys, and each level resolves ten bits."""
 
 STATE_COLUMNS = 8
-"""``sampling_triton.py`` says what they are."""
+"""Columns of a row's state, defined in ``sampling_triton.py``."""
 
 TOP_K, TOP_P, DRAW = range(3)
 
@@ -49,7 +50,7 @@ def sample_reference(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """What ``sample`` chooses, by a sort; int64 ``[num_rows]``. Rows that cannot be sampled are not looked at."""
+    """Reference of ``sample``, by a sort; int64 ``[num_rows]``. Undefined for rows whose logits are not finite."""
     wide = logits.float()
     masses, order = _kept_masses(_scaled(wide, temperature), top_k, top_p, min_p)
     running = masses.cumsum(-1)
@@ -62,9 +63,9 @@ def sample_reference(
 def sampled_logits(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Float32 ``[num_rows, vocab]``, whose softmax is the distribution that ``sample`` draws from.
+    """Return float32 ``[num_rows, vocab]`` logits whose softmax is the distribution that ``sample`` draws from.
 
-    Scaled logits, minus infinity for what is never drawn. Rows with temperature 0 are as they were.
+    These are scaled logits, with minus infinity for tokens that are never drawn. Rows with temperature 0 are unchanged.
     """
     wide = logits.float()
     scaled = _scaled(wide, temperature)
@@ -74,16 +75,16 @@ def sampled_logits(
 
 
 def _scaled(wide: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Logits below the best one, over the temperature: however small that is, nothing overflows upwards."""
+    """Subtract the best logit and divide by the temperature: no result overflows, however small the temperature."""
     below = wide - wide.amax(-1, keepdim=True)
-    # -0.0 less 0.0 is -0.0, and both zeros are equal.
+    # Adding 0.0 turns -0.0 into 0.0, so that both have the same key.
     return below / torch.where(temperature > 0, temperature, 1.0)[:, None] + 0.0
 
 
 def _kept_masses(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masses in the order of the draw, 0 for what the cuts leave out; and the tokens in that order."""
+    """Return the masses in the order of the draw, 0 for tokens that are cut, and the tokens in that order."""
     rows, vocab = scaled.shape
     masses = (scaled.exp() * 2.0**MASS_BITS).long()
     rank = torch.arange(vocab, device=scaled.device)
@@ -114,24 +115,26 @@ def sample(
     any_top_p: bool = True,
     statistics: RowStatistics | None = None,
 ) -> torch.Tensor:
-    """Choose one token per row, by Triton kernels. Fit for a CUDA graph: the launches follow from shapes and flags.
+    """Sample one token per row, by Triton kernels.
+
+    Can be captured in a CUDA graph: the launches depend only on shapes and flags.
 
     Args:
         logits: float32, float16 or bfloat16 ``[num_rows, vocab]``, rows may be strided; not changed.
         noise: float64 ``[num_rows]`` in [0, 1), such as ``sampling_noise.uniform`` makes.
-        temperature: float32 ``[num_rows]``; 0: the row takes its best token.
-        top_k: int32 ``[num_rows]``; 0: no such cut.
-        top_p: float32 ``[num_rows]``; 1: no such cut.
-        min_p: float32 ``[num_rows]`` in [0, 1]; 0: no such cut.
-        any_top_k, any_top_p: False: the caller knows that no row has the cut, which saves launches. A row that has it
-            nevertheless is sampled as if it had not.
-        statistics: of the same logits, where the caller has them already.
+        temperature: float32 ``[num_rows]``; 0 for the best token.
+        top_k: int32 ``[num_rows]``; 0 for no cut.
+        top_p: float32 ``[num_rows]``; 1 for no cut.
+        min_p: float32 ``[num_rows]`` in [0, 1]; 0 for no cut.
+        any_top_k, any_top_p: False if the caller knows that no row has this cut, which saves launches. The cut is
+            ignored in a row that has it.
+        statistics: statistics of the same logits, if the caller has them already.
 
     Returns:
-        int64 ``[num_rows]``. Rows whose statistics say ``bad`` have their best token there.
+        int64 ``[num_rows]``. The best token in rows whose statistics are ``bad``.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
+        ValueError: a tensor does not have this shape, dtype or device.
         RuntimeError: Triton cannot launch here.
     """
     check_logits(logits)
@@ -153,10 +156,10 @@ def sample(
 
 
 def _select(kernels: Any, row_arguments: tuple[torch.Tensor, ...], noise: torch.Tensor, cuts: dict[str, int]) -> None:
-    """Leave in the state of each row with a cut which key, and which of its equals, is drawn."""
+    """Find the drawn key of each row with a cut, and the index among tokens with this key; both go to its state."""
     logits, best, temperature, top_k, top_p, _, state = row_arguments
     num_rows, vocab = logits.shape
-    # Counts and masses; a narrowing clears the fine ones behind it.
+    # Histograms of counts and masses; ``narrow_kernel`` clears the fine ones after reading them.
     coarse, fine = torch.zeros(2, num_rows, 2, BINS, dtype=torch.int64, device=logits.device)
     chunks = (num_rows, -(-vocab // CHUNK))
     strides = (vocab, logits.stride(0))

@@ -1,4 +1,4 @@
-"""Log-probabilities of the sampled and of the best tokens, without those of all the others."""
+"""Log probabilities of the sampled token and of the best tokens, without computing those of all tokens."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from quire.kernels.sampling.sampling_stats import CHUNK, check_logits, row_stati
 MAX_LOGPROBS = 32
 
 TOLERANCE = (2e-6, 1e-5)
-"""Relative and absolute distance of the values of kernel and reference; ids and ranks are equal."""
+"""Relative and absolute tolerance of the kernel's values against the reference; ids and ranks must be equal."""
 
 
 def top_logprobs_reference(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
-    """What ``top_logprobs`` computes."""
+    """Reference of ``top_logprobs``."""
     wide = logits.float()
     own = wide.gather(-1, tokens[:, None])
-    # A stable sort, because torch.topk leaves open which of equals it takes.
+    # A stable sort, because torch.topk does not define which of several equal values it returns.
     best = wide.sort(dim=-1, descending=True, stable=True).indices[:, :n]
     token_ids = torch.cat((tokens[:, None], best), -1)
     values = torch.log_softmax(wide.double(), -1).gather(-1, token_ids).float()
@@ -27,18 +27,18 @@ def top_logprobs_reference(logits: torch.Tensor, tokens: torch.Tensor, n: int) -
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
-    """Log-probabilities of each row's token and of its ``n`` best, by Triton kernels.
+    """Compute the log probabilities of each row's token and of its ``n`` best tokens, by Triton kernels.
 
-    The order and the ranks are those of the logits; two that differ may have log-probabilities that round to one.
+    Order and ranks are those of the logits: different logits may round to equal log probabilities.
 
     Args:
-        logits: float32, float16 or bfloat16 ``[num_rows, vocab]``, rows may be strided. A row that is ``bad`` by its
-            statistics gets ids that exist, and values that say nothing.
-        tokens: int64 ``[num_rows]`` in [0, vocab); others are a caller's mistake, and have a NaN for a value.
-        n: 0 to ``MAX_LOGPROBS``, and at most the vocabulary.
+        logits: float32, float16 or bfloat16 ``[num_rows, vocab]``, rows may be strided. A row whose statistics are
+            ``bad`` gets valid ids and undefined values.
+        tokens: int64 ``[num_rows]`` in [0, vocab); the value of a token out of range is NaN.
+        n: 0 to ``MAX_LOGPROBS``, and at most the vocabulary size.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above, or ``n`` is out of its range.
+        ValueError: a tensor does not have this shape, dtype or device, or ``n`` is out of range.
         RuntimeError: Triton cannot launch here.
     """
     check_logits(logits)
@@ -46,7 +46,7 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogpr
     device = logits.device
     check_tensor("tokens", tokens, {"num_rows": num_rows}, (torch.int64,), device)
     if not 0 <= n <= min(vocab, MAX_LOGPROBS):
-        raise ValueError(f"n: {n} of {vocab} tokens, expected 0 to {min(vocab, MAX_LOGPROBS)}")
+        raise ValueError(f"n must be between 0 and {min(vocab, MAX_LOGPROBS)} for {vocab} tokens (got {n})")
     chunk_kernel, row_kernel = _kernels(device)
     result = TopLogprobs(
         token_ids=torch.empty(num_rows, 1 + n, dtype=torch.int64, device=device),
@@ -71,7 +71,7 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogpr
 
 
 def launch_constants(n: int) -> dict[str, int]:
-    """What both kernels are compiled for; shared with the test that compiles them ahead."""
+    """Compile-time constants of both kernels; shared with the test that compiles them ahead of time."""
     return {"N": n, "TILE_N": 1 << max(n - 1, 0).bit_length(), "num_warps": 8}
 
 

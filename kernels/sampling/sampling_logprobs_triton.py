@@ -1,6 +1,6 @@
-"""The Triton kernels behind ``sampling_logprobs.top_logprobs``; imports triton, so only that launcher imports it."""
+"""The Triton kernels of ``sampling_logprobs.top_logprobs``. Imports triton, so only that launcher imports it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def chunk_candidates_kernel(
     logits, tokens, candidate_keys, candidate_tokens, above, vocab, logits_stride,
     CHUNK: tl.constexpr, N: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(r, c)``: keys and ids of the N best of chunk ``c``, and how many of it are above row ``r``'s token."""
+    """Program ``(r, c)`` finds keys and ids of the N best of chunk ``c``, and counts its tokens above row ``r``'s."""
     row = tl.program_id(0).to(tl.int64)
     chunk = row * tl.num_programs(1) + tl.program_id(1)
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -45,7 +45,7 @@ def row_logprobs_kernel(
     num_chunks, logits_stride,
     TILE_CHUNKS: tl.constexpr, N: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Program ``r`` joins the chunks' candidates. What stands for none has the lowest key and is never taken."""
+    """Program ``r`` merges the chunks' candidates. Padding has the lowest key and is never chosen."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(log_sum_exp + row)
     own_token = tl.load(tokens + row)

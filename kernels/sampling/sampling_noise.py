@@ -13,7 +13,7 @@ TILE_ROWS = 128
 
 
 def uniform_reference(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """What ``uniform`` computes, in Python's integers."""
+    """Reference of ``uniform``, in Python integers."""
     mask = (1 << 64) - 1
 
     def mix(z: int) -> int:
@@ -29,9 +29,9 @@ def uniform_reference(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Ten
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) for each (seed, position), by two rounds of SplitMix64's finaliser (Steele et al., 2014).
+    """Return a number in [0, 1) for each (seed, position), by two rounds of SplitMix64's finaliser.
 
-    Equal to the last bit to what the engine computes on the CPU.
+    Source: Steele et al., 2014. The result equals that of the engine's CPU implementation bit by bit.
 
     Args:
         seeds: ``[num_rows]`` uint64, or int64 with the same bits.
@@ -41,7 +41,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         float64 ``[num_rows]``.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
+        ValueError: a tensor does not have this shape, dtype or device.
         RuntimeError: Triton cannot launch here.
     """
     check_tensor("seeds", seeds, {"num_rows": None}, SEED_DTYPES, seeds.device)

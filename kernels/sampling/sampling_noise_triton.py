@@ -1,6 +1,6 @@
-"""The Triton kernel behind ``sampling_noise.uniform``; imports triton, so only that launcher imports it."""
+"""The Triton kernel of ``sampling_noise.uniform``. Imports triton, so only that launcher imports it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def mix(z):
 
 @triton.jit
 def uniform_kernel(seeds, positions, noise, num_rows, TILE_ROWS: tl.constexpr):
-    """Program ``i``: the ``i``-th TILE_ROWS rows."""
+    """Program ``i`` computes the ``i``-th TILE_ROWS rows."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     in_rows = row < num_rows
     seed = tl.load(seeds + row, mask=in_rows, other=0).to(tl.uint64, bitcast=True)

@@ -1,4 +1,4 @@
-"""Of each row of logits: the best token, the log of the sum of exponentials, and whether the row can be sampled."""
+"""Statistics of each row of logits: the best token, the log-sum-exp, and whether the row can be sampled."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +12,22 @@ from quire.kernels.common.triton_runtime import require_launchable
 LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 CHUNK = 4096
-"""Logits that one program takes, so that a single row keeps many multiprocessors busy. Fixed: a row's sums must not
-depend on how many rows there are."""
+"""Logits per program, so that a single row keeps many multiprocessors busy. Fixed, because a row's sums must not depend
+on the number of rows."""
 
 TOLERANCE = (2e-6, 2e-6)
-"""Relative and absolute distance of kernel's and reference's ``log_sum_exp``; all else is equal."""
+"""Relative and absolute tolerance of the kernel's ``log_sum_exp`` against the reference; all else must be equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
-    """Of float logits ``[num_rows, vocab]``; each ``[num_rows]``.
+    """Statistics of logits ``[num_rows, vocab]``; all ``[num_rows]``.
 
     Attributes:
-        tokens: int64, the index of the best logit; of equals the lowest.
-        best: float32, its value; NaN where the row has one.
-        bad: bool, where ``best`` is not finite: a NaN, an infinity, or a row of nothing but minus infinity.
-        log_sum_exp: float32; says nothing where ``bad``.
+        tokens: int64, the index of the best logit; of equal ones the lowest.
+        best: float32, its value; NaN if the row has a NaN.
+        bad: bool, whether ``best`` is not finite: a NaN, an infinity, or a row with only minus infinity.
+        log_sum_exp: float32; undefined if ``bad``.
     """
 
     tokens: torch.Tensor
@@ -37,17 +37,17 @@ class RowStatistics:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "RowStatistics":
-        """Memory that is not written yet."""
+        """Allocate uninitialised statistics."""
         floats = torch.empty(2, num_rows, dtype=torch.float32, device=device)
         tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
         return cls(tokens, floats[0], torch.empty(num_rows, dtype=torch.bool, device=device), floats[1])
 
 
 def row_statistics_reference(logits: torch.Tensor) -> RowStatistics:
-    """What ``row_statistics`` computes."""
+    """Reference of ``row_statistics``."""
     wide = logits.float()
     best = wide.amax(-1)
-    # The lowest index of the equals; a NaN equals none, so it is looked for by itself.
+    # The lowest index of equal values. NaN equals nothing, so it is searched for separately.
     is_best = torch.where(best.isnan()[:, None], wide.isnan(), wide == best[:, None])
     return RowStatistics(
         tokens=is_best.int().argmax(-1),
@@ -58,13 +58,13 @@ def row_statistics_reference(logits: torch.Tensor) -> RowStatistics:
 
 
 def row_statistics(logits: torch.Tensor) -> RowStatistics:
-    """``RowStatistics`` of every row, by two Triton kernels: one over chunks of the vocabulary, one over the chunks.
+    """Compute ``RowStatistics`` by two Triton kernels: one over chunks of the vocabulary, one that merges the chunks.
 
     Args:
         logits: float32, float16 or bfloat16 ``[num_rows, vocab]``, rows may be strided.
 
     Raises:
-        ValueError: the tensor does not have the shape, dtype or place above, or more than ``MAX_VOCAB`` columns.
+        ValueError: the tensor does not have this shape, dtype or device, or has more than ``MAX_VOCAB`` columns.
         RuntimeError: Triton cannot launch here.
     """
     check_logits(logits)
@@ -88,7 +88,7 @@ def row_statistics(logits: torch.Tensor) -> RowStatistics:
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """Refuse what the sampling kernels cannot read.
+    """Check that the sampling kernels support these logits.
 
     Raises:
         ValueError: as ``row_statistics``.
@@ -99,7 +99,7 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def tile_chunks(vocab: int) -> int:
-    """Chunks of a row, rounded up to what one tile can be."""
+    """Return the number of chunks of a row, rounded up to a power of two (a tile size)."""
     return 1 << (-(-vocab // CHUNK) - 1).bit_length()
 
 

@@ -1,6 +1,6 @@
-"""The Triton kernels behind ``sampling_stats.row_statistics``; only launchers and kernels import it."""
+"""The Triton kernels of ``sampling_stats.row_statistics``. Only launchers and kernels import it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def order_key(x):
-    """An int32 that orders float32 as the floats do; minus zero is below zero. Applied to itself it gives the bits."""
+    """Map float32 to an int32 with the same order; -0.0 is below 0.0. Mapping the key's bits again restores them."""
     bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats are in reverse order
 
 
 @triton.jit
@@ -18,21 +18,21 @@ def chunk_statistics_kernel(
     logits, chunk_keys, chunk_tokens, chunk_sums, vocab, num_chunks, logits_stride,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(r, c)``: of chunk ``c`` of row ``r`` the best key, its lowest index, and the sum of exponentials."""
+    """Program ``(r, c)`` finds the best key of chunk ``c`` of row ``r``, its lowest index, and the sum of exp."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     in_row = token < vocab
     x = tl.load(logits + row * logits_stride + token, mask=in_row, other=float("-inf")).to(tl.float32)
-    # Both zeros are equal, and a NaN is above all.
+    # Both zeros have the same key, and NaN has the highest.
     key = order_key(tl.where(x == 0.0, 0.0, x))
     key = tl.where(x == x, key, 0x7FFFFFFF)
     best = tl.max(key, 0)
-    # Chunks have a logit at least, so that an index past the row is never the lowest of the best.
+    # Each chunk has at least one logit, so an index past the row is never the lowest of the best.
     tl.store(chunk_keys + row * num_chunks + chunk, best)
     tl.store(chunk_tokens + row * num_chunks + chunk, tl.min(tl.where(key == best, token, 0x7FFFFFFF), 0))
     maximum = tl.max(x, 0)
-    # Minus infinity alone sums up to zero.
+    # A chunk with only minus infinity sums to zero.
     sums = tl.sum(tl.exp(x - tl.where(tl.abs(maximum) < float("inf"), maximum, 0.0)), 0)
     tl.store(chunk_sums + row * num_chunks + chunk, sums)
 
@@ -42,7 +42,7 @@ def row_statistics_kernel(
     chunk_keys, chunk_tokens, chunk_sums, tokens, best, bad, log_sum_exp, num_chunks,
     TILE_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``r`` joins the chunks of row ``r``."""
+    """Program ``r`` merges the chunks of row ``r``."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, TILE_CHUNKS)
     in_row = chunk < num_chunks

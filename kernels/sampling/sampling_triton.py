@@ -1,20 +1,20 @@
-"""The Triton kernels behind ``sampling.sample``; imports triton, so only that launcher imports it.
+"""The Triton kernels of ``sampling.sample``. Imports triton, so only that launcher imports it.
 
-A key's *distance* is how many float32 keys lie between the best scaled logit, 0, and it: int64, 0 for the best. The
-columns of a row's ``state``, int64:
+A key's *distance* is its number of float32 keys from the key of the best scaled logit, 0: int64, 0 for the best. A
+*bracket* is the range of keys to which a selection has narrowed its result. The columns of a row's ``state``, int64:
 
-    0 LOW: distance of the first key of the bracket that a selection has narrowed down to; at last, of the drawn key
-    1 HIGH: distance behind the bracket's last key
-    2 SHIFT: a fine bin is 2**SHIFT keys wide; -1: the selection is done, or the row has none
-    3 TARGET: the unit that is looked for, of tokens (top-k) or of mass (top-p, draw)
-    4 COUNT and 5 MASS: of the tokens before the bracket
-    6 KEPT: mass of what the cuts so far keep
-    7 FLOOR: mass of the tokens that min-p keeps; at last, which of the drawn key's equals is drawn
+    0 LOW: distance of the bracket's first key; finally, of the drawn key
+    1 HIGH: distance after the bracket's last key
+    2 SHIFT: a fine bin is 2**SHIFT keys wide; -1 if the selection has finished, or the row has no selection
+    3 TARGET: the unit to find, of tokens (top-k) or of mass (top-p, draw)
+    4 COUNT and 5 MASS: number and mass of the tokens before the bracket
+    6 KEPT: mass of the tokens that the cuts so far keep
+    7 FLOOR: mass of the tokens that min-p keeps; finally, the index of the drawn token among those with the drawn key
 
-SELECTION is 0 for top-k, 1 for top-p and 2 for the draw. ANY_TOP_K and ANY_TOP_P as in the launcher.
+SELECTION is 0 for top-k, 1 for top-p and 2 for the draw. ANY_TOP_K and ANY_TOP_P are those of the launcher.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ from quire.kernels.sampling.sampling_stats_triton import order_key
 
 @triton.jit
 def is_cut(row, top_k, top_p, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr):
-    """Whether the row is drawn in the order of its logits, as one with a top-k or a top-p is."""
+    """Whether the row has top-k or top-p, so that it is drawn in the order of its logits."""
     cut = False
     if ANY_TOP_K:
         cut = cut | (tl.load(top_k + row) > 0)
@@ -35,17 +35,17 @@ def is_cut(row, top_k, top_p, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr):
 
 @triton.jit
 def is_greedy(row, best, temperature):
-    """Whether the row takes its best token: no temperature, or logits that are not finite."""
+    """Whether the row takes its best token: temperature 0, or logits that are not finite."""
     can_draw = (tl.abs(tl.load(best + row)) < float("inf")) & (tl.load(temperature + row) > 0.0)
     return not can_draw
 
 
 @triton.jit
 def load_scaled(logits, row, token, best, temperature, vocab, logits_stride):
-    """Logits below the best one over the temperature, rounded as on the CPU; minus infinity past the row."""
+    """Load logits minus the best one over the temperature, rounded as on the CPU; minus infinity past the row."""
     x = tl.load(logits + row * logits_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     scaled = tl.div_rn(x - tl.load(best + row), tl.load(temperature + row))
-    return tl.where(scaled == 0.0, 0.0, scaled)  # -0.0 less 0.0 is -0.0, and both zeros are equal
+    return tl.where(scaled == 0.0, 0.0, scaled)  # -0.0 becomes 0.0, so that both have the same key
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def fine_histogram_kernel(
     logits, best, temperature, state, histogram, vocab, logits_stride,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(r, c)`` adds what of chunk ``c`` is in row ``r``'s bracket to its histogram by distance."""
+    """Program ``(r, c)`` adds the tokens of chunk ``c`` in row ``r``'s bracket to its histogram by distance."""
     row = tl.program_id(0).to(tl.int64)
     shift = tl.load(state + row * 8 + 2)
     if shift < 0:
@@ -103,7 +103,7 @@ def begin_selection_kernel(
     histogram, best, temperature, state, top_k, top_p, noise, vocab,
     SELECTION: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``r`` sets row ``r``'s TARGET and its bracket, the coarse bin that holds it."""
+    """Program ``r`` sets row ``r``'s TARGET, and its bracket to the coarse bin that contains the target."""
     row = tl.program_id(0).to(tl.int64)
     own = state + row * 8
     tl.store(own + 2, -1)
@@ -131,7 +131,7 @@ def begin_selection_kernel(
             return
         limit = share.to(tl.float64) * kept.to(tl.float64)
         whole = limit.to(tl.int64)
-        # Tokens stay whose mass before is below the limit: the last of them holds unit ceil(limit) - 1.
+        # Tokens with less mass than the limit before them are kept: the last one contains unit ceil(limit) - 1.
         target = tl.where(whole.to(tl.float64) < limit, whole, whole - 1)
     else:
         kept = tl.minimum(kept, tl.load(own + 7))
@@ -142,11 +142,11 @@ def begin_selection_kernel(
     tl.store(own + 3, target)
     tl.store(own + 4, tl.sum(tl.where(bin < found, counts, 0), 0))
     tl.store(own + 5, tl.sum(tl.where(bin < found, masses, 0), 0))
-    # Bin b is of the magnitudes from b / 32 to (b + 1) / 32, whose bits count upwards; the best's distance is 0.
+    # Bin b covers magnitudes from b / 32 to (b + 1) / 32, whose bits are ascending; the best logit's distance is 0.
     low = (found.to(tl.float32) * 0.03125).to(tl.int32, bitcast=True).to(tl.int64) + 1
     high = ((found + 1).to(tl.float32) * 0.03125).to(tl.int32, bitcast=True).to(tl.int64) + 1
     low = tl.where(found == 0, 0, low)
-    high = tl.where(found == BINS - 1, 0x7F800002, high)  # behind minus infinity
+    high = tl.where(found == BINS - 1, 0x7F800002, high)  # after minus infinity
     tl.store(own, low)
     tl.store(own + 1, high)
     # The first shift of 0, 10 and 20 at which BINS bins cover the bracket.
@@ -156,9 +156,9 @@ def begin_selection_kernel(
 
 @triton.jit
 def narrow_kernel(histogram, state, SELECTION: tl.constexpr, BINS: tl.constexpr):
-    """Program ``r`` narrows row ``r``'s bracket to the fine bin that holds TARGET, and clears the histogram.
+    """Program ``r`` narrows row ``r``'s bracket to the fine bin that contains TARGET, and clears the histogram.
 
-    Where the bin is a single key, that ends the selection.
+    If the bin is a single key, the selection has finished.
     """
     row = tl.program_id(0).to(tl.int64)
     own = state + row * 8
@@ -194,7 +194,7 @@ def narrow_kernel(histogram, state, SELECTION: tl.constexpr, BINS: tl.constexpr)
         if SELECTION == 0:
             tl.store(own + 6, mass_before + (target + 1 - count_before) * mass)
         else:
-            # Which of the equals: all have the same mass, and it is not 0, for the target is in it.
+            # Index among equal keys: all have the same mass, which is not 0 because it contains the target.
             equal = (target - mass_before) // tl.maximum(mass, 1)
             if SELECTION == 1:
                 tl.store(own + 6, mass_before + (equal + 1) * mass)
@@ -204,7 +204,7 @@ def narrow_kernel(histogram, state, SELECTION: tl.constexpr, BINS: tl.constexpr)
 
 @triton.jit
 def weights_of(scaled, row, cut, log_min_p, state):
-    """What the row's tokens weigh in the last step: masses that min-p keeps, or 1 for the drawn key's equals."""
+    """Return the tokens' weights for the final pick: masses that min-p keeps or, in cut rows, 1 for the drawn key."""
     distance = -order_key(scaled).to(tl.int64)
     equal = (distance == tl.load(state + row * 8)).to(tl.int64)
     mass = tl.where(scaled >= tl.load(log_min_p + row), mass_of(scaled), 0)
@@ -233,7 +233,7 @@ def pick_token_kernel(
     logits_stride,
     ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``r``: the first token, in the vocabulary's order, at which the running weight passes the target."""
+    """Program ``r`` picks the first token, in vocabulary order, at which the cumulative weight exceeds the target."""
     row = tl.program_id(0).to(tl.int64)
     if is_greedy(row, best, temperature):
         tl.store(tokens + row, tl.load(best_tokens + row))

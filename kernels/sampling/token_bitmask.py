@@ -1,4 +1,4 @@
-"""Forbids tokens by bitmasks, as grammars make them: in place, minus infinity where a bit is 0."""
+"""Application of token bitmasks, such as those of grammars: sets logits to minus infinity where a bit is 0."""
 
 from typing import Any
 
@@ -11,21 +11,21 @@ from quire.kernels.cpu.logit_edits import native_edits
 WORD_BITS = 32
 
 TILE_WORDS = 64
-"""Words that a program takes: 2,048 tokens."""
+"""Words per program: 2,048 tokens."""
 
 
 def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """On a GPU by Triton, on a CPU by the native library, or torch where there is none.
+    """Apply bitmasks in place: on a GPU by Triton, on a CPU by the native library, or by torch without it.
 
     Args:
         logits: float32 ``[num_positions, vocab]``, rows may be strided; changed.
-        rows: int64 ``[num_masks]``: the position of each mask; none twice.
-        words: int32 ``[num_masks, num_words]``: token ``t`` is allowed where bit ``t % 32`` of word ``t // 32`` is 1.
-            Tokens behind the last word are not allowed; words behind the vocabulary say nothing.
+        rows: int64 ``[num_masks]``: the position of each mask, without duplicates.
+        words: int32 ``[num_masks, num_words]``: token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is 1.
+            Tokens past the last word are forbidden; words past the vocabulary are ignored.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or place above.
-        IndexError: by torch alone: a row that does not exist. The others leave it out.
+        ValueError: a tensor does not have this shape, dtype or device.
+        IndexError: torch only: a row is out of range. The other implementations ignore it.
     """
     if not logits.is_cpu:
         launch_token_bitmask(logits, rows, words)
@@ -37,9 +37,9 @@ def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.T
 
 
 def apply_token_bitmask_reference(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """What ``apply_token_bitmask`` does, in plain torch."""
+    """Reference of ``apply_token_bitmask`` in plain torch."""
     if bool((rows < 0).any()):
-        raise IndexError("a row is negative")
+        raise IndexError(f"rows must not be negative (got {int(rows.min())})")
     bit = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
     covered = words.shape[1] * WORD_BITS
     allowed = (words[:, :, None] >> bit & 1).bool().view(len(words), covered)
@@ -49,7 +49,7 @@ def apply_token_bitmask_reference(logits: torch.Tensor, rows: torch.Tensor, word
 
 
 def launch_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """The same by the Triton kernel.
+    """Apply bitmasks by the Triton kernel.
 
     Raises:
         ValueError: as ``apply_token_bitmask``.
@@ -66,12 +66,12 @@ def launch_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.
 
 
 def launch_constants() -> dict[str, int]:
-    """What the kernel is compiled for; shared with the test that compiles it ahead."""
+    """Compile-time constants of the kernel; shared with the test that compiles it ahead of time."""
     return {"TILE": TILE_WORDS * WORD_BITS}
 
 
 def check_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """Raise ValueError unless all is as ``apply_token_bitmask`` takes it."""
+    """Raise ValueError unless all arguments are valid for ``apply_token_bitmask``."""
     device = logits.device
     check_tensor("logits", logits, {"num_positions": None, "vocab": None}, (torch.float32,), device)
     check_tensor("words", words, {"num_masks": None, "num_words": None}, (torch.int32,), device)

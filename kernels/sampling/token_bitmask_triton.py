@@ -1,17 +1,17 @@
-"""The Triton kernel behind ``token_bitmask.launch_token_bitmask``; imports triton, so only that launcher imports it."""
+"""The Triton kernel of ``token_bitmask.launch_token_bitmask``. Imports triton, so only that launcher imports it."""
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl
 
 
-# A step's number of positions changes, and Triton would compile anew for a multiple of 16.
+# The number of positions varies between steps, and Triton would compile another version for multiples of 16.
 @triton.jit(do_not_specialize=["num_positions"])
 def token_bitmask_kernel(
     logits, rows, words, num_positions, vocab, num_words, logits_stride, words_stride, TILE: tl.constexpr
 ):
-    """Program ``(m, t)`` forbids tokens of tile ``t`` by mask ``m``; it reads no logits."""
+    """Program ``(m, t)`` applies mask ``m`` to the tokens of tile ``t``, without reading logits."""
     mask_index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + mask_index)
     if (row < 0) | (row >= num_positions):

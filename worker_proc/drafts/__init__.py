@@ -1,1 +1,1 @@
-"""Guesses at the next tokens, which the model then verifies."""
+"""Proposers of draft tokens, which the model then verifies."""

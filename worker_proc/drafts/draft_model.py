@@ -1,4 +1,4 @@
-"""A second, smaller model of the same vocabulary that drafts, with a KV cache of its own."""
+"""The draft model proposer: a second, smaller model of the same vocabulary, with its own KV cache."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from quire.worker_proc.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A loaded model and the memory behind its blocks.
+    """A loaded draft model and the memory of its blocks.
 
     Attributes:
-        kv_caches: one per layer; all layers use the same blocks, for all of a row's tokens.
-        num_blocks: of the pool, the null block included.
+        kv_caches: one per layer. All layers share one block table per row, which covers all of the row's tokens.
+        num_blocks: size of the block pool, including the null block.
     """
 
     model: Decoder
@@ -33,14 +33,15 @@ class DraftModel:
 
 
 class DraftModelProposer:
-    """Runs the draft model over the tokens that it has not seen, then lets it go on by itself; a RowStore.
+    """Runs the draft model over a row's new tokens, then decodes drafts with it; a RowStore.
 
-    Owns the draft model's blocks, and how far each row's keys and values are those of its tokens. Rows whose draft
-    model is behind catch up by at most ``max_step_tokens`` tokens a step in all, the nearest first, and have no drafts
-    until they are there; nor has a row for which there are no blocks left. So drafts never hold a step up for long.
+    Owns the draft model's blocks, and the number of tokens per row whose keys and values are valid. A row with more new
+    tokens than a step allows catches up over several steps: all rows together compute at most ``max_step_tokens``
+    tokens per step, those with the fewest missing tokens first. A row has no drafts until it has caught up, or while no
+    block is free. So drafting never delays a step for long.
 
-    Draft tokens are drawn as the request's own are, with the same noise: two models that agree on a distribution
-    agree on the token.
+    Draft tokens are sampled like the request's tokens, with the same noise: two models with the same distribution
+    choose the same token.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DraftModelProposer:
         self._table = table
         self._free = list(range(1, draft.num_blocks))[::-1]
         self._num_cached = np.zeros(max_rows, np.int64)
-        # What was drafted last, behind how many tokens: of these the model has run all but the last.
+        # The last drafts, and the row's length before them. The draft model has computed all of them but the last.
         self._drafts = np.zeros((max_rows, max_drafts), np.int64)
         self._num_drafts = np.zeros(max_rows, np.int64)
         self._drafted_from = np.zeros(max_rows, np.int64)
@@ -83,8 +84,8 @@ class DraftModelProposer:
         rows, most = self._allowed(wanted)
         if not len(rows):
             return {}
-        self._settle(rows)
-        rows, most, counts = self._share_out(rows, most)
+        self._count_confirmed(rows)
+        rows, most, counts = self._schedule(rows, most)
         known = self._batch.tokens.length[rows].astype(np.int64)
         hidden = self._forward(rows, self._num_cached[rows], counts, None)
         self._num_cached[rows] += counts
@@ -92,10 +93,10 @@ class DraftModelProposer:
         if not len(there):
             return {}
         ends = torch.from_numpy(np.cumsum(counts)[there] - 1).to(hidden.device)
-        return self._go_on(rows[there], most[there], known[there], self._draft.model.logits(hidden[ends]))
+        return self._decode(rows[there], most[there], known[there], self._draft.model.logits(hidden[ends]))
 
     def _allowed(self, wanted: Mapping[int, int]) -> tuple[Ints, Ints]:
-        """Rows, ascending, and how many drafts each may have: the draft model too has a longest text."""
+        """Return the rows, ascending, and each one's limit of drafts, by the draft model's length and free blocks."""
         rows = np.array(sorted(wanted), np.int64)
         most = np.array([wanted[row] for row in rows.tolist()], np.int64)
         most = np.minimum(most, self._max_len - self._batch.tokens.length[rows])
@@ -105,7 +106,7 @@ class DraftModelProposer:
         return rows[fits], most[fits]
 
     def _reserve(self, row: int, num_drafts: int) -> bool:
-        """Blocks for a row's tokens and its drafts; false where there are not enough."""
+        """Allocate blocks for a row's tokens and drafts; return False if there are not enough."""
         end = int(self._batch.tokens.length[row]) + num_drafts
         lacking = -(-end // self._draft.block_size) - int(self._table.num_blocks_per_row[row])
         if lacking > len(self._free):
@@ -114,8 +115,8 @@ class DraftModelProposer:
             self._table.append_row(row, [self._free.pop() for _ in range(lacking)])
         return True
 
-    def _settle(self, rows: Ints) -> None:
-        """Of what was drafted last, keys and values of as much stand as became the rows' text."""
+    def _count_confirmed(self, rows: Ints) -> None:
+        """Count the keys and values of the last drafts as valid, as far as these drafts became the rows' tokens."""
         column = self._batch.tokens
         length = column.length[rows].astype(np.int64)
         step = np.arange(self._drafts.shape[1])
@@ -125,8 +126,12 @@ class DraftModelProposer:
         self._num_cached[rows] += np.minimum.accumulate(right, axis=1).sum(axis=1)
         self._num_drafts[rows] = 0
 
-    def _share_out(self, rows: Ints, most: Ints) -> tuple[Ints, Ints, Ints]:
-        """Which rows run how many of the tokens that they lack: within the step's tokens, who lacks least first."""
+    def _schedule(self, rows: Ints, most: Ints) -> tuple[Ints, Ints, Ints]:
+        """Divide the step's token budget among the rows, those with the fewest missing tokens first.
+
+        Returns:
+            The rows that compute tokens, their limits of drafts, and their numbers of tokens.
+        """
         lacking = self._batch.tokens.length[rows] - self._num_cached[rows]
         order = np.argsort(lacking, kind="stable")
         before = np.cumsum(lacking[order]) - lacking[order]
@@ -135,8 +140,8 @@ class DraftModelProposer:
         some = counts > 0
         return rows[some], most[some], counts[some]
 
-    def _go_on(self, rows: Ints, most: Ints, known: Ints, logits: torch.Tensor) -> dict[int, list[int]]:
-        """Draft from ``logits`` on, float32 ``[rows, vocab]``; those of the first draft."""
+    def _decode(self, rows: Ints, most: Ints, known: Ints, logits: torch.Tensor) -> dict[int, list[int]]:
+        """Decode up to ``most`` drafts per row. ``logits``: float32 ``[rows, vocab]``, of the first draft."""
         drafts = [(rows, self.sampler.sample(logits, rows, 0))]
         for step in range(1, int(most.max())):
             going = np.flatnonzero(most > step)
@@ -146,10 +151,10 @@ class DraftModelProposer:
                 rows, most, known = rows[going], most[going], known[going]
             hidden = self._forward(rows, known + step - 1, np.ones(len(rows), np.int64), tokens)
             drafts.append((rows, self.sampler.sample(self._draft.model.logits(hidden), rows, step)))
-        return self._take(drafts)
+        return self._read_back(drafts)
 
-    def _take(self, drafts: list[tuple[Ints, torch.Tensor]]) -> dict[int, list[int]]:
-        """The drafts of each step on the host; waits for the device."""
+    def _read_back(self, drafts: list[tuple[Ints, torch.Tensor]]) -> dict[int, list[int]]:
+        """Copy the drafts of all decode steps to the host, and record them. Waits for the device."""
         first = drafts[0][0]
         self._drafted_from[first] = self._batch.tokens.length[first]
         found: dict[int, list[int]] = {row: [] for row in first.tolist()}
@@ -163,10 +168,10 @@ class DraftModelProposer:
         return found
 
     def _forward(self, rows: Ints, starts: Ints, counts: Ints, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Run ``counts`` tokens of each row from position ``starts`` on: ``[num_tokens, hidden_size]``.
+        """Run ``counts`` tokens of each row from position ``starts`` on; returns ``[num_tokens, hidden_size]``.
 
         Args:
-            tokens: int64 ``[num_tokens]`` on the device; None: they are the rows' own, which the host has.
+            tokens: int64 ``[num_tokens]`` on the device, or None for the rows' tokens on the host.
         """
         positions = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         token_rows = np.repeat(rows, counts)
@@ -195,7 +200,7 @@ class DraftModelProposer:
         self._tables.move_row(source, target)
         for column in (self._num_cached, self._drafts, self._num_drafts, self._drafted_from):
             column[target] = column[source]
-        # The blocks are the target's now: who clears the source must not give them back.
+        # The blocks belong to the target now: clearing the source later must not free them.
         self._tables.clear_row(source)
 
     def clear_row(self, row: int) -> None:
@@ -204,8 +209,8 @@ class DraftModelProposer:
         self._num_cached[row] = self._num_drafts[row] = 0
 
     def check(self) -> None:
-        """Raise AssertionError unless each block is free or one row's."""
+        """Raise AssertionError unless each block is either free or held by exactly one row."""
         self._tables.check()
         rows = range(len(self._num_cached))
         held = [block for row in rows for block in self._table.block_ids(row).tolist()]
-        assert sorted(held + self._free) == list(range(1, self._draft.num_blocks)), "a block is lost, or held twice"
+        assert sorted(held + self._free) == list(range(1, self._draft.num_blocks)), "draft block leaked or duplicate"

@@ -1,4 +1,4 @@
-"""Draws draft tokens from a draft model's logits as the sampler draws the model's own, with the same noise."""
+"""Sampling of draft tokens from a draft model's logits, with the same noise as the request's tokens."""
 
 import numpy as np
 import torch
@@ -11,9 +11,9 @@ from quire.worker_proc.sampling.draw import make_draw
 
 
 class DraftSampler:
-    """Reads the batch's sampling columns. Temperature and cuts (top-k, top-p, min-p) count, processors do not.
+    """Samples by the batch's columns: temperature, top-k, top-p and min-p, without logits processors.
 
-    Owns, when it ``keeps`` them, the distributions of the newest drafts, which rejection sampling asks for.
+    Owns, if it ``keeps`` them, the distributions of the last drafts, which rejection sampling needs.
     """
 
     def __init__(self, batch: InputBatch, device: torch.device, *, keeps: bool) -> None:
@@ -24,12 +24,12 @@ class DraftSampler:
         self._kept: list[tuple[Ints, torch.Tensor]] = []
 
     def begin(self) -> None:
-        """New drafts are to be made; rows may have changed."""
+        """Start a new round of drafts; the batch's rows may have changed."""
         self._kept = []
         self._draw.rows_changed()
 
     def sample(self, logits: torch.Tensor, rows: Ints, offset: int) -> torch.Tensor:
-        """The next draft of each of ``rows``, which has ``offset`` drafts already: int64 ``[len(rows)]``.
+        """Sample the next draft of each of ``rows``, which have ``offset`` drafts already: int64 ``[len(rows)]``.
 
         Args:
             logits: float32 ``[len(rows), vocab]``.
@@ -44,7 +44,7 @@ class DraftSampler:
         return tokens
 
     def probabilities(self, rows: Ints, offset: int) -> torch.Tensor:
-        """What the draft behind ``offset`` others was drawn from: float32 ``[len(rows), vocab]``.
+        """Return the distribution of each row's draft number ``offset``: float32 ``[len(rows), vocab]``.
 
         ``rows``: ascending; all have that draft, and none is greedy.
         """

@@ -1,4 +1,4 @@
-"""From the configuration to the proposer that it names."""
+"""Construction of the proposer that the configuration selects."""
 
 import torch
 
@@ -19,13 +19,13 @@ METHODS = ("ngram", "suffix", "draft_model")
 def make_proposer(
     config: EngineConfig, batch: InputBatch, device: torch.device, draft: DraftModel | None = None
 ) -> Proposer | None:
-    """The proposer, or None without speculation.
+    """Return the proposer, or None without speculative decoding.
 
     Args:
-        draft: the draft model, for the method of that name.
+        draft: the draft model, for method ``draft_model``.
 
     Raises:
-        ConfigError: settings that are not known, or do not go together.
+        ConfigError: the settings are invalid or contradict each other.
     """
     chosen = config.speculative
     if chosen is None or not config.num_speculative_tokens:
@@ -38,7 +38,7 @@ def make_proposer(
         case "suffix":
             return SuffixProposer(batch, chosen.suffix_max_depth, chosen.suffix_max_cached_requests)
         case "draft_model":
-            assert draft is not None, "the draft model is loaded before the runner is made"
+            assert draft is not None, "make_proposer needs the loaded draft model for method draft_model"
             sampler = DraftSampler(batch, device, keeps=chosen.acceptance == "rejection")
             most = config.num_speculative_tokens, config.max_num_batched_tokens
             return DraftModelProposer(draft, batch, device, *most, sampler)
@@ -47,7 +47,7 @@ def make_proposer(
 
 
 def make_rejection(config: EngineConfig, batch: InputBatch, proposer: Proposer | None) -> RejectionSampler | None:
-    """Who accepts the proposer's drafts, where that is not by shared noise."""
+    """Return the rejection sampler, or None if drafts are accepted by shared noise."""
     wanted = config.speculative is not None and config.speculative.acceptance == "rejection"
     if not wanted or not isinstance(proposer, DraftModelProposer):
         return None
@@ -55,14 +55,20 @@ def make_rejection(config: EngineConfig, batch: InputBatch, proposer: Proposer |
 
 
 def check_speculative(chosen: SpeculativeConfig) -> None:
-    """Raises ConfigError: settings that no proposer can have, or that do not go together."""
+    """Raise ConfigError if the settings are invalid or contradict each other."""
     if chosen.method not in METHODS:
-        raise ConfigError(f"speculative method {chosen.method!r} is not known; there are {', '.join(METHODS)}")
+        raise ConfigError(f"speculative method must be one of {', '.join(METHODS)} (got {chosen.method!r})")
     if chosen.acceptance not in ("shared_noise", "rejection"):
-        raise ConfigError(f"speculative acceptance {chosen.acceptance!r}: there are shared_noise and rejection")
+        raise ConfigError(f"speculative acceptance must be shared_noise or rejection (got {chosen.acceptance!r})")
     if chosen.acceptance == "rejection" and chosen.method != "draft_model":
-        raise ConfigError(f"speculative acceptance rejection needs the method draft_model, not {chosen.method}")
+        raise ConfigError(f"speculative acceptance rejection needs method draft_model (got {chosen.method})")
     if chosen.method == "ngram" and not 1 <= chosen.prompt_lookup_min <= chosen.prompt_lookup_max:
-        raise ConfigError("speculative: it must be 1 <= prompt_lookup_min <= prompt_lookup_max")
+        raise ConfigError(
+            "speculative: prompt_lookup_min must be between 1 and prompt_lookup_max "
+            f"(got {chosen.prompt_lookup_min} and {chosen.prompt_lookup_max})"
+        )
     if chosen.method == "suffix" and (chosen.suffix_max_depth < 1 or chosen.suffix_max_cached_requests < 0):
-        raise ConfigError("speculative: suffix_max_depth is at least 1, suffix_max_cached_requests at least 0")
+        raise ConfigError(
+            "speculative: suffix_max_depth must be at least 1 and suffix_max_cached_requests at least 0 "
+            f"(got {chosen.suffix_max_depth} and {chosen.suffix_max_cached_requests})"
+        )

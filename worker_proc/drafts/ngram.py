@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same last tokens earlier in the request (Saxena, 2023)."""
+"""The n-gram proposer (prompt lookup; Saxena, 2023): drafts the tokens after an earlier match of the last tokens."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,17 +9,17 @@ from quire.worker_proc.batch.input_batch import InputBatch
 
 
 class NgramProposer:
-    """Drafts from a request's own prompt and answer alone; keeps nothing.
+    """Drafts from a request's own prompt and output; stateless.
 
-    Looks for the longest run of ``prompt_lookup_max`` to ``prompt_lookup_min`` last tokens that stood there before;
-    of several places it takes the newest. Where that is so near to the end that the text ends before there are
-    enough drafts, they go on by repeating: a loop is drafted to its full length.
+    Searches for the last ``lookup_max`` tokens earlier in the sequence, then for fewer, down to ``lookup_min``. Of
+    several matches it takes the latest. If the sequence ends before there are enough drafts, the tokens after the match
+    repeat: a loop in the text is drafted to the full number of drafts.
     """
 
     def __init__(
         self, batch: InputBatch, lookup_min: int, lookup_max: int, most_drafts: int, native: Native | None
     ) -> None:
-        """``most_drafts``: of one row in one step. ``native``: None: NumPy does it."""
+        """``most_drafts``: maximum drafts per row and step. ``native``: None to search with NumPy."""
         tokens = batch.tokens
         self._range = lookup_min, lookup_max
         self._look_up: Callable[..., list[list[int]]]

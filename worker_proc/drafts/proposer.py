@@ -1,22 +1,22 @@
-"""The seam between the step and whoever guesses at its next tokens."""
+"""The interface of proposers of draft tokens."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 
 class Proposer(Protocol):
-    """Makes drafts as a step begins, when the host knows every token so far.
+    """Proposes drafts at the start of a step, when the host knows all tokens so far.
 
-    What it keeps per request, it registers with the batch as a RowStore, or derives from the batch's tokens.
+    A proposer with state per request registers with the batch as a RowStore, or derives it from the batch's tokens.
     """
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Drafts of some rows.
+        """Propose drafts for some rows.
 
         Args:
-            wanted: row → how many at most.
+            wanted: row → maximum number of drafts.
 
         Returns:
-            row → its drafts, token ids of the model's vocabulary; a row without any may be absent.
+            row → its drafts, token ids of the model's vocabulary. A row without drafts may be absent.
         """
         ...

@@ -1,4 +1,4 @@
-"""Speculative sampling by rejection (Leviathan et al., 2023): for drafts that come with their distribution."""
+"""Speculative sampling by rejection (Leviathan et al., 2023), for drafts with a known distribution."""
 
 from functools import partial
 
@@ -13,18 +13,19 @@ from quire.worker_proc.sampling.noise import uniform
 
 _ACCEPTS = np.uint64(0x5851F42D4C957F2D)
 _REDRAWS = np.uint64(0x14057B7EF767814F)
-"""Streams of noise apart from that which drafts and samples are drawn with: all three must be independent."""
+"""Seeds of two more noise streams: these and the stream of drafts and samples must be independent."""
 
 
 class RejectionSampler:
-    """Chooses the token at each position that has a draft so that it is distributed as if there were none.
+    """Chooses the token at each position with a draft, such that its distribution is the model's.
 
-    A draft ``x`` is taken with probability ``min(1, p(x) / q(x))``, else the token is drawn from ``max(p - q, 0)``,
-    where ``p`` is the model's distribution and ``q`` the draft model's. Since ``x`` has no mass in the latter, the
-    token equals the draft exactly where that was taken: what is accepted is seen by comparing, as with shared noise.
+    A draft ``x`` is accepted with probability ``min(1, p(x) / q(x))``, else the token is drawn from ``max(p - q, 0)``,
+    where ``p`` is the model's distribution and ``q`` the draft model's. A rejected ``x`` has no mass in the latter, so
+    the token equals the draft if and only if the draft is accepted. That is how ``accept_drafts`` finds the accepted
+    drafts, as with shared noise.
 
-    A request's text depends on how many drafts it had, unlike with shared noise, but on nothing else: noise is a
-    function of seed and position here too. Greedy rows are left as they are.
+    Unlike with shared noise, a request's text depends on its number of drafts, but on nothing else: noise is a function
+    of seed and position here too. Greedy rows are unchanged.
     """
 
     def __init__(self, batch: InputBatch, drafts: DraftSampler) -> None:
@@ -32,15 +33,15 @@ class RejectionSampler:
         self._drafts = drafts
 
     def chooser(self, positions: SampledPositions) -> Choose | None:
-        """``choose`` at ``positions``; None where they have no drafts."""
+        """Return ``choose`` bound to ``positions``, or None if there are no drafts."""
         return partial(self.choose, positions) if positions.any_drafts else None
 
     def choose(self, positions: SampledPositions, tokens: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-        """The token of each of ``positions``.
+        """Return the token of each of ``positions``.
 
         Args:
-            tokens: int64 ``[num_positions]``: as sampled without regard to drafts; stay where there is none.
-            probabilities: float32 ``[num_positions, vocab]``: what those were drawn from.
+            tokens: int64 ``[num_positions]``: sampled without regard to drafts; used at positions without a draft.
+            probabilities: float32 ``[num_positions, vocab]``: the distributions of ``tokens``.
         """
         batch, rows = self._batch, positions.rows
         tokens = tokens.clone()
@@ -63,7 +64,7 @@ class RejectionSampler:
 def _judge(
     p: torch.Tensor, q: torch.Tensor, drafts: torch.Tensor, accepts: torch.Tensor, redraws: torch.Tensor
 ) -> torch.Tensor:
-    """``p``, ``q``: float32 ``[rows, vocab]``; the others ``[rows]``."""
+    """Accept each draft, or draw another token. ``p``, ``q``: float32 ``[rows, vocab]``; the others ``[rows]``."""
     p, q = p.double(), q.double()
     own = drafts[:, None]
     taken = accepts * q.gather(-1, own)[:, 0] < p.gather(-1, own)[:, 0]
@@ -72,8 +73,8 @@ def _judge(
 
 
 def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """The first index at which the running sum of float64 ``weights`` ``[rows, n]`` passes ``noise`` of its total."""
+    """Draw an index with probability proportional to float64 ``weights`` ``[rows, n]``, by inverse distribution."""
     running = weights.cumsum(dim=-1)
     index = torch.searchsorted(running, noise[:, None] * running[:, -1:], right=True)[:, 0]
-    last = (running < running[:, -1:]).sum(dim=-1)  # rounding may put the target behind all that has mass
+    last = (running < running[:, -1:]).sum(dim=-1)  # rounding may put the target past the last index with mass
     return torch.minimum(index, last)

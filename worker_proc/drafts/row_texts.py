@@ -1,4 +1,4 @@
-"""The texts of the batch's rows, indexed as they grow."""
+"""Index of the sequences of the batch's rows, extended as they grow."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from quire.worker_proc.drafts.text_index import TextIndex
 
 
 class RowTexts:
-    """Owns a TextIndex in which each row's request has a text to itself: nobody finds anything in another's.
+    """Owns a TextIndex with a separate text per row, so that a request finds only its own tokens.
 
-    A RowStore: a row's text does not move with it, only who has which does.
+    A RowStore: moving a row swaps text numbers instead of copying texts.
     """
 
     def __init__(self, batch: InputBatch, lengths: Sequence[int], *, most: int) -> None:
@@ -25,14 +25,14 @@ class RowTexts:
         self._text_of = np.arange(max_rows)
 
     def catch_up(self, rows: Ints) -> Ints:
-        """Index what ``rows`` know by now; returns the text of each."""
+        """Index the new tokens of ``rows``, and return the text number of each."""
         column, texts = self._batch.tokens, self._text_of[rows]
         self._num_prompt[texts] = self._batch.num_prompt[rows]
         self.index.extend(texts, column.length[rows].astype(np.int64), column.data, rows)
         return texts
 
     def answer(self, row: int) -> Int32:
-        """What the row has answered so far, as far as it is indexed."""
+        """Return the row's output tokens that are indexed."""
         text = self._text_of[row]
         return self.index.tokens[text, self._num_prompt[text] : self.index.num_tokens[text]]
 

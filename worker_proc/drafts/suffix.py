@@ -1,8 +1,8 @@
-"""Suffix decoding: the continuation that is most frequent behind the last tokens, in this request and earlier answers.
+"""The suffix proposer: the most frequent continuation of the last tokens in this request and in earlier outputs.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with hashed runs of a few lengths in place of a suffix tree: the
-places behind the longest run that stood before are the leaves under a node of that tree, and drafts descend from
-there, token by token, to the most frequent child.
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with hashed runs of a few lengths instead of a suffix tree. The
+places after earlier occurrences of the longest matching run are the leaves under a node of that tree. Drafts descend
+from this node, token by token, to the most frequent child.
 """
 
 from collections import OrderedDict
@@ -19,19 +19,23 @@ from quire.worker_proc.drafts.row_texts import RowTexts
 from quire.worker_proc.drafts.text_index import NONE, TextIndex
 
 MOST_PLACES = 8
-"""Of one run, the newest so many count."""
+"""Maximum number of occurrences of a run that are counted, the latest first."""
 MOST_ANSWER_TOKENS = 2048
-"""Of one earlier answer, the first so many are remembered."""
+"""Tokens of an earlier output that are kept, from its start."""
 DRAFTS_PER_MATCHED = 2
-"""A short match says little: at most so many drafts per token of it."""
+"""Maximum number of drafts per matched token: short matches predict little."""
 LEAST_PROBABILITY = 0.1
-"""Drafts end where, by frequency, they would be accepted less often than this."""
+"""Drafts end where their estimated probability of acceptance falls below this."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """Of each row: ``tokens`` ``[rows, count]``, NONE behind its last one; ``score``: accepted ones to be expected;
-    ``newest``: the newest place that it comes from.
+    """Drafts of some rows.
+
+    Attributes:
+        tokens: ``[rows, count]``, NONE after a row's last draft.
+        score: ``[rows]``: expected number of accepted drafts.
+        newest: ``[rows]``: the latest matching place.
     """
 
     tokens: Ints
@@ -40,11 +44,11 @@ class _Guess:
 
 
 class SuffixProposer:
-    """Owns the rows' texts and the answers of earlier requests, as far as they were known when drafts were last made.
+    """Owns the rows' sequences and the outputs of earlier requests, as of the last proposal of drafts.
 
-    Prompts are never shared, answers are: a client who sends the beginning of another's answer gets no token of it that
-    the model would not have said, but may measure that it came faster. ``max_cached_requests`` 0 shares nothing.
-    A request that was preempted leaves an answer each time: its beginning counts twice then.
+    Prompts are never shared, outputs are. A client that sends the start of another client's output gets only tokens
+    that the model generates, but can measure that they arrive faster. ``max_cached_requests`` 0 shares nothing. A
+    preempted request leaves its output at each preemption, so the start of its output counts several times.
     """
 
     def __init__(self, batch: InputBatch, max_depth: int, max_cached_requests: int) -> None:
@@ -59,11 +63,11 @@ class SuffixProposer:
         )
         self._width = width
         self._free = list(range(max_cached_requests))[::-1]
-        self._used: OrderedDict[int, None] = OrderedDict()  # places of answers, the least recently used first
+        self._used: OrderedDict[int, None] = OrderedDict()  # text numbers of outputs, the least recently used first
 
     @property
     def num_answers(self) -> int:
-        """Earlier answers that are remembered."""
+        """Number of earlier outputs that are kept."""
         return len(self._used)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
@@ -73,7 +77,7 @@ class SuffixProposer:
         ends, known = own.ends(texts)
         best = _guess(own, *own.find(texts, ends, known), most, repeating=True)
         tokens = best.tokens
-        unsure = np.flatnonzero(best.score < most)  # the others cannot be surpassed
+        unsure = np.flatnonzero(best.score < most)  # the other rows have the highest possible score
         if self._used and len(unsure):
             assert self._answers is not None
             found = self._answers.find(unsure, ends[unsure], known[unsure])
@@ -94,7 +98,7 @@ class SuffixProposer:
         self._texts.clear_row(row)
 
     def _remember(self, answer: Int32) -> None:
-        if self._answers is None or len(answer) < 2:  # one token follows nothing
+        if self._answers is None or len(answer) < 2:  # a single token continues nothing
             return
         text = self._free.pop() if self._free else self._used.popitem(last=False)[0]
         self._used[text] = None
@@ -103,11 +107,11 @@ class SuffixProposer:
 
 
 def _guess(index: TextIndex, places: Ints, matched: Ints, most: Ints, *, repeating: bool) -> _Guess:
-    """Descend to the most frequent token among those that follow ``places``; of equals, to the one of the newest.
+    """Draft the most frequent token after ``places``, step by step; of equally frequent ones that of the latest place.
 
     Args:
-        places, matched: ``[rows, places]``, as ``find`` gives them.
-        most: ``[rows]``: drafts that are wanted.
+        places, matched: ``[rows, places]``, as ``find`` returns them.
+        most: ``[rows]``: maximum number of drafts.
     """
     count = int(most.max())
     allowed = np.minimum(most, DRAFTS_PER_MATCHED * matched[:, 0])

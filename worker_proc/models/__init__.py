@@ -1,1 +1,1 @@
-"""Decoders as plain torch modules; attention metadata is passed to them, never found."""
+"""Decoders as plain torch modules. Attention metadata is an argument of ``forward``, not global state."""

@@ -1,4 +1,4 @@
-"""The attention sublayer: fused projection, whatever the backend does with it, output projection."""
+"""The attention sublayer: fused QKV projection, the attention backend, output projection."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from quire.worker_proc.models.weights import Build, Heads, Rows, WeightSlot, col
 
 
 class Attention(torch.nn.Module):
-    """This rank's heads of one layer. Where a layer reads an earlier one's cache, it has queries alone.
+    """This rank's heads of one layer. A layer that reads an earlier layer's KV cache projects queries only.
 
     Raises:
-        ConfigError: the heads cannot be shared out among the ranks.
+        ConfigError: the heads cannot be divided among the ranks.
     """
 
     def __init__(self, build: Build, layer: int) -> None:
@@ -49,7 +49,7 @@ class Attention(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, kv_cache: torch.Tensor, plan: Any, backend: AttentionBackend, rotary: Rotary | None
     ) -> torch.Tensor:
-        """``[num_tokens, hidden_size]`` → the same, summed over the ranks."""
+        """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         qkv = self.qkv(x)
         if self.config.qk_norm == "width":
             self._normalise_width(qkv)
@@ -60,7 +60,7 @@ class Attention(torch.nn.Module):
     __call__ = forward
 
     def _normalise_width(self, qkv: torch.Tensor) -> None:
-        """OLMo 2: queries and keys are each normalised over all heads together, those of other ranks included."""
+        """Normalise queries and keys in place, each over all heads of all ranks (OLMo 2)."""
         assert self.q_norm is not None and self.k_norm is not None
         config, parallel = self.config, self.build.parallel
         pairs = [(qkv[:, : len(self.q_norm)], self.q_norm, config.num_heads)]
@@ -79,26 +79,26 @@ class Attention(torch.nn.Module):
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         config, heads, dim = self.config, self.heads, self.config.head_dim
-        mine = _stretch(heads.first_head, heads.num_heads, dim)
-        mine_kv = _stretch(heads.first_kv_head, heads.num_kv_heads, dim)
+        own = _head_slice(heads.first_head, heads.num_heads, dim)
+        own_kv = _head_slice(heads.first_kv_head, heads.num_kv_heads, dim)
         total, total_kv = config.num_heads * dim, config.num_kv_heads * dim
-        parts = [Rows("q", mine, total)]
+        parts = [Rows("q", own, total)]
         if self.owns_cache:
-            parts += [Rows("k", mine_kv, total_kv), Rows("v", mine_kv, total_kv)]
+            parts += [Rows("k", own_kv, total_kv), Rows("v", own_kv, total_kv)]
         slots = row_slots("self_attn.{}_proj", self.qkv, parts)
-        slots |= column_slots("self_attn.o_proj", self.o, mine, total, config.o_bias)
+        slots |= column_slots("self_attn.o_proj", self.o, own, total, config.o_bias)
         if self.q_norm is not None:
             per_head = config.qk_norm == "head"
-            cut, size = ((), None) if per_head else ((mine,), total)
+            cut, size = ((), None) if per_head else ((own,), total)
             slots["self_attn.q_norm.weight"] = self.build.norm_slot(self.q_norm, cut, size)
         if self.k_norm is not None and self.owns_cache:
-            cut, size = ((), None) if per_head else ((mine_kv,), total_kv)
+            cut, size = ((), None) if per_head else ((own_kv,), total_kv)
             slots["self_attn.k_norm.weight"] = self.build.norm_slot(self.k_norm, cut, size)
         if self.sinks is not None:
-            own = slice(heads.first_head, heads.first_head + heads.num_heads)
-            slots["self_attn.sinks"] = WeightSlot(self.sinks.data, (config.num_heads,), (own,))
+            own_heads = slice(heads.first_head, heads.first_head + heads.num_heads)
+            slots["self_attn.sinks"] = WeightSlot(self.sinks.data, (config.num_heads,), (own_heads,))
         return slots
 
 
-def _stretch(first_head: int, count: int, head_dim: int) -> slice:
+def _head_slice(first_head: int, count: int, head_dim: int) -> slice:
     return slice(first_head * head_dim, (first_head + count) * head_dim)

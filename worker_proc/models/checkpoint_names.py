@@ -1,8 +1,8 @@
-"""From the tensors that a checkpoint holds to the slots of a model: names, fused tensors, and experts in every form.
+"""Mapping of a checkpoint's tensors to a model's weight slots: names, fused tensors and all layouts of experts.
 
-Experts come one by one (Mixtral's ``w1``, ``w2``, ``w3``; Qwen's ``gate_proj``, ``up_proj``, ``down_proj``), as one
-tensor per layer (``[experts, 2 * width, hidden]``, rows of all gates before those of what is gated), or as gpt-oss has
-them: inputs before outputs, gates and gated taking turns, or in MXFP4 blocks.
+Experts are stored as one tensor each (Mixtral's ``w1``, ``w2``, ``w3``; Qwen's ``gate_proj``, ``up_proj``,
+``down_proj``) or as one tensor per layer (``[experts, 2 * width, hidden]``, gate rows before up rows). gpt-oss stores
+one tensor per layer with inputs before outputs and gate and up interleaved, or in MXFP4 blocks.
 """
 
 import re
@@ -32,13 +32,13 @@ _VISION = ("model.vision_tower.", "model.multi_modal_projector.")
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A slot, and where in the checkpoint its tensor lies.
+    """A slot and the place of its tensor in the checkpoint.
 
     Attributes:
         lead: index into the stored tensor's leading dimensions (an expert).
         start, step: the slot's row ``r`` is the stored row ``start + step * r``.
-        transposed: the stored tensor has rows last.
-        scales: of a tensor in MXFP4 blocks.
+        transposed: whether rows are the last dimension of the stored tensor.
+        scales: the scales of a tensor in MXFP4 blocks.
     """
 
     stored: StoredTensor
@@ -53,30 +53,32 @@ class TensorSource:
 def find_tensor_sources(
     folder: Path, stored: Mapping[str, StoredTensor], slots: Mapping[str, WeightSlot], config: ModelConfig
 ) -> list[TensorSource]:
-    """For every slot, where it is filled from, in the order of the stored tensors.
+    """Return the source of every slot, in the order of the stored tensors.
 
     Raises:
-        ConfigError: a tensor is missing, not part of the model, doubled, or of the wrong shape.
+        ConfigError: a tensor is missing, duplicate, not part of the model, or of the wrong shape.
     """
-    pieces: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource] = {}
     unused = []
     for name, tensor in stored.items():
-        found = _pieces_of(_plain_name(name), tensor, stored, slots, config)
+        found = _sources_of(_normalised_name(name), tensor, stored, slots, config)
         if not found and not _is_ignored(name, config):
             unused.append(tensor)
-        for slot, piece in found.items():
-            if slot in pieces:
-                raise ConfigError(f"{tensor.file}: tensor {tensor.name} holds what {pieces[slot].stored.name} holds")
-            pieces[slot] = piece
-    missing = [name for name in slots if name not in pieces]
+        for slot, source in found.items():
+            if slot in sources:
+                raise ConfigError(
+                    f"{tensor.file}: tensor {tensor.name} duplicates tensor {sources[slot].stored.name} ({slot})"
+                )
+            sources[slot] = source
+    missing = [name for name in slots if name not in sources]
     if missing:
         raise ConfigError(f"{folder}: tensor {missing[0]} is missing{_and_others(missing)}")
     if unused:
         raise ConfigError(f"{unused[0].file}: tensor {unused[0].name} is not part of the model{_and_others(unused)}")
-    return list(pieces.values())
+    return list(sources.values())
 
 
-def _plain_name(name: str) -> str:
+def _normalised_name(name: str) -> str:
     for old, new in _RENAMED:
         name = name.replace(old, new)
     match = _MIXTRAL_EXPERT.fullmatch(name)
@@ -84,8 +86,11 @@ def _plain_name(name: str) -> str:
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """What a checkpoint may hold without us: the eyes of a model that we only read texts with, keys and values of
-    layers that read an earlier layer's, and scales, which go with their blocks."""
+    """Whether a tensor without a slot is allowed.
+
+    These are the vision parts of a multimodal model, keys and values of layers that read an earlier layer's KV cache,
+    and scales, which are loaded with their blocks.
+    """
     if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
         return True
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)", name)
@@ -94,14 +99,14 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return bool(config.moe and config.moe.mxfp4 and name.endswith("_scales") and _ALL_EXPERTS.fullmatch(name))
 
 
-def _pieces_of(
+def _sources_of(
     name: str,
     tensor: StoredTensor,
     stored: Mapping[str, StoredTensor],
     slots: Mapping[str, WeightSlot],
     config: ModelConfig,
 ) -> dict[str, TensorSource]:
-    """The slots that one stored tensor fills; none if it is not part of the model."""
+    """Return the slots that one stored tensor fills, which are none if it is not part of the model."""
     if name in slots:
         _check_shape(tensor, slots[name].shape)
         return {name: TensorSource(tensor, slots[name])}
@@ -115,20 +120,20 @@ def _pieces_of(
     if match[3] == "_blocks":
         scales = stored.get(f"{match[1]}.{match[2]}_scales")
         if scales is None:
-            raise ConfigError(f"{tensor.file}: tensor {tensor.name} has no {match[2]}_scales beside it")
+            raise ConfigError(f"{tensor.file}: tensor {tensor.name} needs {match[2]}_scales, which is missing")
         return _all_experts(tensor, match, slots, config, scales)
     return _all_experts(tensor, match, slots, config, None)
 
 
 def _fused(tensor: StoredTensor, names: list[str], slots: Mapping[str, WeightSlot]) -> dict[str, TensorSource]:
-    """Parts that stand one below the other."""
+    """Split a fused tensor whose parts are concatenated by rows."""
     total = sum(slots[name].shape[0] for name in names)
     _check_shape(tensor, (total, *slots[names[0]].shape[1:]))
-    pieces, start = {}, 0
+    sources, start = {}, 0
     for name in names:
-        pieces[name] = TensorSource(tensor, slots[name], start=start)
+        sources[name] = TensorSource(tensor, slots[name], start=start)
         start += slots[name].shape[0]
-    return pieces
+    return sources
 
 
 def _all_experts(
@@ -138,11 +143,11 @@ def _all_experts(
     config: ModelConfig,
     scales: StoredTensor | None,
 ) -> dict[str, TensorSource]:
-    """All experts of a layer in one tensor."""
+    """Split a tensor that holds all experts of a layer."""
     base, fused, kind = match.groups()
     moe = config.moe
     assert moe is not None
-    of_gpt_oss = config.architecture == "GptOssForCausalLM"
+    is_gpt_oss = config.architecture == "GptOssForCausalLM"
     parts = _PARTS[fused]
     suffix = "bias" if kind == "_bias" else "weight"
     if f"{base}.0.{parts[0]}.{suffix}" not in slots:
@@ -150,27 +155,27 @@ def _all_experts(
     shape = slots[f"{base}.0.{parts[0]}.{suffix}"].shape
     rows = shape[0]
     matrix = (rows * len(parts), *shape[1:])
-    transposed = of_gpt_oss and kind == ""
+    transposed = is_gpt_oss and kind == ""
     if scales is not None:
         groups = (moe.num_experts, matrix[0], -(-matrix[1] // GROUP_SIZE))
         _check_shape(tensor, (*groups, GROUP_BYTES))
         _check_shape(scales, groups)
     else:
         _check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)))
-    pieces = {}
+    sources = {}
     for expert in range(moe.num_experts):
         for index, part in enumerate(parts):
             name = f"{base}.{expert}.{part}.{suffix}"
-            start, step = (index, len(parts)) if of_gpt_oss else (index * rows, 1)
-            pieces[name] = TensorSource(tensor, slots[name], (expert,), start, step, transposed, scales)
-    return pieces
+            start, step = (index, len(parts)) if is_gpt_oss else (index * rows, 1)
+            sources[name] = TensorSource(tensor, slots[name], (expert,), start, step, transposed, scales)
+    return sources
 
 
 def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
     if tensor.shape != expected:
         raise ConfigError(
             f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, "
-            f"but config.json means {list(expected)}"
+            f"but config.json requires {list(expected)}"
         )
 
 

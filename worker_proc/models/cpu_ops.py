@@ -1,4 +1,4 @@
-"""``Ops`` by the native CPU library."""
+"""``Ops`` implemented by the native CPU library."""
 
 import torch
 
@@ -8,10 +8,11 @@ from quire.worker_proc.models.ops import TorchOps
 
 
 class CpuOps(TorchOps):
-    """Norms and gates in one call each, for float32 and bfloat16; the rest, and float16, by torch.
+    """Norms and gates in one native call each, for float32 and bfloat16. torch computes the rest, and float16.
 
-    Each rounds to the dtype once, where ``TorchOps`` may round between its steps. A token's bits do not depend on its
-    neighbours; torch's silu and gelu differ between the middle and the end of what a thread is given.
+    Each call rounds to the dtype once, while ``TorchOps`` may round between its steps. A token's bits do not depend on
+    the other tokens of the batch. With torch they may: its silu and gelu use another code path for the last elements
+    of a thread's share.
     """
 
     def __init__(self, native: Native) -> None:
@@ -39,5 +40,5 @@ class CpuOps(TorchOps):
 
 
 def _adjacent(x: torch.Tensor) -> bool:
-    """Whether a row's elements lie side by side; torch gives an empty tensor any stride."""
+    """Whether the last dimension is contiguous; torch gives an empty tensor any stride."""
     return x.stride(-1) == 1 or x.numel() == 0

@@ -1,7 +1,7 @@
 """The decoder that all families share: blocks of rotary attention and a gated MLP or experts.
 
-Owns the weights and the arithmetic between token ids and logits. It does not know what a request, a block or a
-batch is: where keys and values live, and who attends to what, is the attention backend's, which gets a plan per layer.
+Owns the weights and the arithmetic between token ids and logits. It knows nothing of requests, blocks and batches: the
+attention backend reads and writes the KV cache, and gets a plan per layer.
 """
 
 from collections.abc import Sequence
@@ -29,15 +29,15 @@ class Decoder(torch.nn.Module):
 
     Args:
         config: shape and switches.
-        dtype: of weights and, unless ``activation_dtype`` says otherwise, of activations; logits are float32.
-        device: where the weights live; ``meta`` works for counting.
+        dtype: dtype of the weights and, without ``activation_dtype``, of the activations. Logits are float32.
+        device: device of the weights; ``meta`` is enough for counting them.
         max_position: positions that the rotary table covers (the engine's longest request); by default the model's.
-        ops: the device's arithmetic; torch's by default.
-        parallel: the ranks among which the weights are cut; by default this one holds everything.
-        activation_dtype: of the residual stream, norm weights and rotary tables.
+        ops: element-wise operations of the device; by default torch's.
+        parallel: the ranks among which the weights are sharded; by default this rank holds all of them.
+        activation_dtype: dtype of the residual stream, norm weights and rotary tables.
 
     Raises:
-        ConfigError: the shape cannot be shared out among the ranks.
+        ConfigError: the shape cannot be divided among the ranks.
     """
 
     def __init__(
@@ -59,15 +59,16 @@ class Decoder(torch.nn.Module):
         )
         self._prepacked = False
         rank, size = build.parallel.rank, build.parallel.size
-        # Cut by vocabulary rather than copied: a quarter of a small model is its embedding, one sum per step is little,
-        # and tied weights stay one tensor. Ranks hold the same number of rows; what is past the vocabulary is zero.
+        # Sharded by vocabulary rather than replicated: the embedding is a quarter of a small model, one all-reduce per
+        # step costs little, and tied weights stay one tensor. All ranks hold the same number of rows; rows past the
+        # vocabulary are zero.
         rows = -(-config.vocab_size // size)
         self.vocab = slice(min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
         self.embed = self._vocab_weight(rows)
         self.layers = torch.nn.ModuleList(DecoderLayer(build, layer) for layer in range(config.num_layers))
         self.norm = build.norm()
         self.lm_head = Linear(self.embed if config.tie_word_embeddings else self._vocab_weight(rows))
-        # Rounded as the weights are: Gemma was trained with sqrt(hidden_size) in bfloat16.
+        # Rounded to the weights' dtype: Gemma was trained with sqrt(hidden_size) in bfloat16.
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         length = max_position or config.max_position
         self.rope: torch.Tensor
@@ -78,7 +79,7 @@ class Decoder(torch.nn.Module):
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads in this rank's caches."""
+        """KV heads in this rank's KV caches."""
         return self._layer(0).attention.heads.num_kv_heads
 
     def forward(
@@ -93,10 +94,10 @@ class Decoder(torch.nn.Module):
 
         Args:
             token_ids, positions: int64 ``[num_tokens]``, rows flattened in batch order.
-            kv_caches: one cache per layer, of the backend's shape.
-            plans: one plan per layer: that of the layer's KV group. Neither is looked at for a layer that reads
-                another's cache: it is given that layer's.
-            backend: writes the caches and attends.
+            kv_caches: one KV cache per layer, of the backend's shape.
+            plans: one plan per layer: the plan of the layer's KV group. A layer that reads another layer's cache uses
+                that layer's cache and plan; its own entries are ignored.
+            backend: writes the KV caches and computes attention.
 
         Returns:
             ``[num_tokens, hidden_size]`` after the final norm.
@@ -113,7 +114,7 @@ class Decoder(torch.nn.Module):
         return join(self.build, residual, pending, self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of every token of the vocabulary: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
+        """Compute the logits: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
         config = self.config
         scores: torch.Tensor = self.lm_head(hidden).float()
         if config.logits_scaling != 1.0:
@@ -123,10 +124,10 @@ class Decoder(torch.nn.Module):
         return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
 
     def prepack(self, *, deterministic: bool = False) -> bool:
-        """Once weights are loaded: lay them out for this CPU; false where that is not to be had for all of them.
+        """Convert the loaded weights to this CPU's packed layout, and return whether all of them were converted.
 
-        The plain weights are gone afterwards, and nothing can be loaded any more; memory grows only by one copy of
-        the embedding, when it is tied.
+        Call it once, after loading: it frees the plain weights, and nothing can be loaded afterwards. Memory grows only
+        by one copy of a tied embedding.
 
         Args:
             deterministic: as in ``Linear.prepack``.
@@ -140,15 +141,15 @@ class Decoder(torch.nn.Module):
         return all(packed)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Every tensor that a checkpoint must hold, by its Hugging Face name, fused ones taken apart.
+        """Slots of all tensors that a checkpoint must hold, by Hugging Face name, with fused tensors split.
 
-        With tied embeddings ``lm_head.weight`` is not among them: the loader accepts it when it equals the embedding.
+        With tied embeddings ``lm_head.weight`` has no slot: the loader accepts it when it equals the embedding.
 
         Raises:
-            RuntimeError: after ``prepack``.
+            RuntimeError: the weights are prepacked.
         """
         if self._prepacked:
-            raise RuntimeError("the weights are prepacked: load them before")
+            raise RuntimeError("weights are already prepacked: load them before prepack()")
         shape = (self.config.vocab_size, self.config.hidden_size)
         held = self.vocab.stop - self.vocab.start
         slots = {
@@ -176,7 +177,7 @@ class Decoder(torch.nn.Module):
         return rope_table(rope, self.config.head_dim, length, self.build.device).to(self.build.activation_dtype)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The residual stream's start, ``[num_tokens, hidden_size]``, in memory of its own."""
+        """Return the first residual stream, ``[num_tokens, hidden_size]``, in newly allocated memory."""
         parallel = self.build.parallel
         if parallel.size == 1:
             hidden = F.embedding(token_ids, self.embed)
@@ -193,7 +194,7 @@ class DecoderLayer(torch.nn.Module):
     """One block: attention and feed-forward, with norms before, after, or on both sides of each.
 
     Attributes:
-        rope: which table rotates this layer's queries and keys: ``""`` the model's, local, or none.
+        rope: rotary table of this layer's queries and keys: ``""`` (the model's), ``local`` or ``none``.
     """
 
     def __init__(self, build: Build, layer: int) -> None:
@@ -219,33 +220,34 @@ class DecoderLayer(torch.nn.Module):
         backend: AttentionBackend,
         rotary: Rotary | None,
     ) -> torch.Tensor:
-        """Update the residual stream in place by all but this block's last sum, which is left to whoever comes next.
+        """Run the block, updating the residual stream in place except for its last addition.
 
-        So that a sum and the norm that follows it are one operation, across blocks too.
+        The caller passes the result to the next block as ``pending``. So every addition and the norm that follows it
+        are one operation, across blocks too.
 
         Args:
             residual: ``[num_tokens, hidden_size]``.
-            pending: what the block before has left to be added, of the same shape; None: nothing.
+            pending: output of the previous block that is not added yet, of the same shape, or None.
 
         Returns:
-            What is left to be added.
+            This block's output that is not added yet.
         """
         build = self.build
         x = join(build, residual, pending, self.pre_attention_norm)
-        x = self._leave(self.attention(x, kv_cache, plan, backend, rotary), self.post_attention_norm)
+        x = self._norm_and_scale(self.attention(x, kv_cache, plan, backend, rotary), self.post_attention_norm)
         x = join(build, residual, x, self.pre_mlp_norm)
-        return self._leave(self.mlp(x), self.post_mlp_norm)
+        return self._norm_and_scale(self.mlp(x), self.post_mlp_norm)
 
     __call__ = forward
 
-    def _leave(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def _norm_and_scale(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         config = self.build.config
         if norm is not None:
             x = self.build.ops.rms_norm(x, norm, config.rms_norm_eps)
         return x if config.residual_multiplier == 1.0 else x * config.residual_multiplier
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """This layer's checkpoint tensors, by their names under ``model.layers.N.``."""
+        """Slots of this layer's checkpoint tensors, by name under ``model.layers.N.``."""
         slots = self.attention.weight_slots() | self.mlp.weight_slots()
         norms = {
             "input_layernorm": self.pre_attention_norm,
@@ -254,7 +256,7 @@ class DecoderLayer(torch.nn.Module):
             "post_feedforward_layernorm": self.post_mlp_norm,
         }
         if self.build.config.norms == "before":
-            # Llama's name tells where this norm stands, after attention, and not what it normalises.
+            # Llama names this norm by its place after attention; it normalises the input of the MLP.
             norms = {"input_layernorm": self.pre_attention_norm, "post_attention_layernorm": self.pre_mlp_norm}
         for name, weight in norms.items():
             if weight is not None:
@@ -263,7 +265,7 @@ class DecoderLayer(torch.nn.Module):
 
 
 def join(build: Build, residual: torch.Tensor, pending: torch.Tensor | None, norm: torch.Tensor | None) -> torch.Tensor:
-    """Add what is pending to the residual stream, in place, and normalise the sum (if there is a norm here)."""
+    """Add ``pending`` to the residual stream in place, and return the sum, normalised if ``norm`` is given."""
     eps = build.config.rms_norm_eps
     if norm is None:
         return residual if pending is None else residual.add_(pending)

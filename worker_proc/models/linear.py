@@ -1,4 +1,4 @@
-"""A linear layer, and who multiplies: torch, or on a CPU the native library or oneDNN, with weights in their layout."""
+"""A linear layer and its implementations: torch, or on a CPU the native library or oneDNN with packed weights."""
 
 from collections.abc import Callable
 
@@ -9,8 +9,8 @@ from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.worker_proc.device.device import has_matrix_instructions
 
-# Rows that a product without the library is computed for, however many there are, where its bits must not depend on
-# that. The 1 to 16 rows of a small decode step then read the weights once, as they should.
+# Row count of every product without the native library in deterministic mode, so that a row's bits do not depend on
+# the batch size. A decode step of up to 16 rows still reads the weights once.
 TILE_ROWS = 16
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -19,8 +19,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 class Linear(torch.nn.Module):
     """``x @ weight.T + bias``, ``[tokens, inputs]`` → ``[tokens, outputs]`` of ``x``'s dtype.
 
-    The weight may be narrower than ``x`` (a bfloat16 checkpoint under float32 activations): half the memory to read,
-    and products and sums are float32 all the same.
+    The weight may have a narrower dtype than ``x`` (bfloat16 under float32 activations): it takes half the memory
+    traffic, and products and sums are still float32.
 
     Args:
         weight: ``[outputs, inputs]``; shared when given to two layers (tied embeddings).
@@ -37,24 +37,24 @@ class Linear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._native is not None:
             return self._native(x)
-        return _plain(x, self.weight, self.bias) if self._product is None else self._product(x)
+        return _linear(x, self.weight, self.bias) if self._product is None else self._product(x)
 
-    __call__ = forward  # without looking for hooks, several times a layer
+    __call__ = forward  # skips torch's hook lookup, which costs time several times per layer
 
     def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
-        """Once the weight is loaded: choose who multiplies, and lay the weight out for it.
+        """Choose the CPU library for the loaded weight and convert the weight to its layout.
 
-        The native library, unless oneDNN has matrix instructions for the weight's dtype: it reads 16-bit weights as
-        they are, and is faster than MKL and oneDNN in float32 for any number of tokens.
+        The choice is the native library, unless oneDNN has matrix instructions for the weight's dtype. The native
+        library reads 16-bit weights directly, and is faster than MKL and oneDNN in float32 for any number of tokens.
 
         Args:
-            keep: the plain weight stays, at the price of a second copy: someone else reads it. Otherwise it is gone.
-            deterministic: a row's bits depend on that row alone: not on how many rows there are, on its place among
-                them or on the number of threads. The native library is always so. Without it rows are computed in
-                tiles of one size, or one by one where a trial on this weight shows that a tile's rows differ.
+            keep: keep the plain weight as a second copy, because another module reads it. Otherwise it is freed.
+            deterministic: make a row's bits depend on that row alone, not on the number of rows, the row's index or
+                the number of threads. The native library always does. Without it, rows are computed in tiles of one
+                size, or one by one if a trial on this weight shows that the rows of a tile differ.
 
         Returns:
-            Whether the layout changed: false on other devices, and where neither library takes the weight.
+            Whether the layout changed: false on other devices, and if neither library accepts the weight.
         """
         if self._native is not None or self._product is not None:
             return True
@@ -67,22 +67,22 @@ class Linear(torch.nn.Module):
             self._product = _onednn(weight, self.bias)
         changed = self._native is not None or self._product is not None
         if deterministic and self._native is None:
-            self._product = in_tiles(self._product or _plainly(self.weight, self.bias), weight)
+            self._product = in_tiles(self._product or _torch_product(self.weight, self.bias), weight)
         if changed and not keep:
             self.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
         return changed
 
 
 def in_tiles(product: Product, weight: torch.Tensor) -> Product:
-    """``product`` with rows that do not depend on their batch: always computed for the same number of rows.
+    """Wrap ``product`` so that it is always called with the same number of rows: a row's bits ignore its batch.
 
-    Which kernel a matrix library takes, and in which order it adds, follows from the shape. Within one shape it may
-    still follow from the row's place and the number of threads, so both are tried, once, on this weight.
+    A matrix library chooses its kernel, and with it the order of its sums, by shape. Within one shape the order may
+    still depend on the row's index and the number of threads, so both are tried once on this weight.
     """
     rows = TILE_ROWS if _rows_agree(product, weight) else 1
 
     def tiled(x: torch.Tensor) -> torch.Tensor:
-        # A copy, at torch's own alignment: a view of the caller's may have another, and with it other arithmetic.
+        # A copy with torch's alignment: a view of the caller may be aligned differently, which can change the result.
         padded = x.new_zeros(max(1, -(-len(x) // rows)) * rows, x.shape[1])
         padded[: len(x)] = x
         tiles = [product(padded[start : start + rows]) for start in range(0, len(padded), rows)]
@@ -92,7 +92,7 @@ def in_tiles(product: Product, weight: torch.Tensor) -> Product:
 
 
 def _rows_agree(product: Product, weight: torch.Tensor) -> bool:
-    """Whether every place in a tile, with any other rows around, and one thread, give the same bits for a row."""
+    """Whether a row's bits are the same at every index of a tile, beside any other rows, and with one thread."""
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(TILE_ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
     expected = product(x)
@@ -107,21 +107,21 @@ def _rows_agree(product: Product, weight: torch.Tensor) -> bool:
     return agree
 
 
-def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if weight.dtype is not x.dtype:
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return F.linear(x, weight, bias)
 
 
-def _plainly(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    return lambda x: _plain(x, weight, bias)
+def _torch_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    return lambda x: _linear(x, weight, bias)
 
 
 def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
-    """oneDNN's product with a reordered copy of the weight; None where this torch or device has none.
+    """Return oneDNN's product with a reordered copy of the weight, or None if this torch or device has none.
 
-    torch's own choice for float32, MKL, is 1.3 to 3 times slower for the 2 to 64 tokens of a decode step, and
-    bfloat16 gains about as much. Inductor calls the same private operators.
+    MKL, torch's default for float32, is 1.3 to 3 times slower for the 2 to 64 tokens of a decode step; bfloat16 gains
+    about as much. Inductor calls the same private operators.
     """
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -133,7 +133,7 @@ def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
     dtype = weight.dtype
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        # oneDNN multiplies only what it has instructions for: activations of another dtype are rounded to the weight's.
+        # oneDNN needs both operands in one dtype: activations of another dtype are rounded to the weight's.
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), packed, bias, "none", [], "")
         return out.to(x.dtype)
 

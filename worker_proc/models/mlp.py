@@ -1,4 +1,4 @@
-"""The feed-forward sublayers: one gated MLP for every token, or a few experts for each."""
+"""The feed-forward sublayers: one gated MLP for all tokens, or a few experts per token."""
 
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ from quire.worker_proc.models.weights import Build, Rows, WeightSlot, column_slo
 
 
 class GatedMlp(torch.nn.Module):
-    """``down(activation(gate(x)) * up(x))``, cut by its width.
+    """``down(activation(gate(x)) * up(x))``, sharded by its width.
 
     Raises:
-        ConfigError: the width cannot be shared out among the ranks.
+        ConfigError: the width cannot be divided among the ranks.
     """
 
     def __init__(self, build: Build) -> None:
@@ -27,7 +27,7 @@ class GatedMlp(torch.nn.Module):
         self.down = build.summed_linear(config.hidden_size, width, config.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[num_tokens, hidden_size]`` → the same, summed over the ranks."""
+        """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         build = self.build
         gated = build.ops.gate(self.gate_up(x), build.config.activation)
         return build.parallel.all_reduce(self.down(gated))
@@ -42,10 +42,10 @@ class GatedMlp(torch.nn.Module):
 
 
 class SparseMlp(torch.nn.Module):
-    """Experts, each cut by its width; every rank routes every token.
+    """Mixture of experts, each expert sharded by its width; every rank routes every token.
 
     Raises:
-        ConfigError: an expert's width cannot be shared out among the ranks.
+        ConfigError: an expert's width cannot be divided among the ranks.
     """
 
     def __init__(self, build: Build, moe: MoeConfig) -> None:
@@ -69,7 +69,7 @@ class SparseMlp(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[num_tokens, hidden_size]`` → the same, summed over the ranks."""
+        """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         ops, moe = self.build.ops, self.moe
         expert_ids, weights = ops.route(self.router(x), moe.num_experts_per_token, renormalise=moe.renormalise)
         return self.build.parallel.all_reduce(ops.experts(x, self.experts, expert_ids, weights))
@@ -77,7 +77,7 @@ class SparseMlp(torch.nn.Module):
     __call__ = forward
 
     def prepack(self, *, deterministic: bool) -> bool:
-        """As ``Linear.prepack``, for every expert: all of them or none."""
+        """Prepack every expert as ``Linear.prepack`` does: all of them or none."""
         if self.experts.packed:
             return True
         packed = []
@@ -95,11 +95,11 @@ class SparseMlp(torch.nn.Module):
         return True
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Each expert's projections under names of their own, however the checkpoint has them."""
+        """Slots of each expert's projections under separate names, whatever the checkpoint's layout."""
         hidden, width, count = self.build.config.hidden_size, self.moe.intermediate_size, self.moe.num_experts
         held = self.part.stop - self.part.start
-        taking_turns = self.moe.activation == "swiglu_oai"
-        gates, ups = (slice(0, None, 2), slice(1, None, 2)) if taking_turns else (slice(0, held), slice(held, None))
+        interleaved = self.moe.activation == "swiglu_oai"
+        gates, ups = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, held), slice(held, None))
         slots = row_slots("mlp.{}", self.router, [Rows("gate", slice(0, count), count)])
         for expert in range(count):
             name = f"mlp.experts.{expert}"

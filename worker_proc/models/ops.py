@@ -1,4 +1,4 @@
-"""The arithmetic between a decoder's matrix products and its attention, so that a device can bring its own."""
+"""Element-wise operations and expert layers of a decoder, as an interface with one implementation per device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +13,15 @@ from quire.worker_proc.models.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of one layer, of this rank's width.
+    """The experts of one layer, with this rank's share of their width.
 
     Attributes:
-        gate_up: ``[num_experts, 2 * width, hidden_size]``: rows of the gate, then those of what is gated; the two take
-            turns for swiglu_oai.
+        gate_up: ``[num_experts, 2 * width, hidden_size]``: gate rows, then up rows; interleaved for swiglu_oai.
         down: ``[num_experts, hidden_size, width]``.
         gate_up_bias: ``[num_experts, 2 * width]`` or None.
         down_bias: ``[num_experts, hidden_size]`` or None.
-        activation: as of ``Ops.gate``.
-        packed: each expert's two layers in the CPU's own layout, instead of the four tensors above, which are empty.
+        activation: as for ``Ops.gate``.
+        packed: each expert's two layers in the CPU's packed layout; the four tensors above are empty then.
     """
 
     gate_up: torch.Tensor
@@ -38,32 +37,35 @@ class Experts:
 
 
 class Ops(Protocol):
-    """Element-wise steps of a decoder, each of which some device can do in one kernel."""
+    """Steps of a decoder between matrix products and attention, each of which some device computes in one kernel."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """``x`` over its root mean square along the last dimension, in float32, times ``weight`` (arXiv 1910.07467)."""
+        """Divide ``x`` by its root mean square over the last dimension, in float32, and multiply by ``weight``.
+
+        Formula: arXiv 1910.07467.
+        """
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add ``x`` to ``residual``, in place, and return the norm of the sum. All ``[num_tokens, hidden_size]``."""
+        """Add ``x`` to ``residual`` in place, and return the norm of the sum. All ``[num_tokens, hidden_size]``."""
         ...
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """``activation(gate) * up`` of ``[num_tokens, 2 * width]``: ``[num_tokens, width]``.
+        """Compute ``activation(gate) * up``: ``[num_tokens, 2 * width]`` → ``[num_tokens, width]``.
 
         Args:
-            activation: silu, gelu (exact), gelu_tanh, or swiglu_oai, which alone has gates in even and what is gated in
-                odd columns (``kernels/dense/gated_activation.py``).
+            activation: silu, gelu (exact), gelu_tanh or swiglu_oai. Only swiglu_oai has gate and up interleaved, in
+                even and odd columns (``kernels/dense/gated_activation.py``).
         """
         ...
 
     def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose each token's experts: the highest scores, best first; of equals the lower expert.
+        """Choose each token's experts: the highest scores, best first, and the lower expert id of equal scores.
 
         Args:
             scores: ``[num_tokens, num_experts]``.
-            renormalise: a token's weights sum up to 1: the softmax over the chosen scores. Otherwise they are their
-                shares of the softmax over all.
+            renormalise: weights are the softmax over the chosen scores, so that they sum to 1. Otherwise they are
+                taken from the softmax over all scores.
 
         Returns:
             Expert ids, int32, and weights, float32, both ``[num_tokens, top_k]``.
@@ -73,10 +75,10 @@ class Ops(Protocol):
     def experts(
         self, x: torch.Tensor, experts: Experts, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Sum of the chosen experts' answers times their weights, ``[num_tokens, hidden_size]``, in ``x``'s dtype.
+        """Compute the weighted sum of the chosen experts' outputs, ``[num_tokens, hidden_size]``, in ``x``'s dtype.
 
         Args:
-            expert_ids, weights: of ``route``.
+            expert_ids, weights: as ``route`` returns them.
         """
         ...
 
@@ -85,7 +87,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
 class TorchOps:
-    """``Ops`` in torch's own operators: everywhere, and what the others are compared with."""
+    """``Ops`` in torch's operators, for every device: the reference for the other implementations."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -104,7 +106,7 @@ class TorchOps:
 
     def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         scores = scores.float()
-        # A stable sort: ``topk`` leaves open which of equals it takes.
+        # A stable sort: ``topk`` does not define which of several equal scores it returns.
         chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
         if renormalise:
             return chosen.int(), scores.gather(-1, chosen).softmax(-1)
@@ -113,8 +115,10 @@ class TorchOps:
     def experts(
         self, x: torch.Tensor, experts: Experts, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """One pair of products per expert that anyone chose. Sums run in the experts' order: neighbours in the batch
-        do not change a token's."""
+        """As ``Ops.experts``, with two products per expert in use.
+
+        A token's sum runs in the order of the expert ids, so it does not depend on the other tokens of the batch.
+        """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         flat = expert_ids.reshape(-1)
         order = flat.argsort(stable=True)
@@ -123,30 +127,30 @@ class TorchOps:
         for expert, count in enumerate(torch.bincount(flat, minlength=experts.count).tolist()):
             if not count:
                 continue
-            mine = tokens[first : first + count]
-            answer = self._expert(x.index_select(0, mine), experts, expert)
-            out.index_add_(0, mine, answer.float().mul_(weights[first : first + count, None]))
+            routed = tokens[first : first + count]
+            result = self._expert(x.index_select(0, routed), experts, expert)
+            out.index_add_(0, routed, result.float().mul_(weights[first : first + count, None]))
             first += count
         return out.to(x.dtype)
 
     def _expert(self, x: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
         if experts.packed:
             first, second = experts.packed[expert]
-            answer: torch.Tensor = second(self._gated(first(x), experts))
-            return answer
+            result: torch.Tensor = second(self._gated(first(x), experts))
+            return result
         gated = self._gated(_linear(x, experts.gate_up, experts.gate_up_bias, expert), experts)
         return _linear(gated, experts.down, experts.down_bias, expert)
 
     def _gated(self, gate_up: torch.Tensor, experts: Experts) -> torch.Tensor:
-        # Not by ``self.gate``: a device's own need not know this one, which no other layer has.
+        # Not ``self.gate``: a device's implementation need not support swiglu_oai, which only expert layers use.
         return swiglu_oai(gate_up) if experts.activation == "swiglu_oai" else self.gate(gate_up, experts.activation)
 
 
 class RowByRowOps(TorchOps):
-    """As ``TorchOps``, slowly: a token's bits do not depend on its neighbours.
+    """``TorchOps`` whose gates are computed row by row: slower, but a token's bits do not depend on other tokens.
 
-    torch computes the last few numbers of what a thread is given in another way than the others; norms and softmax are
-    row by row as they are, gates are not.
+    torch computes the last few elements of a thread's share with another code path than the rest. Its norms and
+    softmax already work row by row, its gates do not.
     """
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -156,12 +160,12 @@ class RowByRowOps(TorchOps):
 
 
 def _linear(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
-    """As ``Linear``: weights narrower than ``x`` are widened."""
+    """Multiply ``x`` by one expert's weight, widened to ``x``'s dtype as in ``Linear``."""
     return F.linear(x, weights[expert].to(x.dtype), None if biases is None else biases[expert].to(x.dtype))
 
 
 def swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:
-    """gpt-oss's gate ``g`` and gated ``u``: ``g * sigmoid(alpha * g) * (u + 1)``, both clamped before."""
+    """gpt-oss's activation of gate ``g`` and up ``u``: ``g * sigmoid(alpha * g) * (u + 1)``, after clamping both."""
     gate = gate_up[..., 0::2].clamp(max=OAI_LIMIT)
     up = gate_up[..., 1::2].clamp(-OAI_LIMIT, OAI_LIMIT)
     return gate * torch.sigmoid(OAI_ALPHA * gate) * (up + 1)

@@ -1,4 +1,4 @@
-"""Architecture name in ``config.json`` → the class that runs it. A family of another kind is one line here."""
+"""Map from an architecture name in ``config.json`` to the class that runs it. Another class is one line here."""
 
 import torch
 
@@ -21,10 +21,10 @@ def build_model(
     parallel: TensorParallel | None = None,
     activation_dtype: torch.dtype | None = None,
 ) -> Decoder:
-    """The model of a checkpoint, its weights allocated and not yet filled; arguments as for ``Decoder``.
+    """Build the model of a checkpoint with allocated, uninitialised weights. Arguments are those of ``Decoder``.
 
     Raises:
-        ConfigError: no class runs this architecture, or its shape cannot be shared out among the ranks.
+        ConfigError: the architecture is not supported, or its shape cannot be divided among the ranks.
     """
     if config.architecture not in MODELS:
         raise ConfigError(f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}")

@@ -1,4 +1,4 @@
-"""``Ops`` by our own Triton kernels."""
+"""``Ops`` implemented by Quire's Triton kernels."""
 
 import torch
 
@@ -9,10 +9,10 @@ from quire.worker_proc.models.ops import Experts
 
 
 class TritonOps:
-    """``Ops`` on a CUDA device, or on the CPU where Triton's interpreter is on (tests). Holds nothing.
+    """Stateless ``Ops`` for a CUDA device, or for the CPU with Triton's interpreter (tests).
 
-    Each method rounds to the dtype once, where ``TorchOps`` may round between its steps; the kernels' tolerances cover
-    that.
+    Each method rounds to the dtype once, while ``TorchOps`` may round between its steps; the kernels' tolerances cover
+    the difference.
 
     Raises:
         RuntimeError: triton is not installed, or there is neither a CUDA device nor the interpreter.
@@ -36,13 +36,13 @@ class TritonOps:
     def experts(
         self, x: torch.Tensor, experts: Experts, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """As ``Ops.experts``; sums run in the order of ``expert_ids``.
+        """As ``Ops.experts``; a token's sum runs in the order of ``expert_ids``.
 
         Raises:
             ValueError: the experts are packed for the CPU.
         """
         if experts.packed:
-            raise ValueError("experts: packed for the CPU, which no kernel here reads")
+            raise ValueError("experts: weights are packed for the CPU, expected plain tensors")
         return fused_experts.fused_experts(
             x,
             experts.gate_up,

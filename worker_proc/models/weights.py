@@ -1,4 +1,4 @@
-"""How a decoder's parts allocate their weights, and how each rank's share of a checkpoint tensor is told."""
+"""Allocation of a decoder's weights, and the description of each rank's share of a checkpoint tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from quire.worker_proc.parallel.group import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Where one checkpoint tensor goes.
+    """Destination of one checkpoint tensor.
 
     Attributes:
-        target: a view into a (perhaps fused) parameter; this rank's part of the checkpoint's tensor is broadcast into
-            it. Empty where another rank has it all.
-        shape: the shape that the checkpoint's tensor must have.
-        part: this rank's part of it, one slice with both ends for each of the leading dimensions; the others are whole.
-        offset: what is added to the stored values.
+        target: a view into a (possibly fused) parameter, into which this rank's part of the checkpoint tensor is
+            broadcast. Empty if another rank holds all of it.
+        shape: the required shape of the checkpoint tensor.
+        part: this rank's part: one slice with both ends per leading dimension; further dimensions are whole.
+        offset: number that is added to the stored values.
     """
 
     target: torch.Tensor
@@ -34,7 +34,7 @@ class WeightSlot:
 class Heads:
     """A rank's share of the attention heads.
 
-    With more ranks than KV heads, several ranks hold the same KV head: those whose query heads read it.
+    With more ranks than KV heads, all ranks whose query heads read a KV head hold a copy of it (``kv_replicas``).
     """
 
     num_heads: int
@@ -57,11 +57,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What every part of a decoder is built with.
+    """Arguments that all parts of a decoder are built with, and the functions that allocate their weights.
 
     Attributes:
-        dtype: of the weights.
-        activation_dtype: of what flows between them, of norm weights and of rotary tables.
+        dtype: dtype of the weights.
+        activation_dtype: dtype of activations, norm weights and rotary tables.
     """
 
     config: ModelConfig
@@ -76,7 +76,7 @@ class Build:
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     def norm(self, width: int | None = None) -> torch.nn.Parameter:
-        """A norm's weight: of the residual stream, unless told."""
+        """Allocate a norm's weight; ``width`` defaults to the hidden size."""
         return self.weight(width or self.config.hidden_size, dtype=self.activation_dtype)
 
     def norm_slot(self, weight: torch.Tensor, part: tuple[slice, ...] = (), size: int | None = None) -> WeightSlot:
@@ -86,11 +86,11 @@ class Build:
         return Linear(self.weight(outputs, inputs), self.weight(outputs) if bias else None)
 
     def summed_linear(self, outputs: int, inputs: int, bias: bool) -> Linear:
-        """A layer whose inputs are cut among the ranks, which then add up: the bias is rank 0's."""
+        """Allocate a layer sharded by inputs, whose outputs are summed over the ranks: only rank 0 has the bias."""
         return self.linear(outputs, inputs, bias and self.parallel.rank == 0)
 
     def share(self, name: str, width: int) -> slice:
-        """This rank's stretch of ``width``; ``name`` is for the error."""
+        """Return this rank's slice of ``width``. ``name`` is for the error message."""
         size = self.parallel.size
         if width % size:
             raise ConfigError(f"tensor_parallel_size {size} does not divide the model's {name} {width}")
@@ -100,10 +100,12 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a fused layer: the name under which a checkpoint has them, and which of its rows are held.
+    """Some rows of a fused layer, with their source in the checkpoint.
 
     Attributes:
-        total: rows of the checkpoint's tensor.
+        name: the projection's name in the checkpoint.
+        part: rows of the checkpoint tensor that this rank holds.
+        total: number of rows of the checkpoint tensor.
     """
 
     name: str
@@ -112,10 +114,10 @@ class Rows:
 
 
 def row_slots(name: str, fused: Linear, parts: Sequence[Rows]) -> dict[str, WeightSlot]:
-    """Slots of a layer cut by outputs: its parts stand one below the other, weight and bias alike.
+    """Slots of a fused layer sharded by outputs: ``parts`` are concatenated by rows, in the weight and the bias.
 
     Args:
-        name: of the checkpoint's tensors, with ``{}`` for the part's.
+        name: name of the checkpoint tensors, with ``{}`` in place of the part's name.
     """
     slots = {}
     inputs = fused.weight.shape[1:]
@@ -132,7 +134,7 @@ def row_slots(name: str, fused: Linear, parts: Sequence[Rows]) -> dict[str, Weig
 
 
 def column_slots(name: str, linear: Linear, part: slice, total: int, bias: bool) -> dict[str, WeightSlot]:
-    """Slots of a layer cut by inputs, of which the checkpoint has ``total``; its bias is rank 0's alone."""
+    """Slots of a layer sharded by inputs, of which the checkpoint has ``total``. Only rank 0 holds the bias."""
     outputs = linear.weight.shape[0]
     slots = {f"{name}.weight": WeightSlot(linear.weight.data, (outputs, total), (slice(0, outputs), part))}
     if bias:

@@ -1,4 +1,4 @@
-"""Which drafts were right: those that are what would have been sampled, up to the first that is not."""
+"""Acceptance of draft tokens: those that equal the sampled token, up to the first that does not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ import torch
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the tokens of some positions, int64, and the distributions that they were drawn from, float32 ``[num_positions,
-vocab]`` (which say nothing where a row is greedy), to the tokens that are taken."""
+"""Maps sampled tokens, int64 ``[num_positions]``, and their distributions, float32 ``[num_positions, vocab]``, to the
+tokens to use. Distributions of greedy rows are undefined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a step with drafts gave.
+    """The tokens that a step with drafts adds.
 
     Attributes:
-        kept: int64 ``[num_tokens]``: the positions whose samples are tokens now, ascending.
-        counts: int32 ``[num_rows]``: of each row so many: its accepted drafts, and the sample behind them.
-        drafts: int32 ``[num_rows]``: how many it had.
+        kept: int64 ``[num_tokens]``: the positions whose samples become output tokens, ascending.
+        counts: int32 ``[num_rows]``: new tokens of each row: its accepted drafts and one sample after them.
+        drafts: int32 ``[num_rows]``: draft tokens of each row.
     """
 
     kept: Ints
@@ -30,10 +30,10 @@ class Accepted:
 
 
 def accept_drafts(tokens: npt.NDArray[np.generic], positions: SampledPositions) -> Accepted:
-    """``tokens``: the sample of each position. A position counts while every draft before it was the sample there."""
+    """Compare each position's sample in ``tokens`` with its draft; a row's tokens end after the first mismatch."""
     begins = np.flatnonzero(positions.offsets == 0)
     wrong = np.where(tokens != positions.drafts, np.arange(len(tokens)), len(tokens))
-    first_wrong = np.minimum.reduceat(wrong, begins)  # there is one: behind the last draft stands -1
+    first_wrong = np.minimum.reduceat(wrong, begins)  # always exists: the position after the last draft has draft -1
     counts = first_wrong + 1 - begins
     kept = np.flatnonzero(positions.offsets < np.repeat(counts, np.diff(np.append(begins, len(tokens)))))
     drafts = np.diff(np.append(begins, len(tokens))) - 1

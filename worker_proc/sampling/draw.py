@@ -1,6 +1,6 @@
-"""Who draws the tokens: the native library on a CPU, torch where there is none, Triton on a GPU.
+"""Drawing of tokens on each device: the native library on a CPU, torch without it, Triton on a GPU.
 
-All three draw by ``quire.kernels.sampling.sampling``, so that a seed gives the same token on each.
+All three follow ``quire.kernels.sampling.sampling``, so that a seed gives the same token on each.
 """
 
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ from quire.worker_proc.sampling.noise import uniform
 
 
 class Draw(Protocol):
-    """Draws by the batch's columns; the noise is that of each position's seed and place."""
+    """Draws tokens with the batch's sampling columns. The noise is a function of each row's seed and position."""
 
     def draw(
         self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, int64 ``[len(positions)]``, and where the best logit is not finite, bool.
+        """Return tokens, int64 ``[len(positions)]``, and whether each row's best logit is not finite, bool.
 
         Args:
             logits: float32 ``[len(positions), vocab]``, not changed.
-            is_scaled: those of rows with a temperature are divided by it already.
+            is_scaled: rows with a temperature are already divided by it.
         """
         ...
 
     def bad(self, logits: torch.Tensor) -> torch.Tensor:
-        """Bool, one per row: whether its best logit is not finite."""
+        """Return whether each row's best logit is not finite: bool ``[num_rows]``."""
         ...
 
     def rows_changed(self) -> None:
-        """What was derived from the rows is stale."""
+        """Drop what is cached of the batch's rows."""
         ...
 
 
@@ -52,7 +52,7 @@ def make_draw(batch: InputBatch, device: torch.device) -> Draw:
 
 
 class NativeDraw:
-    """Reads the batch's columns where they lie: nothing is gathered, and nothing is kept."""
+    """``Draw`` by the native library, which reads the batch's columns in place."""
 
     def __init__(self, batch: InputBatch, native: Native) -> None:
         self._batch = batch
@@ -84,11 +84,11 @@ class NativeDraw:
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """The columns of some positions' rows, on the device, as ``quire.kernels.sampling.sampling.sample`` takes them.
+    """Sampling columns on the device, one element per position: the arguments of ``kernels.sampling.sampling.sample``.
 
     Attributes:
-        rows: int64 ``[num_positions]`` on the host, of which they are.
-        ones: as ``temperature``, with 1 for all that is not greedy.
+        rows: int64 ``[num_positions]`` on the host: the row of each position.
+        ones: 0 for greedy rows, 1 for all others.
     """
 
     rows: Ints
@@ -122,7 +122,7 @@ class RowParameters:
 
 
 class KeptParameters:
-    """The parameters of the newest positions: rows that are sampled step after step are gathered once."""
+    """Cache of the last step's ``RowParameters``: rows that are sampled again are not gathered again."""
 
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._batch, self.transfer = batch, Transfer(device)
@@ -138,7 +138,7 @@ class KeptParameters:
 
 
 class TorchDraw:
-    """Sorts the rows with a top-k or a top-p, and only those."""
+    """``Draw`` by torch on a CPU. Sorts only rows with top-k or top-p."""
 
     def __init__(self, batch: InputBatch) -> None:
         self._batch = batch
@@ -169,7 +169,10 @@ class TorchDraw:
 
 
 class TritonDraw:
-    """No sort, no wait for the device; a step sends its places, and parameters where rows changed."""
+    """``Draw`` by Triton, without sorting or waiting for the device.
+
+    A step transfers its token positions, and the sampling columns only if its rows changed.
+    """
 
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._batch = batch

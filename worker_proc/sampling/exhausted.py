@@ -1,18 +1,23 @@
-"""Where rules together leave no token: found from the rules, on the host, so that no step waits for its logits."""
+"""Positions at which a request's constraints together allow no token.
+
+They are found on the host from the constraints alone, so that a step does not wait for its logits.
+"""
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.sampling.builtin.allowed_token_ids import Lists, Words, bits_of
-from quire.worker_proc.sampling.builtin.base import Places
+from quire.worker_proc.sampling.builtin.base import LogitPlaces
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
 
-def exhausted(num_positions: int, vocab_size: int, lists: Lists, bans: Places, masks: TokenMasks | None) -> list[int]:
-    """Positions at which every token is banned, is not on the list, or has no bit in the mask.
+def exhausted(
+    num_positions: int, vocab_size: int, lists: Lists, bans: LogitPlaces, masks: TokenMasks | None
+) -> list[int]:
+    """Find positions at which every token is banned, not in the allowed list, or cleared in the token bitmask.
 
-    Only those are looked at closely that have several kinds of rules, or as many bans as tokens.
+    Tokens are only checked one by one at positions with several kinds of constraints, or as many bans as tokens.
     """
     room = np.full(num_positions, vocab_size)
     room[lists.at] = lists.sizes
@@ -34,7 +39,7 @@ def exhausted(num_positions: int, vocab_size: int, lists: Lists, bans: Places, m
 
 
 def _left(vocab_size: int, words: list[Words], banned: Ints) -> npt.NDArray[np.uint8]:
-    """``[vocab_size]``, 1 for what one position may still have. Bits that are missing forbid."""
+    """Return the tokens that one position may have, as 0 or 1, ``[vocab_size]``. Missing bits of a mask forbid."""
     left = np.ones(vocab_size, np.uint8)
     for own in words:
         bits = bits_of(own)[:vocab_size]

@@ -1,4 +1,4 @@
-"""Somebody else's logits processor, behind walls: what it breaks is its request's own affair, never a neighbour's."""
+"""Isolation of plugin logits processors: a failure ends only the request that causes it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ log = event_logger("worker")
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A request as a plugin is told of it. ``failed``: a plugin could not take it, for this reason."""
+class PluginRequest:
+    """A request as plugins see it. ``failed`` is the reason if a plugin failed to add it, else empty."""
 
     params: SamplingParams
     prompt: list[int]
@@ -26,25 +26,25 @@ class Held:
     failed: str = ""
 
 
-Rows = Mapping[int, Held]
+Rows = Mapping[int, PluginRequest]
 
 
-class WrongResult(Exception):
-    """A plugin's logits cannot be used."""
+class InvalidResult(Exception):
+    """The logits that a plugin returned cannot be used."""
 
 
 class IsolatedPlugin:
-    """Owns the plugin's instance that serves the batch, and replaces it when it has failed.
+    """Owns the plugin instance of the batch, and replaces it after a failure.
 
-    The instance works on a copy of the logits. Where it raises, or returns what cannot be used, each row is computed
-    again alone, by an instance that knows nothing else: so whoever is to blame is found, and the others get what the
-    plugin has for them. What such a plugin keeps besides the lists that it was given begins anew then.
+    The instance gets a copy of the logits. If it raises, or returns an unusable result, every row is computed again
+    by a new instance that has only this row: that finds the failing requests, and the others get their results. The
+    instance that replaces the failed one loses all state except the requests' token lists.
     """
 
     def __init__(
         self, cls: type[LogitsProcessor], config: EngineConfig, device: torch.device, is_pin_memory: bool
     ) -> None:
-        """Raises ConfigError when there can be no instance at all."""
+        """Raises ConfigError if the plugin's constructor fails."""
         self.name = cls.__name__
         self._make: Callable[[], LogitsProcessor] = lambda: cls(config, device, is_pin_memory)
         try:
@@ -52,35 +52,35 @@ class IsolatedPlugin:
             self.is_argmax_invariant = bool(self.main.is_argmax_invariant())
         except Exception as error:
             raise ConfigError(
-                f"logits processor {self.name} cannot be made: {type(error).__name__}: {one_line(error)}"
+                f"logits processor {self.name}: constructor failed: {type(error).__name__}: {one_line(error)}"
             ) from error
 
     def update_state(self, update: BatchUpdate | None, rows: Rows) -> None:
-        """``rows``: the batch after the update; whoever the plugin cannot take is marked there."""
+        """Apply a batch update, and mark the requests that the plugin fails to add. ``rows``: the batch after it."""
         if self.main is None:
             if update is not None:
-                self._begin_anew(rows)
+                self._recreate(rows)
             return
         try:
             self.main.update_state(update)
         except Exception as error:
-            self._tell(error)
-            self._begin_anew(rows)
+            self._log_failure(error)
+            self._recreate(rows)
 
     def reset(self) -> None:
-        """The batch is empty."""
-        self._begin_anew({})
+        """Start over with an empty batch."""
+        self._recreate({})
 
     def apply(self, logits: torch.Tensor, sampled: Ints, rows: Rows) -> tuple[torch.Tensor, dict[int, str]]:
-        """What becomes of ``logits``, float32 ``[batch_size, vocab_size]``, which are not changed.
+        """Apply the plugin to ``logits``, float32 ``[batch_size, vocab_size]``, which are not changed.
 
         Args:
-            sampled: the rows that count; what the others have does not matter.
+            sampled: the rows that are sampled; the result for other rows is ignored.
 
         Returns:
-            The logits to go on with, and for each row that failed the reason; its logits are as they were.
+            The new logits, and the reason for each row that failed; a failed row's logits are unchanged.
         """
-        usable = logits.amax(-1) < torch.inf  # not so where the model's own logits are no numbers: nobody's fault here
+        usable = logits.amax(-1) < torch.inf  # false if the model's logits are not finite, which is no plugin failure
         if self.main is not None:
             try:
                 there = torch.from_numpy(sampled).to(logits.device)
@@ -88,12 +88,12 @@ class IsolatedPlugin:
                 _check(result, logits, usable, there)
                 return result, {}
             except Exception as error:
-                self._tell(error)
-        result, failed = self._each_alone(logits, usable, sampled, rows)
-        self._begin_anew(rows)
+                self._log_failure(error)
+        result, failed = self._apply_row_by_row(logits, usable, sampled, rows)
+        self._recreate(rows)
         return result, failed
 
-    def _each_alone(
+    def _apply_row_by_row(
         self, logits: torch.Tensor, usable: torch.Tensor, sampled: Ints, rows: Rows
     ) -> tuple[torch.Tensor, dict[int, str]]:
         results, failed = logits.clone(), {}
@@ -102,57 +102,60 @@ class IsolatedPlugin:
                 continue
             own = logits[row : row + 1]
             try:
-                alone = self._made_for({0: rows[row]}, 1)
+                alone = self._new_instance({0: rows[row]}, 1)
                 result = alone.apply(own.clone())
                 _check(result, own, usable[row : row + 1], torch.zeros(1, dtype=torch.int64, device=logits.device))
                 results[row] = result[0]
             except Exception as error:
-                failed[row] = self._why(error)
+                failed[row] = self._client_reason(error)
         return results, failed
 
-    def _begin_anew(self, rows: Rows) -> None:
-        """With an instance of the same batch; without those that it cannot take. Without any, if even so it fails."""
+    def _recreate(self, rows: Rows) -> None:
+        """Replace the instance by a new one with the same batch, without the requests that it fails to add.
+
+        ``main`` is None if that fails too.
+        """
         self.main = None
         try:
-            self.main = self._made_for(_unfailed(rows), len(rows))
+            self.main = self._new_instance(_unfailed(rows), len(rows))
             return
         except Exception as error:
-            self._tell(error)
+            self._log_failure(error)
         for held in _unfailed(rows).values():
             try:
-                self._made_for({0: held}, 1)
+                self._new_instance({0: held}, 1)
             except Exception as error:
-                held.failed = self._why(error)
+                held.failed = self._client_reason(error)
         try:
-            self.main = self._made_for(_unfailed(rows), len(rows))
+            self.main = self._new_instance(_unfailed(rows), len(rows))
         except Exception as error:
-            self._tell(error)
+            self._log_failure(error)
 
-    def _made_for(self, rows: Rows, batch_size: int) -> LogitsProcessor:
+    def _new_instance(self, rows: Rows, batch_size: int) -> LogitsProcessor:
         fresh = self._make()
         added = [AddedRequest(row, held.params, held.prompt, held.output) for row, held in sorted(rows.items())]
         if added:
             fresh.update_state(BatchUpdate(batch_size, (), added, ()))
         return fresh
 
-    def _why(self, error: Exception) -> str:
-        """For the client: neither the error's text nor its place, which are the operator's."""
-        return f"logits processor {self.name} failed: {error if type(error) is WrongResult else type(error).__name__}"
+    def _client_reason(self, error: Exception) -> str:
+        """Describe the failure to the client, without the error's text and traceback, which are for the operator."""
+        return f"logits processor {self.name} failed: {error if type(error) is InvalidResult else type(error).__name__}"
 
-    def _tell(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         log.warning("logits processor failed", name=self.name, exc_info=error)
 
 
-def _unfailed(rows: Rows) -> dict[int, Held]:
+def _unfailed(rows: Rows) -> dict[int, PluginRequest]:
     return {row: held for row, held in rows.items() if not held.failed}
 
 
 def _check(result: object, before: torch.Tensor, usable: torch.Tensor, sampled: torch.Tensor) -> None:
-    """Raise WrongResult unless ``result`` can stand for ``before``, in those ``sampled`` rows that were usable."""
+    """Raise InvalidResult unless ``result`` can replace ``before`` in all ``sampled`` rows that were usable."""
     if not isinstance(result, torch.Tensor):
-        raise WrongResult("no tensor")
+        raise InvalidResult("result is not a tensor")
     if result.shape != before.shape or result.dtype != before.dtype or result.device != before.device:
-        raise WrongResult("wrong shape or dtype")
+        raise InvalidResult("wrong shape or dtype")
     spoilt = usable & ~(result.amax(-1) < torch.inf)
     if bool(spoilt[sampled].any()):
-        raise WrongResult("NaN or infinity")
+        raise InvalidResult("NaN or infinity")

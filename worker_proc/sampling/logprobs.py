@@ -1,4 +1,4 @@
-"""Log probabilities of given tokens and of the best ones."""
+"""Log probabilities of given tokens and of the most likely tokens."""
 
 import torch
 
@@ -8,9 +8,14 @@ from quire.kernels.sampling.sampling_logprobs import top_logprobs
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) -> TopLogprobs:
-    """Of each row of float32 ``logits`` ``[n, vocab]``, for its token of int64 ``tokens`` ``[n]``.
+    """Return the log probabilities of each row's token and of its ``num_best`` most likely tokens.
 
-    On a GPU by Triton, on a CPU by the native library, or torch where there is none.
+    Computed by Triton on a GPU, on a CPU by the native library, or by torch without it.
+
+    Args:
+        logits: float32 ``[n, vocab]``.
+        tokens: int64 ``[n]``.
+        num_best: limited to the vocabulary size.
     """
     num_best = min(num_best, logits.shape[-1])
     if not logits.is_cpu:
@@ -21,19 +26,21 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) ->
 
 def _by_torch(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) -> TopLogprobs:
     given = tokens[:, None]
-    token_ids = torch.cat([given, best(logits + 0.0, num_best)[1]], dim=-1)  # -0.0 + 0.0 is 0.0: both zeros are equal
+    # -0.0 + 0.0 is 0.0: both zeros rank equal.
+    token_ids = torch.cat([given, best(logits + 0.0, num_best)[1]], dim=-1)
     values = torch.log_softmax(logits, dim=-1).gather(-1, token_ids)
     return TopLogprobs(token_ids, values, (logits > logits.gather(-1, given)).sum(dim=-1) + 1)
 
 
 def best(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``k`` best of each row of a float32 ``[rows, n]`` and their indices, best first; of equals the lower index.
+    """Return the ``k`` highest values of each row of a float32 ``[rows, n]`` and their indices, highest first.
 
-    ``torch.topk`` alone orders equals (frequent in 16-bit logits) in a way that depends on ``k``, and with it on what
-    other rows ask for. So it is given keys that are never equal: value and index as one integer.
+    Of equal values the lower index is first. ``torch.topk`` alone orders equal values (frequent in 16-bit logits) in a
+    way that depends on ``k``, and so on the parameters of other rows. Its keys here are unique: value and index packed
+    into one integer.
     """
     bits = values.view(torch.int32).to(torch.int64)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats are in reverse order
     index = torch.arange(values.shape[-1], device=values.device)
     order = torch.topk((ordered << 32) - index, k, dim=-1).indices
     return values.gather(-1, order), order

@@ -1,6 +1,6 @@
 """One random number per sampled token, a pure function of the request's seed and the token's position.
 
-So a request's tokens do not depend on its row, on who else is in the batch, or on whether it was preempted.
+So a request's tokens do not depend on its row, on the other requests of the batch, or on preemptions.
 """
 
 import numpy as np
@@ -8,7 +8,10 @@ import numpy.typing as npt
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, position), by two rounds of SplitMix64's finaliser (Steele et al., 2014)."""
+    """Return a number in [0, 1) for each (seed, position).
+
+    Two rounds of SplitMix64's finaliser (Steele et al., 2014).
+    """
     z = _mix(seeds + np.uint64(0x9E3779B97F4A7C15) * (positions.astype(np.uint64) + np.uint64(1)))
     z = _mix(z ^ seeds)
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,4 +1,4 @@
-"""All plugins of a worker, and the batch as they are told of it."""
+"""The logits processor plugins of a worker, and the batch that they see."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.logits_processors import BatchUpdate, LogitsProcessor, apply_update
 from quire.worker_proc.batch.positions import Ints, SampledPositions
-from quire.worker_proc.sampling.isolated import Held, IsolatedPlugin
+from quire.worker_proc.sampling.isolated import IsolatedPlugin, PluginRequest
 
 
 class PluginBatch:
-    """Owns the plugins and a ``Held`` for each row; makes of a step's positions the batches that plugins work on."""
+    """Owns the plugins and a ``PluginRequest`` per row; builds the batches for plugins from a step's positions."""
 
     def __init__(self, classes: Sequence[type[LogitsProcessor]], config: EngineConfig, device: torch.device) -> None:
         self._device = device
@@ -21,19 +21,19 @@ class PluginBatch:
         self.argmax_invariant = [plugin for plugin in plugins if plugin.is_argmax_invariant]
         self.non_argmax_invariant = [plugin for plugin in plugins if not plugin.is_argmax_invariant]
         self._plugins = plugins
-        self._rows: dict[int, Held] = {}
+        self._rows: dict[int, PluginRequest] = {}
 
     def __len__(self) -> int:
         return len(self._plugins)
 
     def update_state(self, update: BatchUpdate | None) -> None:
         if self._plugins:
-            apply_update(self._rows, update, Held)
+            apply_update(self._rows, update, PluginRequest)
         for plugin in self._plugins:
             plugin.update_state(update, self._rows)
 
     def reset(self) -> None:
-        """The batch is empty, whatever updates were not told."""
+        """Start over with an empty batch, without regard to updates that were not applied."""
         self._rows.clear()
         for plugin in self._plugins:
             plugin.reset()
@@ -41,16 +41,16 @@ class PluginBatch:
     def apply(
         self, plugins: Sequence[IsolatedPlugin], logits: torch.Tensor, positions: SampledPositions
     ) -> dict[int, str]:
-        """Let ``plugins``, some of the own ones, change float32 ``[len(positions), vocab]`` in place.
+        """Apply ``plugins``, a subset of this batch's plugins, to float32 ``[len(positions), vocab]`` in place.
 
-        First all rows' first positions, as one batch; then all second ones, where the answers have the first drafts;
-        and so on. So a plugin never learns of drafts.
+        The first positions of all rows form one batch. The second positions form the next, with each row's first draft
+        appended to its output, and so on. So plugins do not need to know about drafts.
 
         Returns:
-            Positions that failed, and why.
+            The reason for each position that failed.
         """
         failed: dict[int, str] = {}
-        with self._drafts_taken_back(positions):
+        with self._outputs_restored(positions):
             for level in range(int(positions.offsets.max(initial=-1)) + 1):
                 at = np.flatnonzero(positions.offsets == level)
                 if level:
@@ -66,7 +66,7 @@ class PluginBatch:
     def _apply_once(
         self, plugins: Sequence[IsolatedPlugin], logits: torch.Tensor, at: Ints, rows: Ints
     ) -> dict[int, str]:
-        """One position of each of ``rows``: at ``at``."""
+        """Apply the plugins to one position of each of ``rows``: position ``at[i]`` of row ``rows[i]``."""
         there, own = torch.from_numpy(at).to(self._device), torch.from_numpy(rows).to(self._device)
         whole = logits.new_zeros(len(self._rows), logits.shape[1])
         whole[own] = logits[there]
@@ -78,8 +78,8 @@ class PluginBatch:
         return {place: failed[row] for place, row in zip(at.tolist(), rows.tolist(), strict=True) if row in failed}
 
     @contextmanager
-    def _drafts_taken_back(self, positions: SampledPositions) -> Iterator[None]:
-        """Afterwards the answers are as long as before, whatever was put behind them."""
+    def _outputs_restored(self, positions: SampledPositions) -> Iterator[None]:
+        """Remove drafts that were appended to the rows' outputs on exit."""
         lengths = [(held.output, len(held.output)) for held in self._rows.values()] if positions.any_drafts else []
         try:
             yield

@@ -1,14 +1,14 @@
-"""Everything that changes a step's logits before a token is chosen, in the order in which it does.
+"""All changes of a step's logits before sampling, in this order:
 
 1. logit bias
 2. presence, frequency and repetition penalties
 3. bans: allowed token ids, bad words, minimum length
-4. plugins that may change which token is the best one
-5. grammars' masks
-6. the forced end of thinking, which is all that is left where it applies
+4. plugins that may change the argmax
+5. token bitmasks of grammars
+6. the forced end of thinking, which overrides all of the above
 
-Then the Sampler divides by the temperature; for rows that are not greedy, plugins follow that never change which token
-is the best one (argmax-invariant). Temperature, top-k, top-p and min-p are columns of the Sampler, not classes.
+Then the Sampler divides by the temperature. For rows that are not greedy, plugins that never change the argmax
+(argmax-invariant) follow. Temperature, top-k, top-p and min-p are columns of the Sampler, not classes.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords
-from quire.worker_proc.sampling.builtin.base import NO_INTS, Places, RowProcessor
+from quire.worker_proc.sampling.builtin.base import NO_INTS, LogitPlaces, RowProcessor
 from quire.worker_proc.sampling.builtin.logit_bias import LogitBias
 from quire.worker_proc.sampling.builtin.min_tokens import MinTokens
 from quire.worker_proc.sampling.builtin.penalties import Penalties, Text
@@ -37,11 +37,13 @@ from quire.worker_proc.sampling.token_masks import TokenMasks
 
 NOTHING_ALLOWED = "no token is allowed by the request's constraints"
 Failures = list[tuple[int, str]]
-"""Positions that have no token to give, and why, in words for the client."""
+"""Positions without a valid token, each with the reason for the client."""
 
 
 def output_readers(config: EngineConfig) -> Callable[[SamplingParams], bool]:
-    """Whether a request's answer must be kept as a list: plugins, bad words or a thinking budget look at its tokens.
+    """Return a predicate: whether a request's output tokens must be kept as a list on the host.
+
+    Plugins, bad words and a thinking budget read them.
 
     Raises:
         ConfigError: a plugin cannot be loaded.
@@ -57,12 +59,12 @@ def output_readers(config: EngineConfig) -> Callable[[SamplingParams], bool]:
 class LogitsProcessors:
     """Owns the built-in processors and the plugins of a worker.
 
-    The batch's lists of answers (``output_readers`` says of which requests) must be exact when ``apply`` is called, for
-    which the host waits. Lengths and counts need no waiting.
+    The output lists of requests that ``output_readers`` selects must be complete when ``apply`` is called, so the host
+    waits for the device first. Lengths and counts are known without waiting.
     """
 
     def __init__(self, config: EngineConfig, batch: InputBatch, device: torch.device) -> None:
-        """Raises ConfigError when a plugin cannot be loaded or made."""
+        """Raises ConfigError if a plugin cannot be loaded or constructed."""
         self._batch = batch
         self._vocab_size = config.model.vocab_size
         made = (config, device, device.type == "cuda")
@@ -88,7 +90,7 @@ class LogitsProcessors:
 
     @property
     def non_argmax_invariant(self) -> list[LogitsProcessor]:
-        """The built-in ones, then plugins."""
+        """The built-in processors, then plugins."""
         plugins = [plugin.main for plugin in self._plugins.non_argmax_invariant if plugin.main is not None]
         return [*self._builtin, *plugins]
 
@@ -99,7 +101,7 @@ class LogitsProcessors:
 
     @property
     def active(self) -> bool:
-        """Whether any row has anything for any processor; its cost does not depend on how many rows there are."""
+        """Whether any processor has work for any row. The cost does not depend on the number of rows."""
         return bool(len(self._plugins)) or any(processor.active for processor in self._builtin)
 
     @property
@@ -107,25 +109,26 @@ class LogitsProcessors:
         return bool(self._plugins.argmax_invariant)
 
     def update_state(self, update: BatchUpdate | None) -> None:
-        """How the rows changed; once per step, before its ``apply``."""
+        """Apply a change of the batch's rows. Call it once per step, before ``apply``."""
         if update is not None:
             for processor in self._builtin:
                 processor.update_state(update)
         self._plugins.update_state(update)
 
     def reset(self) -> None:
-        """The batch is empty, whatever updates were not told."""
+        """Start over with an empty batch, without regard to updates that were not applied."""
         for processor in self._builtin:
             processor.reset()
         self._plugins.reset()
 
     def apply(self, logits: torch.Tensor, positions: SampledPositions, masks: TokenMasks | None) -> Failures:
-        """Edit contiguous float32 ``[len(positions), vocab_size]`` in place; each position as if the drafts before it
-        were part of its answer.
+        """Edit contiguous float32 ``[len(positions), vocab_size]`` in place.
+
+        Each position is edited as if the drafts before it were output tokens.
 
         Returns:
-            Positions without a token, for a reason of their request's own; their logits are all 0 then. Not among them
-            are those whose logits were not finite before.
+            Positions at which the request's own constraints leave no token; their logits are set to 0. Positions whose
+            logits were not finite before are not included.
         """
         if masks is None and not self.active:
             return []
@@ -154,33 +157,36 @@ class LogitsProcessors:
         if usable is not None:
             dead = _nothing_left(logits, usable)
         failed = dict.fromkeys(set(dead) - set(forced.tolist()), NOTHING_ALLOWED) | failed
-        return self._told(logits, failed)
+        return self._set_failed(logits, failed)
 
     def apply_argmax_invariant(self, logits: torch.Tensor, positions: SampledPositions) -> Failures:
-        """The same for plugins that never change which token is the best one: of rows that are not greedy, after their
-        temperature. ``positions`` may be those of some rows only, but all of each; failures are indices into them."""
+        """Apply argmax-invariant plugins in place, for rows that are not greedy, after their temperature.
+
+        ``positions`` may leave out rows, but must have all positions of each of its rows. Failures are indices into
+        ``positions``.
+        """
         plugins = self._plugins.argmax_invariant
         if not plugins or not len(positions):
             return []
         usable = _finite(logits)
         failed = self._plugins.apply(plugins, logits, positions)
-        return self._told(logits, dict.fromkeys(_nothing_left(logits, usable), NOTHING_ALLOWED) | failed)
+        return self._set_failed(logits, dict.fromkeys(_nothing_left(logits, usable), NOTHING_ALLOWED) | failed)
 
     def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
-        """What became of the last ``apply``: the rows have all of its tokens now (None), or those that were
-        ``accepted``. Does not wait for the device.
+        """Count the tokens that the last ``apply`` led to. Does not wait for the device.
 
         Args:
             tokens: int64 ``[len(positions)]`` on the device: the samples.
+            accepted: the accepted tokens, or None if all of ``tokens`` are.
         """
         if self._penalties.active:
             self._penalties.accepted(positions, tokens, accepted)
 
     def _exhausted(
-        self, logits: torch.Tensor, positions: SampledPositions, bans: list[Places], masks: TokenMasks | None
+        self, logits: torch.Tensor, positions: SampledPositions, bans: list[LogitPlaces], masks: TokenMasks | None
     ) -> list[int]:
-        """Positions whose rules leave nothing, unless there was nothing to choose from in the first place."""
-        banned = Places(
+        """Find positions whose constraints leave no token, except those whose logits are not finite."""
+        banned = LogitPlaces(
             np.concatenate([places.positions for places in bans]), np.concatenate([places.tokens for places in bans])
         )
         lists = self._allowed.lists(positions)
@@ -191,7 +197,7 @@ class LogitsProcessors:
         return [place for place, good in zip(dead, usable, strict=True) if good]
 
     def _text_of(self, row: int) -> Text:
-        """As the batch has it: a request that just came has all of its tokens there."""
+        """Return the prompt and the output of a newly added row, which the batch has completely."""
         batch = self._batch
         known = batch.tokens.data[row, : batch.tokens.length[row]]
         return known[: batch.num_prompt[row]], known[batch.num_prompt[row] :]
@@ -201,19 +207,19 @@ class LogitsProcessors:
         return counts.astype(np.int64)
 
     @staticmethod
-    def _told(logits: torch.Tensor, failed: dict[int, str]) -> Failures:
-        """Whoever samples after a failure has numbers to do it with; the token goes nowhere."""
+    def _set_failed(logits: torch.Tensor, failed: dict[int, str]) -> Failures:
+        """Set the logits of failed positions to 0, so that sampling can run; the sampled token is not used."""
         if failed:
             logits[list(failed)] = 0.0
         return sorted(failed.items())
 
 
 def _finite(logits: torch.Tensor) -> torch.Tensor:
-    """Of each position, whether there is a best token: bool ``[num_positions]``."""
+    """Whether each position's best logit is finite: bool ``[num_positions]``."""
     return torch.isfinite(logits.amax(-1))
 
 
 def _nothing_left(logits: torch.Tensor, usable: torch.Tensor) -> list[int]:
-    """Which of the ``usable`` positions have no possible token any more. Waits for the device."""
+    """Return the ``usable`` positions whose logits are all minus infinity now. Waits for the device."""
     found: list[int] = torch.nonzero(usable & (logits.amax(-1) == -torch.inf))[:, 0].tolist()
     return found

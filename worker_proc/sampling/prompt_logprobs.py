@@ -1,4 +1,4 @@
-"""Log probabilities of the prompt's own tokens, for those who asked, as its chunks are computed."""
+"""Log probabilities of prompt tokens, computed with each prefill chunk for the requests that ask for them."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,16 @@ from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.logprobs import token_logprobs
 
 SLICE = 256
-"""Positions whose logits are in memory at a time."""
+"""Maximum number of positions whose logits are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """What a step tells of prompts: of each handle so many tokens from ``starts`` on, one after the other."""
+    """Log probabilities of a step's prompt tokens.
+
+    Request ``handles[i]`` has ``counts[i]`` consecutive tokens from prompt position ``starts[i]`` on; ``logprobs``
+    concatenates the requests in this order.
+    """
 
     handles: list[int]
     starts: list[int]
@@ -26,9 +30,10 @@ class PromptRows:
 
 
 def prompt_logprobs(model: Decoder, hidden: torch.Tensor, inputs: StepInputs, batch: InputBatch) -> PromptRows | None:
-    """Of each prompt token whose predecessor is in ``inputs``; None where nobody asked.
+    """Compute the log probability of each prompt token whose predecessor is in ``inputs``; None if none is wanted.
 
-    ``hidden``: ``[num_tokens, hidden_size]`` of all the step's tokens.
+    Args:
+        hidden: ``[num_tokens, hidden_size]``, of all tokens of the step.
     """
     asking = batch.num_prompt_logprobs[inputs.rows] >= 0
     if not asking.any():

@@ -1,6 +1,6 @@
-"""Chooses one token per position: processors first; then greedily, or by temperature, top-k, top-p and min-p, in turn.
+"""Samples one token per position: logits processors first, then argmax, or temperature, top-k, top-p and min-p.
 
-Sampling is by inverse distribution function, with one uniform number per token (``noise.py``), as
+Sampling inverts the cumulative distribution with one uniform number per token (``noise.py``), as
 ``quire.kernels.sampling.sampling`` defines it.
 """
 
@@ -24,12 +24,12 @@ from quire.worker_proc.sampling.processors import LogitsProcessors
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the sampled tokens and what they were drawn from (``Sampler.probabilities``) to those that are taken."""
+"""Maps the sampled tokens and their distributions (``Sampler.probabilities``) to the tokens to use."""
 
 
 @dataclass(slots=True)
 class SampledLogprobs:
-    """Of those positions that asked: ``at`` are indices into the sampled ones."""
+    """Log probabilities of the positions that ask for them: ``at`` are indices into the sampled positions."""
 
     at: list[int]
     logprobs: TopLogprobs
@@ -37,12 +37,12 @@ class SampledLogprobs:
 
 @dataclass(slots=True)
 class Sampled:
-    """Of each sampled position one token.
+    """One token per sampled position.
 
     Attributes:
         tokens: int64 ``[num_positions]``.
-        bad: bool ``[num_positions]``, true where the model's logits were not finite.
-        failed: (position, why) where there is no token for a reason of the request's own.
+        bad: bool ``[num_positions]``, true if the model's logits are not finite.
+        failed: (position, reason) of positions at which the request's own constraints or plugins leave no token.
     """
 
     tokens: torch.Tensor
@@ -53,7 +53,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What any row of the batch asks for, so that a step without it pays for one look at a flag."""
+    """Whether any row uses top-k or top-p (``cuts``), or log probabilities; a step without them skips their code."""
 
     cuts: bool
     logprobs: bool
@@ -65,14 +65,14 @@ class _Asked:
 
 
 class Sampler:
-    """Reads the batch's sampling columns; keeps no state of a request but what is derived from them.
+    """Samples by the batch's sampling columns; keeps only state that is derived from the batch.
 
     Attributes:
-        processors: what changes logits before they are sampled.
+        processors: the logits processors.
     """
 
     def __init__(self, batch: InputBatch, config: EngineConfig, device: torch.device, draw: Draw | None = None) -> None:
-        """``draw``: another than the device's own."""
+        """``draw`` replaces the device's default."""
         self._batch = batch
         self._raw_logprobs = config.logprobs_mode == "raw_logprobs"
         self._transfer = Transfer(device)
@@ -82,16 +82,16 @@ class Sampler:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the batch's output lists must be exact before ``sample``: somebody's processor looks at them."""
+        """Whether the batch's output lists must be complete before ``sample``, because a processor reads them."""
         return bool(self._batch.outputs.num_kept)
 
     def reset(self) -> None:
-        """The batch is empty, whatever updates were not told."""
+        """Start over with an empty batch, without regard to updates that were not applied."""
         self._forget()
         self.processors.reset()
 
     def update_state(self, update: BatchUpdate | None) -> None:
-        """Rows changed: what was derived from them is stale."""
+        """Apply a change of the batch's rows, and drop what is cached of them."""
         if update is not None:
             self._forget()
         self.processors.update_state(update)
@@ -101,7 +101,7 @@ class Sampler:
         self._draw.rows_changed()
 
     def is_plain(self, rows: Ints) -> bool:
-        """Whether all of ``rows`` sample greedily, or by temperature and min-p alone: what a device can do unaided."""
+        """Whether all of ``rows`` use only temperature and min-p, or are greedy: a CUDA graph can sample them."""
         if self.processors.active:
             return False
         asked = self._asked_by_any()
@@ -116,12 +116,12 @@ class Sampler:
         masks: TokenMasks | None = None,
         choose: Choose | None = None,
     ) -> Sampled:
-        """A token for each of ``positions``, as if the drafts before it were part of the answer.
+        """Sample a token for each of ``positions``, as if the drafts before it were output tokens.
 
         Args:
-            logits: contiguous float32 ``[len(positions), vocab]``; afterwards as the processors have left them.
-            masks: what grammars allow.
-            choose: has the last word on the tokens.
+            logits: contiguous float32 ``[len(positions), vocab]``; the processors edit them in place.
+            masks: token bitmasks of grammars.
+            choose: replaces the sampled tokens, such as rejection sampling does.
         """
         processors = self.processors
         edited = masks is not None or processors.active
@@ -136,16 +136,17 @@ class Sampler:
         tokens, bad = self._draw.draw(logits, positions, is_scaled=processors.has_argmax_invariant)
         if choose is not None:
             tokens = choose(tokens, self.probabilities(logits, positions))
-        told = None
+        logprobs = None
         if asking is not None:
             source = self._drawn_from(logits[asking.index], positions.rows[asking.at]) if raw is None else raw
-            told = SampledLogprobs(asking.at.tolist(), token_logprobs(source, tokens[asking.index], asking.num_best))
-        return Sampled(tokens, bad if model_bad is None else bad | model_bad, told, failed)
+            values = token_logprobs(source, tokens[asking.index], asking.num_best)
+            logprobs = SampledLogprobs(asking.at.tolist(), values)
+        return Sampled(tokens, bad if model_bad is None else bad | model_bad, logprobs, failed)
 
     def probabilities(self, logits: torch.Tensor, positions: SampledPositions) -> torch.Tensor:
-        """What ``sample`` drew from: float32 ``[len(positions), vocab]``, of any sum; one token if greedy.
+        """Return the distributions that ``sample`` drew from: float32 ``[len(positions), vocab]``, one-hot if greedy.
 
-        ``logits``: as ``sample`` has left them.
+        ``logits``: as ``sample`` left them.
         """
         greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
         (is_random,) = self._transfer(self._batch.temperature[positions.rows] > 0)
@@ -153,9 +154,9 @@ class Sampler:
         return torch.where(is_random[:, None], drawn, greedy)
 
     def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
-        """What became of the last ``sample``: all of its tokens are the rows' (None), or those that were ``accepted``.
+        """Pass the last ``sample``'s accepted tokens (None: all of them) to the processors.
 
-        ``tokens``: int64 on the device, as ``sample`` gave them.
+        ``tokens``: int64 on the device, as ``sample`` returned them.
         """
         self.processors.accepted(positions, tokens, accepted)
 
@@ -172,9 +173,9 @@ class Sampler:
         return _Asking(at, self._transfer(at)[0], int(asked.max())) if len(at) else None
 
     def _scale(self, logits: torch.Tensor, positions: SampledPositions) -> list[tuple[int, str]]:
-        """Put the temperature, and plugins that come between it and the cuts, to rows that are not greedy.
+        """Apply the temperature, then argmax-invariant plugins, to the logits of rows that are not greedy, in place.
 
-        Plugins see logits below the best one, over the temperature: however small that is, they are finite.
+        The best logit is subtracted before the division, so that the result is finite at any temperature.
         """
         temperature = self._batch.temperature[positions.rows]
         at = np.flatnonzero(temperature > 0)
@@ -184,12 +185,12 @@ class Sampler:
         those = SampledPositions(positions.rows[at], positions.offsets[at], positions.drafts[at])
         failed = self.processors.apply_argmax_invariant(own, those)
         logits[random] = own
-        return [(int(at[place]), why) for place, why in failed]
+        return [(int(at[index]), reason) for index, reason in failed]
 
     def _drawn_from(self, logits: torch.Tensor, rows: Ints) -> torch.Tensor:
-        """Logits of the distribution that tokens of ``rows`` were drawn from, one row each; of greedy ones, as edited.
+        """Return the logits of the distributions that ``rows`` were sampled from; greedy rows are unchanged.
 
-        ``logits``: of these rows, as ``sample`` has left them.
+        ``logits``: the rows' logits as ``sample`` left them.
         """
         batch = self._batch
         temperature = batch.temperature[rows]
@@ -201,12 +202,12 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Asking:
-    """Positions that ask for log probabilities: int64 on the host, and on the device; and of how many best tokens."""
+    """The positions that ask for log probabilities, int64 on the host (``at``) and on the device (``index``)."""
 
     at: Ints
     index: torch.Tensor
     num_best: int
 
     def logits_now(self, logits: torch.Tensor, *, edited: bool) -> torch.Tensor:
-        """Their logits, which stay as they are where ``logits`` are ``edited`` afterwards."""
+        """Return the logits of these positions; a copy if ``logits`` will be ``edited``."""
         return logits if len(self.at) == len(logits) and not edited else logits[self.index]

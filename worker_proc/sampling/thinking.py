@@ -1,4 +1,4 @@
-"""``thinking_token_budget``: where it is spent, the end marker is forced."""
+"""``thinking_token_budget``: the end marker of thinking is forced when the budget is used up."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from quire.worker_proc.sampling.builtin.base import RowProcessor, find
 
 @dataclass(slots=True)
 class Budget:
-    """Of one request. ``state`` has read ``num_read`` tokens of ``output``."""
+    """Thinking budget of one request. ``state`` has read the first ``num_read`` tokens of ``output``."""
 
     num_tokens: int
     state: ThinkingState
@@ -22,7 +22,7 @@ class Budget:
     num_read: int = 0
 
     def forced_token(self, drafts: list[int]) -> int | None:
-        """The token that must come behind the answer and ``drafts``."""
+        """Return the token that must follow the output and ``drafts``, or None."""
         self.state.extend(self.output[self.num_read :])
         self.num_read = len(self.output)
         state = self.state
@@ -33,8 +33,10 @@ class Budget:
 
 
 class ThinkingBudget(RowProcessor[Budget]):
-    """A pure function of each row's prompt and answer: a forced token that was a wrong draft never reaches the answer,
-    and so leaves no trace here."""
+    """Forces the end marker of thinking in rows whose budget is used up.
+
+    Its state is a pure function of each row's prompt and output, so rejected drafts leave no trace.
+    """
 
     def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._start, self._end = config.thinking_start_token_ids, config.thinking_end_token_ids
@@ -49,7 +51,7 @@ class ThinkingBudget(RowProcessor[Budget]):
         self.force(logits, *self.forced(positions))
 
     def forced(self, positions: SampledPositions) -> tuple[Ints, Ints]:
-        """Positions that have no choice, and the token of each."""
+        """Return the positions whose next token is forced, and these tokens."""
         which, at = find(positions, self._rows)
         places: list[int] = []
         tokens: list[int] = []
@@ -63,7 +65,7 @@ class ThinkingBudget(RowProcessor[Budget]):
         return np.array(places, np.int64), np.array(tokens, np.int64)
 
     def force(self, logits: torch.Tensor, places: Ints, tokens: Ints) -> None:
-        """Leave only ``tokens[i]`` at ``places[i]``: it wins whatever stood there."""
+        """Allow only ``tokens[i]`` at position ``places[i]``, even if it was forbidden."""
         if len(places):
             at, there = self._transfer(places, tokens)
             logits.index_fill_(0, at, -torch.inf)

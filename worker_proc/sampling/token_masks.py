@@ -1,4 +1,4 @@
-"""The tokens that grammars allow, as they came, put to the positions that they are for."""
+"""Token bitmasks of grammars, matched to the sampled positions."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from quire.worker_proc.batch.positions import Ints, SampledPositions
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Masks of some positions; the others may be anything.
+    """Token bitmasks of some positions; all tokens are allowed at the others.
 
     Attributes:
         positions: int64 ``[num_masks]``, ascending: indices of sampled positions.
@@ -26,32 +26,35 @@ class TokenMasks:
 
     @classmethod
     def of(cls, inputs: SampleInputs, batch: InputBatch, positions: SampledPositions) -> "TokenMasks | None":
-        """``inputs`` for a step that samples ``positions``; None when they constrain nobody.
+        """Match the masks of ``inputs`` to the step's ``positions``; None if there are no masks.
 
         Raises:
-            StepRefused: masks for rows that are not sampled, or not one for each of their positions.
+            StepRefused: a row does not have exactly one mask for each of its sampled positions.
         """
         if not inputs.handles or inputs.bitmask is None:
             return None
         total = sum(inputs.counts)
         if len(inputs.counts) != len(inputs.handles) or not total or len(inputs.bitmask) % total:
-            raise StepRefused("the masks of a step do not add up")
+            raise StepRefused(
+                f"invalid token bitmasks: {len(inputs.handles)} handles, {len(inputs.counts)} counts, "
+                f"{total} masks, {len(inputs.bitmask)} words"
+            )
         words = inputs.bitmask.reshape(total, -1)
         found: list[Ints] = []
         for handle, count in zip(inputs.handles, inputs.counts, strict=True):
             own = np.flatnonzero(positions.rows == batch.row(handle))
             if len(own) != count:
-                raise StepRefused(f"handle {handle} has {count} masks for {len(own)} positions")
+                raise StepRefused(f"handle {handle} has {count} token bitmasks for {len(own)} sampled positions")
             found.append(own)
         places = np.concatenate(found)
         order = np.argsort(places)
         return cls(places[order], words[order])
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Minus infinity, in place, for what the masks forbid: float32 ``[num_positions, vocab]``.
+        """Set forbidden logits of float32 ``[num_positions, vocab]`` to minus infinity, in place.
 
-        A tokenizer may have fewer tokens than the model has logits, or its words more bits: bits that are missing
-        forbid.
+        A tokenizer may have fewer tokens than the model has logits, and the words may have more bits than it. Tokens
+        without a bit are forbidden.
         """
         words = torch.from_numpy(_writable(self.words))
         rows = torch.from_numpy(self.positions)
@@ -59,5 +62,5 @@ class TokenMasks:
 
 
 def _writable(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Torch refuses, by a warning, memory that is read-only, as a frame of the wire may be."""
+    """Copy a read-only array, such as a received message frame: torch warns about read-only memory."""
     return array if array.flags.writeable else array.copy()

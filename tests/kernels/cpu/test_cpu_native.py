@@ -95,7 +95,7 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_compiler_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "not there" in _reason(monkeypatch, CXX="no-such-compiler")
+    assert "compiler not found" in _reason(monkeypatch, CXX="no-such-compiler")
     assert "quotation" in _reason(monkeypatch, CXX="'")
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -112,4 +112,4 @@ def test_a_failing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_cache_that_others_may_write_to_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "quire").mkdir()
     (tmp_path / "quire").chmod(0o777)
-    assert "written to by others" in _reason(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
+    assert "writable by other users" in _reason(monkeypatch, XDG_CACHE_HOME=str(tmp_path))

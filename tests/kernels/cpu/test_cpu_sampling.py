@@ -198,7 +198,7 @@ def test_refusals(native: Native) -> None:
     with pytest.raises(ValueError, match="min_p: dimension 0"):
         CpuSampling(native, SamplingColumns(*list(_fields(columns))[:5], columns.min_p[:2]))
     functions = CpuLogits(native)
-    with pytest.raises(ValueError, match="n: 10 of 9"):
+    with pytest.raises(ValueError, match="n must be between 0 and 9"):
         functions.top_logprobs(logits, rows, 10)
     with pytest.raises(ValueError, match="tokens: dtype"):
         functions.top_logprobs(logits, rows.int(), 1)

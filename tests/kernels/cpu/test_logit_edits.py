@@ -33,7 +33,7 @@ def test_penalties_of_a_worked_example() -> None:
 def test_a_draft_that_does_not_exist_is_an_error_in_torch() -> None:
     case = PenaltyCase(20, CPU)
     case.drafts[1] = -7
-    with pytest.raises(IndexError, match="a draft is negative"):
+    with pytest.raises(IndexError, match="drafts must not be negative"):
         apply_penalties_reference(*case.arguments())
 
 

@@ -156,7 +156,7 @@ def test_a_slot_is_cleared_by_its_list() -> None:
     counts._places[0, 30] = 7
     counts.begin(0, np.array([5]), np.array([], np.int64))
     assert np.flatnonzero(counts._places[0]).tolist() == [5, 30]
-    with pytest.raises(AssertionError, match="slot 0 lists"):
+    with pytest.raises(AssertionError, match="slot 0: tokens"):
         counts.check()
 
 

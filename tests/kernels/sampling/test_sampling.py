@@ -91,7 +91,7 @@ def test_refusals() -> None:
         row_statistics(torch.zeros(8))
     with pytest.raises(ValueError, match="positions"):
         uniform(torch.zeros(2, dtype=torch.uint64), torch.zeros(2))
-    with pytest.raises(ValueError, match="n: 9 of 8"):
+    with pytest.raises(ValueError, match="n must be between 0 and 8"):
         top_logprobs(arguments[0], torch.zeros(2, dtype=torch.int64), 9)
     with pytest.raises(ValueError, match="tokens: dtype"):
         top_logprobs(arguments[0], ones, 2)

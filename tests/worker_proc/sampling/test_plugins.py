@@ -36,7 +36,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
         ("neighbours", "logits processor Breaks failed: NaN or infinity"),
         ("shape", "logits processor Breaks failed: wrong shape or dtype"),
         ("dtype", "logits processor Breaks failed: wrong shape or dtype"),
-        ("none", "logits processor Breaks failed: no tensor"),
+        ("none", "logits processor Breaks failed: result is not a tensor"),
         ("update", "logits processor Breaks failed: KeyError"),
         ("nothing", NOTHING_ALLOWED),
     ],
@@ -105,7 +105,9 @@ def test_what_happened_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_plugin_that_cannot_be_made_is_told_at_start() -> None:
-    with pytest.raises(ConfigError, match="logits processor RefusesToServe cannot be made: OSError: no model of mine"):
+    with pytest.raises(
+        ConfigError, match="logits processor RefusesToServe: constructor failed: OSError: no model of mine"
+    ):
         ProcessorsUnderTest(["RefusesToServe"])
 
 

@@ -245,14 +245,14 @@ class TestExperts:
             tensors[one] = kept
 
         _edit(folder, merge_and_keep)
-        assert "holds what" in _refused(folder)
+        assert "duplicates tensor" in _refused(folder)
 
     def test_wrong_number(self, copy_of: Any) -> None:
         folder = copy_of("mixtral")
         _edit(folder, _merge_mixtral)
         name = "model.layers.1.mlp.experts.down_proj"
         _edit(folder, lambda t: t.update({name: t[name][:3]}))
-        assert f"tensor {name} has shape [3, 32, 48], but config.json means [4, 32, 48]" in _refused(folder)
+        assert f"tensor {name} has shape [3, 32, 48], but config.json requires [4, 32, 48]" in _refused(folder)
 
     def test_a_dense_model_has_none(self, copy_of: Any) -> None:
         folder = copy_of("llama")
@@ -314,13 +314,13 @@ class TestMxfp4:
     def test_blocks_without_scales(self, copy_of: Any) -> None:
         folder, _ = self._quantised(copy_of)
         _edit(folder, lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"))
-        assert "experts.down_proj_blocks has no down_proj_scales beside it" in _refused(folder)
+        assert "experts.down_proj_blocks needs down_proj_scales, which is missing" in _refused(folder)
 
     def test_wrong_shapes(self, copy_of: Any) -> None:
         folder, _ = self._quantised(copy_of)
         name = "model.layers.1.mlp.experts.down_proj_scales"
         _edit(folder, lambda t: t.update({name: t[name][..., :1]}))
-        assert f"tensor {name} has shape [4, 64, 1], but config.json means [4, 64, 3]" in _refused(folder)
+        assert f"tensor {name} has shape [4, 64, 1], but config.json requires [4, 64, 3]" in _refused(folder)
 
     def test_blocks_in_another_file_than_scales(self, copy_of: Any) -> None:
         folder, _ = self._quantised(copy_of)

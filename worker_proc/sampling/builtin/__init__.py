@@ -1,1 +1,1 @@
-"""The logits processors that need no plugin, each usable alone through ``LogitsProcessor``."""
+"""The built-in logits processors, each also usable alone through the ``LogitsProcessor`` interface."""

@@ -1,4 +1,4 @@
-"""``allowed_token_ids``: all other tokens are banned."""
+"""``allowed_token_ids``: bans all other tokens."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ Words = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Which tokens some positions may have.
+    """Allowed tokens of some positions.
 
     Attributes:
         at: int64 ``[num_lists]``: the positions.
-        words: int32 ``[num_lists, ceil(vocab_size / 32)]``: bit ``t % 32`` of word ``t // 32`` for token ``t``.
-        sizes: int64 ``[num_lists]``: tokens on each.
+        words: int32 ``[num_lists, ceil(vocab_size / 32)]``: bit ``t % 32`` of word ``t // 32`` is token ``t``.
+        sizes: int64 ``[num_lists]``: number of allowed tokens.
     """
 
     at: Ints
@@ -30,7 +30,7 @@ class Lists:
 
 
 class AllowedTokenIds(RowProcessor[tuple[Words, int]]):
-    """State of a row: its tokens as a bitmask, and how many they are."""
+    """State of a row: its allowed tokens as a bitmask, and their number."""
 
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
         lists = self.lists(positions)
@@ -38,7 +38,7 @@ class AllowedTokenIds(RowProcessor[tuple[Words, int]]):
             apply_token_bitmask(logits, self._at, self._words)
 
     def lists(self, positions: SampledPositions) -> Lists:
-        """Of those positions that have such a list."""
+        """Return the allowed tokens of all positions that have a list."""
         if not self._same_rows(positions):
             which, at = find(positions, self._rows)
             self._lists = Lists(at, self._row_words[which], self._row_sizes[which])
@@ -61,5 +61,5 @@ class AllowedTokenIds(RowProcessor[tuple[Words, int]]):
 
 
 def bits_of(words: Words) -> npt.NDArray[np.uint8]:
-    """0 or 1 for each token: ``[..., 32 * num_words]``."""
+    """Unpack bitmask words to 0 or 1 per token: ``[..., 32 * num_words]``."""
     return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")

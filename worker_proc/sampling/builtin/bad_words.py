@@ -1,4 +1,4 @@
-"""``bad_words``: of each, the last token is banned where the others are the last ones of the answer."""
+"""``bad_words``: bans the last token of a word where the output ends with the word's other tokens."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,17 @@ import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import Ints, SampledPositions
-from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, Places, RowTokens, find, model_tokens
+from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, LogitPlaces, RowTokens, find, model_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Of one request.
+    """Bad words of one request. A word's prefix is all its tokens but the last.
 
     Attributes:
-        single: words of one token: they are always banned.
-        by_last: the last token of a word's beginning → each such (beginning, banned token).
-        longest: tokens of the longest beginning.
+        single: words of one token, which are always banned.
+        by_last: the last token of a prefix → all (prefix, banned token) with it.
+        longest: number of tokens of the longest prefix.
     """
 
     single: Ints
@@ -25,16 +25,16 @@ class Words:
     output: list[int]
 
     def banned_after(self, drafts: list[int]) -> list[int]:
-        """By the words of several tokens, where ``drafts`` follow the answer."""
+        """Return the tokens that words of several tokens ban after the output and ``drafts``."""
         last = drafts[-1:] or self.output[-1:]
-        if not last or last[0] not in self.by_last:  # nearly always: it must not cost a copy of the text
+        if not last or last[0] not in self.by_last:  # the usual case, which must not copy the output
             return []
         text = self.output[-self.longest :] + drafts
-        return [banned for beginning, banned in self.by_last[last[0]] if text[-len(beginning) :] == beginning]
+        return [banned for prefix, banned in self.by_last[last[0]] if text[-len(prefix) :] == prefix]
 
 
 class BadWords(BanProcessor[Words]):
-    """Looks at the answers themselves, of those rows that have a word of several tokens."""
+    """Reads the output tokens of rows that have a word of several tokens."""
 
     _long: list[Words]
 
@@ -42,7 +42,7 @@ class BadWords(BanProcessor[Words]):
     def reads_output(params: SamplingParams) -> bool:
         return any(len(ids) > 1 for ids in params.bad_words_token_ids)
 
-    def bans(self, positions: SampledPositions) -> Places:
+    def bans(self, positions: SampledPositions) -> LogitPlaces:
         if not self._same_rows(positions):
             which, at = find(positions, self._tokens.rows)
             self._singles, _ = self._tokens.at(which, at)
@@ -57,7 +57,7 @@ class BadWords(BanProcessor[Words]):
                 places += [at] * len(banned)
         if not tokens:
             return self._singles
-        return Places(
+        return LogitPlaces(
             np.concatenate([self._singles.positions, np.array(places, np.int64)]),
             np.concatenate([self._singles.tokens, np.array(tokens, np.int64)]),
         )
@@ -76,6 +76,6 @@ class BadWords(BanProcessor[Words]):
     def _rows_changed(self) -> None:
         self._tokens = RowTokens({row: state.single for row, state in self._states.items()})
         self._long_rows = np.array([row for row, state in self._states.items() if state.by_last], np.int64)
-        self._singles = Places(NO_INTS, NO_INTS)
+        self._singles = LogitPlaces(NO_INTS, NO_INTS)
         self._long_at = NO_INTS
         self._long = []

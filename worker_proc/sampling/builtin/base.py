@@ -1,7 +1,7 @@
-"""What built-in processors share: state by row, and the positions at which a step samples those rows.
+"""Base classes of built-in processors: state per row, and the positions at which a step samples those rows.
 
-A step costs a few array operations over all rows that have a feature; rows without it are not looked at. What depends
-on the rows alone is computed when they change, and kept on the device until they change again.
+A step costs a few array operations over the rows that use a feature, and nothing for other rows. Data that depends on
+the rows alone is computed when they change, and kept on the device until they change again.
 """
 
 from abc import abstractmethod
@@ -25,23 +25,23 @@ NO_INTS: Ints = np.zeros(0, np.int64)
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:
-    """``starts[i], starts[i] + 1, ...``, ``counts[i]`` numbers, one run behind the other."""
+    """Concatenate the ranges ``starts[i], starts[i] + 1, ...`` of ``counts[i]`` numbers."""
     ends = np.cumsum(counts)
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def find(positions: SampledPositions, rows: Ints) -> tuple[Ints, Ints]:
-    """Where ``rows`` are sampled: indices into ``rows``, and the positions that belong to them."""
+    """Find the positions of ``rows``: returns indices into ``rows``, and the position of each."""
     first = np.searchsorted(positions.rows, rows)
     counts = np.searchsorted(positions.rows, rows, side="right") - first
     return np.repeat(np.arange(len(rows)), counts), ranges(first, counts)
 
 
 @dataclass(slots=True)
-class Places:
-    """Single logits, each a position and a token: int64 ``[n]`` both. None is there twice, but for bans.
+class LogitPlaces:
+    """Single logits, each given by its position and token: int64 ``[n]`` both. Only bans may contain duplicates.
 
-    ``on_device`` are their indices into the flattened logits; copied once.
+    ``on_device`` returns their indices into the flattened logits, which are copied to the device once.
     """
 
     positions: Ints
@@ -55,11 +55,11 @@ class Places:
 
 
 class RowTokens:
-    """Some tokens of some rows, one row behind the other.
+    """A list of tokens for each of some rows, concatenated.
 
     Attributes:
         rows: int64 ``[num_rows]``.
-        tokens: int64, of all rows; ``lengths[i]`` of them, from ``starts[i]`` on, are of ``rows[i]``.
+        tokens: int64; ``tokens[starts[i] : starts[i] + lengths[i]]`` is the list of ``rows[i]``.
     """
 
     def __init__(self, of_row: Mapping[int, Ints]) -> None:
@@ -68,24 +68,24 @@ class RowTokens:
         self.starts = np.cumsum(self.lengths) - self.lengths
         self.tokens = np.concatenate([NO_INTS, *of_row.values()])
 
-    def at(self, which: Ints, positions: Ints) -> tuple[Places, Ints]:
-        """The tokens of ``rows[which[i]]`` at ``positions[i]``, and their indices into ``tokens``."""
+    def at(self, which: Ints, positions: Ints) -> tuple[LogitPlaces, Ints]:
+        """Return the tokens of ``rows[which[i]]`` at ``positions[i]``, and their indices into ``tokens``."""
         counts = self.lengths[which]
         index = ranges(self.starts[which], counts)
-        return Places(np.repeat(positions, counts), self.tokens[index]), index
+        return LogitPlaces(np.repeat(positions, counts), self.tokens[index]), index
 
 
 def model_tokens(tokens: Sequence[int], vocab_size: int) -> Ints:
-    """Those of ``tokens`` that the model has."""
+    """Return the ``tokens`` that are in the model's vocabulary."""
     given = np.array(tokens, np.int64)
     return given[(given >= 0) & (given < vocab_size)]
 
 
 class RowProcessor(LogitsProcessor, Generic[State]):
-    """Keeps a state for each row that has the feature; ``_states`` follows the batch.
+    """A processor with a state for each row that uses its feature (``_states``).
 
-    ``edit`` is what the engine calls, with any number of positions per row; ``apply`` is its case of one position for
-    each row. Logits are contiguous, and changed in place.
+    The engine calls ``edit`` with any number of positions per row; ``apply`` is the case of one position per row.
+    Logits are contiguous and changed in place.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -98,23 +98,23 @@ class RowProcessor(LogitsProcessor, Generic[State]):
 
     @property
     def active(self) -> bool:
-        """Whether any row has the feature."""
+        """Whether any row uses the feature."""
         return bool(self._states)
 
     @abstractmethod
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
-        """Change float32 ``[len(positions), vocab_size]``, as if the drafts before a position were its answer's."""
+        """Edit float32 ``[len(positions), vocab_size]``, as if the drafts before a position were output tokens."""
 
     @abstractmethod
     def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> State | None:
-        """Of a request; None: it does not have the feature."""
+        """Return the state of a new request, or None if it does not use the feature."""
 
     @abstractmethod
     def _rows_changed(self) -> None:
-        """``_states`` has changed: forget what was derived from it, or derive it again."""
+        """Drop or recompute what is derived from ``_states``, which has changed."""
 
     def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
-        """What became of the last positions; see ``LogitsProcessors.accepted``."""
+        """Count the tokens of the last positions; see ``LogitsProcessors.accepted``."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self._states:
@@ -129,7 +129,7 @@ class RowProcessor(LogitsProcessor, Generic[State]):
             self._changed()
 
     def reset(self) -> None:
-        """The batch is empty, whatever updates were not told."""
+        """Start over with an empty batch, without regard to updates that were not applied."""
         self._states.clear()
         self._changed()
 
@@ -138,23 +138,23 @@ class RowProcessor(LogitsProcessor, Generic[State]):
         self._rows_changed()
 
     def _same_rows(self, positions: SampledPositions) -> bool:
-        """Whether these are the rows that were asked about last, and nothing changed since."""
+        """Whether the positions have the same rows as in the last call, and no row has changed since."""
         same = self._found_for is not None and np.array_equal(self._found_for, positions.rows)
         self._found_for = positions.rows
         return same
 
 
 class BanProcessor(RowProcessor[State]):
-    """Takes single tokens away."""
+    """A processor that bans single tokens."""
 
     @abstractmethod
-    def bans(self, positions: SampledPositions) -> Places:
-        """What must not be sampled; may name a place twice. The same object while it has not changed."""
+    def bans(self, positions: SampledPositions) -> LogitPlaces:
+        """Return the logits to ban, possibly with duplicates; the same object as long as they do not change."""
 
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
         self.ban(logits, self.bans(positions))
 
-    def ban(self, logits: torch.Tensor, places: Places) -> None:
+    def ban(self, logits: torch.Tensor, places: LogitPlaces) -> None:
         if len(places.positions):
-            # Of torch's ways to write single numbers, those by index_*_ do not wake other threads for a few of them.
+            # Of torch's ways to write single elements, index_*_ do not wake other threads for a few elements.
             logits.view(-1).index_fill_(0, places.on_device(self._vocab_size, self._transfer), -torch.inf)

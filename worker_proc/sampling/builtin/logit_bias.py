@@ -1,4 +1,4 @@
-"""``logit_bias``: a number added to the logits of single tokens."""
+"""``logit_bias``: adds a number to the logits of single tokens."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,13 +6,13 @@ import torch
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import Ints, SampledPositions
-from quire.worker_proc.sampling.builtin.base import Places, RowProcessor, RowTokens, find
+from quire.worker_proc.sampling.builtin.base import LogitPlaces, RowProcessor, RowTokens, find
 
 Bias = tuple[Ints, npt.NDArray[np.float32]]
 
 
 class LogitBias(RowProcessor[Bias]):
-    """State of a row: tokens, and what is added to each."""
+    """State of a row: tokens and their biases."""
 
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
         if not self._same_rows(positions):
@@ -29,5 +29,5 @@ class LogitBias(RowProcessor[Bias]):
     def _rows_changed(self) -> None:
         self._tokens = RowTokens({row: tokens for row, (tokens, _) in self._states.items()})
         self._values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in self._states.values())])
-        self._places = Places(self._tokens.rows, self._tokens.rows)
+        self._places = LogitPlaces(self._tokens.rows, self._tokens.rows)
         self._added = torch.zeros(0)

@@ -1,4 +1,4 @@
-"""``min_tokens``: what would end an answer is banned until it has so many tokens."""
+"""``min_tokens``: bans stop tokens until the output has this many tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import Ints, SampledPositions
-from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, Places, RowTokens, find, model_tokens
+from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, LogitPlaces, RowTokens, find, model_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class Minimum:
 
 
 class MinTokens(BanProcessor[Minimum]):
-    """Only looks at how long answers are, which the host knows before the device has their tokens.
+    """Reads only the outputs' lengths, which the host knows before it has the tokens.
 
     Args:
-        num_output: of some rows, how many tokens their answers have; None: as their lists say.
+        num_output: returns the output length of some rows; by default the length of their lists.
     """
 
-    _places: Places
+    _places: LogitPlaces
     _still: npt.NDArray[np.bool_] | None
 
     def __init__(
@@ -41,11 +41,11 @@ class MinTokens(BanProcessor[Minimum]):
         self._num_output = num_output or self._listed
         super().__init__(config, device, is_pin_memory)
 
-    def bans(self, positions: SampledPositions) -> Places:
+    def bans(self, positions: SampledPositions) -> LogitPlaces:
         if not len(self._tokens.rows):
             return self._places
         num_output = self._num_output(self._tokens.rows)
-        self._forget_the_long(num_output)
+        self._drop_satisfied(num_output)
         if len(num_output) != len(self._tokens.rows):
             return self.bans(positions)
         if not self._same_rows(positions):
@@ -57,8 +57,8 @@ class MinTokens(BanProcessor[Minimum]):
             self._places, _ = self._tokens.at(self._which[still], self._at[still])
         return self._places
 
-    def _forget_the_long(self, num_output: Ints) -> None:
-        """Answers only grow: a row that has its minimum needs no more looking at."""
+    def _drop_satisfied(self, num_output: Ints) -> None:
+        """Drop the state of rows that have reached their minimum; outputs only grow."""
         done = self._tokens.rows[num_output >= self._least]
         if len(done):
             for row in done.tolist():
@@ -78,6 +78,6 @@ class MinTokens(BanProcessor[Minimum]):
     def _rows_changed(self) -> None:
         self._tokens = RowTokens({row: state.stops for row, state in self._states.items()})
         self._least = np.array([state.num_tokens for state in self._states.values()], np.int64)
-        self._places = Places(NO_INTS, NO_INTS)
+        self._places = LogitPlaces(NO_INTS, NO_INTS)
         self._which = self._at = NO_INTS
         self._still = None

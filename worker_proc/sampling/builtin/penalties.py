@@ -1,4 +1,4 @@
-"""Presence, frequency and repetition penalties, from counts that stay where the logits are."""
+"""Presence, frequency and repetition penalties, from token counts that are kept on the logits' device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +14,19 @@ from quire.worker_proc.sampling.builtin.base import RowProcessor, find
 from quire.worker_proc.sampling.builtin.token_counts import Tokens, make_counts
 
 Text = tuple[Tokens, Tokens]
-"""A prompt and an answer."""
+"""A prompt and its output so far."""
 UNTOUCHED = -1
-"""For the kernel, the slot of a position without penalties."""
+"""Slot of a position without penalties, for the kernel."""
 
 
 @dataclass(slots=True)
 class Penalised:
-    """Of one request. ``slot``: its row of the counts, -1 before it has one; ``num_listed``: how much of ``output`` is
-    in them, which matters to ``apply`` alone."""
+    """Penalties of one request.
+
+    Attributes:
+        slot: its row of the counts, -1 before it has one.
+        num_listed: tokens of ``output`` that are counted already; only ``apply`` uses it.
+    """
 
     repetition: float
     frequency: float
@@ -34,13 +38,13 @@ class Penalised:
 
 
 class Penalties(RowProcessor[Penalised]):
-    """Owns the counts: a slot for each row that has penalties and none for others.
+    """Owns the token counts, with a slot for each row that has penalties.
 
-    New tokens come to the counts in one of two ways: ``apply`` reads them off the lists; the engine, which does not
-    wait for the host to know them, calls ``edit`` and says with ``accepted`` what became of it.
+    New tokens are counted in one of two ways. ``apply`` reads them from the output lists. The engine does not wait for
+    these lists: it calls ``edit``, and then ``accepted`` with the tokens on the device.
 
     Args:
-        text_of: prompt and answer so far of a row that was just added; None: as its lists say.
+        text_of: returns prompt and output of a row that was just added; by default those of its lists.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Penalties(RowProcessor[Penalised]):
         self._counts.penalise(logits, self._slots, repetition, frequency, presence, self._offsets, drafts)
 
     def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
-        """The device adds up its own samples: nobody waits for them."""
+        """Count the samples on the device, without waiting for them."""
         if not self._states:
             return
         self._locate(positions)
@@ -83,7 +87,7 @@ class Penalties(RowProcessor[Penalised]):
         self._counts.add(slots, tokens[at])
 
     def _locate(self, positions: SampledPositions) -> None:
-        """What the kernel is told of these positions, unless it is at hand."""
+        """Build the kernel's arguments for these positions, unless they are those of the last call."""
         if self._same_rows(positions):
             return
         which, at = find(positions, self._rows)

@@ -1,4 +1,4 @@
-"""Who keeps the counts that penalties are worked out from: lists on a CPU, the whole vocabulary elsewhere."""
+"""Token counts for penalties: lists of distinct tokens on a CPU, counts of the whole vocabulary on other devices."""
 
 from typing import Any, Protocol
 
@@ -15,23 +15,28 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 class TokenCounts(Protocol):
-    """What the texts in some slots have of each token, as ``kernels.sampling.penalties`` counts. All tokens exist."""
+    """Token counts of texts, one per slot, as ``kernels.sampling.penalties`` defines them.
+
+    All tokens must be in the vocabulary.
+    """
 
     def __len__(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
         ...
 
     def grow(self, num_slots: int) -> None:
-        """To ``num_slots`` at least, by doubling: memory follows the most texts that were there at a time."""
+        """Grow to at least ``num_slots``, by doubling: memory follows the highest number of simultaneous texts."""
         ...
 
     def begin(self, slot: int, prompt: Tokens, answer: Tokens) -> None:
-        """The slot is a new text's; what was there goes."""
+        """Replace the slot's content by the counts of a new text."""
         ...
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """One more of ``tokens[i]`` in the answer of ``slots[i]``: int64 ``[num_tokens]`` on the device both; any of
-        them repeatedly."""
+        """Count ``tokens[i]`` once more in the output of ``slots[i]``.
+
+        Both are int64 ``[num_tokens]`` on the device, and may contain duplicates.
+        """
         ...
 
     def penalise(
@@ -44,7 +49,7 @@ class TokenCounts(Protocol):
         offsets: torch.Tensor,
         drafts: torch.Tensor,
     ) -> None:
-        """As ``kernels.sampling.penalties.apply_penalties``, from these counts."""
+        """Penalise ``logits`` as ``kernels.sampling.penalties.apply_penalties`` does, from these counts."""
         ...
 
 
@@ -54,7 +59,7 @@ def make_counts(vocab_size: int, device: torch.device) -> TokenCounts:
 
 
 class DenseCounts:
-    """On the device: int32 ``[num_slots, vocab_size]``. Nobody waits for what is added."""
+    """Counts on the device, int32 ``[num_slots, vocab_size]``. Adding does not wait for the device."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
