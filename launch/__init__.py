@@ -1,1 +1,1 @@
-"""Everything around the engine: command line, processes, HTTP, text, the offline API, benchmarks."""
+"""Everything around the engine: command line, processes, HTTP, text, offline API, benchmarks."""

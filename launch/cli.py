@@ -1,4 +1,4 @@
-"""The ``quire`` command: a table of commands. What one of them needs is imported only when that one is asked for."""
+"""The ``quire`` command: a table of subcommands. The modules of a subcommand are imported only when it is chosen."""
 
 import argparse
 import sys
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command; every expected failure ends in one line on stderr and a status other than 0."""
+    """Run one command. An expected failure prints one line to stderr and exits with a non-zero status."""
     args = parse(list(sys.argv[1:] if argv is None else argv))
     try:
         args.run(args)
@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(141)
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The chosen command's flags, and ``run``; exits with status 2 where the words are wrong."""
-    parser, chosen = _make_parser(_chosen(words))
-    args, unknown = parser.parse_known_args(words)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the chosen command's flags and its ``run``; exit with status 2 if the arguments are invalid."""
+    parser, chosen = _make_parser(_chosen(arguments))
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
         chosen.refuse_unknown(unknown)
     if not hasattr(args, "run"):
@@ -61,21 +61,21 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 class Command(NamedTuple):
-    """One command: its line of help, what adds its flags to a parser, and what runs it."""
+    """One command: its help line, the function that adds its flags to a parser, and the function that runs it."""
 
     text: str
     add_flags: Callable[[_Parser], None]
     run: Callable[[argparse.Namespace], None]
 
 
-def _chosen(words: Sequence[str]) -> str:
-    """The command that the words ask for, as a key of ``COMMANDS``; else another word, or nothing."""
-    names = [word for word in words if not word.startswith("-")]
+def _chosen(arguments: Sequence[str]) -> str:
+    """Return the command that the arguments name, a key of ``COMMANDS`` if they are valid; "" if they name none."""
+    names = [word for word in arguments if not word.startswith("-")]
     return " ".join(names[: 2 if names[:1] == [BENCH] else 1])
 
 
 def _make_parser(chosen: str) -> tuple[_Parser, _Parser]:
-    """The whole parser, and that of the chosen command, which alone has its flags."""
+    """Return the whole parser and the chosen command's parser. Only the chosen command gets its flags."""
     parser = _Parser(prog="quire", description="Quire, a serving engine for large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     groups = {"": parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")}
@@ -92,15 +92,15 @@ def _make_parser(chosen: str) -> tuple[_Parser, _Parser]:
     return parser, found
 
 
-def _later(place: str) -> Callable[..., None]:
-    """The function ``module:name`` of ``quire.launch``, imported when it is called."""
-    module, _, name = place.partition(":")
+def _lazy(target: str) -> Callable[..., None]:
+    """Return a function that imports ``module:name`` of ``quire.launch`` when it is called, and calls it."""
+    module, _, name = target.partition(":")
     return lambda *arguments: getattr(import_module(f"quire.launch.{module}"), name)(*arguments)
 
 
-def _with_options(place: str) -> Callable[[argparse.Namespace], None]:
-    """The same for a function that takes the engine's options, too."""
-    return lambda args: _later(place)(args, read_options(args)[0])
+def _with_options(target: str) -> Callable[[argparse.Namespace], None]:
+    """Return the same for a function that also takes the engine's options."""
+    return lambda args: _lazy(target)(args, read_options(args)[0])
 
 
 def _add_serve_flags(parser: _Parser) -> None:
@@ -109,13 +109,13 @@ def _add_serve_flags(parser: _Parser) -> None:
 
 
 def _add_generate_flags(parser: _Parser) -> None:
-    parser.add_argument("--prompt", required=True, help="the text to complete")
+    parser.add_argument("--prompt", required=True, help="text to complete", metavar="TEXT")
     _add_sampling_options(parser)
     _add_engine_options(parser)
 
 
 def _add_chat_flags(parser: _Parser) -> None:
-    parser.add_argument("--prompt", help="the message to answer")
+    parser.add_argument("--prompt", help="message to answer", metavar="TEXT")
     _add_sampling_options(parser)
     _add_engine_options(parser)
 
@@ -126,15 +126,34 @@ def _add_engine_options(parser: _Parser) -> None:
 
 
 def _add_sampling_options(parser: _Parser) -> None:
-    parser.add_argument("--max-tokens", type=int, help="most tokens to generate (up to the context)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus (1)")
-    parser.add_argument("--top-k", type=int, default=0, help="0: all (0)")
-    parser.add_argument("--sampling-seed", "--seed", dest="sampling_seed", type=int, help="same seed, same text")
-    parser.add_argument("--stop", action="append", default=[], help="string that ends the answer; may be repeated")
-    parser.add_argument("--json-schema", type=Path, metavar="FILE", help="the answer is JSON by this schema")
-    parser.add_argument("--regex", help="the answer is text that this regular expression matches")
-    parser.add_argument("--thinking-token-budget", type=int, metavar="N", help="most tokens of thinking (no limit)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="maximum number of tokens to generate (up to the context length)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="sampling temperature; 0: greedy (0)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: cumulative probability to keep (1)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="N", help="number of most likely tokens to sample from; 0: all (0)"
+    )
+    parser.add_argument(
+        "--sampling-seed",
+        "--seed",
+        dest="sampling_seed",
+        type=int,
+        metavar="N",
+        help="random seed for sampling; the same seed gives the same text (random)",
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="string that ends the answer; may be repeated"
+    )
+    parser.add_argument("--json-schema", type=Path, metavar="FILE", help="JSON schema that the answer must satisfy")
+    parser.add_argument("--regex", metavar="REGEX", help="regular expression that the answer must match")
+    parser.add_argument(
+        "--thinking-token-budget", type=int, metavar="N", help="maximum number of thinking tokens (no limit)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
@@ -158,7 +177,7 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _as_flag(near: str) -> str:
-    """A suggestion of a field's name, spelt as a flag."""
+    """Return a suggestion that names a field with the field written as a flag."""
     head, sep, name = near.partition("did you mean ")
     if not sep or name.startswith(("-", "(", "M")):
         return near
@@ -172,43 +191,47 @@ COMMANDS = {
         "Complete raw text in the terminal.", _add_generate_flags, _with_options("offline.terminal:generate")
     ),
     "chat": Command(
-        "Answer a message through the model's chat template; without --prompt, one per line of input.",
+        "Answer a message through the model's chat template; without --prompt, each line of input.",
         _add_chat_flags,
         _with_options("offline.terminal:chat"),
     ),
     "replay": Command(
-        "Replay a trace: exactly as recorded, by other settings, or against a running server.",
-        _later("replay.arguments:add_replay_flags"),
-        _later("replay.command:run"),
+        "Replay a trace: exactly as recorded, with other settings, or against a running server.",
+        _lazy("replay.arguments:add_replay_flags"),
+        _lazy("replay.command:run"),
     ),
     BENCH: Command(
-        "Measure: engine, serve, wire, scheduler, sampling, kernels.", lambda parser: None, lambda args: None
+        "Run a benchmark: engine, serve, wire, scheduler, sampling, kernels.",
+        lambda parser: None,
+        lambda args: None,
     ),
     "bench engine": Command(
-        "Tokens per second of the whole engine, offline.",
-        _later("bench.flags:engine"),
+        "Measure the throughput of the whole engine, offline.",
+        _lazy("bench.flags:engine"),
         _with_options("bench.engine:run"),
     ),
     "bench serve": Command(
-        "Drive a running server with a dataset's prompts.", _later("bench.flags:serve"), _later("bench.serve:run")
+        "Measure a running server with a dataset's prompts.", _lazy("bench.flags:serve"), _lazy("bench.serve:run")
     ),
     "bench wire": Command(
-        "Sizes and costs of the messages of a decoding batch.", _later("bench.flags:wire"), _later("bench.wire:run")
+        "Measure size and cost of the messages of a decoding batch.",
+        _lazy("bench.flags:wire"),
+        _lazy("bench.wire:run"),
     ),
     "bench scheduler": Command(
-        "What the scheduler costs per step, beside a peer's.",
-        _later("bench.flags:scheduler"),
-        _later("bench.scheduler.command:run"),
+        "Measure the scheduler's time per step, optionally beside another engine's.",
+        _lazy("bench.flags:scheduler"),
+        _lazy("bench.scheduler.command:run"),
     ),
     "bench sampling": Command(
-        "What processors, drafts and grammars cost and bring.",
-        _later("bench.flags:sampling"),
-        _later("bench.sampling:run"),
+        "Measure the cost and benefit of logits processors, draft tokens and grammars.",
+        _lazy("bench.flags:sampling"),
+        _lazy("bench.sampling:run"),
     ),
     "bench kernels": Command(
-        "Kernels and steps, as shares of what the device can do.",
-        _later("bench.flags:kernels"),
-        _later("bench.kernels:run"),
+        "Measure kernels and steps as fractions of the device's limits.",
+        _lazy("bench.flags:kernels"),
+        _lazy("bench.kernels:run"),
     ),
 }
 

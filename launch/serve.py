@@ -1,4 +1,4 @@
-"""``quire serve``: the engine's processes and an HTTP front end, until a signal says stop."""
+"""``quire serve``: runs the engine's processes and the HTTP front ends until a signal."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from quire.version import __version__
 
 
 class _Signals:
-    """Counts SIGTERM and SIGINT, and wakes the supervisor's wait: one asks, two insist."""
+    """Counts SIGTERM and SIGINT and wakes the supervisor: the first drains, the second stops at once."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.count = 0
@@ -33,11 +33,11 @@ class _Signals:
 
 
 def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: WorkerProgram = REAL_WORKER) -> None:
-    """Run until SIGTERM or SIGINT; a second one ends at once.
+    """Serve until SIGTERM or SIGINT. A second signal stops at once.
 
     Raises:
-        ConfigError: the port is taken, or a child refused its settings or checkpoint.
-        EngineError: the engine cannot go on; says why.
+        ConfigError: the port is in use, or a child refused its settings or checkpoint.
+        EngineError: the engine cannot continue, with the reason.
     """
     started = time.monotonic()
     check_ranges(options)
@@ -56,10 +56,12 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         if not signals.count:
             host, port = listener.getsockname()[:2]
             seconds = time.monotonic() - started
-            say(f"Quire {__version__} serves {model_name} on http://{host}:{port} (ready in {seconds:.1f} s)")
+            print_status(f"Quire {__version__} serves {model_name} on http://{host}:{port} (ready in {seconds:.1f} s)")
         while not signals.count:
             supervisor.watch(None)
-        say(f"stopping: running requests have {options.shutdown_timeout:g} s; a second signal stops at once")
+        print_status(
+            f"stopping: running requests have {options.shutdown_timeout:g} s to finish; a second signal stops at once"
+        )
         deadline = time.monotonic() + options.shutdown_timeout + 5
         supervisor.drain()
         while supervisor.has_front_ends() and signals.count < 2 and time.monotonic() < deadline:
@@ -69,7 +71,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
 
 
 def _write_settings(directory: Path, options: ServeOptions, keys: list[str], model_name: str) -> None:
-    """Leave the front ends' settings in a file that only this user can read."""
+    """Write the front ends' settings to a file that only this user can read, because it holds API keys."""
     settings = msgspec.structs.replace(
         options, served_model_name=options.served_model_name or [model_name], api_key=keys
     )
@@ -79,7 +81,7 @@ def _write_settings(directory: Path, options: ServeOptions, keys: list[str], mod
 
 
 def _listen(options: ServeOptions) -> socket.socket:
-    """Bound here, before anything is started, so that a taken port is said at once."""
+    """Bind the port before any process is started, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,14 +91,14 @@ def _listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = "is in use" if error.errno == 98 else f"cannot be used: {error.strerror or error}"
-        raise ConfigError(f"{options.host}:{options.port} {reason}; choose another with --host and --port") from None
+        raise ConfigError(f"{options.host}:{options.port} {reason}: set --host and --port") from None
     return listener
 
 
 def model_display_name(folder: Path, given: str | None) -> str:
-    """Return the model's default name: the id or folder as given, or ``quire-demo``."""
+    """Return the model's default served name: the id as given, the folder's name, or ``quire-demo``."""
     return "quire-demo" if given is None else given if "/" not in given or not folder.is_absolute() else folder.name
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

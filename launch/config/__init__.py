@@ -1,1 +1,1 @@
-"""Flags, their defaults and ranges, and the configuration made from them."""
+"""Settings: flags, defaults, ranges, and their conversion to the engine configuration."""

@@ -1,4 +1,4 @@
-"""Settings on the command line: one flag per declared setting, and what a config file and the flags give together."""
+"""Settings on the command line: one flag per declared setting, merged with a config file."""
 
 import argparse
 from pathlib import Path
@@ -13,11 +13,13 @@ from quire.protocol.errors import ConfigError
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="read flags from here; the command line wins")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="file to read flags from; the command line overrides it"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[msgspec.Struct]) -> None:
-    """Add a flag for each declared setting, in one group per topic; a flag that the parser has already stays."""
+    """Add a flag for each declared setting, in one group per topic. Flags that the parser already has are kept."""
     taken = {flag for action in parser._actions for flag in action.option_strings}
     groups: dict[str, argparse._ArgumentGroup] = {}
     for each in declared(options):
@@ -34,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[msgspec.Struct]) 
 
 
 def _argument(each: Declared) -> dict[str, Any]:
-    """argparse's words for a setting's type."""
+    """Return the arguments of ``add_argument`` for a setting's type."""
     kind, metavar = each.kind, each.setting.metavar
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -43,12 +45,12 @@ def _argument(each: Declared) -> dict[str, Any]:
     if get_origin(kind) is list:
         return {"nargs": "+", "action": "extend", "metavar": metavar}
     if get_origin(kind) is dict:
-        return {"type": str, "metavar": "JSON"}  # parse_options reads it
+        return {"type": str, "metavar": "JSON"}  # parse_options decodes it
     return {"type": kind, "metavar": metavar or "N"}
 
 
 def read_options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]:
-    """The config file's keys, overridden by the command line's.
+    """Return the settings of the config file, overridden by those of the command line.
 
     Raises:
         ConfigError: the file cannot be read, or a key or a value is not allowed.
@@ -77,5 +79,5 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict | None):
-        raise ConfigError(f"{path}: must hold keys and values")
+        raise ConfigError(f"{path}: must be a YAML mapping of keys and values")
     return loaded or {}

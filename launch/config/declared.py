@@ -1,4 +1,4 @@
-"""What a struct of settings declares, as flags, documentation and checks read it."""
+"""The declarations of a struct of settings as data, for flags, documentation and range checks."""
 
 import inspect
 from types import NoneType, UnionType
@@ -11,7 +11,7 @@ from quire.protocol.settings import Setting
 
 
 class Declared(NamedTuple):
-    """One setting. ``kind`` is its type without the annotation, and without None where that is allowed."""
+    """One setting. ``kind`` is its type without the annotation and without None."""
 
     name: str
     kind: Any
@@ -32,7 +32,7 @@ class Declared(NamedTuple):
 
 
 def declared(options: type[msgspec.Struct]) -> list[Declared]:
-    """The settings of a struct by topic; within a topic those of the subclass come before those of its base."""
+    """Return a struct's settings grouped by topic; within a topic, those of the subclass before those of its base."""
     hints = get_type_hints(options, include_extras=True)
     defaults = {field.name: field.default for field in msgspec.structs.fields(options)}
     names = [name for each in options.__mro__ for name in inspect.get_annotations(each)]
@@ -53,7 +53,7 @@ def _kind(hint: Any) -> Any:
 
 
 def check_ranges(options: msgspec.Struct) -> None:
-    """Raise ConfigError for a number outside of its declared range; names the flag, the value and the range."""
+    """Raise ConfigError for a number outside its declared range, with flag, value and range."""
     for each in declared(type(options)):
         if each.setting.range is not None:
             check_range(each.name, getattr(options, each.name), *each.setting.range)

@@ -1,4 +1,4 @@
-"""From a user's settings to the configuration of scheduler and workers: every default decided and checked."""
+"""Converts a user's settings to the configuration of scheduler and workers: resolves and checks every default."""
 
 import importlib.util
 import os
@@ -35,13 +35,13 @@ KV_CACHE_DTYPES = {
 def make_engine_config(
     options: EngineOptions, model: ModelConfig | None = None, folder: Path | None = None
 ) -> EngineConfig:
-    """Decide every default and check the whole.
+    """Resolve every default and check the result.
 
     Args:
-        model: the shape to run with random weights, for benchmarks; else ``folder``'s checkpoint is read.
+        model: the shape to run with dummy weights, for benchmarks; if None, the checkpoint in ``folder`` is read.
 
     Raises:
-        ConfigError: a setting out of range, or two that contradict each other; names the flag and the range.
+        ConfigError: a setting is out of range, or two settings contradict each other; with the flag and the range.
     """
     if model is None:
         assert folder is not None
@@ -83,7 +83,7 @@ def make_engine_config(
 
 
 def _read_model(folder: Path, *, with_weights: bool) -> ModelConfig:
-    """The checkpoint's shape. A broken checkpoint fails here, before any process starts."""
+    """Read the checkpoint's shape. A broken checkpoint is refused here, before any process starts."""
     model = load_model_config(folder)
     if with_weights:
         check_sizes(folder, stored_tensors(folder), model)
@@ -95,7 +95,7 @@ def _absolute(path: str) -> str:
 
 
 def parse_priority_range(text: str | None) -> tuple[int, int] | None:
-    """Return the two numbers of ``LOW:HIGH``. Raises ConfigError."""
+    """Return the two numbers of ``LOW:HIGH``, or None if not given; raise ConfigError if invalid."""
     if text is None:
         return None
     match = re.fullmatch(r"(-?[0-9]{1,10}):(-?[0-9]{1,10})", text)
@@ -103,13 +103,13 @@ def parse_priority_range(text: str | None) -> tuple[int, int] | None:
     if not MIN_PRIORITY <= low <= high <= MAX_PRIORITY:
         raise ConfigError(
             f"--priority-range must be LOW:HIGH, from {MIN_PRIORITY} to {MAX_PRIORITY}, not {text[:64]!r} "
-            f"(as --priority-range=-5:5, where it begins with a dash)"
+            f"(write --priority-range=-5:5 if it begins with a dash)"
         )
     return low, high
 
 
 def with_api_keys(config: EngineConfig, num_keys: int) -> EngineConfig:
-    """Return ``config`` for a server with so many API keys: by default no key's request goes before the others'."""
+    """Return ``config`` for a server with ``num_keys`` API keys, which may not raise their priority by default."""
     allowed = config.priority_range
     if allowed is None and num_keys:
         allowed = (0, MAX_PRIORITY)
@@ -124,7 +124,7 @@ def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[Speculativ
 
 
 def _check(options: EngineOptions, model: ModelConfig) -> None:
-    """Check all that does not depend on sizes."""
+    """Check the settings that do not depend on sizes."""
     check_ranges(options)
     _check_ranks(model, options.tensor_parallel_size)
     curve_dir = options.kv_events_curve_dir and str(Path(options.kv_events_curve_dir).expanduser())
@@ -136,7 +136,7 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def _device(wanted: str) -> str:
-    """Without importing torch: the driver's device file says whether there is a GPU."""
+    """Resolve ``auto``. Looks for the NVIDIA driver's device file, because importing torch is slow."""
     if wanted != "auto":
         return wanted
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -144,10 +144,10 @@ def _device(wanted: str) -> str:
 
 
 def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cpu: bool) -> tuple[int, int, int]:
-    """Of one request, of a step in requests, of a step in tokens: each bounds the next one's range."""
+    """Return max_model_len, max_num_seqs and max_num_batched_tokens. Each one bounds the range of the next."""
     max_model_len = options.max_model_len or model.max_position
     max_num_seqs = options.max_num_seqs if options.max_num_seqs is not None else (64 if on_cpu else 256)
-    # The token and drafts of each request fit into one step.
+    # One step has room for one token and all draft tokens of each request.
     least = max_num_seqs * (1 + num_drafts)
     batched = options.max_num_batched_tokens
     if batched is None:
@@ -169,7 +169,7 @@ def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cp
 
 
 def _check_ranks(model: ModelConfig, size: int) -> None:
-    """A model can be cut among as many ranks as divide its heads and widths."""
+    """Raise ConfigError unless ``size`` ranks divide the model's heads and widths evenly."""
 
     def divides(ranks: int) -> bool:
         kv_heads = model.num_kv_heads

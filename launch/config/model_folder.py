@@ -1,4 +1,4 @@
-"""Where a model's checkpoint lies, by what a user calls the model."""
+"""Finds the checkpoint folder of a model name."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,10 @@ DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 
 
 def find_model(name: str | None) -> Path:
-    """The checkpoint folder of a path, a Hugging Face id, or nothing (the demo model).
+    """Return the checkpoint folder of a path, of a Hugging Face id, or of the demo model (None).
 
     Raises:
-        ConfigError: no such folder, and not an id that could be fetched.
+        ConfigError: the folder does not exist, and the name is not an id that can be downloaded.
     """
     if name is None:
         return DEMO_MODEL
@@ -30,9 +30,9 @@ def _from_hub(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ConfigError(f"{name} is not a folder; to fetch it from the hub: pip install 'quire[hub]'") from None
+        raise ConfigError(f"{name} is not a folder; to download it: pip install 'quire[hub]'") from None
     wanted = ["*.json", "*.safetensors", "*.jinja"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # the library raises many kinds, of its own and of its HTTP client
-        raise ConfigError(f"{name} is not a folder, and the hub does not give it: {type(error).__name__}") from None
+    except Exception as error:  # the library raises exceptions of its own and of its HTTP client
+        raise ConfigError(f"{name} is not a folder, and its download failed: {type(error).__name__}") from None

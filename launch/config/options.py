@@ -1,4 +1,4 @@
-"""The engine's settings as a user gives them: on the command line, in config files and to ``LLM(...)``."""
+"""The engine's settings as a user gives them: as flags, in config files and as keywords of ``LLM(...)``."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from quire.protocol.settings import MEMORY, MODEL, SAMPLING, SCHEDULING, TRACES,
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-# Names that users of other engines type, and ours for them.
+# Names of other engines' flags, and the equivalent flags here.
 FOREIGN_NAMES = {
     "tp": "--tensor-parallel-size",
     "tp_size": "--tensor-parallel-size",
@@ -38,56 +38,63 @@ FOREIGN_NAMES = {
 
 
 class EngineOptions(EngineSettings, frozen=True, kw_only=True):
-    """All settings of the engine. Those declared here are resolved before the engine gets them; None: not given."""
+    """All settings of the engine. Those declared here are resolved before the engine starts; None: not given."""
 
     model: Annotated[
         str | None,
         Setting(
             MODEL,
-            "folder of a checkpoint in Hugging Face's format, or a Hugging Face id. An id needs the extra `hub`",
+            "checkpoint folder in Hugging Face's format, or a Hugging Face id. An id needs the extra `hub`",
             default="the demo model",
         ),
     ] = None
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Setting(MODEL, "where the model runs; auto: on a GPU if its driver is there")
+        Literal["auto", "cpu", "cuda"], Setting(MODEL, "device to run on; auto: a GPU if a driver is found")
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Setting(
             MODEL,
-            "data type of weights and activations; auto: the checkpoint's. On a CPU without bfloat16 instructions "
-            "weights stay as they are and the rest is float32; without a C++ compiler all is float32. The worker "
-            "logs it",
+            "data type of weights and activations; auto: the checkpoint's. On a CPU without bfloat16 instructions, "
+            "weights keep their type and all else is float32; without a C++ compiler everything is float32. The "
+            "worker logs the types in use",
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"],
         Setting(
             MODEL,
-            "data type of the KV cache; auto: that of the weights; fp8 is fp8_e4m3. The fp8 types hold twice the "
-            "tokens of 16-bit types, with less precision",
+            "data type of the KV cache; auto: that of the weights; fp8: fp8_e4m3. The fp8 types fit twice as many "
+            "tokens as 16-bit types, with less precision",
         ),
     ] = "auto"
 
     max_model_len: Annotated[
-        int | None, Setting(MEMORY, "most tokens of one request, prompt and answer together", default="the model's")
+        int | None,
+        Setting(
+            MEMORY, "context length: maximum number of tokens of a request, prompt and answer", default="the model's"
+        ),
     ] = None
-    max_num_seqs: Annotated[int | None, Setting(MEMORY, "most requests in one step", default="256; 64 on a CPU")] = None
+    max_num_seqs: Annotated[
+        int | None, Setting(MEMORY, "maximum number of requests per step", default="256; 64 on a CPU")
+    ] = None
     max_num_batched_tokens: Annotated[
-        int | None, Setting(MEMORY, "most tokens in one step", default="8192; 2048 on a CPU")
+        int | None, Setting(MEMORY, "token budget: maximum number of tokens per step", default="8192; 2048 on a CPU")
     ] = None
     num_gpu_blocks_override: Annotated[
         int | None,
-        Setting(MEMORY, "KV blocks to use, without the null block", range=(1, 2**31 - 2), default="as many as fit"),
+        Setting(
+            MEMORY, "number of KV blocks, not counting the null block", range=(1, 2**31 - 2), default="as many as fit"
+        ),
     ] = None
     kv_cache_memory_bytes: Annotated[
         int | None,
         Setting(
             MEMORY,
-            "bytes for the KV pool",
+            "size of the KV cache in bytes",
             range=(1, 2**50),
             metavar="BYTES",
-            default="by --gpu-memory-utilization; 1 GiB on a CPU",
+            default="from --gpu-memory-utilization; 1 GiB on a CPU",
         ),
     ] = None
 
@@ -95,8 +102,8 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             SCHEDULING,
-            "priorities that requests may have; others get 403. By default a client with a key may put its "
-            "requests behind others, but not before them",
+            "priorities that requests may have; others get 403. By default, a client with an API key may lower the "
+            "priority of its requests, but not raise it",
             metavar="LOW:HIGH",
             default="any; with API keys 0:2147483647",
         ),
@@ -106,17 +113,17 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         dict[str, Any] | None,
         Setting(
             SAMPLING,
-            "how draft tokens are proposed: method, num_speculative_tokens and other keys. In YAML and Python a "
-            "mapping: [speculative decoding](sampling.md#speculative-decoding)",
+            "speculative decoding: method, num_speculative_tokens and other keys. A mapping in YAML and Python: "
+            "[speculative decoding](sampling.md#speculative-decoding)",
         ),
     ] = None
     logits_processors: Annotated[
         list[str] | None,
         Setting(
             SAMPLING,
-            "one or more logits processors to load. In Python also classes: [logits "
+            "one or more logits processors to load. In Python they may be classes: [logits "
             "processors](sampling.md#logits-processors). The current directory is searched only if `PYTHONPATH` "
-            "names it",
+            "contains it",
             metavar="MODULE:CLASS",
         ),
     ] = None
@@ -124,7 +131,7 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             SAMPLING,
-            "text that begins thinking; empty, with an empty --reasoning-end-str: none",
+            "text that starts thinking; empty, together with an empty --reasoning-end-str: no thinking",
             metavar="TEXT",
             default="<think> if the tokenizer has both markers as single tokens",
         ),
@@ -137,7 +144,7 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             TRACES,
-            "record the scheduler's inputs and decisions in this file; .zst: compressed. For `quire replay`: "
+            "file to record the scheduler's inputs and decisions in; .zst: compressed. For `quire replay`: "
             "[traces](traces.md). `.zst` needs the extra `trace`. An existing file is overwritten",
             metavar="FILE",
         ),
@@ -146,8 +153,8 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             TRACES,
-            "folder for the last events of an engine that failed; empty: none. A dump is a trace without prompts; "
-            "with `--trace` it lies beside that file. SIGUSR2 to the scheduler's process writes one at once",
+            "folder for crash dumps, the last events before a failure; empty: none. A dump is a trace without "
+            "prompts; with `--trace` it is written beside that file. SIGUSR2 to the scheduler writes one at once",
             metavar="DIR",
             default="quire/crash-dumps in $XDG_STATE_HOME or ~/.local/state",
         ),
@@ -155,7 +162,7 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
 
 
 def parse_options(given: Mapping[str, Any], where: str) -> EngineOptions:
-    """EngineOptions from keywords or a config file; dashes and underscores are the same.
+    """Return EngineOptions from keywords or a config file. Dashes and underscores in keys are equivalent.
 
     Raises:
         ConfigError: an unknown key (with the nearest known one), or a value of the wrong type.
@@ -171,7 +178,7 @@ def parse_options(given: Mapping[str, Any], where: str) -> EngineOptions:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value as its field has it, from the other forms that Python and JSON have for it."""
+    """Convert a path, a class or a JSON text to the type that the field is declared with."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if name == "logits_processors" and isinstance(value, list | tuple):
@@ -185,13 +192,13 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    """``"; did you mean ...?"`` for a key that is not known, foreign names included."""
+    """Return ``"; did you mean ...?"`` for an unknown key; recognizes other engines' names too."""
     foreign = FOREIGN_NAMES.get(name)
     return f"; did you mean {foreign}?" if foreign else did_you_mean(name, known)
 
 
 def convert(values: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """A struct of settings from values of their types. Raises ConfigError, with the setting's name in front."""
+    """Convert values to a struct of settings; raise ConfigError with the setting's name first."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""The flags of sampling that need more than a range: thinking markers, plugins' names, the grammar library."""
+"""Sampling flags that need more than a range check: thinking markers, logits processors, the grammar library."""
 
 import importlib.util
 import sys
@@ -20,7 +20,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The part of tokenizer.json that names single tokens; reading no more is quick."""
+    """The part of tokenizer.json that lists single tokens. Decoding only this part is fast."""
 
     added_tokens: list[_AddedToken] = []
 
@@ -28,14 +28,15 @@ class _TokenizerFile(msgspec.Struct):
 def thinking_markers(
     folder: Path | None, start: str | None, end: str | None, vocab_size: int
 ) -> tuple[list[int], list[int]]:
-    """Token ids of the markers around thinking; two empty lists where there are none.
+    """Return the token ids of the start and end markers of thinking; two empty lists without thinking.
 
     Args:
-        start, end: their texts. Both None: ``<think>`` and ``</think>``, where the tokenizer has both as single
-            tokens. Both empty: none.
+        start, end: texts of the markers. Both None: ``<think>`` and ``</think>`` if the tokenizer has both as single
+            tokens. Both empty: no thinking.
 
     Raises:
-        ConfigError: only one is given, there is no tokenizer, or a text is no token, too many, or beyond the model's.
+        ConfigError: only one is given, there is no tokenizer, or a marker has no tokens, more than
+            ``MAX_MARKER_TOKENS``, or a token that the model does not have.
     """
     path = None if folder is None else folder / "tokenizer.json"
     has_tokenizer = path is not None and path.is_file()
@@ -58,7 +59,7 @@ def thinking_markers(
 
 
 def _default_markers(path: Path, vocab_size: int) -> tuple[list[int], list[int]]:
-    """Return the default markers; none for a file that cannot be read, which the tokenizer's loader refuses."""
+    """Return the default markers; two empty lists for an unreadable file, which the tokenizer's loader reports."""
     try:
         tokens = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
@@ -69,16 +70,16 @@ def _default_markers(path: Path, vocab_size: int) -> tuple[list[int], list[int]]
 
 
 def check_grammar_library(name: str) -> None:
-    """Raise ConfigError where the library that was asked for is not installed; the default one always is."""
+    """Raise ConfigError if the grammar library is not installed. The default one always is."""
     if name != "llguidance" and importlib.util.find_spec(name) is None:
         raise ConfigError(f"--structured-outputs-backend {name} needs the package {name}: pip install {name}")
 
 
 def processor_name(given: object) -> str:
-    """``module:Class`` of a logits processor, given so or as the class itself.
+    """Return ``module:Class`` of a logits processor, which is given in that form or as a class.
 
     Raises:
-        ConfigError: other processes could not import the class by its name.
+        ConfigError: other processes cannot import the class by its name.
     """
     if isinstance(given, str):
         return given
@@ -94,7 +95,7 @@ def processor_name(given: object) -> str:
 
 
 def check_processor_names(names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is not ``module:Class``, or whose module does not exist. Imports nothing."""
+    """Raise ConfigError for a name that is not ``module:Class`` or has no such module. Imports nothing."""
     for name in names:
         module, _, path = name.partition(":")
         package = module.partition(".")[0]
@@ -102,28 +103,31 @@ def check_processor_names(names: Sequence[str]) -> None:
             raise ConfigError(f"--logits-processors must be module:Class, not {name!r}")
         if package not in sys.modules and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"--logits-processors {name}: there is no module {package}; the current directory is searched only if "
-                "the variable PYTHONPATH names it"
+                f"--logits-processors {name}: module {package} not found; the current directory is searched only if "
+                "PYTHONPATH contains it"
             )
 
 
 def import_paths(names: Sequence[str]) -> list[str]:
-    """The entries of this process's path that the modules of ``module:Class`` names come from.
+    """Return the entries of ``sys.path`` that contain the modules of these ``module:Class`` names.
 
-    Children run without the current directory on their path, and see no entry that this process added by itself. Where
-    packages are installed, they look anyway; and there it must stay the last place, or it would hide Python's own.
+    Child processes need them, because they run without the current directory and without entries that this process
+    added. Folders of installed packages are left out: children search them anyway, and placed earlier on the path they
+    would hide the standard library.
     """
     own = {Path(place).resolve() for place in sysconfig.get_paths().values()}
     entries = {Path(entry or ".").resolve() for entry in sys.path} - own
-    found = [place for name in names for place in _homes(name.partition(":")[0].partition(".")[0]) if place in entries]
+    found = [
+        place for name in names for place in _folders_of(name.partition(":")[0].partition(".")[0]) if place in entries
+    ]
     return [str(place) for place in dict.fromkeys(found)]
 
 
-def _homes(package: str) -> list[Path]:
-    """The folders that a package or module lies in; none for one that is not in a file."""
+def _folders_of(package: str) -> list[Path]:
+    """Return the folders that contain a package or module; empty if it was not loaded from a file."""
     try:
         spec = importlib.util.find_spec(package) if package else None
-    except ValueError:  # a module that was made by hand
+    except ValueError:  # a module object created at run time has no spec
         spec = None
     if spec is None:
         return []

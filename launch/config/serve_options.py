@@ -1,4 +1,4 @@
-"""The settings of ``quire serve`` besides the engine's."""
+"""The settings of ``quire serve`` other than the engine's."""
 
 from typing import Annotated
 
@@ -10,10 +10,10 @@ SERVER = "Server"
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the front end as a user gives them."""
+    """Settings of the server as a user gives them."""
 
-    host: Annotated[str, Setting(SERVER, "address to listen on", metavar="ADDRESS")] = "127.0.0.1"
-    port: Annotated[int, Setting(SERVER, "port to listen on; 0: any free one", range=(0, 65535), metavar="PORT")] = 8000
+    host: Annotated[str, Setting(SERVER, "address to listen on", metavar="HOST")] = "127.0.0.1"
+    port: Annotated[int, Setting(SERVER, "port to listen on; 0: a free one", range=(0, 65535), metavar="PORT")] = 8000
     served_model_name: Annotated[
         list[str] | None,
         Setting(SERVER, "one or more names that clients may use", metavar="NAME", default="the folder's name"),
@@ -28,8 +28,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             SERVER,
-            "most answers of one API key that wait for their first token; further requests get 429; 0: no limit. "
-            "The 429 has `Retry-After`",
+            "maximum number of answers per API key that wait for their first token; further requests get 429; 0: no "
+            "limit. The 429 response has `Retry-After`",
             range=(0, 2**31 - 1),
         ),
     ] = 0
@@ -37,8 +37,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             SERVER,
-            "front-end processes that share the port. When one dies, streams of the others continue. Metrics of "
-            "requests, and limits per key and on connections, hold in each process separately",
+            "number of front-end processes that share the port. When one dies, streams of the others continue. "
+            "Request metrics, and limits per key and on connections, are separate for each process",
             range=(1, 64),
         ),
     ] = 1
@@ -46,15 +46,16 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Setting(
             SERVER,
-            "keep a started process per worker, to take over when one dies. Its imports are done; it needs some 200 MB",
+            "keep a standby process per worker, which replaces it when it dies. A standby has done its imports and "
+            "needs about 200 MB",
         ),
     ] = True
     health_timeout: Annotated[
         float,
         Setting(
             SERVER,
-            "seconds without a token although a request waits for one, after which /health is 503. A recovery may "
-            "take as long; `/ready` becomes 503, too",
+            "seconds without any token while requests wait, after which /health is 503. The same limit applies to a "
+            "recovery; `/ready` becomes 503 too",
             range=(0.1, 86400),
             metavar="SECONDS",
         ),
@@ -63,7 +64,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             SERVER,
-            "seconds that running requests may take after SIGTERM. A second signal stops at once",
+            "seconds that running requests have to finish after SIGTERM. A second signal stops at once",
             range=(0, 86400),
             metavar="SECONDS",
         ),
@@ -72,8 +73,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Setting(
             SERVER,
-            "run no model: steps take as long as table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS "
-            "says. Answers are nonsense, and MODEL needs no weights: [traces](traces.md)",
+            "simulate workers with a cost model: table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS. Answers "
+            "are random tokens, and MODEL needs no weights: [traces](traces.md)",
             metavar="COST",
         ),
     ] = None

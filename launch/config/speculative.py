@@ -1,4 +1,4 @@
-"""``--speculative-config``: vLLM's keys and two of ours, checked and turned into the engine's settings."""
+"""``--speculative-config``: vLLM's keys plus ``acceptance`` and ``adaptive``, checked and converted."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,18 +19,18 @@ DEFAULT_LOOKUP = (2, 5)
 DEFAULT_DEPTH = 24
 DEFAULT_CACHED = 1000
 COMMON, NGRAM, SUFFIX, DRAFT_MODEL = "Any method", "ngram", "suffix", "draft_model"
-"""Topics of the keys: a key of a method's topic is for this method only."""
+"""Topics of the keys: a key under a method's topic is allowed for that method only."""
 
 
 class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys as a user gives them; None: not given."""
+    """The keys as the user gives them; None: not given."""
 
     method: Annotated[
         Literal["ngram", "suffix", "draft_model"] | None,
         Setting(
             COMMON,
-            "how drafts are proposed. `ngram`: what followed the same last tokens earlier in the request; "
-            "`suffix`: the same over earlier answers, too; `draft_model`: what a smaller model samples",
+            "proposer of draft tokens. `ngram`: the tokens that followed the same last tokens earlier in the "
+            "request; `suffix`: the same, also over earlier answers; `draft_model`: samples of a smaller model",
             default="`draft_model` if `model` is given",
         ),
     ] = None
@@ -38,52 +38,58 @@ class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Setting(
             COMMON,
-            "most drafts of one request in one step",
+            "maximum number of draft tokens per request and step",
             range=(1, MAX_DRAFTS),
-            default="for `suffix` the tree's depth, else none",
+            default="the tree's depth for `suffix`; required for other methods",
         ),
     ] = None
     acceptance: Annotated[
         Literal["shared_noise", "rejection"],
         Setting(
             COMMON,
-            "which drafts are accepted. `shared_noise`: a draft is accepted while it is the token that would have "
-            "been sampled, so the text is the same as without. `rejection` (`draft_model` only) accepts more of "
-            "them by chance; the distribution is the same, the text is not",
+            "rule of acceptance. `shared_noise`: a draft token is accepted if it equals the token that is sampled "
+            "without drafts, so the text does not change. `rejection` (`draft_model` only): rejection sampling, which "
+            "accepts more; the text changes, its distribution does not",
         ),
     ] = "shared_noise"
-    adaptive: Annotated[bool, Setting(COMMON, "fewer drafts, down to none, while they do not pay")] = True
+    adaptive: Annotated[
+        bool, Setting(COMMON, "propose fewer draft tokens, down to none, while they do not save time")
+    ] = True
     prompt_lookup_min: Annotated[
         int | None,
-        Setting(NGRAM, "fewest last tokens that must be the same", range=(1, 64), default=str(DEFAULT_LOOKUP[0])),
+        Setting(NGRAM, "minimum length of the matching n-gram", range=(1, 64), default=str(DEFAULT_LOOKUP[0])),
     ] = None
     prompt_lookup_max: Annotated[
-        int | None, Setting(NGRAM, "most last tokens that are compared", range=(1, 64), default=str(DEFAULT_LOOKUP[1]))
+        int | None,
+        Setting(NGRAM, "maximum length of the matching n-gram", range=(1, 64), default=str(DEFAULT_LOOKUP[1])),
     ] = None
     suffix_decoding_max_tree_depth: Annotated[
         int | None,
-        Setting(SUFFIX, "longest context of the suffix tree, in tokens", range=(2, 256), default=str(DEFAULT_DEPTH)),
+        Setting(SUFFIX, "maximum depth of the suffix tree, in tokens", range=(2, 256), default=str(DEFAULT_DEPTH)),
     ] = None
     suffix_decoding_max_cached_requests: Annotated[
-        int | None, Setting(SUFFIX, "answers that it remembers", range=(0, 1_000_000), default=str(DEFAULT_CACHED))
+        int | None,
+        Setting(
+            SUFFIX, "number of earlier answers in the suffix tree", range=(0, 1_000_000), default=str(DEFAULT_CACHED)
+        ),
     ] = None
     model: Annotated[
-        str | None, Setting(DRAFT_MODEL, "folder or id of the draft model; it must have the model's vocabulary")
+        str | None, Setting(DRAFT_MODEL, "folder or id of the draft model, which must have the same vocabulary")
     ] = None
 
 
 def parse_speculative(
     given: Mapping[str, Any], model: ModelConfig, find_model: Callable[[str], Path], *, with_weights: bool
 ) -> tuple[SpeculativeConfig, int]:
-    """The engine's settings, and how many drafts one request may have in a step.
+    """Return the engine's settings and the maximum number of draft tokens per request and step.
 
     Args:
-        model: the one that is served; a draft model must have its vocabulary.
-        find_model: the checkpoint folder of a name; raises ConfigError.
+        model: the served model; a draft model must have the same vocabulary.
+        find_model: returns the checkpoint folder of a name, or raises ConfigError.
         with_weights: whether weights will be read, so that a broken checkpoint is refused here.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a value out of range, or keys that do not go together.
+        ConfigError: an unknown key (with the nearest known one), a value out of range, or contradicting keys.
     """
     keys = _convert(given)
     method = _method(keys)
@@ -120,7 +126,7 @@ def _convert(given: Mapping[str, Any]) -> SpeculativeKeys:
 
 
 def _method(keys: SpeculativeKeys) -> str:
-    """The method, which all the other keys go with and are in range for."""
+    """Return the method after checking that every other key is in range and allowed with it."""
     given = [(each, getattr(keys, each.name)) for each in declared(SpeculativeKeys)]
     for each, value in given:
         low, high = each.setting.range or (0, 0)
@@ -138,7 +144,7 @@ def _method(keys: SpeculativeKeys) -> str:
 
 
 def _lookup(keys: SpeculativeKeys) -> tuple[int, int]:
-    """Of the two lengths, one that is not given is the other."""
+    """Return the minimum and maximum n-gram length. If only one is given, the other is equal to it."""
     low, high = keys.prompt_lookup_min, keys.prompt_lookup_max
     if low is None and high is None:
         return DEFAULT_LOOKUP

@@ -1,4 +1,4 @@
-"""The flags of traces and crash dumps, as absolute paths: the scheduler's process gets no relative one."""
+"""The flags of traces and crash dumps. Their paths are made absolute before they are sent to the scheduler."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,10 @@ MIN_PART_BYTES = 65_536
 
 
 def trace_path(path: str | None, max_bytes: int) -> str:
-    """Return the absolute path of ``--trace``, or "". The scheduler, which writes the file, checks that it can.
+    """Return the absolute path of ``--trace``, or "". The scheduler checks that the file is writable.
 
     Raises:
-        ConfigError: the folder is not there, or the size of ``--trace-max-bytes`` is too small to be meant.
+        ConfigError: the folder does not exist, or ``--trace-max-bytes`` is out of range.
     """
     if max_bytes and not MIN_PART_BYTES <= max_bytes < 2**60:
         raise ConfigError(f"--trace-max-bytes must be 0 (one file) or at least {MIN_PART_BYTES}, not {max_bytes}")
@@ -25,9 +25,9 @@ def trace_path(path: str | None, max_bytes: int) -> str:
 
 
 def crash_dump_dir(path: str | None) -> str:
-    """Where ``--crash-dump-dir`` says (empty: nowhere), else in the user's folder of such things, if there is a user.
+    """Return the folder of ``--crash-dump-dir`` (empty: none), by default one in the user's state folder.
 
-    It is made when it is needed.
+    "" if the user has no home folder. The folder is created when the first dump is written.
     """
     if path is not None:
         return str(Path(path).expanduser().absolute()) if path else ""

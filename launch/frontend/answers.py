@@ -1,4 +1,4 @@
-"""One answer in flight: the engine's updates turned into text, ended by its stop strings or by the engine."""
+"""One answer in flight: converts the engine's updates to text, up to a stop string or the engine's end."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ PROMPT_TAIL = 12
 
 @dataclass(slots=True)
 class PlacedLogprobs:
-    """A token's log probabilities, and where in the answer's text it begins."""
+    """A token's log probabilities, and the offset of its text in the answer."""
 
     logprobs: TokenLogprobs
     text_offset: int
@@ -26,14 +26,14 @@ class PlacedLogprobs:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one update adds to an answer.
+    """The part of an answer that one update adds.
 
     Attributes:
-        finish_reason: stop, length, abort, error or repetition; set on the last piece, and only there.
+        finish_reason: stop, length, abort, error or repetition; set only on the last delta.
         stop_reason: the stop string, or the stop token's id, that ended the answer.
-        num_output_tokens: of the answer so far, this piece included.
-        detail: why, when the finish reason is error.
-        prompt_logprobs: on the first piece, of the whole prompt but its first token, when asked for.
+        num_output_tokens: output tokens of the answer so far, including this delta.
+        detail: the reason, if the finish reason is error.
+        prompt_logprobs: on the first delta, if requested: of all prompt tokens but the first.
     """
 
     text: str
@@ -47,7 +47,7 @@ class OutputDelta:
     prompt_logprobs: LogprobArrays | None = None
 
     def without_answer(self) -> "OutputDelta":
-        """The same for a client that asked for no tokens; the engine's one token ended it, whichever it was."""
+        """Return the delta for a client that requested no output tokens: the engine's one token is left out."""
         ended = self.finish_reason
         return replace(
             self,
@@ -61,7 +61,7 @@ class OutputDelta:
 
 
 class Answer:
-    """One sequence of the engine and the text made of it. Its holder calls ``abort`` unless it ended."""
+    """One sequence of the engine and its text. The owner calls ``abort`` unless the sequence has ended."""
 
     def __init__(self, sequence: Stoppable, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
         self._sequence = sequence
@@ -73,22 +73,22 @@ class Answer:
             min_tokens=params.min_tokens,
             prompt_tail=prompt.token_ids[-PROMPT_TAIL:].tolist(),
         )
-        self._speak_stop_token = params.include_stop_str_in_output
+        self._include_stop_token = params.include_stop_str_in_output
         self._num_logprobs = params.logprobs or 0
         self._prompt_logprobs_due = params.prompt_logprobs is not None
 
     def assemble(self, update: Update) -> OutputDelta:
-        """The piece that an update makes. A stop string found in it is told to the engine."""
+        """Convert an update to a delta. If it completes a stop string, a stop is sent to the engine."""
         out = self._text_out
-        spoken: ListLike[int] = update.token_ids
-        if update.ended is EndReason.STOPPED and spoken and not self._speak_stop_token:
-            spoken = spoken[:-1]
+        decoded: ListLike[int] = update.token_ids
+        if update.ended is EndReason.STOPPED and decoded and not self._include_stop_token:
+            decoded = decoded[:-1]
         before = update.num_output_tokens - len(update.token_ids)
         offsets: list[int] = []
         if update.logprobs is None:
-            text = out.push(spoken)
+            text = out.push(decoded)
         else:
-            text, offsets = self._push_one_by_one(spoken)
+            text, offsets = self._push_one_by_one(decoded)
             offsets += [out.num_chars] * (len(update.token_ids) - len(offsets))
         if update.ended is not None and out.stop is None:
             text += out.finish()
@@ -117,7 +117,7 @@ class Answer:
         self._sequence.abort()
 
     def _push_one_by_one(self, token_ids: ListLike[int]) -> tuple[str, list[int]]:
-        """The text of the tokens, and the offset at which each begins."""
+        """Return the text of the tokens, and the text offset of each."""
         texts: list[str] = []
         offsets: list[int] = []
         for token in token_ids:
@@ -126,30 +126,30 @@ class Answer:
         return "".join(texts), offsets
 
     def _place(self, logprobs: list[TokenLogprobs], offsets: list[int]) -> list[PlacedLogprobs]:
-        """With the best tokens cut to as many as were asked for: a step gives each request as many as any."""
+        """Attach offsets, and cut the top tokens to the requested number: a step may return more."""
         for entry in logprobs:
             del entry.top[self._num_logprobs :]
         return [PlacedLogprobs(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False)]
 
     def _prompt_logprobs(self, table: LogprobArrays | None) -> LogprobArrays | None:
-        """For the first piece; empty for a prompt of one token, of which the engine tells nothing."""
+        """Return them for the first delta if requested; empty for a prompt of one token, which has none."""
         due, self._prompt_logprobs_due = self._prompt_logprobs_due, False
         return (table or LogprobArrays.empty()) if due else None
 
 
 class StreamedAnswer(Answer):
-    """An answer whose pieces are awaited."""
+    """An answer whose deltas are awaited."""
 
     def __init__(
         self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False
     ) -> None:
-        """``prompt_only``: the pieces tell nothing of the answer."""
+        """``prompt_only``: the deltas contain nothing of the answer."""
         super().__init__(sequence, text_in, prompt, params)
         self._updates = sequence.updates
         self._prompt_only = prompt_only
 
     async def deltas(self) -> AsyncIterator[OutputDelta]:
-        """The answer as it grows; ends after the piece with a finish reason.
+        """Yield the deltas of the answer; the last one has a finish reason.
 
         Raises:
             InvalidRequest, EngineError: as ``Sequence.updates``.
@@ -157,9 +157,9 @@ class StreamedAnswer(Answer):
         async for update in self._updates():
             if not update.token_ids and update.ended is None:
                 continue
-            piece = self.assemble(update)
-            yield piece.without_answer() if self._prompt_only else piece
-            if piece.finish_reason is not None:
+            delta = self.assemble(update)
+            yield delta.without_answer() if self._prompt_only else delta
+            if delta.finish_reason is not None:
                 return
 
 
@@ -178,10 +178,10 @@ async def start_answers(
 ) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
 
-    Sample ``i`` draws with its own seed, derived from the request's, so that it does not depend on ``n``.
+    The seed of sample ``i`` is derived from the request's seed and ``i``, so that it does not depend on ``n``.
 
     Raises:
-        InvalidRequest, EngineError: as ``EngineClient.add``; those already submitted are aborted.
+        InvalidRequest, EngineError: as ``EngineClient.add``; sequences already submitted are aborted.
     """
     params = tokenize_bad_words(params, text_in, engine)
     fitted = [fit_params(params, prompt, engine, clamp=clamp_max_tokens) for prompt in prompts]
@@ -201,7 +201,7 @@ async def start_answers(
                     tenant,
                 )
                 answers.append(StreamedAnswer(sequence, text_in, prompt, params, prompt_only=prompt_only))
-    except BaseException:  # a cancelled request, too, must leave nothing running
+    except BaseException:  # also for a cancelled task
         for answer in answers:
             answer.abort()
         raise

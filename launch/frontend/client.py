@@ -1,4 +1,4 @@
-"""The engine over ZeroMQ, for an asyncio front end."""
+"""The engine client over ZeroMQ, for asyncio."""
 
 import asyncio
 import os
@@ -23,22 +23,22 @@ from quire.protocol.wire.zmq_channel import AsyncZmqChannel, frontend_address
 
 HEARTBEAT_S = 1.0
 RELINK_S = 0.05
-"""Before a link that was cut is made again."""
+"""Delay before a broken link is opened again."""
 
 
 class ZmqSequence:
     """One answer in flight; see ``engine_client.Sequence``."""
 
-    def __init__(self, session: Session, stream: Stream, news: asyncio.Event) -> None:
+    def __init__(self, session: Session, stream: Stream, event: asyncio.Event) -> None:
         self.request_id = stream.request_id
         self._session = session
         self._stream = stream
-        self._news = news
+        self._event = event
 
     async def updates(self) -> AsyncIterator[Update]:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._event.wait()
+            self._event.clear()
             update = self._stream.take()
             if update is not None:
                 yield update
@@ -55,8 +55,8 @@ class ZmqSequence:
 class ZmqEngineClient:
     """Implements ``engine_client.EngineClient``.
 
-    One task receives; a step's outputs wake each touched sequence once. Owns the socket and the session. What is posted
-    while there is no link is not lost: the session submits it on the next one.
+    One task receives; a step's outputs wake each affected sequence once. Owns the socket and the session. A request
+    posted while there is no link is not lost: the session submits it on the next link.
     """
 
     def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
@@ -72,7 +72,7 @@ class ZmqEngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
-        self._told = asyncio.Event()
+        self._state_known = asyncio.Event()
         self._was_ready = asyncio.Event()
 
     @property
@@ -84,15 +84,15 @@ class ZmqEngineClient:
         return self._session.seconds_without_progress
 
     def connect(self, incarnation: int = 1) -> None:
-        """Connect to the scheduler of this ``incarnation``, which may be starting, and resubmit requests."""
+        """Connect to the scheduler of this incarnation, which may not have started yet, and resubmit requests."""
         if not self._tasks:
             self._tasks.append(asyncio.create_task(self._beat()))
         for task in self._tasks[1:]:
             task.cancel()
         del self._tasks[1:]
-        again, self._scheduler_incarnation = self._scheduler_incarnation > 0, incarnation
-        self._session.was_ready |= incarnation > 1  # of the scheduler before, at least
-        self._relink(after_death=again)
+        had_scheduler, self._scheduler_incarnation = self._scheduler_incarnation > 0, incarnation
+        self._session.was_ready |= incarnation > 1  # an earlier scheduler was ready
+        self._relink(after_death=had_scheduler)
         self._tasks.append(asyncio.create_task(self._receive()))
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ class ZmqEngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._channel is not None:
             self._channel.close()
-        self._context.term()  # waits no longer than the sockets linger
+        self._context.term()  # waits at most the sockets' linger time
 
     async def add(
         self,
@@ -114,8 +114,8 @@ class ZmqEngineClient:
         tenant: int = 0,
     ) -> ZmqSequence:
         if self._channel is not None and self._channel.is_full:
-            raise InvalidRequest("the engine does not keep up; try again soon", None, "queue_full")
-        news = asyncio.Event()
+            raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
+        event = asyncio.Event()
         request = AddRequest(
             request_id=request_id,
             prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
@@ -126,9 +126,9 @@ class ZmqEngineClient:
             arrival=time.monotonic(),
             tenant=tenant,
         )
-        stream = self._session.add(request, news.set)
+        stream = self._session.add(request, event.set)
         self._idle.clear()
-        return ZmqSequence(self._session, stream, news)
+        return ZmqSequence(self._session, stream, event)
 
     async def statistics(self) -> Statistics:
         self._session.require_alive()
@@ -145,15 +145,15 @@ class ZmqEngineClient:
             del self._queries[query]
 
     async def wait_state_known(self) -> None:
-        """Until the scheduler has said how the engine is."""
-        await self._told.wait()
+        """Wait until the scheduler has sent the engine's state."""
+        await self._state_known.wait()
 
     async def wait_ready(self) -> None:
-        """Until the engine takes requests for the first time."""
+        """Wait until the engine accepts requests for the first time."""
         await self._was_ready.wait()
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Wait until no answer is in flight; False when that took longer than ``timeout`` seconds."""
+        """Wait until no answer is in flight; return False after ``timeout`` seconds."""
         self._settle()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
@@ -167,14 +167,14 @@ class ZmqEngineClient:
         self._settle()
 
     def drain(self) -> None:
-        """New requests are not taken any more."""
+        """Start to refuse new requests."""
         if self.state != "failed":
             self._session.become("draining")
 
     def fail(self, reason: str) -> None:
-        """The engine is gone for good: every stream and query ends with that."""
+        """End every stream and query with ``reason``: the engine has failed."""
         self._session.fail(reason)
-        self._told.set()
+        self._state_known.set()
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(EngineError(reason))
@@ -183,7 +183,7 @@ class ZmqEngineClient:
     # ---- the link
 
     def _post(self, message: Message) -> None:
-        """Send without waiting: the socket keeps the order, and its queue is bounded."""
+        """Send without blocking. The socket keeps the order, and its queue is bounded."""
         if self._channel is not None:
             self._channel.post(message)
 
@@ -210,7 +210,7 @@ class ZmqEngineClient:
             elif isinstance(message, Statistics):
                 self._answer(message)
             elif isinstance(message, EngineState):
-                self._told.set()
+                self._state_known.set()
             self._settle()
 
     def _answer(self, statistics: Statistics) -> None:

@@ -1,7 +1,6 @@
-"""What the front end asks of an engine, and nothing of how it is reached.
+"""The engine's interface for a front end, independent of the transport.
 
-HTTP and the offline API are written against these names; the real client speaks ZeroMQ, tests have one that
-invents its tokens.
+HTTP is written against this interface. The real client uses ZeroMQ; tests have one that generates arbitrary tokens.
 """
 
 from collections.abc import AsyncIterator
@@ -18,18 +17,18 @@ from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 @dataclass(slots=True)
 class Update:
-    """What one step, or several that piled up, brought one sequence.
+    """New tokens of one sequence, from one step or from several unread ones.
 
     Attributes:
-        token_ids: new output tokens, the stop token included when one ended it.
-        logprobs: one per token of ``token_ids``, when asked for.
-        ended: set on the last update, and only there.
+        token_ids: new output tokens, including the stop token that ended the sequence.
+        logprobs: one per token of ``token_ids``, if requested.
+        ended: set only on the last update.
         stop_reason: id of the stop token that ended the sequence.
-        num_output_tokens: total so far that counts and is billed, this update included.
-        num_cached_tokens: of the prompt, how many the prefix cache served.
-        detail: when ``ended`` is ERROR, one line that the client may read.
-        prompt_logprobs: with the first tokens, when asked for: of the prompt's tokens from the second on. Arrays, since
-            a prompt is long and few read it all.
+        num_output_tokens: total output tokens to bill so far, including this update.
+        num_cached_tokens: number of prompt tokens found in the prefix cache.
+        detail: if ``ended`` is ERROR, one line that may be sent to the client.
+        prompt_logprobs: with the first tokens, if requested: of the prompt tokens from the second on. Arrays, because
+            prompts are long.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -43,38 +42,38 @@ class Update:
 
 
 class Stoppable(Protocol):
-    """What can be told of one sampled answer in flight."""
+    """One sequence in flight that can be stopped or aborted."""
 
     request_id: str
 
     def stop_at(self, num_output_tokens: int) -> None:
-        """A stop string was found: the sequence ends with that many tokens. The caller reads no further."""
+        """End the sequence with this many tokens, because a stop string was found. The caller reads no further."""
         ...
 
     def abort(self) -> None:
-        """The rest is not wanted. Without effect on a sequence that has ended."""
+        """Abort the sequence. No effect if it has ended."""
         ...
 
 
 class Sequence(Stoppable, Protocol):
-    """One sampled answer in flight, and what comes of it."""
+    """One sequence in flight whose updates are awaited."""
 
     def updates(self) -> AsyncIterator[Update]:
-        """What happens, until the update with ``ended``; updates that pile up unread are merged into one.
+        """Yield updates up to the one with ``ended``; unread updates are merged.
 
         Raises:
-            InvalidRequest: the scheduler refused the request; only ever before the first update.
-            EngineError: the engine died and will not go on.
+            InvalidRequest: the scheduler refused the request; only before the first update.
+            EngineError: the engine has failed.
         """
         ...
 
 
 class EngineClient(Protocol):
-    """The engine, as one front end sees it.
+    """The engine's interface for one front end.
 
     Attributes:
-        max_model_len: most tokens of one request, prompt and answer together.
-        vocab_size: the model's output width; every token id must be below it.
+        max_model_len: maximum number of tokens of a request, prompt and answer together.
+        vocab_size: vocabulary size of the model's output; every token id must be below it.
     """
 
     max_model_len: int
@@ -87,7 +86,7 @@ class EngineClient(Protocol):
 
     @property
     def seconds_without_progress(self) -> float:
-        """How long no token has come although an answer is in flight, or the engine recovers already."""
+        """Seconds since the last token while an answer is in flight, or since a recovery began."""
         ...
 
     async def add(
@@ -102,19 +101,20 @@ class EngineClient(Protocol):
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
 
-        ``priority``: an int32; the lowest runs first, if the engine schedules by it.
-        ``tenant``: whose it is, from 1; 0: unknown. Tenants take turns at what is scarce.
+        Args:
+            priority: an int32; lower values are scheduled first with ``--scheduling-policy priority``.
+            tenant: the tenant's number from 1, or 0 for none. The scheduler shares scarce resources fairly.
 
         Raises:
-            InvalidRequest: refused; may also surface from ``Sequence.updates``.
-            EngineError: the engine is gone.
+            InvalidRequest: refused; ``Sequence.updates`` may raise it too.
+            EngineError: the engine has failed.
         """
         ...
 
     async def statistics(self) -> Statistics:
-        """The scheduler's counters and gauges now.
+        """Return the scheduler's current counters and gauges.
 
         Raises:
-            EngineError: the engine is gone.
+            EngineError: the engine has failed.
         """
         ...

@@ -1,11 +1,10 @@
-"""One front end's side of its link to the scheduler, without any I/O: what to send, what came, what to send again.
+"""The front end's side of its link to the scheduler: submission, updates and resubmission. No I/O.
 
-The scheduler may die and be started again, and a message may be damaged on its way. Then the link begins anew, and
-every answer in flight is submitted once more, with the tokens that its client has got already: the scheduler goes on
-behind them. The client of a stream notices a pause, and nothing else.
+When the scheduler was restarted, or a message was damaged, a new link begins. Every answer in flight is resubmitted
+with the tokens that it has received, and the scheduler continues after them. The client notices only a pause.
 
-A request may be what ends the scheduler. Only a front end knows what was in flight then, so it counts: a request that
-was in flight at three deaths of the scheduler, and got no token in between, ends with an error.
+A request may crash the scheduler. Only the front ends know the requests that were in flight then, so they count: a
+request that was in flight at three scheduler deaths, with no token in between, ends with an error.
 """
 
 import time
@@ -26,29 +25,30 @@ from quire.protocol.wire.front_end_messages import (
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused, Welcome
 
 MAX_SCHEDULER_DEATHS = 3
-"""Deaths of the scheduler, with no token in between, after which a request in flight ends. The supervisor gives up
-later, after five (``policy.MAX_DEATHS``), so that the engine survives such a request."""
+"""Scheduler deaths, with no token in between, after which a request in flight ends with an error. The engine gives up
+after more of them (``policy.MAX_DEATHS``), so that it survives such a request."""
 ENGINE_FAULT = (
-    f"engine_fault: the scheduler died {MAX_SCHEDULER_DEATHS} times with this request, which got no token in between"
+    f"engine_fault: the scheduler died {MAX_SCHEDULER_DEATHS} times while this request was in flight, with no token in "
+    "between"
 )
 
 
 class Session:
-    """What one front end knows of the engine. Owns the table of streams.
+    """The engine's state and the streams in flight of one front end.
 
     Attributes:
         state: loading, ready, recovering, draining or failed.
         since: when that state began, in seconds of ``clock``.
-        progress_at: when a token, or an ending, came last, or the first of those in flight was added.
-        detail: why, when it failed.
-        life: which link this is; grows with each new one.
-        was_ready: the engine has been ready before, on whichever link: what loads now, recovers.
+        progress_at: when the last token or end arrived, or the first stream was added to an empty table.
+        detail: the reason, if the state is failed.
+        link_number: number of the current link, incremented with each new one.
+        was_ready: the engine has been ready on some link, so "loading" means "recovering".
     """
 
     def __init__(
         self, post: Callable[[Message], None], pid: int, index: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``post``: sends a message over the present link, in order, and does not wait."""
+        """``post``: sends a message over the current link, in order and without blocking."""
         self._post = post
         self._pid, self._index = pid, index
         self._clock = clock
@@ -62,33 +62,33 @@ class Session:
     # ---- the link
 
     def begin_link(self, *, after_death: bool = False) -> None:
-        """There is a new link, on which nothing was said yet. ``after_death``: to another scheduler."""
+        """Begin a new link with a Hello. ``after_death``: it is to a new scheduler, because the previous one died."""
         if after_death:
             self.count_scheduler_death()
         self.link_number += 1
         self._accepts = False
         self.table.forget_handles()
         for stream in self.table.streams:
-            if stream.muted:  # the engine that should have ended it is gone
+            if stream.muted:  # its end would have been a message on the previous link
                 self.table.drop(stream)
         if self.state == "ready":
             self.become("recovering")
         self._post(Hello(PROTOCOL_VERSION, "frontend", self._index, self._pid))
 
     def beat(self) -> None:
-        """To be called every second or so, welcomed or not: the answer, or a cut link, shows what was lost."""
+        """Send a heartbeat; call about once a second, even before Welcome. A lost message shows in the reply."""
         if self.link_number:
             self._post(Heartbeat(self._clock()))
 
     def take(self, message: Message | ProtocolError) -> bool:
-        """What came. False: the link is broken, or was cut; the caller makes a new one and calls ``begin``."""
+        """Process a message. If False, the link is broken: the caller opens a new one and calls ``begin_link``."""
         match message:
             case StepOutputs():
                 return self._take_outputs(message)
             case Rejected():
                 self.table.reject(message)
             case Welcome() | Statistics() | Heartbeat():
-                pass  # the client that asked for it looks at it
+                pass  # the client handles these itself
             case EngineState(kind="failed", detail=detail):
                 self.fail(detail)
             case EngineState():
@@ -108,7 +108,7 @@ class Session:
         return True
 
     def count_scheduler_death(self) -> None:
-        """Each request that the dead scheduler had may be why it died, and would end the next one as well."""
+        """Count a scheduler death for each request that it had, which may be the cause; end those with too many."""
         for stream in self.table.streams:
             if stream.link_number == self.link_number:
                 stream.note_death()
@@ -128,10 +128,10 @@ class Session:
     # ---- requests
 
     def add(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> Stream:
-        """Submit it now, or as soon as the engine takes requests.
+        """Submit a request now, or as soon as the engine accepts requests.
 
         Raises:
-            InvalidRequest: its id is in use.
+            InvalidRequest: the request id is in use.
             EngineError: the engine has failed.
         """
         self.require_alive()
@@ -143,11 +143,10 @@ class Session:
         return stream
 
     def abort(self, stream: Stream) -> None:
-        """The rest is not wanted."""
         self._end(stream, Abort([stream.request_id]))
 
     def stop_at(self, stream: Stream, num_output_tokens: int) -> None:
-        """It ends with that many tokens."""
+        """End the stream with this many tokens."""
         self._end(stream, Stop(stream.request_id, num_output_tokens))
 
     def shut_down(self, detail: str) -> None:
@@ -175,7 +174,7 @@ class Session:
 
     @property
     def seconds_without_progress(self) -> float:
-        """How long nothing has come although something is in flight, or the engine recovers already."""
+        """Seconds since the last token while a stream is in flight, or since a recovery began."""
         now = self._clock()
         waiting = now - self.progress_at if len(self.table) else 0.0
         return max(waiting, now - self.since if self.state == "recovering" else 0.0)
@@ -185,7 +184,7 @@ class Session:
             self.state, self.since = state, self._clock()
 
     def fail(self, reason: str) -> None:
-        """The engine is gone for good: every stream ends with that."""
+        """End every stream with ``reason``: the engine has failed."""
         self.become("failed")
         self.detail = reason
         self._accepts = False

@@ -1,6 +1,6 @@
-"""Which answers are in flight, and what each step brings them: the front end's bookkeeping, without any I/O.
+"""The front end's table of answers in flight and their unread tokens. No I/O.
 
-The asynchronous client (HTTP) and the blocking one (the offline API) both stand on it.
+Both clients use it: the asynchronous one (HTTP) and the blocking one (offline API).
 """
 
 from array import array
@@ -17,16 +17,16 @@ from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
 
 
 class Stream:
-    """One sampled answer: what was asked, all tokens that came, and what of it was not taken yet.
+    """One answer in flight: its request, all tokens received, and the unread update.
 
     Attributes:
-        request: as it was first submitted.
-        tokens: of the answer so far, int32: what another scheduler is told, should this one die.
-        life: of the session's link on which it was submitted last; 0 before.
-        handle: the scheduler's number for it; None before its first message.
-        error: set instead of an ending when the request was refused or the engine died.
-        muted: it is not read any more; what still comes is dropped.
-        over: nothing will come any more.
+        request: the request as first submitted.
+        tokens: output tokens received so far, int32; sent to the next scheduler if this one dies.
+        link_number: the session's link on which it was last submitted; 0 before the first submission.
+        handle: the scheduler's handle of the request; None before the first message about it.
+        error: set instead of an end, if the request was refused or the engine failed.
+        muted: the stream is no longer read; further tokens are dropped.
+        over: no further message about it is expected.
     """
 
     def __init__(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> None:
@@ -46,7 +46,7 @@ class Stream:
         self._prompt_logprobs: LogprobArrays | None = None
 
     def take(self) -> Update | None:
-        """What piled up since the last call; None when nothing did. Raises the error if there is one."""
+        """Return the update since the last call, or None; raise the stream's error if there is one."""
         if self.error is not None:
             raise self.error
         update, self._update = self._update, None
@@ -57,7 +57,7 @@ class Stream:
         return update
 
     def submission(self) -> AddRequest:
-        """The request; after the first time, to be gone on with behind what came of it."""
+        """Return the request to submit; from the second time on with the output tokens received."""
         if not self.link_number:
             return self.request
         delivered = np.array(self.tokens, np.int32) if self.tokens else None
@@ -65,35 +65,35 @@ class Stream:
 
     @property
     def num_deaths(self) -> int:
-        """How many schedulers died with it since it last got a token."""
+        """Number of scheduler deaths with this request in flight since it last received a token."""
         return self._num_deaths if len(self.tokens) == self._num_tokens_at_death else 0
 
     def note_death(self) -> None:
         self._num_deaths, self._num_tokens_at_death = self.num_deaths + 1, len(self.tokens)
 
     def notify(self) -> None:
-        """Wake the reader: something came."""
+        """Wake the reader, because there is an update or an error."""
         if self._on_update is not None and not self.muted:
             self._on_update()
 
     def place_prompt_logprobs(self, start: int, part: LogprobArrays) -> None:
         """Keep a part of the prompt's log probabilities, from prompt token ``start`` on, for the first update.
 
-        Parts that come again with a later token, after a preemption, were delivered before. Parts may differ in width:
-        the columns that all of them have are those that were asked for.
+        Parts that arrive after the first output token are repeats after a preemption, and are dropped. Parts may differ
+        in width; the columns that all of them have are the requested ones.
         """
         if not self.muted and not self.num_output_tokens:
             self._prompt_logprobs = (self._prompt_logprobs or LogprobArrays.empty()).overlaid(start - 1, part)
 
     def pending(self) -> Update:
-        """The update being gathered, for the table to add to."""
+        """Return the unread update, for the table to add to."""
         if self._update is None:
             self._update = Update()
         return self._update
 
 
 class StreamTable:
-    """All streams of one front end, by request id and by handle. Drops a stream when it ends."""
+    """All streams in flight of one front end, by request id and by handle."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Stream] = {}
@@ -104,40 +104,40 @@ class StreamTable:
 
     @property
     def streams(self) -> list[Stream]:
-        """In order of arrival."""
+        """The streams in order of arrival."""
         return list(self._by_id.values())
 
     def add(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> Stream:
-        """Raises InvalidRequest when its id is in use."""
+        """Add a stream; raise InvalidRequest if the request id is in use."""
         if request.request_id in self._by_id:
             raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
         stream = self._by_id[request.request_id] = Stream(request, on_update)
         return stream
 
     def forget_handles(self) -> None:
-        """The scheduler that gave them is gone."""
+        """Forget all handles, which belong to the previous link."""
         for stream in self._by_handle.values():
             stream.handle = None
         self._by_handle.clear()
 
     def drop(self, stream: Stream) -> None:
-        """It is not read any more, and no message will tell of its end."""
+        """Remove a stream for which no end message is expected."""
         stream.over = True
         del self._by_id[stream.request_id]
 
     def end_failed(self, stream: Stream, detail: str) -> None:
-        """It ends here, whatever the scheduler still says of it."""
+        """End a stream with an error without waiting for the scheduler."""
         self.drop(stream)
         update = stream.pending()
         update.ended, update.detail = EndReason.ERROR, detail
         stream.notify()
 
     def apply(self, message: StepOutputs) -> None:
-        """Give each stream what the step brought it, and notify it once."""
+        """Apply a step's outputs to the streams, and notify each affected stream once."""
         for introduced in message.introduced:
             stream = self._by_id[introduced.request_id]
             stream.handle = introduced.handle
-            if stream.num_cached_tokens < 0:  # else it is the second time, and may hit what it left itself
+            if stream.num_cached_tokens < 0:  # not after a resubmission, which may hit the request's own blocks
                 stream.num_cached_tokens = introduced.num_cached_tokens
             self._by_handle[introduced.handle] = stream
         if message.prompt_logprobs is not None:
@@ -162,13 +162,13 @@ class StreamTable:
             stream.notify()
 
     def reject(self, message: Rejected) -> None:
-        """The scheduler did not accept a request."""
+        """End the stream of a request that the scheduler refused."""
         stream = self._by_id.pop(message.request_id, None)
         if stream is not None:
             self._end_with(stream, InvalidRequest(message.message, message.param or None, message.code))
 
     def fail(self, reason: str) -> None:
-        """The engine is gone: nothing in flight will go on."""
+        """End all streams with ``reason``: the engine has failed."""
         streams = list(self._by_id.values())
         self._by_id.clear()
         self._by_handle.clear()
@@ -192,8 +192,8 @@ class StreamTable:
             touched[handle] = stream
         return touched
 
-    def _apply_logprobs(self, told: Logprobs, handles: list[int]) -> None:
-        for row, entry in zip(told.rows, told.arrays.entries(), strict=True):
+    def _apply_logprobs(self, logprobs: Logprobs, handles: list[int]) -> None:
+        for row, entry in zip(logprobs.rows, logprobs.arrays.entries(), strict=True):
             stream = self._by_handle[handles[row]]
             if stream.muted:
                 continue
@@ -204,6 +204,6 @@ class StreamTable:
 
 
 def _handle_per_token(handles: Int32, counts: Int32 | None) -> list[int]:
-    """The handle of each token: a request with accepted drafts gets several."""
+    """Return the handle of each token. A request with accepted draft tokens has several."""
     per_token: list[int] = (handles if counts is None else np.repeat(handles, counts)).tolist()
     return per_token

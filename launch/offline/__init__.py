@@ -1,1 +1,1 @@
-"""The offline API and the commands built on it."""
+"""The offline API, and the commands built on it."""

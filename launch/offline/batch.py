@@ -1,4 +1,4 @@
-"""One call of the offline API: hands its requests to the engine, a bounded number at once, and collects what comes."""
+"""One call of the offline API: submits its requests, a bounded number at a time, and collects their outputs."""
 
 import heapq
 import secrets
@@ -23,32 +23,32 @@ from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
 from quire.protocol.wire.front_end_messages import AddRequest
 
-# Requests handed to the scheduler at once: more would only sit in sockets, whose queues are bounded.
+# Maximum number of requests in flight. More would only fill the sockets' bounded queues.
 MAX_SUBMITTED = 1024
 
 
 class BlockingEngine(ModelLimits, Protocol):
-    """The engine, as a caller that waits sees it."""
+    """The engine, for a blocking caller."""
 
     config: EngineConfig
     session: Session
 
     def submit(self, request: AddRequest, on_update: Callable[[], None]) -> Stream:
-        """Raises EngineError once it is closed."""
+        """Submit a request; raise EngineError if the client is closed."""
         ...
 
     def receive(self) -> None:
-        """Wait for a message, though not for ever, and give the table what it brings.
+        """Wait a bounded time for a message and apply it to the stream table.
 
         Raises:
-            EngineError: the engine is gone.
+            EngineError: the engine has failed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One prompt of a call; ``params.n`` answers are wanted."""
+    """One prompt of a call, for which ``params.n`` answers are generated."""
 
     name: str
     prompt: Prompt
@@ -57,7 +57,7 @@ class BatchRequest:
 
 
 class _OfflineSequence:
-    """The part of a sequence that an Answer needs where no task awaits it: a stop and an abort."""
+    """The methods of a sequence that an Answer needs without asyncio: ``stop_at`` and ``abort``."""
 
     def __init__(self, session: Session, stream: Stream) -> None:
         self.request_id = stream.request_id
@@ -73,7 +73,7 @@ class _OfflineSequence:
 
 @dataclass(slots=True)
 class _Sample:
-    """One answer of one prompt on its way. ``queued``: nothing came for it yet, so it may still wait."""
+    """One answer in flight. ``queued``: it has received no token yet, so it may be in the waiting queue."""
 
     order: int
     prompt: int
@@ -84,10 +84,10 @@ class _Sample:
 
 
 class Batch:
-    """The requests of one call, those in flight, and their outputs in the order of the prompts.
+    """The requests of one call, the answers in flight, and the outputs in the order of the prompts.
 
-    No request meets a full queue as long as only arrivals wait there. One that does all the same, since preempted
-    requests wait too, is handed over again later: the queue's limit never fails a call.
+    The number of queued requests is kept below the scheduler's queue limit. A request can still be refused, because
+    preempted requests wait in the queue too; it is resubmitted later. The queue limit never fails a call.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Batch:
         self._open: dict[str, _Sample] = {}
         self._num_queued = 0
         self._refused = False
-        """The queue was full, and nothing has come since that could have made room."""
+        """A request was refused because the queue was full, and no update has arrived since."""
         self._left = [r.params.n for r in requests]
         urgent = engine.config.scheduling_policy == "priority"
-        # A heap of (priority, prompt, sample): what is handed over late must not be what should run first.
+        # A heap of (priority, prompt, sample), so that requests of the best priority are submitted first.
         self._to_submit = [
             (r.priority if urgent else 0, p, i) for p, r in enumerate(requests) for i in range(r.params.n)
         ]
@@ -117,11 +117,11 @@ class Batch:
         ]
 
     def finish(self, bar: "tqdm[Any]") -> None:
-        """Run to the end.
+        """Run until all requests have finished.
 
         Raises:
-            InvalidRequest: the scheduler refused a request for good.
-            EngineError: the engine is gone.
+            InvalidRequest: the scheduler refused a request.
+            EngineError: the engine has failed.
         """
         self._submit()
         while self._open:
@@ -131,7 +131,7 @@ class Batch:
             self._submit()
 
     def abort(self) -> None:
-        """Leave nothing running, if the engine still listens."""
+        """Abort all requests in flight, unless the engine has failed."""
         for sample in self._open.values():
             try:
                 sample.answer.abort()
@@ -149,7 +149,7 @@ class Batch:
         request_id = f"{request.name}-{index}"
         params = request.params
         if index and params.prompt_logprobs is not None:
-            # Those of the prompt come once, with its first answer; the others may read cached prefixes.
+            # Only a prompt's first answer computes these, so that the other answers can hit the prefix cache.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         added = AddRequest(
             request_id,
@@ -177,28 +177,28 @@ class Batch:
             return
         self._refused = False
         self._leave_queue(sample)
-        piece = sample.answer.assemble(update)
-        self._append(self.outputs[sample.prompt].outputs[sample.index], piece)
-        if piece.prompt_logprobs is not None:
+        delta = sample.answer.assemble(update)
+        self._append(self.outputs[sample.prompt].outputs[sample.index], delta)
+        if delta.prompt_logprobs is not None:
             num_best = self._requests[sample.prompt].params.prompt_logprobs or 0
-            entries = [logprob_by_id(entry, self._token_texts) for entry in piece.prompt_logprobs.entries(num_best)]
+            entries = [logprob_by_id(entry, self._token_texts) for entry in delta.prompt_logprobs.entries(num_best)]
             self.outputs[sample.prompt].prompt_logprobs = [None, *entries]
-        if piece.finish_reason is None:
+        if delta.finish_reason is None:
             return
-        self.outputs[sample.prompt].outputs[sample.index].error = piece.detail or None
-        self._end(sample, piece, bar)
+        self.outputs[sample.prompt].outputs[sample.index].error = delta.detail or None
+        self._end(sample, delta, bar)
 
-    def _end(self, sample: _Sample, piece: OutputDelta, bar: "tqdm[Any]") -> None:
+    def _end(self, sample: _Sample, delta: OutputDelta, bar: "tqdm[Any]") -> None:
         del self._open[sample.sequence.request_id]
         output = self.outputs[sample.prompt]
-        output.num_cached_tokens = max(output.num_cached_tokens, piece.num_cached_tokens)
+        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
         self._left[sample.prompt] -= 1
         if not self._left[sample.prompt]:
             output.finished = True
             bar.update()
 
     def _put_back(self, sample: _Sample) -> None:
-        """The request is to be handed over again, once an answer of another has got on."""
+        """Resubmit this request later, once another answer has received an update."""
         del self._open[sample.sequence.request_id]
         self._leave_queue(sample)
         self._refused = True
@@ -208,13 +208,13 @@ class Batch:
         self._num_queued -= sample.queued
         sample.queued = False
 
-    def _append(self, output: CompletionOutput, piece: OutputDelta) -> None:
-        output.text += piece.text
-        output.token_ids += piece.token_ids
-        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
-        if piece.logprobs is not None:
+    def _append(self, output: CompletionOutput, delta: OutputDelta) -> None:
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.logprobs is not None:
             output.logprobs = (output.logprobs or []) + [
-                logprob_by_id(placed.logprobs, self._token_texts) for placed in piece.logprobs
+                logprob_by_id(placed.logprobs, self._token_texts) for placed in delta.logprobs
             ]
-            total = sum(placed.logprobs.logprob for placed in piece.logprobs)
+            total = sum(placed.logprobs.logprob for placed in delta.logprobs)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + total

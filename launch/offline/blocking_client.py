@@ -1,4 +1,4 @@
-"""The engine over ZeroMQ, for a caller that waits: the offline API's side of the link."""
+"""The engine client over ZeroMQ for a blocking caller, the offline API."""
 
 import os
 import time
@@ -23,18 +23,18 @@ HEARTBEAT_S = 1.0
 
 
 class Engine(Protocol):
-    """What the client goes by: see ``engine_thread.EngineThread``."""
+    """The part of ``engine_thread.EngineThread`` that the client uses."""
 
     incarnation: int
     failure: QuireError | None
 
     def fileno(self) -> int: ...
 
-    def take_news(self) -> None: ...
+    def clear_notification(self) -> None: ...
 
 
 class BlockingClient:
-    """Implements ``batch.BlockingEngine``. Owns the socket and the session; one thread at a time may use it."""
+    """Implements ``batch.BlockingEngine``. Owns the socket and the session. Not thread-safe."""
 
     def __init__(self, config: EngineConfig, directory: Path, engine: Engine) -> None:
         self.config = config
@@ -60,21 +60,21 @@ class BlockingClient:
         return self.session.add(request, on_update)
 
     def ask(self, control: Control) -> Statistics:
-        """The answer to a Control."""
+        """Send a Control message and wait for its reply."""
         self._statistics = None
         asked = 0
         while self._statistics is None:
             if self.session.state in ("ready", "recovering") and asked != self.session.link_number:
-                asked = self.session.link_number  # a new scheduler has not received the question
+                asked = self.session.link_number  # a new scheduler has not received the message
                 self._post(control)
             self.receive()
         return self._statistics
 
     def receive(self) -> None:
-        """Wait for a message, though not for ever, and give the table what it brings.
+        """Wait a bounded time for a message and apply it to the stream table.
 
         Raises:
-            EngineError: the engine is gone.
+            EngineError: the engine has failed.
         """
         self._check_open()
         assert self._channel is not None
@@ -85,16 +85,16 @@ class BlockingClient:
             message = error
         if isinstance(message, Statistics):
             self._statistics = message
-        self._look_after_link(message is None or self.session.take(message))
+        self._check_link(message is None or self.session.take(message))
         if self.session.state == "failed":
             raise EngineError(self.session.detail)
 
-    def _look_after_link(self, is_whole: bool) -> None:
-        self._engine.take_news()
+    def _check_link(self, is_intact: bool) -> None:
+        self._engine.clear_notification()
         if self._engine.failure is not None:
             self.session.fail(str(self._engine.failure))
             raise self._engine.failure
-        if not is_whole or self._engine.incarnation != self._incarnation:
+        if not is_intact or self._engine.incarnation != self._incarnation:
             died, self._incarnation = self._engine.incarnation != self._incarnation, self._engine.incarnation
             self._relink(after_death=died)
         elif time.monotonic() > self._beat_at:

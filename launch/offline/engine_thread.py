@@ -1,6 +1,6 @@
-"""The supervisor in a thread of the caller's process: for the offline API, whose own thread waits for answers.
+"""Runs the supervisor in a thread of the caller's process, because the offline API blocks in its own thread.
 
-The thread lives as long as the engine: what it starts would be killed by the kernel at its end.
+The thread must not end before the engine: the kernel kills the child processes when the thread that started them ends.
 """
 
 import contextlib
@@ -13,23 +13,26 @@ from quire.protocol.errors import EngineError, QuireError
 
 
 class EngineThread:
-    """Runs a Supervisor, made in the thread itself. ``fileno`` is readable while there is news."""
+    """Creates and runs a Supervisor in a thread. ``fileno`` is readable after its public attributes changed."""
 
     def __init__(self, make: Callable[[Callable[[int], None]], Supervisor]) -> None:
-        """``make``: is given what to call with the number of each new scheduler.
+        """Start the engine and wait until it is ready.
+
+        Args:
+            make: returns the Supervisor; its argument is a callback for the incarnation of each new scheduler.
 
         Raises:
-            ConfigError, EngineError: the engine did not come up.
+            ConfigError, EngineError: the engine failed to start.
         """
         self._make = make
-        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._notification = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = threading.Event()
         self._closing = False
         self._supervisor: Supervisor | None = None
         self.failure: QuireError | None = None
-        """Why the engine cannot go on; None while it can."""
+        """The reason why the engine cannot continue, or None."""
         self.incarnation = 1
-        """Of the scheduler."""
+        """The incarnation of the current scheduler."""
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
         try:
@@ -43,17 +46,17 @@ class EngineThread:
 
     @property
     def supervisor(self) -> Supervisor:
-        """To be looked at only."""
+        """The supervisor, for reading only: its methods belong to the thread."""
         assert self._supervisor is not None
         return self._supervisor
 
     def fileno(self) -> int:
-        return self._news
+        return self._notification
 
-    def take_news(self) -> None:
-        """``incarnation`` and ``failure`` are about to be looked at."""
+    def clear_notification(self) -> None:
+        """Reset ``fileno``; call before reading ``incarnation`` and ``failure``."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._news)
+            os.eventfd_read(self._notification)
 
     def close(self) -> None:
         """End the engine's processes. May be called twice."""
@@ -63,7 +66,7 @@ class EngineThread:
         if self._supervisor is not None and self._supervisor.wakeup_fd >= 0:
             os.write(self._supervisor.wakeup_fd, b"x")
         self._thread.join()
-        os.close(self._news)
+        os.close(self._notification)
 
     def _run(self) -> None:
         try:
@@ -82,8 +85,8 @@ class EngineThread:
         finally:
             self._ready.set()
             if not self._closing:
-                os.eventfd_write(self._news, 1)
+                os.eventfd_write(self._notification, 1)
 
     def _on_new_scheduler(self, incarnation: int) -> None:
         self.incarnation = incarnation
-        os.eventfd_write(self._news, 1)
+        os.eventfd_write(self._notification, 1)

@@ -1,4 +1,4 @@
-"""The offline API: the same processes as the server's, driven from Python without HTTP."""
+"""The offline API: the engine's processes, used from Python without HTTP."""
 
 import atexit
 import threading
@@ -39,14 +39,14 @@ PromptInput = str | list[int] | Mapping[str, Any]
 
 
 class LLM:
-    """An engine of its own: starts a scheduler and a worker process, and ends them with ``close`` or ``with``.
+    """An engine with its own scheduler and worker processes, which end with ``close`` or at the end of ``with``.
 
     Keyword arguments are the flags of ``quire serve`` with underscores; ``logits_processors`` may hold classes, and
-    ``speculative_config`` is a dictionary. Usable from several threads, one at a time.
+    ``speculative_config`` is a dictionary. Calls from several threads run one after the other.
 
     Raises:
         ConfigError: an unknown keyword (with the nearest known one), a value out of range, an unusable checkpoint.
-        EngineError: a process did not come up; says why.
+        EngineError: a process failed to start, with the reason.
     """
 
     max_model_len: int
@@ -59,7 +59,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, quiet: bool = False) -> "LLM":
-        """An engine by a finished configuration, random weights of a named shape included; no tokenizer then."""
+        """Create an engine from a complete configuration. With dummy weights there is no tokenizer."""
         llm = cls.__new__(cls)
         llm._start(config, TextIn.load(Path(config.model_path)) if config.model_path else TextIn(), quiet=quiet)
         return llm
@@ -107,15 +107,16 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``, or a list
                 of these.
-            sampling_params: one for all, or one for each prompt.
-            priority: likewise; the lowest runs first. Without effect unless ``scheduling_policy="priority"``.
+            sampling_params: one for all prompts, or one per prompt.
+            priority: one for all prompts, or one per prompt; lower values are scheduled first. It has no effect unless
+                ``scheduling_policy="priority"``.
 
         Returns:
             One RequestOutput per prompt, in order.
 
         Raises:
-            InvalidRequest: a prompt or a parameter is refused; nothing is left running.
-            EngineError: the engine died.
+            InvalidRequest: a prompt or a parameter is refused; all requests of the call are aborted.
+            EngineError: the engine has failed.
         """
         many: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         encoded = [self._encode(prompt) for prompt in many]
@@ -130,9 +131,9 @@ class LLM:
         use_tqdm: bool = False,
         priority: int | ListLike[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, through the checkpoint's chat template; else as ``generate``.
+        """Answer one conversation or many with the checkpoint's chat template; otherwise as ``generate``.
 
-        ``tools``: descriptions of functions, for the template. What the model makes of them is in the text.
+        ``tools``: function descriptions for the template. Tool calls are not parsed; they stay in the text.
         """
         one = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if one else list(messages)
@@ -141,11 +142,11 @@ class LLM:
         return self._run(encoded, sampling_params, priority, use_tqdm)
 
     def statistics(self) -> EngineStatistics:
-        """Counters since start, and gauges as of now."""
+        """Return counters since the start, and current gauges."""
         return EngineStatistics.of(self._ask(Control("statistics", 1)))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False when requests still hold blocks."""
+        """Drop all cached prefixes; return False if requests hold blocks, without dropping any."""
         return self._ask(Control("reset_prefix_cache", 1)).done
 
     def _ask(self, control: Control) -> Statistics:

@@ -1,4 +1,4 @@
-"""What the offline API gives back, by the names that vLLM's users know."""
+"""Result types of the offline API, with vLLM's names."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from quire.protocol.wire.logprobs import TokenLogprobs
 
 @dataclass(slots=True)
 class Logprob:
-    """``rank`` from 1; ``decoded_token``: the token's text by itself."""
+    """One token's log probability. ``rank`` counts from 1; ``decoded_token`` is the text of the token alone."""
 
     logprob: float
     rank: int
@@ -17,7 +17,7 @@ class Logprob:
 
 
 def logprob_by_id(entry: TokenLogprobs, texts: TokenTexts, *, lowest: float = float("-inf")) -> dict[int, Logprob]:
-    """One token's log probabilities by token id; those below ``lowest`` are given as that."""
+    """Return one position's log probabilities by token id, each at least ``lowest``."""
     found = {
         token: Logprob(max(value, lowest), rank, texts.text(token)) for rank, (token, value) in enumerate(entry.top, 1)
     }
@@ -30,10 +30,10 @@ class CompletionOutput:
     """One sampled answer.
 
     Attributes:
-        logprobs: per token, token id to Logprob, the sampled one and the best ones; None unless asked for.
+        logprobs: for each token, the sampled and the most likely tokens by id; None unless requested.
         finish_reason: stop, length, abort, error or repetition.
-        stop_reason: the stop string, or the stop token's id, that ended it.
-        error: why it failed, where ``finish_reason`` is error; the other answers of the call are not touched by it.
+        stop_reason: the stop string, or the stop token's id, that ended the answer.
+        error: the reason, if ``finish_reason`` is error; other answers of the call are not affected.
     """
 
     index: int
@@ -48,10 +48,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt; ``outputs`` has ``n`` answers.
+    """The result of one prompt; ``outputs`` has ``n`` answers.
 
-    ``prompt_logprobs``: per prompt token, token id to Logprob, its own and the best ones; None for the first token,
-    and None in all unless asked for.
+    ``prompt_logprobs``: for each prompt token, that token and the most likely ones by id; None for the first token, and
+    None as a whole unless requested.
     """
 
     request_id: str
@@ -64,10 +64,10 @@ class RequestOutput:
 
 
 class EngineStatistics(dict[str, int]):
-    """The scheduler's counters and gauges, by key or as attributes: the fields of the Statistics message.
+    """The scheduler's counters and gauges, as keys and as attributes: the fields of the Statistics message.
 
-    What is counted by reason has a key for each reason that there was, such as ``waiting_by_reason_budget``: ask for
-    it with ``get``. Histograms are not in it.
+    A counter by reason has one key for each reason that has occurred, such as ``waiting_by_reason_budget``: read it
+    with ``get``. Histograms are left out.
     """
 
     @classmethod

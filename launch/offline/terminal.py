@@ -1,4 +1,4 @@
-"""``quire generate`` and ``quire chat``: nothing but the answer goes to stdout."""
+"""``quire generate`` and ``quire chat``. Only the answer is written to stdout."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ def generate(args: argparse.Namespace, options: EngineOptions) -> None:
 
 
 def chat(args: argparse.Namespace, options: EngineOptions) -> None:
-    """Answer ``--prompt``; without it, hold a conversation, one message per line of input."""
+    """Answer ``--prompt``; without it, run a conversation with one message per line of input."""
     params = _sampling(args)
     with LLM(**_keywords(options)) as llm:
         if args.prompt is not None:
@@ -38,7 +38,7 @@ def chat(args: argparse.Namespace, options: EngineOptions) -> None:
 
 
 def _next_line() -> str:
-    """The next line with anything in it; empty at the end of input."""
+    """Return the next non-blank line, stripped; "" at the end of input."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     for line in sys.stdin:
@@ -52,7 +52,7 @@ def _keywords(options: EngineOptions) -> dict[str, Any]:
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
-    """Raises ConfigError where the schema's file cannot be read, InvalidRequest for a value out of range."""
+    """Raise ConfigError if the schema file cannot be read, InvalidRequest for a value out of range."""
     required = None
     if args.json_schema is not None and args.regex is not None:
         raise ConfigError("--json-schema and --regex cannot be combined")

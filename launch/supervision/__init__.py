@@ -1,1 +1,1 @@
-"""Which processes run, and starting, watching and stopping them."""
+"""Decides which processes run, and starts, watches and stops them."""

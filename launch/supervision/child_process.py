@@ -1,7 +1,7 @@
-"""One process that the supervisor has started, its two pipes (``protocol/process/child.py``) and its pidfd.
+"""One child process of the supervisor: its two pipes (``protocol/process/child.py``) and its pidfd.
 
-A pidfd is readable once its process has ended, with all threads and its memory freed. The end of the status pipe says
-the same, unless a process that the child has forked holds it open; where the system has no pidfd, it alone counts.
+A pidfd is readable once all threads of its process have ended and its memory is free. The end of the status pipe means
+the same, unless a process forked by the child holds the pipe open. It is the only signal on systems without pidfds.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class ChildProcess:
     """One process and its pipes.
 
     Attributes:
-        watched: descriptors of which one becomes readable when the child reports or ends; empty once it is closed.
+        watched: descriptors, one of which becomes readable when the child reports or ends; empty after ``close``.
     """
 
     def __init__(
@@ -34,9 +34,11 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         import_paths: Sequence[str] = (),
     ) -> None:
-        """``environment``: variables for the child, where the user's own do not set them.
+        """Start ``python -P -m module``.
 
-        ``import_paths``: where the child finds modules, besides where it would.
+        Args:
+            environment: variables for the child; those of the user's environment take precedence.
+            import_paths: folders to append to the child's module search path.
         """
         status, child_status = os.pipe()
         child_lifeline, self._lifeline = os.pipe()
@@ -63,8 +65,8 @@ class ChildProcess:
         return self.process.pid
 
     def read_reports(self) -> tuple[list[Report], bool]:
-        """What the child wrote; and whether it has ended."""
-        has_ended = self.process.poll() is not None  # before the pipe is read: its last words count
+        """Return the reports that the child wrote since the last call, and whether it has ended."""
+        has_ended = self.process.poll() is not None  # polled before the read, so that its last reports are not lost
         reports: list[Report] = []
         while True:
             try:
@@ -77,26 +79,26 @@ class ChildProcess:
             reports += [msgspec.json.decode(line, type=Report) for line in lines]
 
     def send(self, command: Command) -> None:
-        """Without effect on one that has ended, or does not listen: that is noticed otherwise."""
+        """Send a command. No effect if the child has ended or its pipe is full; both are detected elsewhere."""
         with contextlib.suppress(OSError):
             os.write(self._lifeline, msgspec.json.encode(command) + b"\n")
 
     def how_it_ended(self, name: str) -> str:
-        """In words, for a process that has ended and said nothing itself; waits where only its pipe has."""
+        """Describe the end of a process that reported no reason; wait for its end if only its pipe has ended."""
         code = self.process.wait()
         if code < 0:
             return f"the {name} process was killed by {signal.Signals(-code).name}"
-        return f"the {name} process ended with status {code} and said nothing"
+        return f"the {name} process exited with status {code} without reporting a reason"
 
     def kill(self) -> None:
-        """Returns once it is gone, and its memory with it; or leaves one to itself that the kernel holds."""
+        """Kill the process and wait for its end, at most ``KILL_DEADLINE`` (the kernel may hold it longer)."""
         if self.process.poll() is None:
             self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(KILL_DEADLINE)
 
     def end(self, deadline: float) -> None:
-        """Wait until ``deadline`` (monotonic), then kill. Leaves nothing behind."""
+        """Wait until ``deadline`` (monotonic), then kill. Closes all descriptors."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -112,7 +114,7 @@ class ChildProcess:
 
 
 def _pidfd_of(pid: int) -> list[int]:
-    """A pidfd in a list, which is empty where there is none: on other systems than Linux, and in some sandboxes."""
+    """Return a list with a pidfd, or an empty one if unsupported: on systems other than Linux, in some sandboxes."""
     if not hasattr(os, "pidfd_open"):
         return []
     try:
@@ -122,6 +124,6 @@ def _pidfd_of(pid: int) -> list[int]:
 
 
 def python_path(more: Sequence[str]) -> dict[str, str]:
-    """The variable by which a child also finds what lies in ``more``; behind the user's own entries."""
+    """Return PYTHONPATH with the entries of ``more`` appended to the user's own; {} if ``more`` is empty."""
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*entries, *more]))} if more else {}

@@ -1,4 +1,4 @@
-"""The processes of an engine as the Overseer knows them, and the workers that stand by."""
+"""The supervision policy's records of processes, and the standby workers."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -8,13 +8,13 @@ from quire.protocol.process.child import Report
 Role = Literal["scheduler", "worker", "frontend"]
 
 STANDBY_DELAY_S = 2.0
-"""After the group is ready, whose first steps come before a standby's imports; and after a standby died."""
+"""Delay of standbys after the group is ready, so that their imports do not slow its first steps; and after a death."""
 STANDBY_DELAY_MAX_S = 60.0
-"""Each standby that dies doubles the delay up to this, until one is of use."""
+"""Limit of the delay, which doubles with each death of a standby until one is used."""
 
 
 class Process(Protocol):
-    """A handle of a process, of the type that its Runner likes."""
+    """A handle of a process, of the Runner's own type."""
 
     @property
     def pid(self) -> int: ...
@@ -22,17 +22,17 @@ class Process(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One process, and what it has said."""
+    """One process, and the contents of its reports."""
 
     role: Role
     process: Process
     last_report_at: float
     index: int = 0
-    """The rank of a worker of the group; the number of a front end."""
+    """The rank of a worker in the group, or the number of a front end."""
     started: bool = False
     ready: bool = False
     joined: int = 0
-    """The epoch that it last said it went to."""
+    """The last worker epoch that it reported to have joined."""
     failure: Report | None = None
     failed_at: float = 0.0
     detail: dict[str, float] = field(default_factory=dict)
@@ -43,28 +43,28 @@ class Member:
 
 
 class Standbys:
-    """Workers of no group yet, which have done the slow part of starting. ``count``: how many there are to be."""
+    """Workers that have done the slow part of starting and belong to no group. ``count``: number to keep."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._delay = STANDBY_DELAY_S
         self.members: list[Member] = []
         self.due: float | None = None
-        """When those that are not there are to be started, once that is known."""
+        """When to start the missing standbys, or None."""
 
     def group_is_ready(self, now: float) -> None:
         if self.due is None and len(self.members) < self._count:
             self.due = now + STANDBY_DELAY_S
 
     def num_to_start(self, now: float) -> int:
-        """They are no longer due."""
+        """Return how many standbys to start now. The caller starts them."""
         if self.due is None or now < self.due:
             return 0
         self.due = None
         return self._count - len(self.members)
 
     def take(self) -> Member | None:
-        """One that has started, if there is one. It stands by no more."""
+        """Remove and return a standby, preferably one that has started, or None."""
         if not self.members:
             return None
         member = next((m for m in self.members if m.started), self.members[0])

@@ -1,8 +1,7 @@
-"""Starts the engine's processes, watches them, and ends them in order. Touches no request.
+"""Starts the engine's processes, watches them, and stops them in order. Touches no request.
 
-The SupervisionPolicy decides what to do about a death (policy.py). Each child (child_process.py) has two pipes:
-*status*, on which it reports, and *lifeline*, on which it is told what to do, and whose end says that the supervisor is
-gone.
+The supervision policy (policy.py) decides what to do about a death. Each child (child_process.py) has two pipes: on
+*status* it writes reports; on *lifeline* it reads commands, and the end of that pipe means that the supervisor exited.
 """
 
 import contextlib
@@ -26,18 +25,18 @@ from quire.launch.supervision.policy import ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Command
 
-# A thread of the worker that waits for the others spins this often and then sleeps. Spinning for ever, which is the
-# default of the OpenMP library that torch brings, takes the core from what is waited for: the scheduler, the front
-# end, another program. Docs: the log of 2026-11-21.
+# A worker thread that waits for other threads spins this many times and then sleeps. The default of torch's OpenMP
+# library is to spin forever, which takes the core from the scheduler, the front ends and other programs. Measurements:
+# docs/log.md, 2026-11-21.
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 STOP_DEADLINE = 5.0
 PREFIX = "quire-"
 LOCK = "lock"
-"""A file in the socket directory that its supervisor keeps locked: where it is not, the supervisor is gone."""
+"""A file in the socket directory that the supervisor keeps locked. If it is unlocked, the supervisor has exited."""
 
 
 class WorkerProgram(NamedTuple):
-    """What runs as a worker: a module, and arguments of its own."""
+    """The program of a worker process: a module and additional arguments."""
 
     module: str = "quire.worker_proc"
     arguments: tuple[str, ...] = ()
@@ -47,7 +46,7 @@ REAL_WORKER = WorkerProgram()
 
 
 class FrontEndProgram(NamedTuple):
-    """What runs as a front end, how many of it, and what it inherits."""
+    """The program of the front-end processes, their number, and the descriptors that they inherit."""
 
     module: str
     num_processes: int
@@ -58,8 +57,8 @@ class FrontEndProgram(NamedTuple):
 class Supervisor:
     """The engine's processes: a scheduler, a worker per rank, and for a server its front ends.
 
-    Owns the socket directory (mode 0700) and the children; a context manager that ends both. All its methods are for
-    one thread, which must live as long as the children are to.
+    Owns the socket directory (mode 0700) and the children; a context manager that removes and ends them. All methods
+    must be called from one thread, which must not end before the children: they are killed when it ends.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            standby: keep a process per rank that has done the slow part of a worker's start.
-            on_life: for a front end in this process: called when there is another scheduler, with its number.
+            standby: keep a standby worker per rank.
+            on_new_scheduler: for a front end in this process: called with the incarnation of each new scheduler.
         """
         self.config = config
         self._worker = worker
@@ -99,7 +98,7 @@ class Supervisor:
         self.stop()
 
     def start_engine(self) -> None:
-        """Spawn scheduler and workers; ``is_ready`` tells when they can serve."""
+        """Start scheduler and workers. ``is_ready`` is true once they can serve."""
         (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
         self.policy.begin(time.monotonic())
 
@@ -112,29 +111,29 @@ class Supervisor:
 
     @property
     def wakeup_fd(self) -> int:
-        """Whatever writes a byte to it makes ``watch`` return."""
+        """A descriptor; a byte written to it makes ``watch`` return."""
         return self._wake
 
     def watch(self, timeout: float | None) -> None:
-        """Look after the children; returns at the first that says something, or after ``timeout`` seconds.
+        """Process reports and ends of children; return after the first ones, or after ``timeout`` seconds.
 
         Raises:
-            ConfigError, EngineError: the engine cannot go on; says why.
+            ConfigError, EngineError: the engine cannot continue, with the reason.
         """
-        patience = self.policy.next_event(time.monotonic())
-        for key, _ in self._selector.select(patience if timeout is None else min(timeout, patience)):
+        wait = self.policy.next_event(time.monotonic())
+        for key, _ in self._selector.select(wait if timeout is None else min(timeout, wait)):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup, 4096)
             else:
-                self._hear(key.data)
+                self._read_child(key.data)
         self.policy.tick(time.monotonic())
         if self.policy.fatal_error is not None:
             raise self.policy.fatal_error
 
-    def _hear(self, child: ChildProcess) -> None:
+    def _read_child(self, child: ChildProcess) -> None:
         if not child.watched:
-            return  # killed a moment ago
+            return  # killed while this event was pending
         reports, ended = child.read_reports()
         now = time.monotonic()
         for report in reports:
@@ -142,10 +141,10 @@ class Supervisor:
         if ended:
             member = next((m for m in self.policy.members if m.process is child), None)
             how = child.how_it_ended(member.role if member is not None else "worker")
-            self._let_go(child)
+            self._close_child(child)
             self.policy.ended(child, how, now)
 
-    # ---- what the policy can do (policy.Runner)
+    # ---- policy.Runner
 
     def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> ChildProcess:
         self._sweep(incarnation, worker_epoch)
@@ -176,46 +175,46 @@ class Supervisor:
     def kill(self, process: Process) -> None:
         assert isinstance(process, ChildProcess)
         process.kill()
-        self._let_go(process)
+        self._close_child(process)
 
     def scheduler_replaced(self, incarnation: int) -> None:
         self._on_new_scheduler(incarnation)
 
     def _sweep(self, incarnation: int, worker_epoch: int) -> None:
-        """Sockets and shared memory of schedulers and groups that are no more. A process that has one open keeps it."""
+        """Unlink sockets and shared memory of ended schedulers and groups. A process that has one open keeps it."""
         for file in self.directory.iterdir():
             found = re.match(r"(frontend|worker|ranks)-(\d+)", file.name)
             if found and int(found[2]) < (incarnation if found[1] == "frontend" else worker_epoch):
                 file.unlink(missing_ok=True)
 
-    def _let_go(self, child: ChildProcess) -> None:
+    def _close_child(self, child: ChildProcess) -> None:
         for fd in child.watched:
             self._selector.unregister(fd)
         child.close()
 
-    # ---- the end
+    # ---- shutdown
 
     def drain(self) -> None:
-        """Front ends take no more requests, and end when those that run have."""
+        """Let front ends refuse new requests, finish the running ones and end."""
         self.policy.drain()
 
     def has_front_ends(self) -> bool:
         return bool(self.policy.front_ends)
 
     def stop(self) -> None:
-        """End all children, front ends first and workers last, and remove the directory. May be called twice.
+        """Stop all children, front ends first and workers last, and remove the directory. May be called twice.
 
-        Where the engine is gone, front ends need not drain: their streams end with an error.
+        If the engine has failed, front ends do not drain: their streams end with an error.
         """
         self.policy.stop()
         died = self.policy.fatal_error is not None
-        why = " ".join(str(self.policy.fatal_error).split()) if died else ""
+        reason = " ".join(str(self.policy.fatal_error).split()) if died else ""
         deadline = time.monotonic() + STOP_DEADLINE
         for role in ("frontend", "scheduler", "worker"):
             members = [m for m in self.policy.members if m.role == role]
             for member in members:
-                gone = died and role == "frontend"
-                self.send(member.process, Command("engine_failed") if gone else Command("stop", text=why))
+                failed = died and role == "frontend"
+                self.send(member.process, Command("engine_failed") if failed else Command("stop", text=reason))
             for member in members:
                 _child_of(member).end(deadline)
         self.policy.members.clear()
@@ -227,7 +226,7 @@ class Supervisor:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill_all(self) -> None:
-        """End everything now."""
+        """Kill all children now."""
         self.policy.stop()
         for member in self.policy.members:
             _child_of(member).kill()
@@ -239,9 +238,9 @@ def _child_of(member: Member) -> ChildProcess:
 
 
 def _make_directory() -> tuple[Path, int]:
-    """A socket directory of our own and its lock, once what killed supervisors have left behind is gone."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        _remove_if_left(left)
+    """Remove the directories of killed supervisors, and create a new socket directory with its lock."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        _remove_if_abandoned(directory)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
     fresh = directory / f"{LOCK}.new"
     lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -250,8 +249,8 @@ def _make_directory() -> tuple[Path, int]:
     return directory, lock
 
 
-def _remove_if_left(directory: Path) -> None:
-    """Only where it is ours and has a lock that no process holds."""
+def _remove_if_abandoned(directory: Path) -> None:
+    """Remove a directory of this user whose lock no process holds."""
     try:
         if directory.is_symlink() or directory.stat().st_uid != os.getuid():
             return

@@ -1,9 +1,8 @@
-"""A checkpoint's chat template, rendered as transformers would, in a sandbox.
+"""Renders a checkpoint's chat template as transformers does, in a sandbox.
 
-The template is a program that came with the weights, so it runs in Jinja's immutable sandbox, with a cap on what it
-may print; and in a process of its own (``template_helper.py``), which bounds its time and memory. Text of a user that
-happens to spell a special token is marked before rendering, so that it can be told from the tokens that the template
-itself writes.
+The template is a program from the checkpoint. It runs in Jinja's immutable sandbox with a limit on its output, and in a
+helper process (``template_helper.py``) that limits its time and memory. User text that looks like a special token is
+marked before rendering, to distinguish it from the special tokens that the template writes.
 """
 
 import json
@@ -24,7 +23,7 @@ Message = dict[str, Any]
 
 MAX_SOURCE_CHARS = 2**20
 CANNOT_RENDER = "the model's chat template cannot render these messages"
-# Private-use characters around special-token spellings in user text; see mark_special.
+# Private-use characters around text of users that looks like a special token; see mark_special.
 MARK_START, MARK_END = "\ue0f0", "\ue0f1"
 _FINAL_MESSAGE_TAG = "\ue0f2CONTINUE\ue0f3"
 RESERVED_VARIABLES = frozenset(
@@ -33,15 +32,15 @@ RESERVED_VARIABLES = frozenset(
 
 
 class TemplateRefusal(jinja2.TemplateError):
-    """The template itself said no, by ``raise_exception(text)``."""
+    """The template called ``raise_exception(text)``."""
 
 
 class RenderedTooLong(QuireError):
-    """A conversation's text is longer than the caller allows."""
+    """The text of a conversation exceeds ``max_chars``."""
 
 
 class Template(Protocol):
-    """Where conversations are rendered: see ``ChatTemplate.render``."""
+    """A chat template that can render conversations; see ``ChatTemplate.render``."""
 
     def render(
         self,
@@ -55,14 +54,14 @@ class Template(Protocol):
     ) -> str: ...
 
     def prepare(self) -> None:
-        """A conversation is to be expected."""
+        """Prepare for conversations, so that the first one does not wait."""
 
     def close(self) -> None:
-        """None is."""
+        """Free the resources of rendering."""
 
 
 def check_template(source: str, where: str) -> None:
-    """Raise ConfigError where the template cannot be used, without executing any of it; ``where`` names the file."""
+    """Raise ConfigError if the template is unusable, without executing it. ``where`` names its file."""
     if len(source) > MAX_SOURCE_CHARS:
         raise ConfigError(f"{where}: the chat template has more than {MAX_SOURCE_CHARS} characters")
     environment = _environment()
@@ -78,7 +77,7 @@ def check_template(source: str, where: str) -> None:
 
 
 class ChatTemplate:
-    """A checkpoint's template, compiled, in this process: it may run for ever."""
+    """A checkpoint's template, compiled and rendered in this process. Rendering may never end."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
         """``special_tokens`` are variables such as ``bos_token``.
@@ -102,11 +101,11 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         max_chars: int,
     ) -> str:
-        """The conversation as one text.
+        """Return the conversation as one text.
 
         Raises:
-            InvalidRequest: the template refuses these messages, or fails on them.
-            RenderedTooLong: it writes more than ``max_chars``.
+            InvalidRequest: the template refuses these messages or fails on them.
+            RenderedTooLong: the text exceeds ``max_chars``.
         """
         if continue_final_message:
             content = messages[-1].get("content")
@@ -146,21 +145,21 @@ class ChatTemplate:
             reason = " ".join(str(refusal).split())[:300]
             raise InvalidRequest(f"the model's chat template refuses these messages: {reason}", "messages") from None
         except Exception:
-            # Whatever a template can raise (type errors, sandbox violations, overflow) is its own affair: the
-            # client learns that these messages do not fit it, not what went on inside.
+            # A template can raise any error (type error, sandbox violation, overflow). Its text is not sent to the
+            # client, which could not use it.
             raise InvalidRequest(CANNOT_RENDER, "messages") from None
 
 
 def special_pattern(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern of every special token's spelling, the longest first, or None when there are none."""
+    """Return a pattern that matches any special token, the longest first, or None without special tokens."""
     spellings = sorted((token for token in special_tokens if token), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
 
 def mark_special(value: Any, pattern: re.Pattern[str]) -> Any:
-    """``value`` with each special token spelt inside its strings put between marks; forged marks are dropped.
+    """Return ``value`` with marks around each special token in its strings; marks that it already has are removed.
 
-    Keys too: a template writes those of tools' parameters and of earlier calls.
+    Keys are marked too, because a template writes the keys of tool parameters and of earlier calls.
     """
     if isinstance(value, str):
         if MARK_START in value or MARK_END in value:
@@ -174,7 +173,7 @@ def mark_special(value: Any, pattern: re.Pattern[str]) -> Any:
 
 
 def _cut_at_tag(text: str) -> str:
-    """What comes before the tag. A template that trimmed the blank behind it trims the message's own too."""
+    """Return the text before the tag. If the template trimmed the blank after it, trailing blanks are trimmed too."""
     place = text.rfind(_FINAL_MESSAGE_TAG)
     if place < 0:
         raise InvalidRequest("this model's chat template cannot continue a final message", "continue_final_message")
@@ -193,7 +192,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}``: marks the assistant's words for training; here the body alone counts."""
+    """``{% generation %}``, which marks the assistant's text for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -209,7 +208,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which models were not trained on.
+    # Jinja's own filter escapes HTML, which is not in the training data of models.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
-"""From what a caller gives as a prompt to checked token ids, for HTTP and the offline API alike.
+"""Converts prompts and conversations to validated token ids, for HTTP and the offline API.
 
-Every input path ends in ``prompt_from_ids``: the one place where a token id is compared with the model's output
-width, and a length with its context.
+Every input path ends in ``prompt_from_ids``, the only place where token ids are compared with the vocabulary size, and
+the prompt's length with the context.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from quire.protocol.request.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 8192
-# Of all answers of a request together. The engine is sent a prompt once for each answer: 64 MiB at most.
+# Over all answers of a request. The prompt is sent to the engine once per answer: at most 64 MiB.
 MAX_SUBMITTED_TOKENS = 2**24
-# Log probabilities are kept until the answer is whole: a prompt's at some 200 bytes each, an answer's at half of that.
+# Log probabilities are kept until the answer is complete: about 200 bytes each for a prompt, 100 for an answer.
 MAX_PROMPT_LOGPROBS = 2**22
 MAX_ANSWER_LOGPROBS = 2**25
 MESSAGE_FIELDS = (
@@ -33,7 +33,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class ModelLimits(Protocol):
-    """The two numbers of a model that bound a request; an EngineClient has them."""
+    """The two numbers of a model that bound a request. An EngineClient implements this."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -44,17 +44,17 @@ class ModelLimits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, ready for the engine. ``text``: as given, where it was given as text."""
+    """One validated prompt. ``text``: the prompt's text, if it was given as text."""
 
     token_ids: npt.NDArray[np.int32]
     text: str | None = None
 
 
 def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
-    """The prompts in OpenAI's field: a string, a list of token ids, or a list of several such.
+    """Split OpenAI's prompt field: a string, a list of token ids, or a list of either.
 
     Raises:
-        InvalidRequest: it is none of these, or there are no prompts or too many.
+        InvalidRequest: another type, no prompts, or more than ``MAX_PROMPTS``.
     """
     if isinstance(value, str):
         return [value]
@@ -62,7 +62,7 @@ def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
         raise InvalidRequest(f"{param} must be a string, a list of token ids, or a list of these", param)
     if not value:
         raise InvalidRequest(f"{param} must not be empty", param)
-    # A first element that is no string and no list makes it one prompt of ids; their types are checked there.
+    # If the first element is neither a string nor a list, this is one prompt of ids; encode_prompt checks their types.
     if not isinstance(value[0], str | list):
         return [value]
     if len(value) > MAX_PROMPTS:
@@ -73,10 +73,10 @@ def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
 
 
 def encode_prompt(value: str | list[int], text_in: TextIn, limits: ModelLimits, param: str = "prompt") -> Prompt:
-    """One prompt of either form.
+    """Encode and validate one prompt, given as text or as token ids.
 
     Raises:
-        InvalidRequest: it is empty, too long, holds an id that the model does not have, or is text without a tokenizer.
+        InvalidRequest: it is empty or too long, has an id outside the vocabulary, or is text without a tokenizer.
     """
     if isinstance(value, str):
         if not value:
@@ -87,15 +87,15 @@ def encode_prompt(value: str | list[int], text_in: TextIn, limits: ModelLimits, 
 
 
 def encode_messages(messages: list[Message], options: ChatOptions, text_in: TextIn, limits: ModelLimits) -> Prompt:
-    """A conversation, through the chat template. ``messages``: as from ``check_messages``."""
+    """Encode a conversation with the chat template. ``messages``: the result of ``check_messages``."""
     return prompt_from_ids(text_in.encode_chat(messages, options, limits.max_model_len), limits, "messages")
 
 
 def prompt_from_ids(ids: list[int], limits: ModelLimits, param: str = "prompt", text: str | None = None) -> Prompt:
-    """Checked token ids.
+    """Validate token ids.
 
     Raises:
-        InvalidRequest: none, too many to leave room for one more, or not all of the model's output width.
+        InvalidRequest: an empty list, too many to leave room for one output token, or an id outside the vocabulary.
     """
     if not ids:
         raise InvalidRequest(f"{param} must hold at least one token", param)
@@ -105,7 +105,7 @@ def prompt_from_ids(ids: list[int], limits: ModelLimits, param: str = "prompt", 
 
 
 def check_token_ids(ids: Any, vocab_size: int, param: str) -> list[int]:
-    """``ids`` if it is a list of ids below the model's output width (bools and floats are none)."""
+    """Return ``ids`` as a list; raise InvalidRequest unless all are ints (not bools) from 0 to ``vocab_size - 1``."""
     good = isinstance(ids, list) and all(type(token) is int for token in ids)
     if not good or (ids and not (min(ids) >= 0 and max(ids) < vocab_size)):
         raise InvalidRequest(f"{param} must hold token ids, integers from 0 to {vocab_size - 1}", param)
@@ -113,18 +113,18 @@ def check_token_ids(ids: Any, vocab_size: int, param: str) -> list[int]:
 
 
 def check_params(params: SamplingParams, limits: ModelLimits) -> None:
-    """What SamplingParams cannot check by itself, since it does not know the model."""
+    """Check the parameters that depend on the model, which SamplingParams cannot check itself."""
     for name, ids in params.named_token_ids().items():
         check_token_ids(ids, limits.vocab_size, name)
 
 
 def tokenize_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLimits) -> SamplingParams:
-    """``params`` with the token ids of ``bad_words`` in their place.
+    """Return ``params`` with ``bad_words`` replaced by their token ids.
 
-    Each word counts as it is, and with a blank before it where the tokenizer then spells it otherwise.
+    Each word is banned as given, and also with a blank before it if that gives other tokens.
 
     Raises:
-        InvalidRequest: there is no tokenizer, or a word is no tokens, too many, or some that the model does not have.
+        InvalidRequest: there is no tokenizer, or a word has no tokens, too many, or a token outside the vocabulary.
     """
     if not params.bad_words:
         return params
@@ -147,11 +147,11 @@ def tokenize_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLim
 
 
 def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, clamp: bool) -> SamplingParams:
-    """``params`` for one sample of this prompt: n, stops and seed taken off, ``max_tokens`` set.
+    """Return ``params`` for one sample of this prompt: without n, stop strings and seed, with ``max_tokens`` set.
 
     Args:
-        clamp: cut a ``max_tokens`` that the context has no room for, rather than refuse it: for a default that
-            the client did not ask for.
+        clamp: reduce a ``max_tokens`` that exceeds the context instead of refusing it; for a default that the client
+            did not request.
 
     Raises:
         InvalidRequest: prompt and ``max_tokens`` together exceed the context.
@@ -170,13 +170,13 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
 
 
 def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n: int) -> None:
-    """Whether a request asks for no more than is kept for one: the limits on products, before anything is submitted.
+    """Check the limits on products of fields, which bound the memory of one request, before it is submitted.
 
     Args:
-        params: as from ``fit_params``, one per prompt; each prompt has ``n`` answers.
+        params: results of ``fit_params``, one per prompt; each prompt has ``n`` answers.
 
     Raises:
-        InvalidRequest: names the field that multiplies.
+        InvalidRequest: a product is too large, with the field to reduce.
     """
     pairs = [(each, len(prompt.token_ids)) for each, prompt in zip(params, prompts, strict=True)]
     if n * sum(length for _, length in pairs) > MAX_SUBMITTED_TOKENS:
@@ -196,10 +196,10 @@ def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n:
 
 
 def check_messages(value: Any, param: str = "messages") -> list[Message]:
-    """OpenAI's messages, with text parts joined to one string.
+    """Validate OpenAI's messages, and join the text parts of each to one string.
 
     Raises:
-        InvalidRequest: not a list of messages with known roles and text, or none besides the system's.
+        InvalidRequest: not a list of messages with known roles and text, or only system messages.
     """
     if not isinstance(value, list) or not value:
         raise InvalidRequest(f"{param} must be a list of at least one message", param)
@@ -207,12 +207,12 @@ def check_messages(value: Any, param: str = "messages") -> list[Message]:
         raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages", param)
     messages = [_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
     if all(message["role"] in ("system", "developer") for message in messages):
-        raise InvalidRequest(f"{param} must hold a message that is not the system's", param)
+        raise InvalidRequest(f"{param} must hold a message other than system messages", param)
     return messages
 
 
 def check_template_variables(value: Any) -> dict[str, Any]:
-    """vLLM's ``chat_template_kwargs``: variables for the template, none of those that the server sets."""
+    """Validate vLLM's ``chat_template_kwargs``: template variables, except those that the server sets."""
     name = "chat_template_kwargs"
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be an object", name)
@@ -248,7 +248,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """An earlier call with its arguments as an object, where they are the text of one: templates expect that."""
+    """Return an earlier tool call with its arguments decoded from JSON text to an object, as templates expect."""
     function = call.get("function")
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
@@ -261,7 +261,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str) -> str:
-    """A message's text; parts are joined by newlines, as vLLM does for templates that want a string."""
+    """Return a message's text. Parts are joined by newlines, as vLLM does for templates that expect a string."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:

@@ -1,7 +1,7 @@
-"""A chat template that is rendered in a helper process: it is a program that came with the weights.
+"""Renders a chat template in a helper process, because the template is a program from the checkpoint.
 
-Both ends. Nothing of it is executed here, and what it does there, for ever or with all memory, costs one request.
-The helper is started as ``python -P -m quire.launch.text.template_helper``.
+This module has both ends. The caller executes nothing of the template; an endless loop or exhausted memory in the
+helper costs one request. The helper is started as ``python -P -m quire.launch.text.template_helper``.
 """
 
 import threading
@@ -16,11 +16,11 @@ from quire.protocol.process.helper import Answer, Helper, HelperDied, HelperStar
 
 CPU_SECONDS = 1.0
 WALL_SECONDS = 8.0
-"""For the same, where the machine is busy, or something has stopped the helper."""
+"""Wall-clock limit of one rendering, for a busy machine or a stopped helper."""
 MAX_BYTES = 512 * 2**20
-"""Of address space beyond what the helper begins with."""
+"""Limit of the helper's address space, in addition to what it has at start."""
 MAX_SHORT_BYTES = 64 * 2**10
-"""A conversation of no more, without variables of the client's, never waits for a longer one."""
+"""A conversation up to this size, without template variables of the client, never waits for a longer one."""
 
 
 class _Hello(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 class _Question(msgspec.Struct, frozen=True):
-    """As ``ChatTemplate.render`` takes it."""
+    """The arguments of ``ChatTemplate.render``."""
 
     messages: list[Any]
     add_generation_prompt: bool
@@ -41,7 +41,7 @@ class _Question(msgspec.Struct, frozen=True):
 
 
 class _Rendered(msgspec.Struct, frozen=True):
-    """``text``, or why there is none: too long, or ``refusal``."""
+    """The rendered ``text``; or ``too_long``; or ``refusal``, an error about the field ``param``."""
 
     text: str = ""
     too_long: bool = False
@@ -50,12 +50,12 @@ class _Rendered(msgspec.Struct, frozen=True):
 
 
 class TemplateHelper:
-    """A checkpoint's template. Owns two helpers, one of them for what may take long; used by any thread."""
+    """A checkpoint's template. Owns two helpers, one of them for long conversations. Thread-safe."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], where: str, cpu_seconds: float = CPU_SECONDS
     ) -> None:
-        """Raises ConfigError where the template does not parse; ``where`` names the file."""
+        """Raise ConfigError if the template does not parse. ``where`` names its file."""
         check_template(source, where)
         hello = msgspec.json.encode(_Hello(source, dict(special_tokens), where))
         self._short, self._long = (_Lane(hello, cpu_seconds) for _ in range(2))
@@ -70,12 +70,12 @@ class TemplateHelper:
         tools: list[dict[str, Any]] | None = None,
         max_chars: int,
     ) -> str:
-        """The conversation as one text.
+        """Return the conversation as one text.
 
         Raises:
-            InvalidRequest: the template refuses these messages, fails on them, or takes too long.
-            RenderedTooLong: it writes more than ``max_chars``.
-            EngineError: there is no helper now, or the machine is too busy for it.
+            InvalidRequest: the template refuses these messages, fails on them, or exceeds its time or memory limit.
+            RenderedTooLong: the text exceeds ``max_chars``.
+            EngineError: the helper does not start, was killed from outside, or the machine is too busy.
         """
         question = _Question(
             messages, add_generation_prompt, continue_final_message, dict(variables or {}), tools, max_chars
@@ -93,7 +93,7 @@ class TemplateHelper:
         return rendered.text
 
     def prepare(self) -> None:
-        """Start what the first conversation would otherwise wait for."""
+        """Start both helpers, so that the first conversation does not wait for one."""
         for lane in (self._short, self._long):
             lane.prepare()
 
@@ -103,7 +103,7 @@ class TemplateHelper:
 
 
 class _Lane:
-    """One helper; its lock admits one caller at a time."""
+    """One helper and the lock that lets one caller use it at a time."""
 
     def __init__(self, hello: bytes, cpu_seconds: float) -> None:
         self._helper = Helper("quire.launch.text.template_helper", hello)
@@ -116,20 +116,20 @@ class _Lane:
                 try:
                     return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
                 except HelperStartError:
-                    raise EngineError("the chat template's helper does not start") from None
+                    raise EngineError("the chat template's helper process failed to start") from None
                 except HelperDied as died:
                     if died.was_starved:
                         break
-                    if not died.was_killed:  # else from outside, and these messages may be innocent
+                    if not died.was_killed:  # if killed from outside, these messages may not be the cause: retry once
                         raise _refusal(died) from None
-        raise EngineError("the chat template's helper was killed, or not let run")
+        raise EngineError("the chat template's helper process was killed or did not get CPU time")
 
     def prepare(self) -> None:
         with self._lock:
             try:
                 self._helper.start()
             except HelperDied:
-                return  # the first question reports it
+                return  # the first rendering reports the error
 
     def close(self) -> None:
         with self._lock:
@@ -141,7 +141,7 @@ def _refusal(died: HelperDied) -> InvalidRequest:
     return InvalidRequest(f"the model's chat template cannot render these messages {how}", "messages")
 
 
-# ---- the helper's own end
+# ---- inside the helper process
 
 
 def main() -> None:
@@ -154,7 +154,7 @@ def _make(hello: bytes) -> tuple[bytes, Answer | None]:
 
 
 class _Renderer:
-    """Compiles the template with its first answer, for that is where the limits hold: constants are folded by it."""
+    """Compiles the template at its first rendering: constant folding executes parts of it, so the limits must hold."""
 
     def __init__(self, hello: _Hello) -> None:
         self._hello = hello
@@ -172,7 +172,7 @@ class _Renderer:
                 tools=question.tools,
                 max_chars=question.max_chars,
             )
-            text.encode()  # a template can spell a lone surrogate
+            text.encode()  # raises for a lone surrogate, which a template can write
         except RenderedTooLong:
             return _Rendered(too_long=True)
         except InvalidRequest as refused:

@@ -1,7 +1,4 @@
-"""Text to token ids: a checkpoint's tokenizer and chat template.
-
-Owns both, and how they behave where a checkpoint has neither. Knows nothing of HTTP or of the engine.
-"""
+"""Text to token ids: a checkpoint's tokenizer and chat template, and the behaviour without one of them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -27,16 +24,16 @@ from quire.protocol.errors import ConfigError, InvalidRequest
 
 NO_TOKENIZER = "this model has no tokenizer: give the prompt as token ids"
 NO_TEMPLATE = "this model has no chat template: use completions"
-# Of longer texts first a beginning is tokenized, of so many characters per token of context, then four times more.
+# Of longer texts, first a prefix of this many characters per token of context is tokenized, then one 4 times as long.
 PROBED_CHARS_PER_TOKEN = 16
-# About 4 ms of work, which other streams should not wait for; shorter texts are not worth a hand-over to a thread.
+# Tokenizing more takes over 4 ms, too long to hold the interpreter lock; shorter texts are not worth another thread.
 LONG_TEXT_CHARS = 8192
 LONG_IDS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation is laid out: by default, open for the assistant's answer. ``tools``: for the template."""
+    """Options of rendering a conversation; by default the text ends where the assistant's answer starts."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -47,9 +44,9 @@ class ChatOptions:
 class TextIn:
     """The tokenizer and the chat template of one checkpoint, either of which may be missing.
 
-    Raw prompts get the special tokens that the tokenizer adds by itself (a beginning-of-text, say), and may spell
-    special tokens, as with transformers. Conversations get none added, since the template writes its own, and what
-    a message spells like a special token stays plain text.
+    Raw prompts get the special tokens that the tokenizer adds itself (such as a beginning-of-text token), and may
+    contain special tokens as text, as with transformers. Conversations get only the special tokens that the template
+    writes, and text of a message that looks like a special token stays plain text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None = None, template: Template | None = None) -> None:
@@ -59,7 +56,7 @@ class TextIn:
         self._special: re.Pattern[str] | None = None
         if tokenizer is None:
             return
-        # A tokenizer.json may carry its training run's truncation and padding; a server must do neither.
+        # A tokenizer.json may hold truncation and padding settings of its training, which a server must not apply.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
@@ -71,10 +68,10 @@ class TextIn:
 
     @classmethod
     def load(cls, folder: Path) -> "TextIn":
-        """What the checkpoint folder holds of ``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``.
+        """Load ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``, each if it exists.
 
         Raises:
-            ConfigError: one of them is there and cannot be used; the line names it.
+            ConfigError: one of them cannot be used, with its path.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -87,7 +84,7 @@ class TextIn:
 
     @cached_property
     def max_token_chars(self) -> int:
-        """Characters of the longest token: no text of more than this many per token of context can fit."""
+        """Length of the longest token. A text with more characters per token of context cannot fit."""
         if self.tokenizer is None:
             return 1
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
@@ -95,10 +92,10 @@ class TextIn:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """The token ids of a raw prompt; ``param`` is the field that it came in.
+        """Return the token ids of a raw prompt. ``param``: its request field, for errors.
 
-        ``max_tokens`` is the context: text that cannot fit is refused before all of it is tokenized. Text that might
-        is tokenized, and its length left to the caller.
+        ``max_tokens`` is the context length: text that certainly exceeds it is refused before all of it is tokenized.
+        The result may still exceed it; the caller checks the length.
 
         Raises:
             InvalidRequest: there is no tokenizer, or the text is too long or not encodable (a lone surrogate).
@@ -109,7 +106,7 @@ class TextIn:
         return _encode(tokenizer, text, add_special_tokens, param)
 
     def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
-        """The token ids of a conversation; ``max_tokens`` as for ``encode``.
+        """Return the token ids of a conversation. ``max_tokens``: as for ``encode``.
 
         Raises:
             InvalidRequest: no tokenizer, no template, the template refuses the messages, or they are too long.
@@ -139,17 +136,17 @@ class TextIn:
         return self._encode_marked(tokenizer, text)
 
     def prepare(self) -> None:
-        """Conversations are to be expected: start what the first would otherwise wait for."""
+        """Start the template's helper processes, so that the first conversation does not wait for them."""
         if self.template is not None:
             self.template.prepare()
 
     def close(self) -> None:
-        """No conversation is: end what renders them."""
+        """End the template's helper processes."""
         if self.template is not None:
             self.template.close()
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of some tokens; empty without a tokenizer."""
+        """Return the text of these tokens; "" without a tokenizer."""
         if self.tokenizer is None:
             return ""
         ids = list(token_ids)
@@ -159,25 +156,25 @@ class TextIn:
         return text
 
     def _refuse_overlong(self, tokenizer: Tokenizer, text: str, max_tokens: int, param: str) -> None:
-        """Raise InvalidRequest if the text has more than ``max_tokens``, as far as that is to be seen cheaply.
+        """Raise InvalidRequest if the text certainly has more than ``max_tokens`` tokens.
 
-        The work is bounded by the context, however long the text: a few tokens of a vocabulary may be very long, so
-        that many more characters could fit than ever do.
+        The work is bounded by the context length, not the text's length. The longest token alone is a weak bound: some
+        vocabularies have a few very long tokens, so prefixes of the text are tokenized too.
         """
         if len(text) > max_tokens * self.max_token_chars:
             raise context_length_exceeded(max_tokens, f"at least {len(text) // self.max_token_chars}", param)
         length = PROBED_CHARS_PER_TOKEN * max_tokens
         while length < len(text):
-            # The cut may make a long token many short ones, and a little more around it.
+            # Cutting the text may split one long token into many short ones, and change a few tokens before it.
             too_many = 2 * max_tokens + 4 * self.max_token_chars
             if len(_encode(tokenizer, text[:length], False, param)) >= too_many:
                 raise context_length_exceeded(max_tokens, f"more than {max_tokens}", param)
             length *= 4
 
     def _encode_marked(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """Encode text in which user-spelt special tokens stand between marks: those as plain text, the rest as usual.
+        """Encode text with marks around users' special tokens: marked parts as plain text, the rest as usual.
 
-        A template that splits strings can separate a pair of marks; a lone mark is dropped, and still cuts the text.
+        A template that splits strings can separate a pair of marks. A lone mark is removed, but still splits the text.
         """
         if self._plain is None or (MARK_START not in text and MARK_END not in text):
             return _encode(tokenizer, text, False)
@@ -197,7 +194,7 @@ class TextIn:
 
 
 def context_length_exceeded(max_model_len: int, given: str, param: str) -> InvalidRequest:
-    """The refusal of a prompt that leaves no room for one token of answer; ``given`` counts its tokens."""
+    """Return the error for a prompt that leaves no room for one output token. ``given``: its number of tokens."""
     return InvalidRequest(
         f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {given} tokens, "
         f"and at most {max_model_len - 1} leave room for an answer.",
@@ -209,12 +206,12 @@ def context_length_exceeded(max_model_len: int, given: str, param: str) -> Inval
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
     try:
         if len(text) > LONG_TEXT_CHARS:
-            # ``encode`` keeps the interpreter to itself until it is done, and every other stream would wait.
+            # ``encode`` holds the interpreter lock until it is done, which would delay every other stream.
             return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # the library panics, with what is no Exception, where a checkpoint's regex takes too long
+    except BaseException:  # the library panics, not with an Exception, if a checkpoint's regex takes too long
         why = ": it is not valid Unicode text" if _has_surrogates(text) else ""
         raise InvalidRequest(f"the text cannot be tokenized{why}", param) from None
     return ids
@@ -225,7 +222,7 @@ def _has_surrogates(text: str) -> bool:
 
 
 def _load_template(folder: Path) -> Template | None:
-    """The chat template, from its own file if there is one, else from tokenizer_config.json."""
+    """Load the chat template from chat_template.jinja if it exists, otherwise from tokenizer_config.json."""
     config_path = folder / "tokenizer_config.json"
     config: dict[str, Any] = {}
     if config_path.is_file():
@@ -245,7 +242,7 @@ def _load_template(folder: Path) -> Template | None:
 
 
 def _default_template(value: Any, path: Path) -> str | None:
-    """The template itself, or of a list of named ones that called ``default``, or else the first."""
+    """Return the template; from a list of named templates, the one named ``default`` or the first."""
     if value is None or isinstance(value, str):
         return value
     named: dict[str, str] = {}
@@ -258,7 +255,7 @@ def _default_template(value: Any, path: Path) -> str | None:
 
 
 def _special_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its kin, which are strings or objects with a ``content``."""
+    """Return ``bos_token`` and similar template variables, given as strings or as objects with a ``content``."""
     variables: dict[str, str] = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value

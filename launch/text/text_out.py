@@ -1,6 +1,6 @@
-"""Token ids to text, as they come: one stream's detokenizer, its stop strings, and the text of single tokens.
+"""Token ids to text, incrementally: detokenizer, stop strings, and the text of single tokens.
 
-Nothing here looks at a stream's whole text again: the cost of a token does not grow with what came before it.
+The cost of a token does not grow with the text before it.
 """
 
 import json
@@ -13,33 +13,33 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\ufffd"
-# A character spans at most four bytes, so at most four tokens with text. Longer waits are bytes that are not
-# UTF-8, and DecodeStream would decode all of them again for every token.
+# A character has at most four bytes, so it spans at most four tokens. More held tokens are bytes that are not UTF-8,
+# and DecodeStream would decode all of them again for every token.
 MAX_HELD_TOKENS = 32
 NUM_CHARACTERS = 0x110000
 
 
 class Detokenizer:
-    """One stream of tokens to text; holds back the bytes of an unfinished character."""
+    """Incremental detokenizer of one sequence. Holds back the bytes of an incomplete character."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
     ) -> None:
-        """``prompt_tail``: the prompt's last tokens, for tokenizers whose first token loses its blank."""
+        """``prompt_tail``: the prompt's last tokens, for tokenizers that drop the blank of the first token."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # DecodeStream keeps what makes no text and decodes it again each time: such tokens never reach it.
+        # DecodeStream keeps tokens without text and decodes them again each time, so they are filtered out before it.
         self._silent = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
         self._held: list[int] = []
         self._stream = self._new_stream(_whole_tail(tokenizer, prompt_tail, skip_special_tokens))
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         new = [token for token in token_ids if token not in self._silent]
         return self._step(new) if new else ""
 
     def finish(self) -> str:
-        """The text of what is still held back, with U+FFFD for what is no character."""
+        """Return the text of the tokens still held, with U+FFFD for bytes that are not a character."""
         held, self._held = self._held, []
         return self._decode(held) if held else ""
 
@@ -48,8 +48,8 @@ class Detokenizer:
         try:
             text: str | None = self._stream.step(self._tokenizer, new)
         except Exception:
-            # With byte-fallback decoders, a later byte can change what earlier ones decode to, and DecodeStream
-            # refuses to go on. What was sent stays; the rest is decoded by itself.
+            # With byte-fallback decoders, a later byte can change the text of earlier ones, and DecodeStream raises.
+            # Text that was sent stays; the held tokens are decoded without it.
             self._stream = self._new_stream([])
             text = self._stream.step(self._tokenizer, self._held)
         if text is not None:
@@ -58,7 +58,7 @@ class Detokenizer:
         return self._give_up_on_held() if len(self._held) > MAX_HELD_TOKENS else ""
 
     def _give_up_on_held(self) -> str:
-        """Release what can no longer become characters; keep the tokens that still may."""
+        """Return the text of held tokens that cannot become a character; keep the last ones that still can."""
         held = self._held
         whole = self._decode(held)
         for keep in range(1, 4):
@@ -82,9 +82,9 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string to be completed in a stream of characters, however the stream is cut.
+    """Finds the first completed stop string in a stream of characters, independent of how the stream is split.
 
-    Where two strings end at the same character, the longer wins.
+    If two strings end at the same character, the longer one is found.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -92,12 +92,12 @@ class StopStrings:
         self._first = frozenset(text[0] for text in stop)
         self._state = 0
         self.held = 0
-        """How many of the last characters may be the beginning of a stop string."""
+        """Number of last characters that may be the start of a stop string."""
 
     def find(self, text: str, *, armed: bool = True) -> tuple[str, int] | None:
-        """The stop string that ``text`` completes, and at how many characters into ``text`` it ends.
+        """Return the stop string that ``text`` completes and its end position in ``text``, or None.
 
-        Unless ``armed``, what is completed does not count; it may still be the beginning of what does.
+        If not ``armed``, completed strings are ignored, but they may be the start of a later one.
         """
         state = self._state
         if not state and self._first.isdisjoint(text):
@@ -117,14 +117,14 @@ class StopStrings:
 
 
 class StopAutomaton:
-    """Finds any of several strings with about one look-up per character, however many and however long they are.
+    """Aho-Corasick automaton (1975): finds any of several strings with about one look-up per character.
 
-    As Aho and Corasick have it (1975). A state is the longest beginning of a string that the stream so far ends with.
+    A state is the longest prefix of any string that the stream so far ends with.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.depth = [0]
-        """Per state, how many characters it is long."""
+        """Length of each state's prefix, in characters."""
         edges: dict[int, int] = {}
         ends: list[str | None] = [None]
         inner = {0}
@@ -142,14 +142,14 @@ class StopAutomaton:
         fallback = self._fallbacks(edges)
         rest = [0] * len(ends)
         for state in sorted(range(1, len(ends)), key=self.depth.__getitem__):
-            # A string that ends within a longer one; and where no string goes on, what is left of the match.
+            # A string may end inside a longer one. Where no string continues, ``rest`` is the longest suffix that does.
             if ends[state] is None:
                 ends[state] = ends[fallback[state]]
             rest[state] = state if state in inner else rest[fallback[state]]
         self.tables = edges, fallback, ends, rest
 
     def _fallbacks(self, edges: dict[int, int]) -> list[int]:
-        """Per state, the longest other state that it ends with."""
+        """Return for each state the longest shorter state that is a suffix of it."""
         fallback = [0] * len(self.depth)
         for key, state in sorted(edges.items(), key=lambda edge: self.depth[edge[1]]):
             parent, code = divmod(key, NUM_CHARACTERS)
@@ -164,24 +164,24 @@ class StopAutomaton:
 
 @lru_cache(maxsize=32)
 def stop_automaton(strings: tuple[str, ...]) -> StopAutomaton:
-    """All answers of a request, and often all of an application's, have the same strings."""
+    """Return a cached automaton: all answers of a request, and often of an application, have the same strings."""
     return StopAutomaton(strings)
 
 
 @dataclass(frozen=True, slots=True)
 class StopFound:
-    """A stop string, and after how many output tokens it was complete."""
+    """A stop string, and the number of output tokens after which it was complete."""
 
     text: str
     num_output_tokens: int
 
 
 class TextOut:
-    """One answer's text: detokenized, cut at its stop strings, ready to send.
+    """The text of one answer: detokenized and cut at its stop string.
 
     Attributes:
-        stop: set once a stop string was found; the text is then complete and later tokens are ignored.
-        num_chars: characters decoded so far, those held back for a stop string included: the text offset of the
+        stop: set once a stop string was found; the text is then complete, and later tokens are ignored.
+        num_chars: characters decoded so far, including those held back for a stop string: the text offset of the
             next token.
     """
 
@@ -195,7 +195,7 @@ class TextOut:
         min_tokens: int = 0,
         prompt_tail: Sequence[int] = (),
     ) -> None:
-        """``min_tokens``: a stop string that is complete by then is none (one that merely begins there is)."""
+        """``min_tokens``: stop strings that are complete within this many tokens are ignored."""
         self._detokenizer = (
             None
             if tokenizer is None
@@ -210,7 +210,7 @@ class TextOut:
         self.stop: StopFound | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens let go: of their characters, those that no stop string can claim."""
+        """Return the text that can be sent after these tokens: all but a possible start of a stop string."""
         if self._stops is None:
             self._num_tokens += len(token_ids)
             return self._advance(self._detokenizer.push(token_ids) if self._detokenizer else "")
@@ -223,7 +223,7 @@ class TextOut:
         return "".join(sent)
 
     def finish(self) -> str:
-        """The rest of the text, when the answer ends otherwise than by a stop string."""
+        """Return the rest of the text, when the answer ends without a stop string."""
         if self.stop:
             return ""
         text = self._advance(self._detokenizer.finish() if self._detokenizer else "")
@@ -250,7 +250,7 @@ class TextOut:
 
 
 class TokenTexts:
-    """The bytes and the text of single tokens, for log probabilities. Without a tokenizer, ``token_id:7``."""
+    """The bytes and text of single tokens, for log probabilities; ``token_id:7`` without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -261,7 +261,7 @@ class TokenTexts:
         return self.raw(token_id).decode("utf-8", "replace")
 
     def raw(self, token_id: int) -> bytes:
-        """The token's own bytes, which need not be whole characters."""
+        """Return the token's bytes, which may be incomplete characters."""
         piece: str | None = None if self._tokenizer is None else self._tokenizer.id_to_token(token_id)
         if self._tokenizer is None or piece is None:
             return f"token_id:{token_id}".encode()
@@ -277,13 +277,13 @@ class TokenTexts:
 
 @lru_cache(maxsize=8)
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the special tokens; kept per tokenizer, because every stream asks."""
+    """Return the ids of the special tokens. Cached, because every stream needs them."""
     added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
     return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 def _whole_tail(tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The shortest end of the prompt, of four tokens or more, that is whole characters; else nothing."""
+    """Return the shortest suffix of the prompt, of at least four tokens, that is whole characters, or []."""
     tail = list(prompt_tail)[-12:]
     for length in range(min(4, len(tail)), len(tail) + 1):
         part = tail[len(tail) - length :]
@@ -300,7 +300,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, bytes]:
-    """GPT-2's table: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    """Return GPT-2's byte table: printable Latin-1 bytes map to themselves, others to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): bytes([byte]) for byte in printable}

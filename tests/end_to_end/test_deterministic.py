@@ -1,4 +1,4 @@
-"""``--deterministic``: tokens and log probabilities to the bit, whatever else runs and however the work is cut."""
+"""``--deterministic``: tokens and log probabilities are bitwise equal in any batch and with any chunks."""
 
 import random
 from pathlib import Path
@@ -20,7 +20,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _run(folder: Path, only: list[int] | None = None, **settings: object) -> tuple[dict[int, Answer], InProcessEngine]:
-    """Answers by the request's number; ``only``: of these requests, without the others."""
+    """Return the answers by request number. ``only``: run just these requests."""
     defaults: dict[str, object] = {"deterministic": True, "block_size": 4, "max_num_seqs": NUM_REQUESTS}
     engine = InProcessEngine(folder, check=False, **(defaults | settings))
     for index, prompt in enumerate(_prompts()):
@@ -46,7 +46,9 @@ def _same(one: dict[int, Answer], other: dict[int, Answer]) -> None:
         pytest.param("qwen3", "0", id="qwen3-torch", marks=pytest.mark.slow),
     ],
 )
-def test_a_requests_bits_are_its_own(family: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_bitwise_independent_of_the_batch(
+    family: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUIRE_CPU_NATIVE", native)
     make_checkpoint(tmp_path, family)
     together, _ = _run(tmp_path)

@@ -1,7 +1,7 @@
-"""Greedy tokens equal transformers' own, whatever the engine does on the way to them.
+"""Greedy tokens equal those of transformers under all scheduling settings.
 
 64 prompts of mixed lengths at once, half of them sharing prefixes, through the real scheduler, codec and model runner
-over the in-memory channel; invariants of both sides are checked after every step.
+over an in-memory channel. Invariants of both sides are checked after every step.
 """
 
 import random
@@ -25,7 +25,7 @@ OTHER_HEADS: dict[str, dict[str, Any]] = {
 }
 """In one way by default, and in all of them in the slow run."""
 
-# What the engine may do differently; the tokens may not. Blocks of 8, 16 and 32, both pipelines, chunks of 7.
+# Settings that must not change the tokens: block sizes 8, 16 and 32, both pipeline depths, chunks of 7 tokens.
 WAYS: dict[str, dict[str, Any]] = {
     "one chunk": {},
     "one chunk, synchronous": {"async_scheduling": False, "block_size": 8},
@@ -59,7 +59,7 @@ Reference = tuple[Path, list[list[int]], list[list[int]]]
 
 
 def _prompts() -> list[list[int]]:
-    """Eight of each length; of every two, the second begins as the first one of the longest length does."""
+    """Return eight prompts of each length; every second one shares a prefix with the first of the longest length."""
     rng = random.Random(7)
     longest = [rng.randrange(97) for _ in range(max(LENGTHS))]
     prompts: list[list[int]] = []
@@ -71,7 +71,7 @@ def _prompts() -> list[list[int]]:
 
 
 def make_reference(factory: Callable[..., tuple[Path, Any]], model_name: str) -> Reference:
-    """A checkpoint, the prompts, and what transformers generates for each."""
+    """Return a checkpoint, the prompts, and the tokens that transformers generates for each."""
     folder, model = factory(**(MODELS | OTHER_HEADS)[model_name])
     prompts = _prompts()
     expected: list[list[int]] = []
@@ -105,7 +105,7 @@ def test_greedy_tokens(reference: Reference, way: str) -> None:
 def test_greedy_tokens_of_other_head_counts(
     model_name: str, checkpoint_factory: Callable[..., tuple[Path, Any]]
 ) -> None:
-    """Preempted and in chunks, which is every way to the cache."""
+    """With preemption and chunks, which covers all ways of writing the cache."""
     folder, prompts, expected = make_reference(checkpoint_factory, model_name)
     way = PREEMPTED["blocks of 8, synchronous, chunks of 7"]
     engine = InProcessEngine(folder, max_model_len=MAX_LEN, max_num_seqs=16, **way)
@@ -133,8 +133,8 @@ def test_greedy_tokens_from_the_prefix_cache(reference: Reference, asynchronous:
     assert all(engine.answers[f"hit{i}"].num_cached_tokens >= 16 for i in long)
 
 
-def test_sampled_tokens_do_not_depend_on_the_way(reference: Reference) -> None:
-    """Seeded sampling, alone or in a crowd, preempted or not, gives the same tokens."""
+def test_sampled_tokens_do_not_depend_on_scheduling(reference: Reference) -> None:
+    """Seeded sampling gives the same tokens alone or in a batch, preempted or not."""
     folder, prompts, _ = reference
     some = prompts[::9]
 

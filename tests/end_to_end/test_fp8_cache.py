@@ -1,4 +1,4 @@
-"""An 8-bit KV cache costs accuracy, and no more than is said here."""
+"""The accuracy loss of an 8-bit KV cache is bounded."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ whose logits have a deviation of about 4."""
 
 
 def _best(folder: Path, kv_cache_dtype: str, native: str, monkeypatch: pytest.MonkeyPatch) -> npt.NDArray[np.float32]:
-    """Log probabilities of the best token after each prompt; its last chunk reads what the others left in the cache."""
+    """Return the best log probability after each prompt, whose last chunk reads the cache of the others."""
     monkeypatch.setenv("QUIRE_CPU_NATIVE", native)
     engine = InProcessEngine(folder, kv_cache_dtype=kv_cache_dtype, long_prefill_token_threshold=7)
     for index, prompt in enumerate(PROMPTS):
@@ -28,7 +28,7 @@ def _best(folder: Path, kv_cache_dtype: str, native: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
 @pytest.mark.parametrize("kv_cache_dtype", TOLERANCE)
-def test_log_probabilities_stay_near(
+def test_log_probabilities_stay_close(
     kv_cache_dtype: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama")

@@ -1,4 +1,4 @@
-"""The real processes over real sockets: the offline API, and what happens when a process cannot go on."""
+"""Real processes over real sockets: the offline API, and the failure of a process."""
 
 import json
 import signal
@@ -44,7 +44,7 @@ class TestOffline:
         assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
         assert [o.prompt_token_ids for o in outputs] == prompts
 
-    def test_a_crowd_that_does_not_fit_the_pool_is_preempted_and_right(self, llm: LLM, tiny: tuple[Path, Any]) -> None:
+    def test_a_batch_larger_than_the_pool_is_preempted_and_correct(self, llm: LLM, tiny: tuple[Path, Any]) -> None:
         prompts = [[i, i + 1, i + 2] * 7 for i in range(3, 27)]
         before = llm.statistics()
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -55,7 +55,7 @@ class TestOffline:
         for i in (0, 11, 23):
             assert outputs[i].outputs[0].token_ids == _generate(tiny[1], prompts[i], 40)
 
-    def test_the_same_prompt_again_is_served_from_the_cache(self, llm: LLM) -> None:
+    def test_a_repeated_prompt_hits_the_prefix_cache(self, llm: LLM) -> None:
         prompt = {"prompt_token_ids": [5, 4, 3, 2] * 8}
         first, again = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
         assert again.num_cached_tokens >= 24
@@ -98,14 +98,14 @@ class TestOffline:
 
 @pytest.fixture
 def others() -> set[int]:
-    """Processes of engines that other tests keep."""
+    """The processes of engines that other tests keep running."""
     return {p.pid for p in engine_processes()}
 
 
 class TestDeath:
     @pytest.mark.full
     @pytest.mark.parametrize("module", ["quire.worker_proc", "quire.scheduler_proc"])
-    def test_a_killed_process_costs_no_token_and_nothing_is_left(
+    def test_a_killed_process_costs_no_token_and_leaves_no_process(
         self, tiny: tuple[Path, Any], others: set[int], module: str
     ) -> None:
         with LLM(tiny[0], num_gpu_blocks_override=40) as llm:
@@ -116,7 +116,7 @@ class TestDeath:
         assert {p.pid for p in engine_processes()} == others
 
     @pytest.mark.full
-    def test_a_worker_that_cannot_load_says_why(self, tiny: tuple[Path, Any], others: set[int]) -> None:
+    def test_a_worker_that_cannot_load_reports_why(self, tiny: tuple[Path, Any], others: set[int]) -> None:
         with pytest.raises(ConfigError, match=r"memory does not suffice.*--kv-cache-memory-bytes"):
             LLM(tiny[0], kv_cache_memory_bytes=2**49)
         assert {p.pid for p in engine_processes()} == others
@@ -167,7 +167,9 @@ class TestTerminal:
             (["frobnicate"], 2, ["frobnicate", "serve"]),
         ],
     )
-    def test_a_wrong_command_line_is_one_line(self, arguments: list[str], status: int, words: list[str]) -> None:
+    def test_an_invalid_command_line_is_reported_in_one_line(
+        self, arguments: list[str], status: int, words: list[str]
+    ) -> None:
         done = subprocess.run([*QUIRE, *arguments], capture_output=True, text=True, timeout=60)
         assert done.returncode == status
         assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Processes of a real server die under streaming clients; who streams notices a pause, and nothing else."""
+"""Processes of a real server die during streams; the clients notice only a pause."""
 
 import asyncio
 import contextlib
@@ -28,14 +28,14 @@ def server() -> Iterator[FaultServer]:
     with FaultServer([*FLAGS, "--api-server-count", "2"]) as server:
         yield server
         assert server.stop() == 0
-        said = "\n".join(line.text for line in server.log)
-        assert "Traceback" not in said, said
+        log = "\n".join(line.text for line in server.log)
+        assert "Traceback" not in log, log
         assert server.leftovers() == []
 
 
 @pytest.fixture(scope="module")
 def undisturbed(server: FaultServer) -> list[Answer]:
-    """Of ASKS and, last, of the canary."""
+    """The answers to ASKS and, last, to the canary, without a fault."""
     answers = asyncio.run(streams(server.port, [*ASKS, CANARY]))
     assert [answer.error or answer.contradiction() for answer in answers] == [""] * len(answers)
     return answers
@@ -43,7 +43,7 @@ def undisturbed(server: FaultServer) -> list[Answer]:
 
 @pytest.fixture(autouse=True)
 def canary(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test with the shared server it answers as before, and holds nothing."""
+    """Check after each test that the shared server answers as before and has no requests or blocks in use."""
     yield
     if "server" in request.fixturenames:
         server, undisturbed = request.getfixturevalue("server"), request.getfixturevalue("undisturbed")
@@ -57,7 +57,7 @@ def check_same(answers: Sequence[Answer], references: Sequence[Answer], asks: Se
         assert answer.choices == reference.choices and answer.num_tokens == reference.num_tokens, ask.body
 
 
-class TestAnswersOutliveProcesses:
+class TestAnswersSurviveProcesses:
     """Greedy, sampled, with logprobs, penalties, a stop string, a grammar, two answers at once, chat."""
 
     @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ class TestAnswersOutliveProcesses:
         ],
     )
     def test_kill(self, server: FaultServer, undisturbed: list[Answer], role: Role, after: int) -> None:
-        """At the first piece of all, when most prompts are not computed yet; and among the tokens."""
+        """Kill at the first delta, when most prompts are not computed yet, or in the middle of the tokens."""
         answers = asyncio.run(disturbed(server.port, ASKS, lambda: server.victims(role)[0].kill(), after))
         check_same(answers, undisturbed)
 
@@ -101,8 +101,8 @@ class TestAnswersOutliveProcesses:
 
 @pytest.mark.full
 class TestFrontEnds:
-    def test_the_streams_of_the_other_one_go_on(self, server: FaultServer, undisturbed: list[Answer]) -> None:
-        """And those of the dead one are given up by the engine at once."""
+    def test_streams_of_the_other_front_end_continue(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        """Streams of the dead front end are aborted by the engine at once."""
         ask = asking(300, temperature=0.9, seed=3)
 
         async def run() -> None:
@@ -127,7 +127,7 @@ class TestFrontEnds:
 
         asyncio.run(run())
 
-    def test_the_requests_of_the_dead_one_end(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_requests_of_the_dead_front_end_are_aborted(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         async def run() -> None:
             began = asyncio.Event()
             task = asyncio.create_task(stream(server.port, asking(2000), lambda answer: began.set()))
@@ -140,7 +140,7 @@ class TestFrontEnds:
 
         asyncio.run(run())
 
-    def test_a_new_one_turns_nobody_away(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_a_new_front_end_refuses_no_request(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         async def run() -> None:
             assert await until(lambda: two_front_ends(server), HUNG_S)
             victim, other = server.victims("frontend")
@@ -166,55 +166,55 @@ async def two_front_ends(server: FaultServer) -> bool:
 
 @pytest.mark.full
 class TestDuringRecovery:
-    def test_what_clients_do_meanwhile(self, server: FaultServer, undisturbed: list[Answer]) -> None:
-        """Scrapes are answered, who gives up is gone afterwards, who comes is served afterwards."""
+    def test_requests_during_a_worker_restart(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        """Metrics are served; a request aborted meanwhile ends; a request sent meanwhile is served afterwards."""
 
         async def run() -> None:
             begun = asyncio.Event()
             given_up = asyncio.create_task(stream(server.port, asking(2000), lambda answer: begun.set()))
             await begun.wait()
             with held_recovery(server):
-                assert await until(lambda: says(server, "/ready", 200, "recovering"), within(2))
-                assert await says(server, "/health", 200, "recovering")
+                assert await until(lambda: has_state(server, "/ready", 200, "recovering"), within(2))
+                assert await has_state(server, "/health", 200, "recovering")
                 assert (await get(server.port, "/metrics"))[0] == 200
                 came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
                 await asyncio.sleep(0.1)
                 given_up.cancel()
                 assert not any(task.done() for task in came)
             check_same(await asyncio.gather(*came), undisturbed)
-            assert await says(server, "/ready", 200, "ready")
+            assert await has_state(server, "/ready", 200, "ready")
 
         asyncio.run(run())
 
-    def test_while_the_scheduler_is_gone(self, server: FaultServer, undisturbed: list[Answer]) -> None:
-        """The new one is held up by a worker that does not come to it."""
+    def test_requests_during_a_scheduler_restart(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+        """The new scheduler waits for a worker that does not join it."""
 
         async def run() -> None:
             worker = server.victims("worker")[0]
             worker.suspend()
             server.victims("scheduler")[0].kill()
-            assert await until(lambda: says(server, "/ready", 200, "recovering"), within(2))
+            assert await until(lambda: has_state(server, "/ready", 200, "recovering"), within(2))
             came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
             for _ in range(10):
                 assert (await get(server.port, "/health"))[0] == (await get(server.port, "/metrics"))[0] == 200
                 await asyncio.sleep(0.02)
-            with contextlib.suppress(psutil.NoSuchProcess):  # one that waits for too long is replaced
+            with contextlib.suppress(psutil.NoSuchProcess):  # the worker is replaced if it does not join in time
                 worker.resume()
             check_same(await asyncio.gather(*came), undisturbed)
 
         asyncio.run(run())
 
 
-async def says(server: FaultServer, path: str, status: int, state: str) -> bool:
+async def has_state(server: FaultServer, path: str, status: int, state: str) -> bool:
     return await get(server.port, path) == (status, f'{{"status":"{state}"}}')
 
 
 @pytest.mark.full
-class TestTheEnd:
-    """Each with a server of its own; its worker is simulated."""
+class TestShutdown:
+    """Each test has its own server with a simulated worker."""
 
     @pytest.mark.parametrize("stopped", [(), ("scheduler", "worker", "frontend")], ids=["all-run", "all-stopped"])
-    def test_nothing_outlives_the_supervisor(self, stopped: Sequence[Role]) -> None:
+    def test_no_process_outlives_the_supervisor(self, stopped: Sequence[Role]) -> None:
         with FaultServer([*SIMULATED, "--api-server-count", "2"]) as server:
             for victim in [victim for role in stopped for victim in server.victims(role)]:
                 victim.suspend()
@@ -238,7 +238,7 @@ class TestTheEnd:
             assert server.process.wait(within(5)) == 0
             assert server.leftovers() == []
 
-    def test_a_second_signal_ends_at_once(self) -> None:
+    def test_a_second_signal_stops_at_once(self) -> None:
         with FaultServer(SIMULATED) as server:
 
             async def insist() -> None:
@@ -255,7 +255,7 @@ class TestTheEnd:
             assert wait_until(lambda: server.leftovers() == [], within(2)) is not None
 
     @pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow, id="at-start"), False])
-    def test_workers_that_never_live_end_the_engine(self, first: bool) -> None:
+    def test_workers_that_never_start_end_the_engine(self, first: bool) -> None:
         with FaultServer([*SIMULATED, "--no-standby-workers"], wait=not first) as server:
 
             async def kill_all() -> None:
@@ -277,7 +277,7 @@ class TestTheEnd:
             assert server.leftovers() == []
 
 
-class TestTheBenchmark:
+class TestBenchmark:
     @pytest.mark.slow
     @pytest.mark.parametrize("ranks", ["1", "2"])
     def test_all_kinds_of_deaths(self, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``quire serve`` as its users meet it: the demo model behind the openai client, bad input, disconnects, signals."""
+"""``quire serve`` with the demo model: the openai client, bad input, disconnects, signals."""
 
 import json
 import signal
@@ -102,7 +102,7 @@ class TestOpenAIClient:
         assert text == "hello there"
         assert httpx.get(f"{server.url}/version").json()["version"]
 
-    def test_a_demanded_call_comes_back_as_one(self, client: openai.OpenAI) -> None:
+    def test_a_required_tool_call_is_returned(self, client: openai.OpenAI) -> None:
         schema = {"type": "object", "properties": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}}}
         function = {"name": "set_clock", "parameters": {**schema, "required": ["hour"], "additionalProperties": False}}
         fields: dict[str, Any] = {"model": "quire-demo", "messages": STORY, "max_tokens": 100, "temperature": 0}
@@ -121,7 +121,7 @@ class TestOpenAIClient:
             assert (deltas[0].function.name, bool(deltas[0].id)) == ("set_clock", True)
             assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
 
-    def test_a_response_format_holds(self, client: openai.OpenAI) -> None:
+    def test_a_response_format_is_satisfied(self, client: openai.OpenAI) -> None:
         schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
         wanted = {
             "type": "json_schema",
@@ -137,8 +137,8 @@ class TestOpenAIClient:
             )
         assert caught.value.code == "invalid_structured_outputs"
 
-    def test_the_likelihood_of_a_text(self, client: openai.OpenAI) -> None:
-        """As evaluation harnesses ask for it: echo, no tokens, token ids."""
+    def test_prompt_logprobs_with_echo(self, client: openai.OpenAI) -> None:
+        """The request of evaluation harnesses: echo, no output tokens, prompts as token ids."""
         fields: dict[str, Any] = {"model": "quire-demo", "temperature": 0, "logprobs": 1}
         answer = client.completions.create(**fields, prompt=[[40, 41, 42, 43], [50, 51]], max_tokens=0, echo=True)
         for choice, length in zip(answer.choices, (4, 2), strict=True):
@@ -148,7 +148,7 @@ class TestOpenAIClient:
             assert all(value < 0 for value in logprobs.token_logprobs[1:])
         assert answer.usage.completion_tokens == 0
 
-    def test_a_request_that_fails_by_itself(self, server: Served) -> None:
+    def test_a_failing_request_gets_422(self, server: Served) -> None:
         body = {"prompt": "x", "allowed_token_ids": [65], "structured_outputs": {"regex": "[0-9]{3}"}}
         for stream in (False, True):
             failed = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": stream}, timeout=60)
@@ -167,8 +167,8 @@ BAD = [
 
 
 class TestBadInput:
-    def test_it_is_refused_and_the_next_request_served(self, server: Served) -> None:
-        """All of it: tests/abuse."""
+    def test_bad_input_is_refused_and_the_next_request_served(self, server: Served) -> None:
+        """A sample; tests/abuse has all cases."""
         for body, status, param, word in BAD:
             refused = httpx.post(f"{server.url}/v1/completions", json=body)
             assert refused.status_code == status
@@ -177,7 +177,7 @@ class TestBadInput:
         good = httpx.post(f"{server.url}/v1/completions", json={"model": "quire-demo", "prompt": "A", "max_tokens": 1})
         assert good.status_code == 200
 
-    def test_a_client_that_goes_away_frees_its_blocks(self, server: Served) -> None:
+    def test_a_disconnected_client_frees_its_blocks(self, server: Served) -> None:
         body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
             lines = response.iter_lines()
@@ -190,7 +190,7 @@ class TestBadInput:
 
 @pytest.mark.full
 class TestCommandLine:
-    def test_a_port_in_use_is_one_line(self, server: Served) -> None:
+    def test_a_port_in_use_is_reported_in_one_line(self, server: Served) -> None:
         port = server.url.rsplit(":", 1)[1]
         done = subprocess.run([*QUIRE, "serve", "--port", port], capture_output=True, text=True, timeout=60)
         assert done.returncode == 78
@@ -224,7 +224,7 @@ class TestCommandLine:
         with pytest.raises(OSError):
             urllib.request.urlopen(f"{served.url}/health")
 
-    def test_what_does_not_end_in_time_is_told_that_the_server_goes(self) -> None:
+    def test_requests_past_the_shutdown_timeout_get_server_shutdown(self) -> None:
         served = Served("--num-gpu-blocks-override", "300", "--shutdown-timeout", "0.1")
         body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
@@ -236,7 +236,7 @@ class TestCommandLine:
         assert (error["code"], error["message"]) == ("server_shutdown", "the server is shutting down")
         assert served.stop() == 0
 
-    def test_a_second_signal_ends_at_once(self) -> None:
+    def test_a_second_signal_stops_at_once(self) -> None:
         served = Served("--num-gpu-blocks-override", "300")
         body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:

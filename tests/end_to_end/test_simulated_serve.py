@@ -1,4 +1,4 @@
-"""``quire serve --simulate``: the real front end and scheduler over a worker that only takes its time."""
+"""``quire serve --simulate``: the real front end and scheduler over a simulated worker."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ def complete(server: Served, **body: Any) -> dict[str, Any]:
 
 
 def stream(server: Served, num_tokens: int, seed: int) -> tuple[str, int]:
-    """Text, and how many chunks it came in."""
+    """Return the text and its number of chunks."""
     body = {"prompt": [5 + seed] * 20, "max_tokens": num_tokens, "seed": seed, "ignore_eos": True, "stream": True}
     texts = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
@@ -50,39 +50,39 @@ def stream(server: Served, num_tokens: int, seed: int) -> tuple[str, int]:
     return "".join(texts), len(texts)
 
 
-def test_it_says_that_it_is_no_model(server: Served) -> None:
-    said = next(line for line in server.log if "simulated worker" in line)
-    assert "tokens are random" in said and "2 ms per step" in said and "num_blocks=500" in said
+def test_logs_that_it_is_simulated(server: Served) -> None:
+    line = next(line for line in server.log if "simulated worker" in line)
+    assert "tokens are random" in line and "2 ms per step" in line and "num_blocks=500" in line
     workers = [" ".join(p.cmdline()) for p in engine_processes("quire.launch.replay.simulate.worker_process")]
     assert len(workers) == 1 and not engine_processes("quire.worker_proc")
 
 
 @pytest.mark.full
-def test_many_streams_at_once_take_the_time_of_their_steps(server: Served) -> None:
+def test_concurrent_streams(server: Served) -> None:
     before = server.metrics()
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda seed: stream(server, 100, seed), range(8)))
     assert all(text and num_chunks > 20 for text, num_chunks in found)
     assert len({text for text, _ in found}) == 8
     again, _ = stream(server, 100, 3)
-    assert again == found[3][0], "tokens follow from the seed alone"
+    assert again == found[3][0], "tokens depend on the seed only"
     after = server.wait_until_idle()
     assert after["quire:generation_tokens_total"] - before["quire:generation_tokens_total"] == 900
 
 
-def test_a_step_takes_its_time(server: Served) -> None:
+def test_a_step_takes_the_simulated_time(server: Served) -> None:
     began = time.monotonic()
     complete(server, prompt=[5, 6, 7], max_tokens=200)
     assert time.monotonic() - began >= 200 * STEP_SECONDS
 
 
-def test_prefixes_are_found_again(server: Served) -> None:
+def test_prefix_cache_hits(server: Served) -> None:
     prompt = list(range(5, 105))
     cached = [complete(server, prompt=prompt, max_tokens=2)["usage"]["prompt_tokens_details"] for _ in range(2)]
     assert [details["cached_tokens"] for details in cached] == [0, 96]
 
 
-def test_who_goes_away_is_aborted(server: Served) -> None:
+def test_a_disconnected_clients_request_is_aborted(server: Served) -> None:
     body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
     before = server.metrics()["quire:generation_tokens_total"]
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
@@ -90,7 +90,7 @@ def test_who_goes_away_is_aborted(server: Served) -> None:
     assert server.wait_until_idle()["quire:generation_tokens_total"] - before < 400
 
 
-def test_a_structured_answer_is_one(server: Served) -> None:
+def test_structured_output_satisfies_its_schema(server: Served) -> None:
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "blue"]}, "good": {"type": "boolean"}},
@@ -117,14 +117,14 @@ def test_log_probabilities(server: Served) -> None:
         (["constant:2", "--kv-cache-memory-bytes", "1"], "memory does not suffice"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(flags: list[str], text: str) -> None:
+def test_invalid_settings_are_refused_before_any_process_starts(flags: list[str], text: str) -> None:
     done = subprocess.run([*QUIRE, "serve", "--port", "0", "--simulate", *flags], capture_output=True, text=True)
     assert done.returncode == 78 and text in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.full
-def test_a_model_without_weights_on_many_devices_and_its_times_from_a_trace(tmp_path: Path) -> None:
-    """Only a config and a tokenizer: the scheduler sees one worker, whatever the ranks."""
+def test_simulates_a_model_without_weights_and_fits_its_trace(tmp_path: Path) -> None:
+    """With only a config and a tokenizer. The scheduler sees one worker for any number of ranks."""
     for file in DEMO_MODEL.iterdir():
         if file.suffix == ".json":
             (tmp_path / file.name).write_bytes(file.read_bytes())

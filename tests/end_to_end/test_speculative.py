@@ -1,4 +1,4 @@
-"""Drafts change how fast a text comes, never the text: with any proposer it is what it is without one."""
+"""Draft tokens change the speed, never the text: it is the same with any proposer and without one."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tiers import thinned
 from quire import LLM, SamplingParams
 
 NUM_PROMPTS = 200
-# Tokens that repeat make drafts that are right: with smaller weights tiny models fall into loops.
+# With smaller weights tiny models fall into loops, and repeated tokens make correct drafts.
 REPEATING = {"initializer_range": 0.1}
 
 
@@ -21,7 +21,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Speculating:
 
 
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
-def test_the_text_is_the_same_for_many_prompts(llama: Speculating, method: str) -> None:
+def test_same_text_for_many_prompts(llama: Speculating, method: str) -> None:
     prompts = random_prompts(NUM_PROMPTS, 8)
     drafted, plain = llama.run(prompts, method, check=False), llama.plain(prompts, check=False)
     assert drafted.tokens == plain.tokens
@@ -33,7 +33,7 @@ def test_the_text_is_the_same_for_many_prompts(llama: Speculating, method: str) 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("batch", "count"), [(1, 4), (3, 4), (8, 4), (32, 1), (32, 7)])
 @pytest.mark.parametrize("async_scheduling", [True, False])
-def test_the_text_is_the_same_in_every_batch(
+def test_same_text_in_every_batch(
     llama: Speculating, method: str, batch: int, async_scheduling: bool, count: int
 ) -> None:
     prompts = random_prompts(NUM_PROMPTS, 16)
@@ -44,7 +44,7 @@ def test_the_text_is_the_same_in_every_batch(
 
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_text_is_the_same_without_asynchronous_scheduling(llama: Speculating, method: str, batch: int) -> None:
+def test_same_text_without_async_scheduling(llama: Speculating, method: str, batch: int) -> None:
     prompts = random_prompts(9, 12, seed=1)
     drafted = llama.run(prompts, method, max_num_seqs=batch, async_scheduling=False)
     assert drafted.tokens == llama.plain(prompts).tokens
@@ -53,7 +53,7 @@ def test_the_text_is_the_same_without_asynchronous_scheduling(llama: Speculating
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
-def test_the_text_is_the_same_when_the_number_of_drafts_changes(llama: Speculating, method: str) -> None:
+def test_same_text_with_changing_numbers_of_drafts(llama: Speculating, method: str) -> None:
     prompts = random_prompts(9, 40, seed=12)
     drafted = llama.run(prompts, method, {"adaptive": True})
     assert drafted.tokens == llama.plain(prompts).tokens
@@ -61,7 +61,7 @@ def test_the_text_is_the_same_when_the_number_of_drafts_changes(llama: Speculati
 
 
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
-def test_prompts_in_chunks_and_preemption(llama: Speculating, method: str) -> None:
+def test_same_text_with_chunks_and_preemption(llama: Speculating, method: str) -> None:
     prompts = random_prompts(6, 36, longest=40, seed=2)
     pressed = {"block_size": 4, "num_blocks_override": 36, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     drafted = llama.run(prompts, method, **pressed)
@@ -81,7 +81,7 @@ def test_stop_tokens_within_accepted_drafts(llama: Speculating, method: str) -> 
 
 
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
-def test_log_probabilities_are_those_without_drafts(llama: Speculating, method: str) -> None:
+def test_log_probabilities_equal_those_without_drafts(llama: Speculating, method: str) -> None:
     prompts = random_prompts(8, 20, seed=4, logprobs=3)
     expected, drafted = llama.plain(prompts), llama.run(prompts, method)
     assert drafted.tokens == expected.tokens
@@ -91,7 +91,7 @@ def test_log_probabilities_are_those_without_drafts(llama: Speculating, method: 
 
 
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
-def test_prompts_found_in_the_prefix_cache(llama: Speculating, method: str) -> None:
+def test_same_text_with_prefix_cache_hits(llama: Speculating, method: str) -> None:
     shared = list(range(10, 42))
     prompts = [(shared + tokens, sampling) for tokens, sampling in random_prompts(12, 12, seed=5)]
     drafted = llama.run(prompts, method, max_num_seqs=2, block_size=8)
@@ -100,7 +100,7 @@ def test_prompts_found_in_the_prefix_cache(llama: Speculating, method: str) -> N
 
 
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
-def test_texts_that_reach_the_longest_length(llama: Speculating, method: str) -> None:
+def test_texts_that_reach_max_model_len(llama: Speculating, method: str) -> None:
     prompts = random_prompts(8, 100, longest=30, seed=6)
     expected = llama.plain(prompts, max_model_len=48)
     drafted = llama.run(prompts, method, max_model_len=48)
@@ -111,7 +111,7 @@ def test_texts_that_reach_the_longest_length(llama: Speculating, method: str) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", thinned(["mistral", "gemma3"], keep=1))
-def test_layers_with_a_window(tmp_path: Path, family: str) -> None:
+def test_sliding_window_layers(tmp_path: Path, family: str) -> None:
     windowed = Speculating(tmp_path, family, **REPEATING)
     prompts = random_prompts(6, 20, longest=30, seed=7)
     for method in METHODS:
@@ -120,19 +120,19 @@ def test_layers_with_a_window(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
-def test_processors_see_the_drafts_before_a_position(llama: Speculating, method: str) -> None:
+def test_logits_processors_see_the_drafts_before_a_position(llama: Speculating, method: str) -> None:
     asked = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "min_tokens": 5, "logit_bias": {7: 2.0}}
     prompts = random_prompts(8, 16, seed=8, **asked)
     drafted = llama.run(prompts, method)
     assert drafted.tokens == llama.plain(prompts).tokens
 
 
-def test_a_right_draft_model_saves_steps(llama: Speculating) -> None:
+def test_a_correct_draft_model_saves_steps(llama: Speculating) -> None:
     prompts = random_prompts(4, 25, seed=9)
     llama_twice = {"model": llama.config("draft_model").model, "model_path": str(llama.folder)}
     drafted = llama.run(prompts, "draft_model", llama_twice)
     assert drafted.tokens == llama.plain(prompts).tokens
-    # The prompt's step gives one token, the others one and four drafts each.
+    # The prompt's step returns one token, each other step one token and four accepted drafts.
     assert drafted.engine.statistics().num_steps <= 9
 
 
@@ -142,15 +142,15 @@ def test_rejection_keeps_greedy_texts_and_is_reproducible(llama: Speculating) ->
     first = llama.run(prompts, "draft_model", {"acceptance": "rejection"})
     again = llama.run(prompts, "draft_model", {"acceptance": "rejection"}, max_num_seqs=3)
     assert first.num_accepted > 20
-    assert again.tokens == first.tokens, "a text depends on its neighbours"
+    assert again.tokens == first.tokens, "a text depends on other requests of the batch"
     for (_, sampling), own, other in zip(prompts, first.tokens, expected.tokens, strict=True):
         assert "temperature" in sampling or own == other
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", thinned(["suffix", "draft_model"], keep=1))
-def test_two_ranks_make_the_same_drafts(llama: Speculating, method: str) -> None:
-    """Real processes, which compare digests of every step."""
+def test_two_ranks_propose_the_same_drafts(llama: Speculating, method: str) -> None:
+    """Uses real processes, which compare a digest of every step."""
     named = {"model": str(llama.draft_folder)} if method == "draft_model" else {}
     asked = {"method": method, "num_speculative_tokens": 4, "adaptive": False} | named
     drawn = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.9)] * 4

@@ -1,4 +1,4 @@
-"""Structured output through the real processes: every answer parses and fits its schema, and nobody else notices."""
+"""Structured output with real processes: every answer satisfies its schema, and other requests are not affected."""
 
 import json
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.full
 def llm() -> Iterator[LLM]:
     with LLM(deterministic=True, max_model_len=512, max_num_seqs=32, num_gpu_blocks_override=70) as llm:
         yield llm
-    assert not engine_processes(), "the guard ends with the engine"
+    assert not engine_processes(), "the grammar helper must end with the engine"
 
 
 def mixed(llm: LLM, num_requests: int, num_schemas: int) -> None:
-    """Every fourth request has no grammar; the others take the schemas in turn."""
+    """Run requests of which every fourth has no grammar; the others use the schemas in turn."""
     wanted = schemas(num_schemas)
     prompts, params = [], []
     for index in range(num_requests):
@@ -37,8 +37,8 @@ def mixed(llm: LLM, num_requests: int, num_schemas: int) -> None:
     for index, output in enumerate(outputs):
         answer, schema = output.outputs[0], wanted[index % num_schemas]
         if index % 4:
-            assert answer.finish_reason == "stop", f"{answer.text!r} of {schema}"
-            assert validates(json.loads(answer.text), schema), f"{answer.text!r} is not of {schema}"
+            assert answer.finish_reason == "stop", f"{answer.text!r} for {schema}"
+            assert validates(json.loads(answer.text), schema), f"{answer.text!r} does not satisfy {schema}"
     free = llm.chat(prompts[::4], params[::4])
     assert [o.outputs[0].token_ids for o in free] == [o.outputs[0].token_ids for o in outputs[::4]]
 
@@ -56,7 +56,7 @@ def test_five_hundred_requests_over_fifty_schemas(llm: LLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_drafts_and_ranks_change_no_answer(llm: LLM, ranks: int) -> None:
+def test_same_answers_with_drafts_and_ranks(llm: LLM, ranks: int) -> None:
     wanted = schemas(12)
     prompts = [[{"role": "user", "content": f"{i} Tell me of red blue red blue red blue"}] for i in range(12)]
     params = [
@@ -70,7 +70,7 @@ def test_drafts_and_ranks_change_no_answer(llm: LLM, ranks: int) -> None:
         assert drafting.statistics().num_accepted_tokens > 0
 
 
-def test_what_cannot_be_is_refused_and_named(llm: LLM) -> None:
+def test_an_invalid_grammar_is_refused(llm: LLM) -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputs(regex="["))
     with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
         llm.generate([[5, 6, 7]], bad)

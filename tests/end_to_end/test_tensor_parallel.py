@@ -1,4 +1,4 @@
-"""Two ranks, real processes and sockets: the same tokens as one, and a rank's failure is told."""
+"""Two ranks with real processes and sockets: the same tokens as one rank, and recovery from a rank's death."""
 
 import os
 import signal
@@ -22,13 +22,13 @@ def _tokens(folder: Path, **settings: object) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+def test_two_ranks_give_the_same_tokens_as_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     assert _tokens(tmp_path, tensor_parallel_size=2, long_prefill_token_threshold=7) == _tokens(tmp_path)
 
 
 @pytest.mark.full
-def test_a_rank_that_dies_takes_the_others_with_it_and_no_token(tmp_path: Path) -> None:
+def test_death_of_a_rank_replaces_the_group_and_costs_no_token(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     greedy = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     with LLM(tmp_path, tensor_parallel_size=2, dtype="float32") as llm:

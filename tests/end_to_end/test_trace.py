@@ -1,4 +1,4 @@
-"""A live server records what it decides; the trace replays exactly."""
+"""The trace of a live server replays exactly."""
 
 import random
 import signal
@@ -20,12 +20,12 @@ from quire.launch.replay.run.run_record import RunRecord
 from quire.scheduler_proc.trace.lines import Line, encode_line
 
 FLAGS = ["--max-num-seqs", "4", "--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "22"]
-"""A pool in which four long answers have no room: somebody is put out."""
+"""A pool without room for four long answers, so that requests are preempted."""
 NUM_CLIENTS = 3
 
 
 class Client(threading.Thread):
-    """One loop of requests, one answer after the other, until it got ``num_tokens``; some it gives up on."""
+    """Sends requests one after the other until it has received ``num_tokens``; disconnects from some."""
 
     def __init__(self, url: str, seed: int, num_tokens: int) -> None:
         super().__init__(name=f"client {seed}")
@@ -44,7 +44,7 @@ class Client(threading.Thread):
             self.error = error
 
     def _ask(self) -> int:
-        """Two answers at a time, so that more wait than can run. Returns the tokens that were asked for."""
+        """Request two answers, so that more wait than can run; return the number of tokens requested."""
         rng = self._rng
         count = rng.randrange(40, 180)
         body: dict[str, Any] = {
@@ -72,7 +72,7 @@ class Client(threading.Thread):
 
 
 def record_run(path: Path, num_tokens: int, *flags: str) -> int:
-    """Record a run of so many tokens; returns how many requests were given up."""
+    """Record a run of ``num_tokens`` tokens; return how many requests were aborted."""
     served = Served("--trace", str(path), *FLAGS, *flags)
     clients = [Client(served.url, seed, num_tokens // NUM_CLIENTS) for seed in range(NUM_CLIENTS)]
     try:
@@ -112,10 +112,10 @@ def test_a_live_run_replays_exactly(recorded: tuple[Path, int]) -> None:
     assert len(record.steps) > 200
 
 
-def test_one_changed_number_is_located(recorded: tuple[Path, int], tmp_path: Path) -> None:
-    """Of a decision, an arrival or a result, the checksum made to fit."""
+def test_a_changed_number_is_located(recorded: tuple[Path, int], tmp_path: Path) -> None:
+    """One number of a decision, an arrival or a result is changed, with its checksum updated."""
     path, _ = recorded
-    lines = [told.line for told in TraceReader(path)]
+    lines = [read.line for read in TraceReader(path)]
     for kind, field in (("StepDecision", "counts"), ("Arrival", "priority"), ("Result", "ended")):
         at, line = next(
             (at, line)
@@ -144,7 +144,7 @@ def with_another(line: Line, field: str) -> Line:
     return msgspec.structs.replace(line, crc=None, counts=[(handle, count + 1), *rest])
 
 
-def test_it_is_a_workload(recorded: tuple[Path, int]) -> None:
+def test_a_trace_can_be_loaded_as_a_workload(recorded: tuple[Path, int]) -> None:
     path, num_aborted = recorded
     workload = load(path, LoadOptions())
     assert len(workload.calls) == len(replay_trace(path).requests)
@@ -154,8 +154,8 @@ def test_it_is_a_workload(recorded: tuple[Path, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_ten_thousand_steps_of_the_demo_model_replay(tmp_path: Path, policy: str) -> None:
-    """How fast, is printed (``-s``); the log has it."""
+def test_ten_thousand_steps_of_the_demo_model_replay_exactly(tmp_path: Path, policy: str) -> None:
+    """Prints the replay's speed (``-s``), which docs/log.md records."""
     path = tmp_path / "trace.jsonl"
     num_aborted = record_run(path, 45_000, "--scheduling-policy", policy)
     record = replay_trace(path)

@@ -1,4 +1,4 @@
-"""``quire serve --trace``: what real clients made a real engine do, replayed exactly."""
+"""``quire serve --trace``: the trace of a real engine under real clients replays exactly."""
 
 import signal
 import time
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.full
 
 
 def client(served: Served, number: int) -> None:
-    """A few answers, one after the other; some are given up."""
+    """Request a few answers one after the other, and disconnect from some."""
     for turn in range(4):
         prompt = [5 + number] * 40 + [6 + turn] * (30 * turn)
         body = {"prompt": prompt, "max_tokens": 90, "ignore_eos": True, "priority": number, "stream": turn == 2}
@@ -33,7 +33,7 @@ def client(served: Served, number: int) -> None:
 
 
 def dumped(folder: Path) -> Path:
-    """The dump, once its last line is there."""
+    """Wait for the dump's last line and return its path."""
     deadline = time.monotonic() + 30
     while True:
         found = list(folder.glob("quire-dump-*.jsonl"))
@@ -55,7 +55,7 @@ def test_a_served_run_and_a_dump_of_it_replay(tmp_path: Path) -> None:
     dump = dumped(tmp_path)
     assert served.metrics()["quire:num_trace_lines_lost_total"] == 0
     assert served.stop() == 0
-    kinds = Counter(type(told.line) for told in TraceReader(trace))
+    kinds = Counter(type(read.line) for read in TraceReader(trace))
     assert kinds[Arrival] == 24 and kinds[End] == 1 and kinds[StepDecision] > 300
     preempted = [r for t in TraceReader(trace) if isinstance(t.line, StepDecision) for r in t.line.reasons]
     assert any(reason.what == "preempt" for reason in preempted)

@@ -1,4 +1,4 @@
-"""A small tokenizer, an engine that invents its tokens, and a client for the application around them."""
+"""A small tokenizer, a fake engine, and a client for the application over them."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ CORPUS = [
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """A byte-level BPE that has every byte, three special tokens, and no beginning-of-text."""
+    """A byte-level BPE with all bytes, three special tokens, and no beginning-of-text token."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def client(app: Starlette) -> Client:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The events of a stream, the end mark as a string."""
+    """Return the events of a stream; the end mark as a string."""
     assert response.headers["content-type"].startswith("text/event-stream")
     blocks = response.text.split("\n\n")
     assert blocks.pop() == ""
@@ -116,7 +116,7 @@ def events_fixture() -> Callable[[httpx.Response], list[Any]]:
 
 @dataclass
 class Connection:
-    """One request given to an application by hand, so that its client can leave when a test wants."""
+    """One request sent to an application without a client library, so that a test can disconnect at any time."""
 
     app: Starlette
     path: str
@@ -159,7 +159,7 @@ def connect(app: Starlette) -> Callable[[str, Any], Connection]:
 
 @pytest.fixture
 def finish() -> Callable[[Awaitable[None]], None]:
-    """Run a coroutine to its end with a deadline, so that a hang is a failure."""
+    """Run a coroutine with a deadline, so that a hang is a failure."""
 
     def run(work: Awaitable[None]) -> None:
         async def bounded() -> None:

@@ -1,4 +1,4 @@
-"""The flags that name places, for cache events, traces and crash dumps: made absolute, or refused at once."""
+"""Flags with paths and addresses, for cache events, traces and crash dumps: made absolute, or refused at start."""
 
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,17 @@ from quire.protocol.errors import ConfigError
 from quire.version import __version__
 
 
-def test_places_of_cache_events_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_event_addresses_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = make_keys(tmp_path / "keys")
     monkeypatch.chdir(tmp_path)
     events, replay = f"ipc://{tmp_path}/events", "tcp://127.0.0.1:5558"
     config = config_of(kv_events_endpoint=events, kv_events_replay_endpoint=replay, kv_events_curve_dir=keys.name)
     assert (config.kv_events_endpoint, config.kv_events_replay_endpoint) == (events, replay)
-    assert config.kv_events_curve_dir == str(keys), "the scheduler's process is told no relative place"
+    assert config.kv_events_curve_dir == str(keys), "the scheduler process must get absolute paths"
     assert config_of().kv_events_endpoint == ""
 
 
-def test_places_of_traces_and_dumps_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_and_dump_paths_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = {"trace": "t.jsonl", "trace-prompts": True, "trace_max_bytes": 2**20, "crash-dump-dir": "dumps"}
     config = config_of(**given)
@@ -45,17 +45,17 @@ def test_places_of_traces_and_dumps_reach_the_configuration(tmp_path: Path, monk
         ({"trace": "t", "trace_max_bytes": -1}, "--trace-max-bytes must be"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], reason: str) -> None:
+def test_invalid_places_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         config_of(**settings)
 
 
-def test_events_of_no_cache_are_refused(tmp_path: Path) -> None:
+def test_events_without_prefix_caching_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--enable-prefix-caching"):
         config_of(kv_events_endpoint=f"ipc://{tmp_path}/events", enable_prefix_caching=False)
 
 
-def test_dumps_go_where_such_things_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_dump_dir_defaults_to_the_state_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
     assert crash_dump_dir(None) == "/somewhere/quire/crash-dumps"
     assert crash_dump_dir("") == ""

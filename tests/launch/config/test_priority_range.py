@@ -1,4 +1,4 @@
-"""Which priorities a server allows: a key does not buy a place before everybody else's."""
+"""The priorities that a server allows: by default, an API key cannot raise the priority of its requests."""
 
 import pytest
 from configs import config_of
@@ -28,18 +28,20 @@ BAD = [
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_a_range_is_understood(text: str) -> None:
+def test_a_range_is_parsed(text: str) -> None:
     assert config_of(priority_range=text).priority_range == GOOD[text]
 
 
 @pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
-def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--priority-range must be LOW:HIGH, from -2147483648 to 2147483647") as told:
+def test_an_invalid_range_is_refused(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--priority-range must be LOW:HIGH, from -2147483648 to 2147483647"
+    ) as caught:
         config_of(priority_range=text)
-    assert len(str(told.value)) < 300
+    assert len(str(caught.value)) < 300
 
 
-def test_keys_bring_a_range_unless_one_is_given() -> None:
+def test_api_keys_set_a_default_range() -> None:
     assert with_api_keys(config_of(), 0).priority_range is None
     assert with_api_keys(config_of(), 2).priority_range == (0, HIGHEST)
     assert with_api_keys(config_of(priority_range="-7:7"), 2).priority_range == (-7, 7)
@@ -51,7 +53,7 @@ def test_keys_bring_a_range_unless_one_is_given() -> None:
 @pytest.mark.parametrize(
     "priority", thinned([LOWEST, LOWEST + 1, -1_000_000, -10, -6, 6, 7, 1000, HIGHEST - 1, HIGHEST], keep=3)
 )
-def test_a_priority_out_of_the_range_is_forbidden(priority: int, tenant: int, policy: str) -> None:
+def test_a_priority_out_of_range_gets_403(priority: int, tenant: int, policy: str) -> None:
     driver = Driver(scheduling_policy=policy, priority_range=(-5, 5))
     driver.add("pushy", [1], max_tokens=1, priority=priority, tenant=tenant)
     refused = driver.answers["pushy"].rejected
@@ -64,7 +66,7 @@ def test_a_priority_out_of_the_range_is_forbidden(priority: int, tenant: int, po
 
 
 @pytest.mark.parametrize("priority", [LOWEST, HIGHEST])
-def test_without_a_range_any_number_will_do(priority: int) -> None:
+def test_without_a_range_any_priority_is_allowed(priority: int) -> None:
     driver = Driver(scheduling_policy="priority")
     driver.add("any", [1], max_tokens=1, priority=priority)
     assert driver.run()["any"].rejected is None

@@ -1,4 +1,4 @@
-"""The flags of sampling: speculative decoding, logits processors, thinking markers, the grammar library."""
+"""Sampling flags: speculative decoding, logits processors, thinking markers, the grammar library."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 class TestSpeculative:
-    def test_none_unless_asked_for(self) -> None:
+    def test_off_by_default(self) -> None:
         config = config_of()
         assert (config.speculative, config.num_speculative_tokens) == (None, 0)
 
@@ -40,13 +40,13 @@ class TestSpeculative:
         assert (chosen.acceptance, chosen.adaptive) == ("shared_noise", False)
 
     @pytest.mark.parametrize(("given", "lengths"), [({}, (2, 5)), ({"min": 3}, (3, 3)), ({"max": 4}, (4, 4))])
-    def test_one_length_is_the_other_too(self, given: dict[str, int], lengths: tuple[int, int]) -> None:
+    def test_one_length_sets_both(self, given: dict[str, int], lengths: tuple[int, int]) -> None:
         keys = {f"prompt_lookup_{name}": value for name, value in given.items()}
         chosen = config_of(speculative_config={**NGRAM, **keys}).speculative
         assert chosen is not None
         assert (chosen.prompt_lookup_min, chosen.prompt_lookup_max) == lengths
 
-    def test_suffix_has_a_number_of_its_own(self) -> None:
+    def test_suffix_has_its_own_default_number_of_drafts(self) -> None:
         config = config_of(speculative_config={"method": "suffix"})
         assert config.speculative is not None
         assert (config.num_speculative_tokens, config.speculative.suffix_max_cached_requests) == (24, 1000)
@@ -56,7 +56,7 @@ class TestSpeculative:
         assert (config.num_speculative_tokens, config.speculative.suffix_max_depth) == (8, 8)
         assert config.speculative.suffix_max_cached_requests == 0
 
-    def test_a_step_has_room_for_all_drafts(self) -> None:
+    def test_token_budget_has_room_for_all_drafts(self) -> None:
         config = config_of(speculative_config=NGRAM, max_num_seqs=1024)
         assert config.max_num_batched_tokens == 4096
         with pytest.raises(ConfigError, match=r"must be at least 40 .*not 39"):
@@ -64,7 +64,7 @@ class TestSpeculative:
         assert config_of(speculative_config=NGRAM, max_num_seqs=10, max_num_batched_tokens=40)
 
     @pytest.mark.parametrize(
-        ("given", "says"),
+        ("given", "message"),
         [
             ({"num_speculative_tokens": 3}, "method must be ngram, suffix or draft_model"),
             ({"method": "eagle", "num_speculative_tokens": 3}, "Invalid enum value 'eagle'"),
@@ -86,12 +86,12 @@ class TestSpeculative:
         ],
         ids=lambda value: repr(value)[:40],
     )
-    def test_what_is_refused(self, given: Any, says: str) -> None:
+    def test_invalid_values_are_refused(self, given: Any, message: str) -> None:
         with pytest.raises(ConfigError) as caught:
             config_of(speculative_config=given)
-        assert says in str(caught.value)
+        assert message in str(caught.value)
 
-    def test_a_draft_model_has_the_models_vocabulary(self) -> None:
+    def test_a_draft_model_must_have_the_same_vocabulary(self) -> None:
         folder = DEMO_MODEL
         given = {"model": str(folder), "num_speculative_tokens": 2, "acceptance": "rejection"}
         config = make_engine_config(parse_options({"speculative_config": given}, "LLM"), folder=folder)
@@ -104,7 +104,7 @@ class TestSpeculative:
         ):
             config_of(speculative_config=given)
 
-    def test_on_the_command_line_and_in_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_flag_and_config_file_are_equivalent(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file = tmp_path / "a.yaml"
         file.write_text("speculative-config: {method: ngram, num_speculative_tokens: 99}\n")
         for words in (
@@ -118,7 +118,7 @@ class TestSpeculative:
 
 
 class TestProcessors:
-    def test_classes_become_names(self) -> None:
+    def test_classes_are_converted_to_names(self) -> None:
         config = config_of(logits_processors=[AdapterLogitsProcessor, "json:JSONDecoder"])
         assert config.logits_processors == [
             "quire.protocol.request.logits_processors:AdapterLogitsProcessor",
@@ -127,19 +127,19 @@ class TestProcessors:
         assert config_of().logits_processors == []
 
     @pytest.mark.parametrize(
-        ("given", "says"),
+        ("given", "message"),
         [
             ("json", "must be module:Class, not 'json'"),
             (":Class", "must be module:Class, not ':Class'"),
-            ("no_such_module:Class", "no module no_such_module; the current directory .* PYTHONPATH"),
+            ("no_such_module:Class", "module no_such_module not found; the current directory .* PYTHONPATH"),
             (LogitsProcessor.apply, "must hold classes or module:Class"),
         ],
     )
-    def test_what_is_refused(self, given: Any, says: str) -> None:
-        with pytest.raises(ConfigError, match=says):
+    def test_invalid_values_are_refused(self, given: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             config_of(logits_processors=[given])
 
-    def test_a_class_that_no_other_process_could_import(self) -> None:
+    def test_a_class_that_is_not_importable_is_refused(self) -> None:
         class Local(AdapterLogitsProcessor):
             pass
 
@@ -149,7 +149,7 @@ class TestProcessors:
         with pytest.raises(ConfigError, match="must be importable"):
             processor_name(Local)
 
-    def test_children_find_modules_where_this_process_does(
+    def test_children_get_the_import_paths_of_this_process(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "my_own_plugin.py").write_text("x = 1\n")
@@ -159,7 +159,7 @@ class TestProcessors:
         (tmp_path / "spaced").mkdir()
         for name in ("my_own_plugin:Class", "a_package.inner:Other", "spaced.inner:Class"):
             assert import_paths([name, "nowhere_at_all:Class", name]) == [str(tmp_path)]
-        # Where packages and Python itself are, children look by themselves.
+        # Children search the folders of installed packages and of Python itself in any case.
         assert import_paths(["numpy:ndarray", "json:JSONDecoder", "sys:x", "__main__:Class"]) == []
         paths = [str(tmp_path)]
         monkeypatch.setenv("PYTHONPATH", "/somewhere")
@@ -185,20 +185,20 @@ class TestThinkingMarkers:
         made.save(str(tmp_path / "tokenizer.json"))
         return tmp_path
 
-    def test_the_tokenizers_own(self, folder: Path) -> None:
+    def test_default_markers_are_the_tokenizers(self, folder: Path) -> None:
         assert thinking_markers(folder, None, None, 64) == ([5], [6])
         assert thinking_markers(folder, "", "", 64) == ([], [])
-        # Ids that the model has no logits for are none.
+        # Ids outside the model's vocabulary do not count.
         assert thinking_markers(folder, None, None, 6) == ([], [])
         assert thinking_markers(folder, "<t>", "b</think>", 64) == ([0, 1, 2], [3, 6]), "texts of any tokens"
 
-    def test_without_a_tokenizer(self, tmp_path: Path) -> None:
+    def test_no_markers_without_a_tokenizer(self, tmp_path: Path) -> None:
         assert thinking_markers(tmp_path, None, None, 64) == thinking_markers(None, None, None, 64) == ([], [])
         with pytest.raises(ConfigError, match="needs a tokenizer"):
             thinking_markers(tmp_path, "a", "b", 64)
 
     @pytest.mark.parametrize(
-        ("start", "end", "vocab_size", "says"),
+        ("start", "end", "vocab_size", "message"),
         [
             *[(start, end, 64, "must be given together") for start, end in (("<t>", None), (None, "<t>"), ("<t>", ""))],
             ("", "<t>", 64, "must be given together"),
@@ -206,11 +206,11 @@ class TestThinkingMarkers:
             ("<think>", "b", 5, "--reasoning-start-str must be 1 to 64"),
         ],
     )
-    def test_refusals(self, folder: Path, start: str | None, end: str | None, vocab_size: int, says: str) -> None:
-        with pytest.raises(ConfigError, match=says):
+    def test_refusals(self, folder: Path, start: str | None, end: str | None, vocab_size: int, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             thinking_markers(folder, start, end, vocab_size)
 
-    def test_they_reach_the_engine(self) -> None:
+    def test_markers_reach_the_engine(self) -> None:
         folder = DEMO_MODEL
         config = make_engine_config(EngineOptions(), folder=folder)
         assert (config.thinking_start_token_ids, config.thinking_end_token_ids) == ([], [])
@@ -219,18 +219,18 @@ class TestThinkingMarkers:
 
 
 class TestOtherFlags:
-    def test_modes(self) -> None:
+    def test_terminal_structured_output_modes(self) -> None:
         assert config_of(logprobs_mode="processed_logprobs").logprobs_mode == "processed_logprobs"
         assert config_of().logprobs_mode == EngineConfig(model=MODEL, model_path="", max_model_len=8).logprobs_mode
         with pytest.raises(ConfigError, match="logprobs_mode"):
             config_of(logprobs_mode="raw_logits")
 
-    def test_a_grammar_library_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_grammar_library_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="needs the package xgrammar: pip install xgrammar"):
             config_of(structured_outputs_backend="xgrammar")
 
-    def test_a_schema_out_of_a_file(self, tmp_path: Path) -> None:
+    def test_a_schema_is_read_from_a_file(self, tmp_path: Path) -> None:
         def sampling(*words: str) -> Any:
             return _sampling(parse(["generate", "--prompt", "x", *words]))
 

@@ -1,4 +1,4 @@
-"""The scheduler's settings, from what a user types to what the scheduler is given."""
+"""Scheduling settings, from the user's flags to the scheduler's configuration."""
 
 import sys
 
@@ -10,7 +10,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 
 
-def test_what_is_given_reaches_the_scheduler() -> None:
+def test_settings_reach_the_scheduler() -> None:
     given = {
         "scheduling_policy": "priority",
         "max_num_queued_reqs": 7,
@@ -23,19 +23,19 @@ def test_what_is_given_reaches_the_scheduler() -> None:
     assert {name: getattr(config, name) for name in given} == given
 
 
-def test_the_defaults_are_the_engines_own() -> None:
+def test_defaults_equal_those_of_the_engine_configuration() -> None:
     config, bare = config_of(), EngineConfig(model=MODEL, model_path="", max_model_len=8)
     for name in ("scheduling_policy", "max_num_queued_reqs", "max_prefill_share", "reserve_full_sequence"):
         assert getattr(config, name) == getattr(bare, name), name
     assert (config.watermark, config.prefix_caching_hash_algo) == (bare.watermark, bare.prefix_caching_hash_algo)
 
 
-def test_dashes_and_whole_numbers_do_in_a_config_file() -> None:
+def test_a_config_file_allows_dashes_and_integers() -> None:
     assert config_of(**{"max-prefill-share": 1, "watermark": 0}).max_prefill_share == 1.0
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["--schedule-policy", "lpm"], "did you mean --scheduling-policy"),
         (["--max-queued-requests", "4"], "did you mean --max-num-queued-reqs"),
@@ -44,23 +44,23 @@ def test_dashes_and_whole_numbers_do_in_a_config_file() -> None:
         (["--prefix-caching-hash-algo", "md5"], "invalid choice: 'md5'"),
     ],
 )
-def test_other_words_are_refused_and_the_nearest_is_named(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_unknown_names_are_refused_with_the_nearest(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", *words])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and words[0] in said and says in said, said
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and words[0] in error and message in error, error
 
 
-def test_a_policy_that_does_not_exist_is_refused_as_a_keyword_too() -> None:
+def test_an_unknown_policy_is_refused_as_a_keyword() -> None:
     with pytest.raises(ConfigError, match="scheduling_policy: Invalid enum value 'lpm'"):
         config_of(scheduling_policy="lpm")
 
 
 class TestHashAlgorithm:
     @pytest.mark.parametrize("word", ["xxhash", "xxh3_128"])
-    def test_two_words_for_one(self, word: str) -> None:
+    def test_aliases_of_a_flag(self, word: str) -> None:
         assert config_of(prefix_caching_hash_algo=word).prefix_caching_hash_algo == "xxh3_128"
 
     @pytest.mark.parametrize("word", ["xxhash", "xxh3_128"])

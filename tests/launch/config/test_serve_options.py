@@ -1,4 +1,4 @@
-"""The settings of ``quire serve`` and their ranges: by flags and by a file, refused before a process starts."""
+"""Settings of ``quire serve`` and their ranges, as flags and in a config file: refused before a process starts."""
 
 from pathlib import Path
 
@@ -30,13 +30,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["serve", *words])
     assert ended.value.code == 78
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    return said
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
 
 
 @pytest.mark.parametrize(("name", "value", "span"), OUTSIDE)
-def test_a_value_out_of_range_is_named_with_the_range(
+def test_a_value_out_of_range_is_refused_with_the_range(
     name: str, value: str, span: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "settings.yaml"
@@ -46,21 +46,21 @@ def test_a_value_out_of_range_is_named_with_the_range(
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("api_server_cuont: 2", "unknown key 'api_server_cuont'; did you mean api_server_count?"),
         ("mem_fraction_static: 0.5", "unknown key 'mem_fraction_static'; did you mean --gpu-memory-utilization?"),
         ("port: high", "port: Expected `int`, got `str`"),
-        ("- port", "must hold keys and values"),
+        ("- port", "must be a YAML mapping"),
     ],
 )
-def test_a_file_with_other_keys_or_types_is_refused(
-    line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_with_unknown_keys_or_types_is_refused(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(f"{line}\n")
-    said = refusal(capsys, "--config", str(file))
-    assert f"{file}: " in said and says in said
+    error = refusal(capsys, "--config", str(file))
+    assert f"{file}: " in error and message in error
 
 
 def test_help_has_metavars_choices_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

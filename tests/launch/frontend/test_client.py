@@ -1,4 +1,4 @@
-"""The asyncio client on a real socket: what arrives at the scheduler, and a refusal's way back."""
+"""The asyncio client over a real socket: the fields of a request, and a refusal."""
 
 import asyncio
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ def hub(tmp_path: Path) -> Iterator[ZmqHub]:
 
 
 def next_of(hub: ZmqHub) -> PeerMessage:
-    assert hub.socket.poll(int(WAIT * 1000)), "nothing came"
+    assert hub.socket.poll(int(WAIT * 1000)), "no message received"
     received = hub.receive()
     assert received is not None
     return received
 
 
-def test_priority_and_salt_arrive_and_a_full_queue_is_told(hub: ZmqHub, tmp_path: Path, finish: Any) -> None:
+def test_priority_and_salt_are_sent_and_a_full_queue_is_reported(hub: ZmqHub, tmp_path: Path, finish: Any) -> None:
     async def talk() -> None:
         client = ZmqEngineClient(tmp_path, 64, 300)
         client.connect()
@@ -50,7 +50,7 @@ def test_priority_and_salt_arrive_and_a_full_queue_is_told(hub: ZmqHub, tmp_path
                 raise AssertionError("nothing was generated")
         assert (caught.value.code, caught.value.param) == ("queue_full", None)
         assert await client.wait_idle(WAIT)
-        sequence.abort()  # it has ended: nothing is sent
+        sequence.abort()  # the sequence has ended, so nothing is sent
         await client.close()
         assert hub.receive() is None
 

@@ -1,4 +1,4 @@
-"""A full queue: 503 over HTTP, and nothing that a caller of the offline API would notice."""
+"""A full queue: 503 over HTTP, and no effect on callers of the offline API."""
 
 import ast
 import asyncio
@@ -34,9 +34,9 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=9, n=2, ignore_eos=True)
 
 
 class ScheduledEngine(Driver):
-    """The real scheduler and a pretended worker behind both of our clients' interfaces; a step whenever one waits.
+    """The real scheduler and a simulated worker behind both client interfaces; runs a step when a caller waits.
 
-    ``refuse_from``: so many waiting requests are a full queue, whatever the settings say.
+    ``refuse_from``: number of waiting requests at which the queue is full, independent of the settings.
     """
 
     state = "ready"
@@ -107,7 +107,7 @@ class ScheduledEngine(Driver):
 
 
 class ScheduledSequence:
-    """``quire.launch.frontend.engine_client.Sequence``: whoever reads it lets the engine run."""
+    """Implements ``quire.launch.frontend.engine_client.Sequence``; reading it runs the engine."""
 
     def __init__(self, engine: ScheduledEngine, stream: Stream) -> None:
         self.request_id = stream.request_id
@@ -139,9 +139,7 @@ class TestOverHttp:
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("route", ["complete", "chat"])
-    def test_a_refusal_is_a_503_that_says_when_to_come_back(
-        self, client: Any, engine: Any, route: str, stream: bool
-    ) -> None:
+    def test_a_full_queue_is_a_503_with_retry_after(self, client: Any, engine: Any, route: str, stream: bool) -> None:
         engine.ending = InvalidRequest("4 requests wait already", None, "queue_full")
         response = getattr(client, route)(stream=stream)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
@@ -156,14 +154,14 @@ class TestOverHttp:
         metric = 'quire:admission_rejections_total{model_name="tiny",reason="queue_full"} 1.0'
         assert metric in client.get("/metrics").text.splitlines()
 
-    def test_other_refusals_do_not_invite(self, client: Any, engine: Any) -> None:
+    def test_other_refusals_have_no_retry_after(self, client: Any, engine: Any) -> None:
         engine.ending = InvalidRequest("the prompt does not fit the pool", "prompt", "kv_pool_too_small")
         response = client.complete()
         assert response.status_code == 400 and "retry-after" not in response.headers
 
     @pytest.mark.parametrize("limit", ["refuse_from", "max_num_queued_reqs"])
     @pytest.mark.parametrize("stream", [False, True])
-    def test_samples_that_got_in_are_aborted_when_others_did_not(
+    def test_accepted_samples_are_aborted_when_others_are_refused(
         self, connect_to: Callable[[Any], Any], stream: bool, limit: str
     ) -> None:
         engine = ScheduledEngine(max_num_seqs=1, **{limit: 2})
@@ -176,7 +174,7 @@ class TestOverHttp:
         engine.check_drained()
         assert http.complete(prompt=[5, 6], n=2, max_tokens=9).status_code == 200
 
-    def test_the_same_when_it_is_the_first_that_is_refused(self, connect_to: Callable[[Any], Any]) -> None:
+    def test_accepted_samples_are_aborted_when_the_first_is_refused(self, connect_to: Callable[[Any], Any]) -> None:
         engine = ScheduledEngine(refuse_from=0, max_num_seqs=1)
         assert connect_to(engine).complete(prompt=[5, 6], n=3).status_code == 503
         assert engine.num_aborts == 0
@@ -195,7 +193,7 @@ class TestOverHttp:
 
 class TestOffline:
     def run(self, engine: ScheduledEngine, text_in: TextIn, priorities: list[int] | None = None) -> list[list[int]]:
-        """The tokens of each prompt's second answer."""
+        """Return the tokens of each prompt's second answer."""
         given = priorities or [0] * len(PROMPTS)
         requests = [
             BatchRequest(f"r{i}", Prompt(np.array(prompt, np.int32)), PARAMS, priority)
@@ -214,18 +212,18 @@ class TestOffline:
         return [expected_tokens(prompt, 9, VOCAB_SIZE) for prompt in PROMPTS]
 
     @pytest.mark.parametrize("limit", [1, 3, 64])
-    def test_a_batch_never_meets_a_full_queue(self, text_in: TextIn, limit: int) -> None:
+    def test_a_batch_stays_below_the_queue_limit(self, text_in: TextIn, limit: int) -> None:
         engine = ScheduledEngine(max_num_queued_reqs=limit, max_num_seqs=2, num_blocks=65)
         assert self.run(engine, text_in) == self.expected
         assert engine.num_queue_full == 0
 
     @pytest.mark.parametrize("limit", thinned([1, 5], keep=1))
-    def test_a_request_that_does_is_handed_over_again(self, text_in: TextIn, limit: int) -> None:
+    def test_a_refused_request_is_resubmitted(self, text_in: TextIn, limit: int) -> None:
         engine = ScheduledEngine(refuse_from=limit, max_num_seqs=2, num_blocks=65)
         assert self.run(engine, text_in) == self.expected
         assert engine.num_queue_full > 0
 
-    def test_the_most_urgent_is_handed_over_first_where_that_counts(self, text_in: TextIn) -> None:
+    def test_the_best_priority_is_submitted_first_with_priority_scheduling(self, text_in: TextIn) -> None:
         priorities = [i * 7 % 40 - 20 for i in range(40)]
         engine = ScheduledEngine(max_num_queued_reqs=1, max_num_seqs=1, scheduling_policy="priority")
         assert self.run(engine, text_in, priorities) == self.expected
@@ -235,7 +233,7 @@ class TestOffline:
         self.run(engine, text_in, priorities)
         assert [arrival.priority for arrival in engine.arrivals[::2]] == priorities
 
-    def test_a_refusal_for_good_fails_the_call_and_leaves_nothing(self, text_in: TextIn) -> None:
+    def test_a_permanent_refusal_fails_the_call_and_aborts_its_requests(self, text_in: TextIn) -> None:
         engine = ScheduledEngine(max_num_seqs=2, num_blocks=3)
         requests = [
             BatchRequest(f"r{i}", Prompt(np.arange(3, 3 + length, dtype=np.int32)), PARAMS)
@@ -251,7 +249,7 @@ class TestOffline:
 
 
 def codes(package: str, call: str, place: int) -> Iterator[str]:
-    """The words that stand at argument ``place`` of each such call in a package."""
+    """Return the string constants at argument ``place`` of all calls of a function in a package."""
     for file in sorted(Path(quire.__file__).parent.joinpath(package).resolve().rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == call:
@@ -261,7 +259,7 @@ def codes(package: str, call: str, place: int) -> Iterator[str]:
 
 
 @pytest.mark.full
-def test_every_code_has_its_status() -> None:
+def test_every_error_code_has_a_status() -> None:
     used = {
         *codes("scheduler_proc", "Refusal", 0),
         *codes("scheduler_proc", "Rejected", 1),

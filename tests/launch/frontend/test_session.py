@@ -1,4 +1,4 @@
-"""A front end's side of the link: what is submitted again, and to whom, when schedulers die and links break."""
+"""The front end's side of the link: resubmission when schedulers die or links break."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from quire.protocol.wire.link_messages import Hello, Refused, Welcome
 
 
 class Link:
-    """A session, all that it sent on its present link, and the scheduler's words."""
+    """A session, the messages that it sent on its current link, and the scheduler's side."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -48,7 +48,7 @@ class Link:
         return self.session.add(AddRequest(name, np.array([1, 2, 3], np.int32), SamplingParams(), 5))
 
     def give(self, stream: Stream, *tokens: int, ended: EndReason | None = None) -> None:
-        """Handles are the streams' numbers in the table."""
+        """Send tokens to a stream, whose handle is its request id as a number."""
         handle = int(stream.request_id)
         introduced = [Introduced(handle, stream.request_id, 4)] if stream.handle is None else []
         endings = [] if ended is None else [Ended(handle, int(ended), len(stream.tokens) + len(tokens))]
@@ -59,12 +59,12 @@ class Link:
         assert self.session.take(StepOutputs(introduced, *last, endings))
 
     def submitted(self) -> list[tuple[str, list[int]]]:
-        """(request, tokens that it came with)."""
+        """Return the submitted requests with their output tokens."""
         adds = [message for message in self.sent if isinstance(message, AddRequest)]
         return [(a.request_id, [] if a.output_token_ids is None else a.output_token_ids.tolist()) for a in adds]
 
 
-def test_what_is_in_flight_goes_to_the_next_scheduler_with_its_tokens() -> None:
+def test_requests_in_flight_are_resubmitted_with_their_tokens() -> None:
     link = Link()
     one, two, done = link.add("1"), link.add("2"), link.add("3")
     link.give(one, 10, 11)
@@ -78,7 +78,7 @@ def test_what_is_in_flight_goes_to_the_next_scheduler_with_its_tokens() -> None:
     assert two.take() is None and len(link.session.table) == 1
 
 
-def test_requests_that_come_while_there_is_no_scheduler_wait_for_it() -> None:
+def test_requests_wait_while_there_is_no_scheduler() -> None:
     link = Link()
     link.begin(after_death=True, ready=False)
     assert link.session.state == "recovering"
@@ -88,11 +88,11 @@ def test_requests_that_come_while_there_is_no_scheduler_wait_for_it() -> None:
     assert link.submitted() == [("1", [])]
     link.session.take(EngineState("recovering"))
     link.session.take(EngineState("ready"))
-    assert link.submitted() == [("1", [])], "the same scheduler, with other workers, has it still"
+    assert link.submitted() == [("1", [])], "a scheduler with new workers still has the request"
     link.give(stream, 5)
 
 
-def test_who_does_not_read_any_more_is_not_submitted_again() -> None:
+def test_aborted_and_stopped_requests_are_not_resubmitted() -> None:
     link = Link()
     aborted, stopped = link.add("1"), link.add("2")
     link.give(stopped, 1, 2, 3)
@@ -103,7 +103,7 @@ def test_who_does_not_read_any_more_is_not_submitted_again() -> None:
     assert not link.submitted() and not len(link.session.table)
 
 
-def test_an_abort_without_a_scheduler_needs_none() -> None:
+def test_an_abort_without_a_scheduler_sends_nothing() -> None:
     link = Link()
     link.begin(after_death=True, ready=False)
     stream = link.add("1")
@@ -113,7 +113,7 @@ def test_an_abort_without_a_scheduler_needs_none() -> None:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_all_end_when_the_server_does_submitted_or_not(ready: bool) -> None:
+def test_shutdown_ends_submitted_and_unsubmitted_streams(ready: bool) -> None:
     link = Link()
     streams = [link.add("1")]
     link.begin(after_death=True, ready=ready)
@@ -136,7 +136,7 @@ def test_all_end_when_the_server_does_submitted_or_not(ready: bool) -> None:
     ],
     ids=["damaged", "cut", "unknown handle", "unknown ending"],
 )
-def test_a_broken_link_is_made_again(message: Any) -> None:
+def test_a_broken_link_is_replaced(message: Any) -> None:
     link = Link()
     stream = link.add("1")
     link.give(stream, 9)
@@ -145,8 +145,8 @@ def test_a_broken_link_is_made_again(message: Any) -> None:
     assert link.submitted() == [("1", [9])] and stream.num_deaths == 0
 
 
-def test_a_scheduler_that_never_welcomes_is_given_up() -> None:
-    """One whose first message was damaged, however often, tries again."""
+def test_a_final_refusal_fails_the_session() -> None:
+    """A session whose first message is damaged tries again any number of times."""
     session = Session(lambda message: None, 1)
     for _ in range(20):
         session.begin_link()
@@ -158,7 +158,7 @@ def test_a_scheduler_that_never_welcomes_is_given_up() -> None:
         session.add(AddRequest("1", np.array([1], np.int32), SamplingParams(), 0))
 
 
-def test_a_request_that_ends_each_scheduler_ends_after_three_deaths() -> None:
+def test_a_request_that_crashes_schedulers_ends_after_three_deaths() -> None:
     link = Link()
     poison, other = link.add("0"), link.add("1")
     for _ in range(2):
@@ -168,15 +168,15 @@ def test_a_request_that_ends_each_scheduler_ends_after_three_deaths() -> None:
     link.die()
     update = poison.take()
     assert update is not None and update.ended is EndReason.ERROR and update.detail.startswith("engine_fault: ")
-    assert link.submitted() == [("1", [1])], "its token has cleared it"
+    assert link.submitted() == [("1", [1])], "its token resets the count"
     link.give(other, 2, ended=EndReason.LENGTH)
     update = other.take()
     assert update is not None and (update.token_ids, update.ended) == ([1, 2], EndReason.LENGTH)
     assert not len(link.session.table)
 
 
-def test_all_without_a_token_between_three_deaths_end() -> None:
-    """Innocent requests too, where they were given to the same schedulers; a later one goes on."""
+def test_all_requests_without_a_token_between_three_deaths_end() -> None:
+    """All requests that were in flight at the same three deaths end; a later one continues."""
     link = Link()
     streams = [link.add(str(i)) for i in range(3)]
     link.give(streams[1], 1)
@@ -188,7 +188,7 @@ def test_all_without_a_token_between_three_deaths_end() -> None:
     assert link.submitted() == [("3", [])]
 
 
-def test_deaths_with_a_token_in_between_do_not_add_up() -> None:
+def test_a_token_resets_the_count_of_deaths() -> None:
     link = Link()
     stream = link.add("1")
     for token in range(10):
@@ -198,7 +198,7 @@ def test_deaths_with_a_token_in_between_do_not_add_up() -> None:
     assert not stream.over and link.submitted() == [("1", list(range(10)))]
 
 
-def test_a_scheduler_that_never_had_a_request_does_not_count_against_it() -> None:
+def test_only_deaths_after_submission_count() -> None:
     link = Link()
     stream = link.add("1")
     link.die()
@@ -210,7 +210,7 @@ def test_a_scheduler_that_never_had_a_request_does_not_count_against_it() -> Non
     assert stream.over and not link.submitted()
 
 
-def test_refusals_reach_their_reader() -> None:
+def test_refusals_are_raised_to_the_reader() -> None:
     link = Link()
     stream = link.add("1")
     link.session.take(Rejected("1", "queue_full", "", "too many wait"))
@@ -220,8 +220,8 @@ def test_refusals_reach_their_reader() -> None:
         link.add("2"), link.add("2")
 
 
-def test_how_long_a_token_is_due_is_what_health_goes_by() -> None:
-    """An idle engine need not get on; from the first request on a token is due; a recovery counts from its start."""
+def test_seconds_without_progress() -> None:
+    """Counts from the first request of an idle engine, from each token, and from the start of a recovery."""
     now = [100.0]
     session = Session(lambda message: None, 7, clock=lambda: now[0])
     session.begin_link()

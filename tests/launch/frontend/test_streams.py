@@ -1,4 +1,4 @@
-"""The table of streams: what a step's messages bring each answer, log probabilities of prompts above all."""
+"""The stream table: applying a step's messages, mainly log probabilities of prompts."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def table_of(*request_ids: str) -> tuple[StreamTable, list[Stream]]:
 
 
 def values_of(handle: int, places: range, width: int = WIDTH) -> tuple[Any, Any, Any]:
-    """Invented log probabilities: of each place, so that whatever lands elsewhere is seen."""
+    """Return log probabilities that differ at each position, so that misplaced values are detected."""
     ids = np.array([[100 * handle + place, *range(1, width)] for place in places], np.int32)
     return ids, -ids.astype(np.float32), np.array(places, np.int32)
 
@@ -54,7 +54,7 @@ def complete(table: LogprobArrays | None, handle: int, num_prompt: int, width: i
         np.testing.assert_array_equal(got, wanted[..., :width] if wanted.ndim == 2 else wanted)
 
 
-def test_they_come_with_the_first_token() -> None:
+def test_prompt_logprobs_arrive_with_the_first_token() -> None:
     table, (first, second) = table_of("a", "b")
     table.apply(parts_of((0, 1, 4), (1, 1, 2)))
     assert first.take() is None
@@ -72,7 +72,7 @@ def test_they_come_with_the_first_token() -> None:
     complete(of_second.prompt_logprobs, 1, 8)
 
 
-def test_what_comes_again_after_a_token_is_dropped() -> None:
+def test_repeated_prompt_logprobs_are_dropped() -> None:
     table, (stream,) = table_of("a")
     table.apply(parts_of((0, 1, 3), tokens={0: 7}))
     assert stream.take() is not None
@@ -82,14 +82,14 @@ def test_what_comes_again_after_a_token_is_dropped() -> None:
     assert (update.token_ids, update.prompt_logprobs) == ([8], None)
 
 
-def test_nobody_reads_any_more() -> None:
+def test_a_muted_stream_has_no_updates() -> None:
     table, (stream,) = table_of("a")
     stream.muted = True
     table.apply(parts_of((0, 1, 3), tokens={0: 7}))
     assert stream.take() is None
 
 
-def test_an_ending_before_the_first_token() -> None:
+def test_an_end_before_the_first_token() -> None:
     table, (stream,) = table_of("a")
     table.apply(parts_of((0, 1, 3)))
     table.apply(StepOutputs([], None, None, [Ended(0, EndReason.ERROR, 0, detail="request_failed: x")]))
@@ -101,8 +101,8 @@ def test_an_ending_before_the_first_token() -> None:
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_parts_that_come_again_and_in_any_width(data: st.DataObject) -> None:
-    """A preempted request begins again, and its chunks may be cut otherwise; others may want more of the best."""
+def test_repeated_parts_of_any_width(data: st.DataObject) -> None:
+    """A preempted request starts again, maybe with other chunks; other requests may need more top tokens."""
     num_prompt = data.draw(st.integers(2, 20))
     stream, widths = Stream(request_of("a")), []
     for _ in range(data.draw(st.integers(0, 2))):

@@ -1,4 +1,4 @@
-"""Sampling through the offline API, by the real processes and the demo model: from parameters to text."""
+"""Sampling parameters through the offline API, with real processes and the demo model."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class Only(AdapterLogitsProcessor):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """With drafts, and with a plugin that lies in a folder which only this process has on its path."""
+    """With speculative decoding, and a plugin from a folder that only this process has on its path."""
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "only_one_token.py").write_text(PLUGIN)
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +67,7 @@ class TestParameters:
         ids = ask(llm, allowed_token_ids=[65, 66], temperature=1.0, seed=1).outputs[0].token_ids
         assert set(ids) == {65, 66}
 
-    def test_bad_words_are_not_there_in_either_spelling(self, llm: LLM) -> None:
+    def test_bad_words_are_excluded_with_and_without_a_blank(self, llm: LLM) -> None:
         free = text(llm)
         word = next(word for word in free.split() if word.isalpha())
         assert word not in text(llm, bad_words=[word]).replace(",", " ").split()
@@ -78,7 +78,7 @@ class TestParameters:
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
             assert text(llm, max_tokens=60, **{name: 2.0}) != free
 
-    def test_min_tokens_hold_off_stop_strings(self, llm: LLM) -> None:
+    def test_min_tokens_delays_stop_strings(self, llm: LLM) -> None:
         free = text(llm, max_tokens=40)
         stop = free.split()[1]
         early = ask(llm, max_tokens=40, stop=[stop]).outputs[0]
@@ -92,7 +92,7 @@ class TestParameters:
         answer = ask(llm, logit_bias={65: 100.0}, repetition_detection=found, max_tokens=100).outputs[0]
         assert (answer.finish_reason, len(answer.token_ids)) == ("repetition", 5)
 
-    def test_answers_of_one_seed_differ_and_come_again(self, llm: LLM) -> None:
+    def test_answers_of_one_seed_differ_and_are_reproducible(self, llm: LLM) -> None:
         fields = {"n": 4, "seed": 7, "temperature": 1.0, "prompt": "The"}
         first, again = ask(llm, **fields), ask(llm, **fields)
         assert [o.text for o in first.outputs] == [o.text for o in again.outputs]
@@ -120,22 +120,22 @@ class TestStructured:
         assert text(llm, structured_outputs=StructuredOutputs(choice=["red", "green"])) in ("red", "green")
         assert len(text(llm, structured_outputs=StructuredOutputs(regex="[0-9]{3}"))) == 3
 
-    def test_what_does_not_compile_is_refused(self, llm: LLM) -> None:
+    def test_a_grammar_that_does_not_compile_is_refused(self, llm: LLM) -> None:
         with pytest.raises(InvalidRequest) as caught:
             ask(llm, structured_outputs=StructuredOutputs(regex="(a"))
         assert caught.value.code == "invalid_structured_outputs"
         assert text(llm)
 
-    def test_no_token_is_left(self, llm: LLM) -> None:
+    def test_a_grammar_and_bias_that_allow_no_token_fail_the_request(self, llm: LLM) -> None:
         stuck = SamplingParams(allowed_token_ids=[65], structured_outputs=StructuredOutputs(regex="[0-9]{3}"))
         failed, fine = llm.generate(["x", "x"], [stuck, SamplingParams(max_tokens=4, ignore_eos=True)])
         assert failed.outputs[0].finish_reason == "error"
         assert failed.outputs[0].error == "request_failed: no token is allowed by the request's constraints"
         assert len(fine.outputs[0].token_ids) == 4 and fine.outputs[0].error is None
 
-    def test_the_end_of_thinking_is_forced_and_the_grammar_begins_there(self, llm: LLM) -> None:
+    def test_end_of_thinking_is_forced_and_the_grammar_starts_after_it(self, llm: LLM) -> None:
         wanted = StructuredOutputs(choice=["red", "green"])
-        # The demo model has nothing to think about; so that it does not end at once, its end of text is unlikely.
+        # The demo model does not think; a bias makes its end of text unlikely, so that it does not end at once.
         options = {"thinking_token_budget": 5, "logit_bias": {0: -100.0}, "max_tokens": 40}
         answer = ask(llm, "<t>", structured_outputs=wanted, **options).outputs[0]
         thought, _, rest = answer.text.partition("</t>")
@@ -144,7 +144,7 @@ class TestStructured:
 
 
 class TestLogprobs:
-    def test_of_the_prompt(self, llm: LLM) -> None:
+    def test_prompt_logprobs(self, llm: LLM) -> None:
         output = ask(llm, prompt_logprobs=2, logprobs=1, max_tokens=3)
         entries = output.prompt_logprobs
         assert len(entries) == len(output.prompt_token_ids)
@@ -156,8 +156,8 @@ class TestLogprobs:
             assert [logprob.logprob for logprob in best] == sorted((v.logprob for v in best), reverse=True)
         assert ask(llm, max_tokens=1).prompt_logprobs is None
 
-    def test_the_likelihood_of_an_answer_is_that_of_its_own_tokens(self, llm: LLM) -> None:
-        """A greedy answer as a prompt: the same log probabilities come back for it, chunk by chunk or not."""
+    def test_prompt_logprobs_equal_output_logprobs(self, llm: LLM) -> None:
+        """A greedy answer sent as a prompt has the same log probabilities, with and without chunked prefill."""
         answer = ask(llm, logprobs=0, max_tokens=30)
         own = [
             entry[token].logprob
@@ -170,7 +170,7 @@ class TestLogprobs:
             np.testing.assert_allclose(again, own, atol=2e-2)
 
 
-def test_drafts_were_made_for_all_of_this(llm: LLM) -> None:
+def test_draft_tokens_were_used(llm: LLM) -> None:
     text(llm, prompt="one two three one two three one two three one", max_tokens=60)
     statistics = llm.statistics()
     assert statistics.num_draft_tokens > 0
@@ -178,14 +178,16 @@ def test_drafts_were_made_for_all_of_this(llm: LLM) -> None:
 
 
 class TestPlugins:
-    def test_it_runs_in_the_worker(self, llm: LLM) -> None:
+    def test_a_plugin_runs_in_the_worker(self, llm: LLM) -> None:
         assert ask(llm, extra_args={"only": 70}, max_tokens=5).outputs[0].token_ids == [70] * 5
 
-    def test_it_refuses_by_itself(self, llm: LLM) -> None:
+    def test_a_plugin_refuses_its_own_parameters(self, llm: LLM) -> None:
         with pytest.raises(InvalidRequest, match="only must be a token id"):
             ask(llm, extra_args={"only": "x"})
 
-    def test_one_that_cannot_be_loaded_fails_the_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_plugin_that_cannot_be_loaded_fails_the_start(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no licence')\n")
         monkeypatch.syspath_prepend(str(tmp_path))
         with pytest.raises(ConfigError, match=r"broken_plugin:Any.*no licence"):

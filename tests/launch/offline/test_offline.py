@@ -1,4 +1,4 @@
-"""The offline API's own settings: priorities, a short queue, and what it tells of the scheduler."""
+"""The offline API: priorities, a short queue, and statistics."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def tiny(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> tuple[Path, Any
 
 @pytest.fixture(scope="module")
 def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
-    """So few blocks that running requests are preempted, and a queue that those alone may fill."""
+    """Few blocks, so that requests are preempted, and a queue that the preempted requests alone may fill."""
     with LLM(
         tiny[0],
         max_model_len=128,
@@ -38,7 +38,7 @@ def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
 
 
 @pytest.mark.full
-def test_more_prompts_than_the_queue_holds_and_the_pool_fits(llm: LLM, tiny: tuple[Path, Any]) -> None:
+def test_more_prompts_than_queue_and_pool_hold(llm: LLM, tiny: tuple[Path, Any]) -> None:
     prompts = [[i, i + 1, i + 2] * 7 for i in range(3, 27)]
     outputs = llm.generate(prompts, GREEDY, priority=[i % 5 - 2 for i in range(len(prompts))])
     assert all(output.finished for output in outputs)
@@ -51,7 +51,7 @@ def test_more_prompts_than_the_queue_holds_and_the_pool_fits(llm: LLM, tiny: tup
 
 
 @pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1, 0, None, [5]])
-def test_one_priority_for_one_prompt(llm: LLM, priority: Any) -> None:
+def test_one_priority_per_prompt(llm: LLM, priority: Any) -> None:
     assert len(llm.generate([3, 4], SamplingParams(max_tokens=2, ignore_eos=True), priority=priority)) == 1
 
 
@@ -68,7 +68,7 @@ def test_one_priority_for_one_prompt(llm: LLM, priority: Any) -> None:
         ("ab", "priority must be an integer from"),
     ],
 )
-def test_other_priorities_are_refused_before_anything_runs(llm: LLM, priority: Any, says: str) -> None:
+def test_invalid_priorities_are_refused_before_any_request_runs(llm: LLM, priority: Any, says: str) -> None:
     before = llm.statistics().prompt_tokens
     with pytest.raises(InvalidRequest, match=says) as caught:
         llm.generate([[3, 4], [5, 6]], GREEDY, priority=priority)

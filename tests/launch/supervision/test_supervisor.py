@@ -1,4 +1,4 @@
-"""Real processes that die: what the supervisor sees of them, and when others take their place."""
+"""Real processes that die: how the supervisor detects their end and replaces them."""
 
 import os
 import select
@@ -19,13 +19,13 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that the child runs lies beside the tests."""
+    """Make the child's program importable, which is in the folder of the tests."""
     monkeypatch.setenv("PYTHONPATH", str(Path(pipe_holder.__file__).parent))
 
 
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[ChildProcess]:
-    """It has started."""
+    """A child process that has reported its start."""
     child = ChildProcess("pipe_holder", ["--directory", str(tmp_path)])
     wait_for(lambda: any(report.event == "started" for report in child.read_reports()[0]))
     yield child
@@ -40,59 +40,61 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def wait_for_end(child: ChildProcess) -> None:
-    """Sleep until the child says something, again and again, until that is its end."""
+    """Wait for reports of the child until it has ended."""
     deadline = time.monotonic() + WAIT_S
     while select.select(child.watched, [], [], deadline - time.monotonic())[0]:
         if child.read_reports()[1]:
             return
-    raise AssertionError("its end was not seen")
+    raise AssertionError("the end was not detected")
 
 
-def let_go(directory: Path, pid: int) -> None:
+def kill_pipe_holder(directory: Path, pid: int) -> None:
     os.kill(int(pipe_holder.holder_file(directory, pid).read_text()), signal.SIGKILL)
 
 
 class TestEnd:
-    """A process' end is seen though another one holds its pipe."""
+    """The end of a process is detected although another process holds its pipe open."""
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
-    def test_a_death_is_seen_while_the_pipe_is_open(
+    def test_a_death_is_detected_while_the_pipe_is_open(
         self, child: ChildProcess, tmp_path: Path, number: signal.Signals
     ) -> None:
         assert not child.read_reports()[1]
         os.kill(child.pid, number)
         wait_for_end(child)
         assert child.how_it_ended("worker") == f"the worker process was killed by {number.name}"
-        let_go(tmp_path, child.pid)
+        kill_pipe_holder(tmp_path, child.pid)
 
-    def test_an_end_of_its_own(self) -> None:
+    def test_an_exit_is_described(self) -> None:
         child = ChildProcess("pipe_holder", ["--no-such-flag"])
         wait_for_end(child)
-        assert child.how_it_ended("worker") == "the worker process ended with status 2 and said nothing"
+        assert child.how_it_ended("worker") == "the worker process exited with status 2 without reporting a reason"
         child.close()
 
-    def test_one_that_is_stopped_has_not_ended(self, child: ChildProcess, tmp_path: Path) -> None:
+    def test_a_stopped_process_has_not_ended(self, child: ChildProcess, tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGSTOP)
         wait_for(lambda: b"T" in Path(f"/proc/{child.pid}/stat").read_bytes().rpartition(b")")[2])
         assert not child.read_reports()[1]
         os.kill(child.pid, signal.SIGKILL)
         wait_for_end(child)
-        let_go(tmp_path, child.pid)
+        kill_pipe_holder(tmp_path, child.pid)
 
-    def test_without_a_pidfd_the_end_of_the_pipe_counts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_without_pidfds_the_end_of_the_pipe_is_the_end(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.delattr(os, "pidfd_open")
         child = ChildProcess("pipe_holder", ["--directory", str(tmp_path)])
         wait_for(lambda: any(report.event == "started" for report in child.read_reports()[0]))
         assert len(child.watched) == 1
         os.kill(child.pid, signal.SIGKILL)
-        let_go(tmp_path, child.pid)
+        kill_pipe_holder(tmp_path, child.pid)
         wait_for_end(child)
         assert child.how_it_ended("worker") == "the worker process was killed by SIGKILL"
         child.close()
 
 
 @pytest.mark.full
-def test_a_worker_that_died_is_followed_by_another() -> None:
+def test_a_dead_worker_is_replaced() -> None:
     with Supervisor(make_config(), worker=WorkerProgram("pipe_holder")) as supervisor:
         policy = supervisor.policy
 
@@ -111,6 +113,6 @@ def test_a_worker_that_died_is_followed_by_another() -> None:
         watch_until(lambda: policy.group[0].started)
         second = policy.group[0].process.pid
         for pid in (first, second):
-            let_go(supervisor.directory, pid)
+            kill_pipe_holder(supervisor.directory, pid)
         directory = supervisor.directory
     assert second != first and not directory.exists()

@@ -1,4 +1,4 @@
-"""Texts that are long, or hard for a tokenizer: how much of them is worked on, and who waits meanwhile."""
+"""Texts that are long or hard to tokenize: the work is bounded, and other threads are not blocked."""
 
 import threading
 from typing import Any
@@ -28,7 +28,7 @@ MESSAGE_TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "test")
 
 
 class CountingTokenizer:
-    """A tokenizer that adds up how many characters it was given."""
+    """A tokenizer that counts the characters passed to it."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self._inner = inner
@@ -48,7 +48,7 @@ class CountingTokenizer:
 
 @pytest.fixture
 def with_a_long_token(tokenizer: Tokenizer) -> CountingTokenizer:
-    """One token of 300 characters, so that the longest token says little of how many characters can fit."""
+    """Has one token of 300 characters, so that the longest token is a weak bound of the characters that fit."""
     made = Tokenizer.from_str(tokenizer.to_str())
     made.add_tokens(["z" * 300])
     return CountingTokenizer(made)
@@ -59,7 +59,7 @@ class TestTooLong:
 
     @pytest.mark.parametrize("times", thinned([2, 10, 29], keep=1))
     @pytest.mark.parametrize("unit", ["hello ", "a", " ", "😀", "\x00", "x y z, "])
-    def test_a_small_part_is_tokenized(self, with_a_long_token: CountingTokenizer, unit: str, times: int) -> None:
+    def test_only_a_prefix_is_tokenized(self, with_a_long_token: CountingTokenizer, unit: str, times: int) -> None:
         text_in = TextIn(with_a_long_token, MESSAGE_TEMPLATE)  # type: ignore[arg-type]
         text = unit * (times * self.CONTEXT * 10 // len(unit))
         for encode in (
@@ -72,24 +72,24 @@ class TestTooLong:
             assert caught.value.code == "context_length_exceeded"
             assert 0 < with_a_long_token.num_chars <= 16 * self.CONTEXT
 
-    def test_what_fits_is_taken_however_long(self, with_a_long_token: CountingTokenizer) -> None:
+    def test_a_long_text_that_fits_is_accepted(self, with_a_long_token: CountingTokenizer) -> None:
         text_in = TextIn(with_a_long_token)  # type: ignore[arg-type]
         long_token = with_a_long_token.token_to_id("z" * 300)
         for num_tokens in (1, 55, 500, 999):
             with_a_long_token.num_chars = 0
             assert text_in.encode("z" * 300 * num_tokens, max_tokens=self.CONTEXT) == [long_token] * num_tokens
-            # Beginnings first, each four times longer than the one before, and then the whole.
+            # Prefixes first, each four times longer than the previous one, then the whole text.
             assert with_a_long_token.num_chars <= 2.4 * 300 * num_tokens
 
-    def test_the_probe_decides_no_border_case(self, tokenizer: Tokenizer) -> None:
+    def test_the_prefix_check_refuses_no_borderline_text(self, tokenizer: Tokenizer) -> None:
         text_in = TextIn(tokenizer)
         for length in range(990, 1010):
             assert text_in.encode("\x00" * length, max_tokens=self.CONTEXT) == text_in.encode("\x00") * length
 
 
-class TestNobodyWaits:
-    def test_while_a_long_text_is_tokenized(self, text_in: TextIn) -> None:
-        """With the interpreter held, another thread has no turn at all."""
+class TestOtherThreads:
+    def test_tokenizing_a_long_text_releases_the_interpreter_lock(self, text_in: TextIn) -> None:
+        """While one thread holds the interpreter lock, another thread cannot run at all."""
         ticks, over = [0], threading.Event()
 
         def tick() -> None:
@@ -105,7 +105,7 @@ class TestNobodyWaits:
         thread.join()
         assert during > 5
 
-    def test_long_texts_become_the_same_tokens(self, text_in: TextIn, tokenizer: Tokenizer) -> None:
+    def test_long_texts_have_the_same_tokens(self, text_in: TextIn, tokenizer: Tokenizer) -> None:
         for unit in ("hello there ", "é😀 ", "a", "<|im_end|>x", " ", "\n", "👩‍👩‍👧", "\x00", "\ufffd", "‏"):
             text = unit * 2000
             assert text_in.encode(text) == tokenizer.encode(text).ids
@@ -114,7 +114,7 @@ class TestNobodyWaits:
 
 @pytest.fixture
 def with_a_hard_regex() -> Tokenizer:
-    """Its regex takes exponential time, until the library gives up with a panic, which is no Exception."""
+    """Has a regex that takes exponential time, until the library panics with something other than an Exception."""
     made = Tokenizer(models.BPE({char: i for i, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("(a+)+$"), "isolated"), byte_level])
@@ -122,9 +122,7 @@ def with_a_hard_regex() -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", thinned(["a" * 40 + "!", "a" * 20_000 + "!"], keep=1))
-def test_a_tokenizer_that_gives_up_costs_one_request(
-    client: Any, engine: Any, with_a_hard_regex: Tokenizer, text: str
-) -> None:
+def test_a_tokenizer_panic_fails_one_request(client: Any, engine: Any, with_a_hard_regex: Tokenizer, text: str) -> None:
     engine.max_model_len, engine.reply = 2**16, None
     settings = ServerSettings(text_in=TextIn(with_a_hard_regex, MESSAGE_TEMPLATE), served_model_names=("tiny",))
     http = type(client)(make_app(engine, settings))
@@ -168,12 +166,12 @@ class TestVolume:
             self.volume([1], n, logprobs=best, max_tokens=most + 1)
         assert caught.value.param == "logprobs"
 
-    def test_what_nobody_asked_for_does_not_count(self) -> None:
+    def test_logprobs_that_are_not_requested_do_not_count(self) -> None:
         self.volume([MAX_PROMPT_LOGPROBS * 2], 1, max_tokens=MAX_ANSWER_LOGPROBS * 2)
 
 
 class TestValues:
-    """Bodies are refused by the number of their values, and only by that."""
+    """Bodies are refused by the number of their values, not by their size."""
 
     @staticmethod
     def refused(body: bytes) -> bool:
@@ -187,7 +185,7 @@ class TestValues:
         "inside", ["{}", '"x":[{}],"y":"%s"', '"x":"%s","y":[{}]', '"%s":[{}]', '"x":"%s\\\\","y":[{}]', '"\\"%s":[{}]']
     )
     @pytest.mark.parametrize("text", thinned(["", ",", "[", "{", '\\"', "\\\\", ',\\"[', "\\n,{", "é,"], keep=3))
-    def test_texts_do_not_count(self, inside: str, text: str) -> None:
+    def test_text_length_does_not_count(self, inside: str, text: str) -> None:
         many = text * 10_000
         within = inside % many if "%s" in inside else f'"a":[{inside}]'
         body = ("{" + within + "}").replace("{}", ",".join("1" * 10)).encode()
@@ -197,8 +195,8 @@ class TestValues:
 
     @pytest.mark.full
     @pytest.mark.parametrize(("value", "weight"), [("1", 1), ('""', 5), ("[]", 17), ("{}", 17), ('{"":1}', 21)])
-    def test_the_last_value_that_is_made(self, value: str, weight: int) -> None:
-        """Each brings a comma with it."""
+    def test_the_last_allowed_value(self, value: str, weight: int) -> None:
+        """Each value has a comma."""
         beside = 2 * CONTAINER_WEIGHT + TEXT_WEIGHT
         most = (MAX_BODY_WEIGHT - beside + 1) // weight
         assert not self.refused(f'{{"a":[{",".join([value] * most)}]}}'.encode())
@@ -206,8 +204,8 @@ class TestValues:
 
 
 class TestManyStops:
-    def test_the_work_does_not_grow_with_their_number(self) -> None:
-        """Look-ups, not seconds: each character takes one step onward and as many back as steps were taken before."""
+    def test_work_does_not_grow_with_the_number_of_stop_strings(self) -> None:
+        """Counts look-ups, not seconds: per character one step forward, and back at most the steps before."""
         stop = ["a" * length for length in range(100, 164)]
         stops = StopStrings(stop)
         lookups = 0
@@ -224,7 +222,7 @@ class TestManyStops:
         assert stops.find(text) is None
         assert len(text) <= lookups <= 2 * len(text)
 
-    def test_all_of_them_together_are_bounded(self) -> None:
+    def test_the_total_length_of_stop_strings_is_bounded(self) -> None:
         SamplingParams(stop=["x" * 1024] * (MAX_STOP_CHARACTERS // 1024))
         with pytest.raises(InvalidRequest, match="together must be at most 8192 characters"):
             SamplingParams(stop=["x" * 1024] * (MAX_STOP_CHARACTERS // 1024) + ["x"])

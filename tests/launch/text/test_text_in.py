@@ -1,4 +1,4 @@
-"""Tokenizer and chat template as a checkpoint folder has them."""
+"""Tokenizer and chat template of a checkpoint folder."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 
 
 class TestLoad:
-    def test_no_tokenizer_serves_ids_only(self, tmp_path: Path) -> None:
+    def test_without_a_tokenizer_only_ids_are_accepted(self, tmp_path: Path) -> None:
         text_in = TextIn.load(tmp_path)
         assert text_in.tokenizer is None
         assert text_in.decode([1, 2]) == ""
@@ -39,7 +39,7 @@ class TestLoad:
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             text_in.encode_chat([USER], ChatOptions(), 100)
 
-    def test_no_template_refuses_chat(self, folder: Path) -> None:
+    def test_without_a_template_chat_is_refused(self, folder: Path) -> None:
         with pytest.raises(InvalidRequest, match="no chat template") as caught:
             TextIn.load(folder).encode_chat([USER], ChatOptions(), 100)
         assert caught.value.param == "messages"
@@ -61,7 +61,7 @@ class TestLoad:
         ids = text_in.encode_chat([USER], ChatOptions(), 100)
         assert text_in.decode(ids, skip_special_tokens=False) == "<|endoftext|>hello"
 
-    def test_a_template_file_comes_first(self, folder: Path) -> None:
+    def test_a_template_file_takes_precedence(self, folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text('{"chat_template": "no"}')
         (folder / "chat_template.jinja").write_text("yes")
         text_in = TextIn.load(folder)
@@ -79,14 +79,14 @@ class TestLoad:
             ("chat_template.jinja", "{{ unclosed"),
         ],
     )
-    def test_an_unusable_file_is_named_in_one_line(self, folder: Path, name: str, text: str) -> None:
+    def test_an_unusable_file_is_reported_in_one_line(self, folder: Path, name: str, text: str) -> None:
         (folder / name).write_text(text)
         with pytest.raises(ConfigError) as caught:
             TextIn.load(folder)
         assert name in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    def test_truncation_and_padding_of_the_training_run_are_off(self, folder: Path, tokenizer: Tokenizer) -> None:
+    def test_truncation_and_padding_are_off(self, folder: Path, tokenizer: Tokenizer) -> None:
         changed = Tokenizer.from_str(tokenizer.to_str())
         changed.enable_truncation(4)
         changed.enable_padding(length=64)
@@ -119,13 +119,13 @@ class TestEncode:
 
     @pytest.mark.parametrize("mark", ["<|im_end|>", "\ue0f0", "\ue0f0<|im_end|>\ue0f1", "\ue0f1<|im_end|>\ue0f0"])
     def test_marks_cannot_be_forged(self, text_in: TextIn, mark: str) -> None:
-        """Otherwise a user could end their own turn and write the assistant's."""
+        """Otherwise a user could end the user turn and write an assistant turn."""
         ids = text_in.encode_chat([{"role": "user", "content": f"a{mark}b"}], ChatOptions(), 1000)
         assert [token for token in ids if token < 3] == [1, 2, 1]
 
 
 class TestTemplate:
-    def test_what_transformers_offers_is_there(self) -> None:
+    def test_template_functions_of_transformers_exist(self) -> None:
         assert render("{{ bos_token }}{{ messages | tojson }}") == '<s>[{"role": "user", "content": "hello"}]'
         assert render("{{ {'a': '<é>'} | tojson(indent=1) }}") == '{\n "a": "<é>"\n}'
         assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
@@ -135,12 +135,12 @@ class TestTemplate:
         assert render("{{ unknown }}{{ thinking }}", variables={"thinking": 1}) == "1"
         assert render("{% set ns = namespace(n=0) %}{% set ns.n = 3 %}{{ ns.n }}") == "3"
 
-    def test_a_refusal_is_told_to_the_client(self) -> None:
+    def test_a_templates_refusal_is_reported_to_the_client(self) -> None:
         with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate"):
             render("{{ raise_exception('roles must\nalternate') }}")
 
     @pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}", LOOP, RECURSION])
-    def test_a_failing_template_tells_nothing_of_its_inside(self, source: str) -> None:
+    def test_a_failing_template_leaks_no_details(self, source: str) -> None:
         with pytest.raises(InvalidRequest) as caught:
             render(source)
         assert str(caught.value) == "the model's chat template cannot render these messages"

@@ -1,4 +1,4 @@
-"""Detokenizing as tokens come, stop strings, and the text of single tokens."""
+"""Incremental detokenization, stop strings, and the text of single tokens."""
 
 import json
 
@@ -19,7 +19,7 @@ from quire.protocol.wire.logprobs import TokenLogprobs
 
 
 def cut(text: str, stop: list[str], *, include: bool = False) -> tuple[str, str | None]:
-    """What TextOut must give, from the whole text: the first stop to be complete wins, the longest of a tie."""
+    """Return the expected text of TextOut from the whole text: cut at the first complete stop, the longest of a tie."""
     ends = [(text.find(s) + len(s), -len(s), s) for s in stop if s in text]
     if not ends:
         return text, None
@@ -41,8 +41,8 @@ def stream(out: TextOut, parts: list[list[int]]) -> str:
 
 
 class TestDetokenizer:
-    def test_no_half_character_is_ever_sent(self, tokenizer: Tokenizer) -> None:
-        ids = [tokenizer.token_to_id(char) for char in "ðŁĺĢ"]  # the four bytes of one emoji
+    def test_incomplete_characters_are_held_back(self, tokenizer: Tokenizer) -> None:
+        ids = [tokenizer.token_to_id(char) for char in "ðŁĺĢ"]  # the four bytes of an emoji
         detokenizer = Detokenizer(tokenizer)
         assert [detokenizer.push([token]) for token in ids] == ["", "", "", "😀"]
 
@@ -57,23 +57,23 @@ class TestDetokenizer:
 
     @given(data=st.data())
     @settings(max_examples=150, deadline=None)
-    def test_any_tokens_give_what_decoding_all_at_once_gives(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+    def test_incremental_decoding_equals_decoding_at_once(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.integers(0, 420), max_size=120))
         sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
         out = TextOut(tokenizer)
         assert stream(out, in_parts(ids, sizes)) == tokenizer.decode(ids)
         assert out.num_chars == len(tokenizer.decode(ids))
 
-    def test_endless_garbage_is_let_go(self, tokenizer: Tokenizer) -> None:
-        """Bytes that never become a character must not be held, and decoded again, for ever."""
+    def test_invalid_bytes_are_released(self, tokenizer: Tokenizer) -> None:
+        """Bytes that never become a character must not be held and decoded again forever."""
         garbage = [tokenizer.token_to_id("Ģ")] * 500
         detokenizer = Detokenizer(tokenizer)
         sent = "".join(detokenizer.push([token]) for token in garbage)
         assert len(garbage) - len(sent) <= MAX_HELD_TOKENS
         assert sent + detokenizer.finish() == tokenizer.decode(garbage)
 
-    def test_a_stream_that_the_library_gives_up_goes_on(self) -> None:
-        """With byte fallback, a byte can change the text of those before it; DecodeStream then raises."""
+    def test_continues_after_decode_stream_raises(self) -> None:
+        """With byte fallback, a byte can change the text of earlier bytes; DecodeStream then raises."""
         pieces = ["<0xE4>", "<0xB8>", "<0xAD>", "a", "▁b"]
         vocab = [["<unk>", 0.0], *[[piece, -1.0] for piece in pieces]]
         decoder = {
@@ -93,8 +93,8 @@ class TestDetokenizer:
         assert TokenTexts(made).raw(1) == b"\xe4"
         assert TokenTexts(made).text(5) == " b"
 
-    def test_the_prompts_end_keeps_the_first_blank(self) -> None:
-        """A Metaspace decoder strips the blank of whatever comes first, which an answer's first token is not."""
+    def test_the_prompt_tail_keeps_the_first_blank(self) -> None:
+        """A Metaspace decoder strips the blank of the first token, but an answer's first token follows the prompt."""
         vocab = [["<unk>", 0.0], ["▁hi", -1.0], ["▁you", -1.0]]
         model = {"type": "Unigram", "unk_id": 0, "vocab": vocab}
         decoder = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -121,7 +121,7 @@ class TestStopStrings:
 
     @given(data=st.data())
     @settings(max_examples=200, deadline=None)
-    def test_streamed_text_is_the_whole_text_cut(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+    def test_streamed_text_equals_the_whole_text_cut(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.integers(3, 330), max_size=40))
         whole = tokenizer.decode(ids)
         places = st.integers(0, max(0, len(whole) - 1))
@@ -144,14 +144,14 @@ class TestStopStrings:
         if out.stop:
             count = out.stop.num_output_tokens
             assert found in tokenizer.decode(ids[:count])
-            # Not a token later than need be: only behind a half character is text held back.
+            # Text is held back only behind an incomplete character, so no token is sent later than necessary.
             before = tokenizer.decode(ids[: count - 1])
             assert found not in before or before.endswith("\ufffd")
 
     @given(data=st.data())
     @settings(max_examples=200, deadline=None)
-    def test_no_stop_within_the_least_tokens(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
-        """A stop string counts if a later token completes it, wherever it begins; however the stream is cut."""
+    def test_no_stop_within_min_tokens(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+        """A stop string counts if a token after ``min_tokens`` completes it, even if it begins before."""
         ids = data.draw(st.lists(st.sampled_from([tokenizer.token_to_id(char) for char in "ab"]), max_size=30))
         stop = data.draw(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
         least = data.draw(st.integers(0, 12))
@@ -168,11 +168,11 @@ class TestStopStrings:
 
 
 class TestAnswers:
-    """Updates to pieces: text, finish reason and counts do not depend on how the tokens were cut into updates."""
+    """Updates to deltas: text, finish reason and counts do not depend on how the tokens are split into updates."""
 
     @given(data=st.data())
     @settings(max_examples=80, deadline=None)
-    def test_any_cutting_gives_the_same_answer(
+    def test_any_split_into_updates_gives_the_same_answer(
         self, tokenizer: Tokenizer, text_in: TextIn, data: st.DataObject
     ) -> None:
         ids = data.draw(st.lists(st.integers(3, 330), min_size=1, max_size=30))
@@ -187,28 +187,28 @@ class TestAnswers:
         )
         ended = data.draw(st.sampled_from([EndReason.STOPPED, EndReason.LENGTH, EndReason.REPETITION]))
         sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-        cut, told = assemble(text_in, params, in_parts(ids, sizes), ended)
+        cut, stops = assemble(text_in, params, in_parts(ids, sizes), ended)
         whole, _ = assemble(text_in, params, [ids], ended)
         assert cut == whole
-        # The engine is told of a stop string only where it has not ended the answer by itself.
+        # The engine is sent a stop only if it has not ended the answer itself.
         by_string = isinstance(cut[2], str)
-        assert told in ([], [cut[3]])
-        if told:
+        assert stops in ([], [cut[3]])
+        if stops:
             assert by_string
         elif by_string:
-            # The last update brought it, or let go what the detokenizer had held back.
+            # The last update contained the stop string, or released held text that completed it.
             assert cut[3] > len(ids) - len(in_parts(ids, sizes)[-1]) or "\ufffd" in tokenizer.decode(ids[: cut[3]])
         if not by_string:
             assert (cut[1], cut[3]) == (ended.finish_reason, len(ids))
 
     @pytest.mark.parametrize("reason", list(EndReason))
-    def test_every_ending(self, text_in: TextIn, reason: EndReason) -> None:
+    def test_every_end_reason(self, text_in: TextIn, reason: EndReason) -> None:
         answer, _ = assemble(text_in, SamplingParams(max_tokens=9), [[5, 6], [7]], reason)
         assert answer[1:] == (reason.finish_reason, None, 3, None)
 
 
 class Recorder:
-    """A sequence that notes what it is told."""
+    """A sequence that records the calls to it."""
 
     request_id = "a"
 
@@ -219,7 +219,7 @@ class Recorder:
         self.stops.append(num_output_tokens)
 
     def abort(self) -> None:
-        raise AssertionError("nobody aborts")
+        raise AssertionError("unexpected abort")
 
 
 Assembled = tuple[str, str | None, int | str | None, int, list[tuple[int, int]] | None]
@@ -228,7 +228,7 @@ Assembled = tuple[str, str | None, int | str | None, int, list[tuple[int, int]] 
 def assemble(
     text_in: TextIn, params: SamplingParams, parts: list[list[int]], ended: EndReason
 ) -> tuple[Assembled, list[int]]:
-    """(text, finish reason, stop reason, tokens that count, token and offset of each) of one answer; stops told."""
+    """Return one answer's text, finish reason, stop reason, number of tokens, tokens with offsets; and its stops."""
     sequence = Recorder()
     answer = Answer(sequence, text_in, Prompt(np.array([5], np.int32)), params)
     texts: list[str] = []
@@ -238,25 +238,25 @@ def assemble(
         total += len(part)
         logprobs = None if params.logprobs is None else [TokenLogprobs(t, -1.0, 1, [(9, -2.0)]) for t in part]
         last = ended if i == len(parts) - 1 else None
-        piece = answer.assemble(Update(list(part), logprobs, last, None, total))
-        texts.append(piece.text)
-        if placed is not None and piece.logprobs is not None:
-            placed += [(entry.logprobs.token_id, entry.text_offset) for entry in piece.logprobs]
-            assert all(entry.logprobs.top == [] for entry in piece.logprobs)
-        if piece.finish_reason is not None:
+        delta = answer.assemble(Update(list(part), logprobs, last, None, total))
+        texts.append(delta.text)
+        if placed is not None and delta.logprobs is not None:
+            placed += [(entry.logprobs.token_id, entry.text_offset) for entry in delta.logprobs]
+            assert all(entry.logprobs.top == [] for entry in delta.logprobs)
+        if delta.finish_reason is not None:
             break
-    return ("".join(texts), piece.finish_reason, piece.stop_reason, piece.num_output_tokens, placed), sequence.stops
+    return ("".join(texts), delta.finish_reason, delta.stop_reason, delta.num_output_tokens, placed), sequence.stops
 
 
 class TestTokenTexts:
-    def test_bytes_are_the_tokens_own(self, tokenizer: Tokenizer) -> None:
+    def test_raw_bytes_of_single_tokens(self, tokenizer: Tokenizer) -> None:
         texts = TokenTexts(tokenizer)
         ids = tokenizer.encode("naïve 世 😀 x").ids
         assert b"".join(map(texts.raw, ids)).decode() == "naïve 世 😀 x"
         assert texts.text(tokenizer.token_to_id("ð")) == "\ufffd"
         assert texts.text(2) == "<|im_end|>"
 
-    def test_without_text_a_token_is_its_number(self, tokenizer: Tokenizer) -> None:
+    def test_a_token_without_text_is_shown_as_its_id(self, tokenizer: Tokenizer) -> None:
         assert TokenTexts(None).text(7) == "token_id:7"
         assert TokenTexts(tokenizer).text(9_999) == "token_id:9999"
 
